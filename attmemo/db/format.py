@@ -1,0 +1,397 @@
+"""The database directory's format: names, the manifest, and how both are checked.
+
+    MANIFEST.json        the commit point: replaced by write-to-temporary, fsync, rename, fsync of the directory
+    arena/*.slots        one file per slot class (kind, length): fixed-stride slots behind a one-page header
+    catalogue/           LMDB: record -> length, provenance, and per kind and layer the slot and its checksum
+    embedder-N.safetensors, index-N/    derived from the records; rebuilt by `attmemo train-embedder`
+
+Published generations are immutable: a builder appends slots and catalogue entries beyond the manifest's counts and
+then publishes new counts. Whatever lies beyond the counts is invisible and is overwritten by the next builder.
+Every field read from a manifest is untrusted until `Manifest.parse` has looked at it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from attmemo.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseNotFoundError,
+    FormatVersionError,
+)
+from attmemo.mmap import SlotLayout, page_size, round_up
+
+FORMAT: Final = "attmemo-database"
+VERSION: Final = 1
+MANIFEST: Final = "MANIFEST.json"
+CATALOGUE: Final = "catalogue"
+ARENA: Final = "arena"
+LOCK: Final = "builder.lock"
+KIND_MAP: Final = "map"  # a layer's attention map over valid tokens, [heads, n, n]
+KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hidden]
+KINDS: Final = (KIND_MAP, KIND_INPUT)
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ARENA_MAGIC: Final = b"ATTMEMO1"
+MAX_MANIFEST_BYTES: Final = 256 << 20
+SEQUENCE: Final = -1  # the "layer" of the once-per-sequence embedder and index
+
+
+@dataclass(frozen=True)
+class SlotClass:
+    """Slots of one kind and length: one arena file."""
+
+    kind: str
+    length: int
+    shape: tuple[int, ...]
+    dtype: str
+    stride: int
+    header: int
+    slots: int
+
+    @property
+    def name(self) -> str:
+        """Key of the class, and the stem of its file."""
+        return f"{self.kind}-{self.length:05d}"
+
+    @property
+    def file(self) -> str:
+        """Path inside the database directory."""
+        return f"{ARENA}/{self.name}.slots"
+
+    @property
+    def layout(self) -> SlotLayout:
+        """The same, as the mapping room understands it."""
+        return SlotLayout(self.shape, DTYPES[self.dtype], self.stride, self.header, self.slots)
+
+    @classmethod
+    def make(cls, kind: str, length: int, shape: tuple[int, ...], dtype: str) -> SlotClass:
+        """An empty class with the smallest stride this machine can map."""
+        layout = SlotLayout.paged(shape, DTYPES[dtype], slots=0, header=1)
+        return cls(kind, length, shape, dtype, layout.stride, layout.header, 0)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model a database belongs to."""
+
+    name: str
+    family: str
+    mask_kind: str
+    layers: int
+    heads: int
+    hidden: int
+    dtype: str
+    max_length: int
+    fingerprint: str
+    fields: dict[str, str]
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data file that was read, and how far."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """A derived file and what it must contain."""
+
+    file: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class EmbedderRef:
+    """The trained embedder and its indexes; they cover the first `records` records."""
+
+    weights: FileRef
+    backend: str
+    records: int
+    indexes: dict[str, FileRef]  # layer number as text ("-1": once per sequence) -> container
+    calibration: dict[str, Any]
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a reader needs to know before it opens another file."""
+
+    uuid: str
+    generation: int
+    page_size: int
+    model: ModelInfo
+    storage: str
+    records: int
+    classes: tuple[SlotClass, ...] = ()
+    sources: tuple[Source, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    embedder: EmbedderRef | None = None
+    profile: dict[str, Any] | None = None
+    tuning: dict[str, Any] | None = None
+
+    def slot_class(self, kind: str, length: int) -> SlotClass | None:
+        """The class of a kind and length, or None if no such record is stored."""
+        return next((c for c in self.classes if c.kind == kind and c.length == length), None)
+
+    def dump(self) -> bytes:
+        """The manifest as bytes, with its own checksum on the last line."""
+        body = {"format": FORMAT, "version": VERSION} | asdict(self)
+        text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False)
+        return f"{text}\n{_checksum(text)}\n".encode()
+
+    @classmethod
+    def parse(cls, raw: bytes, path: Path) -> Manifest:
+        """Read and check a manifest.
+
+        Raises
+        ------
+        FormatVersionError
+            Another version of the format.
+        DatabaseCorruptError
+            Anything else that is not as `dump` writes it; the message names the first field that is wrong.
+        """
+        try:
+            text, checksum, rest = raw.decode().rsplit("\n", 2)
+        except ValueError as error:
+            raise _corrupt(path, "not a manifest: no checksum line") from error
+        if rest or checksum != _checksum(text):
+            raise _corrupt(path, f"checksum {checksum[:16]!r}, expected {_checksum(text)}")
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _corrupt(path, f"not JSON: {error}") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise _corrupt(path, "the field 'format' is missing or wrong")
+        if body.get("version") != VERSION:
+            raise FormatVersionError(
+                f"{path} has format version {body.get('version')!r}; this attmemo reads version {VERSION}.",
+                "build the database again with this version, or use the version that wrote it",
+            )
+        return _Parser(path).manifest(body)
+
+
+class _Parser:
+    """Turns parsed JSON into a `Manifest`, field by field, so that the first wrong one can be named."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, data: Any, key: str, kind: type | tuple[type, ...], where: str = "") -> Any:
+        if not isinstance(data, Mapping) or key not in data:
+            raise _corrupt(self.path, f"the field {where}{key} is missing")
+        value = data[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+            raise _corrupt(self.path, f"the field {where}{key} has the wrong type: {type(value).__name__}")
+        return value
+
+    def count(self, data: Any, key: str, where: str = "", low: int = 0, high: int = 1 << 48) -> int:
+        value: int = self.get(data, key, int, where)
+        if not low <= value <= high:
+            raise _corrupt(self.path, f"the field {where}{key} is {value}, expected {low} to {high}")
+        return value
+
+    def choice(self, data: Any, key: str, allowed: Mapping[str, Any] | tuple[str, ...], where: str = "") -> str:
+        value: str = self.get(data, key, str, where)
+        if value not in allowed:
+            raise _corrupt(self.path, f"the field {where}{key} is {value!r}, expected one of {', '.join(allowed)}")
+        return value
+
+    def manifest(self, body: dict[str, Any]) -> Manifest:
+        model = self.model(self.get(body, "model", dict))
+        storage = self.choice(body, "storage", DTYPES)
+        classes = tuple(self.slot_class(entry, model) for entry in self.get(body, "classes", list))
+        if len({c.name for c in classes}) != len(classes):
+            raise _corrupt(self.path, "two slot classes have the same kind and length")
+        sources = tuple(
+            Source(self.get(s, "name", str, "sources."), self.get(s, "digest", str, "sources."))
+            for s in self.get(body, "sources", list)
+        )
+        embedder = self.get(body, "embedder", (dict, type(None)))
+        return Manifest(
+            uuid=self.get(body, "uuid", str),
+            generation=self.count(body, "generation"),
+            page_size=self.count(body, "page_size", low=512, high=1 << 30),
+            model=model,
+            storage=storage,
+            records=self.count(body, "records", high=1 << 40),
+            classes=classes,
+            sources=sources,
+            settings=self.get(body, "settings", dict),
+            embedder=None if embedder is None else self.embedder(embedder),
+            profile=self.get(body, "profile", (dict, type(None))),
+            tuning=self.get(body, "tuning", (dict, type(None))),
+        )
+
+    def model(self, data: dict[str, Any]) -> ModelInfo:
+        at = "model."
+        fields = self.get(data, "fields", dict, at)
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in fields.items()):
+            raise _corrupt(self.path, "the field model.fields holds something else than text")
+        return ModelInfo(
+            name=self.get(data, "name", str, at),
+            family=self.get(data, "family", str, at),
+            mask_kind=self.get(data, "mask_kind", str, at),
+            layers=self.count(data, "layers", at, 1, 4096),
+            heads=self.count(data, "heads", at, 1, 4096),
+            hidden=self.count(data, "hidden", at, 1, 1 << 20),
+            dtype=self.get(data, "dtype", str, at),
+            max_length=self.count(data, "max_length", at, 1, 1 << 24),
+            fingerprint=self.get(data, "fingerprint", str, at),
+            fields=fields,
+            tokenizer=self.get(data, "tokenizer", (str, type(None)), at),
+        )
+
+    def slot_class(self, data: Any, model: ModelInfo) -> SlotClass:
+        at = "classes."
+        kind = self.choice(data, "kind", KINDS, at)
+        length = self.count(data, "length", at, 1, 1 << 24)
+        shape = tuple(self.get(data, "shape", list, at))
+        expected = slot_shape(kind, length, model)
+        if shape != expected:
+            raise _corrupt(self.path, f"classes.shape of {kind} {length} is {shape}, expected {expected}")
+        dtype = self.choice(data, "dtype", DTYPES, at)
+        found = SlotClass(
+            kind=kind,
+            length=length,
+            shape=expected,
+            dtype=dtype,
+            stride=self.count(data, "stride", at, 1),
+            header=self.count(data, "header", at, len(ARENA_MAGIC) + 64),
+            slots=self.count(data, "slots", at, 0, 1 << 40),
+        )
+        try:
+            layout = found.layout
+        except ValueError as error:
+            raise _corrupt(self.path, f"slot class {found.name}: {error}") from error
+        if layout.file_bytes > 1 << 56:
+            raise _corrupt(self.path, f"slot class {found.name} claims {layout.file_bytes} bytes")
+        return found
+
+    def file(self, data: Any, where: str) -> FileRef:
+        name: str = self.get(data, "file", str, where)
+        # A derived file lies in the database directory, under a name this library gives; never elsewhere.
+        if not re.fullmatch(r"[a-z0-9-]+(/[a-z0-9-]+)?\.safetensors", name):
+            raise _corrupt(self.path, f"the field {where}file is not a file name of this format: {name[:80]!r}")
+        return FileRef(name, self.get(data, "digest", str, where))
+
+    def embedder(self, data: dict[str, Any]) -> EmbedderRef:
+        indexes = self.get(data, "indexes", dict, "embedder.")
+        return EmbedderRef(
+            weights=self.file(self.get(data, "weights", dict, "embedder."), "embedder.weights."),
+            backend=self.get(data, "backend", str, "embedder."),
+            records=self.count(data, "records", "embedder."),
+            indexes={key: self.file(value, f"embedder.indexes.{key}.") for key, value in indexes.items()},
+            calibration=self.get(data, "calibration", dict, "embedder."),
+            report=self.get(data, "report", dict, "embedder."),
+        )
+
+
+def slot_shape(kind: str, length: int, model: ModelInfo) -> tuple[int, ...]:
+    """Shape of one slot of a kind for a sequence of `length` valid tokens."""
+    return (model.heads, length, length) if kind == KIND_MAP else (length, model.hidden)
+
+
+def arena_header(uuid: str, found: SlotClass) -> bytes:
+    """The header page of an arena file: it binds the file to its database and class, so that files cannot be swapped."""
+    name = found.name.encode()
+    body = ARENA_MAGIC + struct.pack("<II", VERSION, len(name)) + bytes.fromhex(uuid) + name
+    return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(found.header, b"\0")
+
+
+def slot_checksum(uuid: str, name: str, slot: int, payload: Any) -> int:
+    """Checksum of a slot's bytes, bound to where they lie: a slot copied to another place does not verify."""
+    seed = xxhash.xxh3_64_intdigest(f"{uuid}/{name}/{slot}".encode())
+    return xxhash.xxh3_64_intdigest(payload, seed=seed)
+
+
+def file_digest(path: Path) -> str:
+    """Digest of a whole (derived) file."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The published manifest of a database directory.
+
+    Raises
+    ------
+    DatabaseNotFoundError
+        There is no directory, or no manifest in it.
+    DatabaseCorruptError, FormatVersionError
+        See `Manifest.parse`.
+    """
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise _corrupt(file, f"{file.stat().st_size} bytes long, at most {MAX_MANIFEST_BYTES} expected")
+        raw = file.read_bytes()
+    except FileNotFoundError as error:
+        what = "has no MANIFEST.json, so it is not a database" if path.is_dir() else "does not exist"
+        raise DatabaseNotFoundError(
+            f"{path} {what}.", f"attmemo build-database --model … --data … --output {path}"
+        ) from error
+    except NotADirectoryError as error:
+        raise DatabaseNotFoundError(f"{path} is a file; a database is a directory.") from error
+    except OSError as error:
+        raise DatabaseError(f"cannot read {file}: {error.strerror}") from error
+    manifest = Manifest.parse(raw, file)
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> Manifest:
+    """Publish the next generation: the one write that makes everything before it visible."""
+    following = replace(manifest, generation=manifest.generation + 1)
+    write_durably(path / MANIFEST, following.dump())
+    return following
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Replace a file so that a crash leaves the old one or the new one, whole."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+    sync_directory(file.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def header_bytes() -> int:
+    """Bytes of an arena header on this machine: one page."""
+    return round_up(1, page_size())
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _corrupt(path: Path, why: str) -> DatabaseCorruptError:
+    return DatabaseCorruptError(
+        f"{path}: {why}.", "restore the database from a copy, or build it again with attmemo build-database"
+    )

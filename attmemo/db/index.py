@@ -1,0 +1,251 @@
+"""Nearest-neighbour search over embeddings: one index per layer and token length.
+
+faiss HNSW by default, hnswlib behind the same face, and an exact flat search that is the oracle of both. An index is
+derived data: it is rebuilt from the records by `attmemo train-embedder`, and it only proposes; the record decides.
+A layer's indexes travel in one safetensors container, whose digest is checked before faiss parses a byte of it:
+neither library validates what it loads.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from attmemo.errors import DatabaseCorruptError, DatabaseError
+
+Backend = Literal["faiss", "hnswlib", "flat"]
+BACKENDS: Final = ("faiss", "hnswlib", "flat")
+LINKS: Final = 16  # HNSW M: edges per node
+EF_CONSTRUCTION: Final = 80
+EF_SEARCH: Final = 64
+
+Vectors = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+class VectorIndex(Protocol):
+    """Vectors under consecutive positions, searched by Euclidean distance."""
+
+    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        """Positions and distances ``[q, k]``, nearest first; missing neighbours are position -1, distance inf."""
+
+    def dump(self) -> npt.NDArray[np.uint8]:
+        """The index as bytes."""
+
+
+class FlatIndex:
+    """Exact search; the oracle, and the fastest choice for a few hundred vectors."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self.vectors = np.ascontiguousarray(vectors, np.float32)
+        self._norms = (self.vectors**2).sum(1)
+
+    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        squares = (queries**2).sum(1)[:, None] - 2.0 * queries @ self.vectors.T + self._norms
+        order = np.argsort(squares, axis=1, kind="stable")[:, :k]
+        # |q - v| from the difference itself: the expansion above cancels to noise for near-equal vectors.
+        near = np.linalg.norm(queries[:, None] - self.vectors[order], axis=2)
+        return _padded(order, near, k)
+
+    def dump(self) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self.vectors.tobytes(), np.uint8)
+
+    @classmethod
+    def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FlatIndex:
+        return cls(np.frombuffer(raw.tobytes(), np.float32).reshape(-1, dimension))
+
+
+class FaissIndex:
+    """faiss HNSW over raw float32 vectors, Euclidean."""
+
+    def __init__(self, index: Any) -> None:
+        index.hnsw.efSearch = EF_SEARCH
+        self._index = index
+
+    @classmethod
+    def build(cls, vectors: Vectors) -> FaissIndex:
+        faiss = _faiss()
+        index = faiss.IndexHNSWFlat(vectors.shape[1], LINKS)
+        index.hnsw.efConstruction = EF_CONSTRUCTION
+        index.add(np.ascontiguousarray(vectors, np.float32))
+        return cls(index)
+
+    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        squares, order = self._index.search(np.ascontiguousarray(queries, np.float32), k)
+        distances = np.sqrt(np.maximum(squares, 0.0))
+        return order, np.where(order < 0, np.float32(np.inf), distances)
+
+    def dump(self) -> npt.NDArray[np.uint8]:
+        raw: npt.NDArray[np.uint8] = _faiss().serialize_index(self._index)
+        return raw
+
+    @classmethod
+    def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FaissIndex:
+        try:
+            index = _faiss().deserialize_index(raw)
+        except RuntimeError as error:
+            raise DatabaseCorruptError(f"faiss cannot read an index: {error}", "attmemo train-embedder DB") from error
+        if getattr(index, "d", None) != dimension or not hasattr(index, "hnsw"):
+            raise DatabaseCorruptError("an index has another dimension or kind", "attmemo train-embedder DB")
+        return cls(index)
+
+
+class HnswlibIndex:
+    """hnswlib, the reference HNSW implementation; it reads and writes files only, hence the temporary ones."""
+
+    def __init__(self, index: Any) -> None:
+        index.set_ef(EF_SEARCH)
+        index.set_num_threads(1)
+        self._index = index
+
+    @classmethod
+    def build(cls, vectors: Vectors) -> HnswlibIndex:
+        index = _hnswlib().Index("l2", vectors.shape[1])
+        index.init_index(len(vectors), ef_construction=EF_CONSTRUCTION, M=LINKS, random_seed=0)
+        index.add_items(np.ascontiguousarray(vectors, np.float32), np.arange(len(vectors)), num_threads=1)
+        return cls(index)
+
+    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        found = min(k, int(self._index.get_current_count()))
+        # hnswlib raises when it cannot fill k results from a beam of ef.
+        self._index.set_ef(max(EF_SEARCH, found))
+        order, squares = self._index.knn_query(np.ascontiguousarray(queries, np.float32), found, num_threads=1)
+        return _padded(order.astype(np.int64), np.sqrt(np.maximum(squares, 0.0)), k)
+
+    def dump(self) -> npt.NDArray[np.uint8]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "index"
+            self._index.save_index(str(file))
+            return np.frombuffer(file.read_bytes(), np.uint8)
+
+    @classmethod
+    def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> HnswlibIndex:
+        index = _hnswlib().Index("l2", dimension)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "index"
+            file.write_bytes(raw.tobytes())
+            try:
+                index.load_index(str(file))
+            except RuntimeError as error:
+                raise DatabaseCorruptError(f"hnswlib cannot read an index: {error}") from error
+        return cls(index)
+
+
+def build_index(vectors: Vectors, backend: Backend) -> VectorIndex:
+    """An index over ``[m, d]`` vectors, deterministic for the same vectors in the same order."""
+    if backend == "flat":
+        return FlatIndex(vectors)
+    return FaissIndex.build(vectors) if backend == "faiss" else HnswlibIndex.build(vectors)
+
+
+def load_index(raw: npt.NDArray[np.uint8], dimension: int, backend: Backend) -> VectorIndex:
+    """What `VectorIndex.dump` wrote; only for bytes whose digest was checked."""
+    if backend == "flat":
+        return FlatIndex.load(raw, dimension)
+    return FaissIndex.load(raw, dimension) if backend == "faiss" else HnswlibIndex.load(raw, dimension)
+
+
+class LayerIndex:
+    """All indexes of one layer, by token length; positions are translated to record ids here.
+
+    Parameters
+    ----------
+    indexes : mapping of length to (VectorIndex, ids)
+        ``ids[position]`` is the record.
+    """
+
+    def __init__(self, indexes: Mapping[int, tuple[VectorIndex, Ids]]) -> None:
+        self._indexes = dict(indexes)
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """Token lengths that can be found."""
+        return frozenset(self._indexes)
+
+    @classmethod
+    def build(cls, vectors: Vectors, lengths: Ids, backend: Backend) -> LayerIndex:
+        """Index record embeddings ``[R, d]``, records numbered by position, by their token lengths ``[R]``."""
+        found: dict[int, tuple[VectorIndex, Ids]] = {}
+        for length in np.unique(lengths).tolist():
+            ids = np.flatnonzero(lengths == length).astype(np.int64)
+            found[length] = build_index(vectors[ids], backend), ids
+        return cls(found)
+
+    def search(self, length: int, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
+        """Record ids and distances ``[q, k]`` among records of this length; id -1 where there is none."""
+        found = self._indexes.get(length)
+        if found is None:
+            return np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
+        index, ids = found
+        order, distances = index.search(queries, k)
+        return np.where(order < 0, -1, ids[order]), distances.astype(np.float32)
+
+    def save(self, file: Path) -> None:
+        """Write the container."""
+        tensors: dict[str, npt.NDArray[Any]] = {}
+        for length, (index, ids) in self._indexes.items():
+            tensors[f"{length}.index"] = index.dump()
+            tensors[f"{length}.ids"] = ids
+        save_file(tensors, str(file))
+
+    @classmethod
+    def load(cls, file: Path, dimension: int, backend: str, records: int) -> LayerIndex:
+        """Read the container; record ids beyond `records` are refused.
+
+        Raises
+        ------
+        DatabaseCorruptError
+            The container is not one, or names records that do not exist.
+        DatabaseError
+            The backend is not installed.
+        """
+        if backend not in BACKENDS:
+            raise DatabaseCorruptError(f"{file}: unknown index backend {backend!r}", "attmemo train-embedder DB")
+        try:
+            tensors = load_file(str(file))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DatabaseCorruptError(f"{file}: not an index container: {error}", "attmemo train-embedder DB") from error
+        found: dict[int, tuple[VectorIndex, Ids]] = {}
+        for name, raw in tensors.items():
+            length, _, part = name.partition(".")
+            if part != "index":
+                continue
+            ids = tensors.get(f"{length}.ids")
+            if not length.isdigit() or ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
+                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", "attmemo train-embedder DB")
+            if ids.min() < 0 or ids.max() >= records:
+                raise DatabaseCorruptError(f"{file}: names record {ids.max()} of {records}", "attmemo train-embedder DB")
+            found[int(length)] = load_index(raw, dimension, backend), ids  # type: ignore[arg-type]
+        return cls(found)
+
+
+def _padded(order: Ids, distances: npt.NDArray[Any], k: int) -> tuple[Ids, Vectors]:
+    missing = k - order.shape[1]
+    if missing > 0:
+        order = np.pad(order, ((0, 0), (0, missing)), constant_values=-1)
+        distances = np.pad(distances, ((0, 0), (0, missing)), constant_values=np.inf)
+    return order, distances.astype(np.float32)
+
+
+def _faiss() -> Any:
+    import faiss
+
+    # faiss brings an OpenMP runtime of its own: two pools on the same cores slow both down, and a parallel build
+    # is not deterministic. Our batches are small; one thread is enough.
+    faiss.omp_set_num_threads(1)
+    return faiss
+
+
+def _hnswlib() -> Any:
+    try:
+        import hnswlib
+    except ImportError as error:
+        raise DatabaseError("the index backend hnswlib is not installed.", "pip install 'attmemo[hnswlib]'") from error
+    return hnswlib

@@ -1,0 +1,127 @@
+"""From a distance of embeddings to a similarity score that the true one is not below.
+
+A threshold must mean the same for every model, layer and length, so it is a similarity score (Eq. 1). The index
+returns distances. On held-out sequences we know both, and fit per layer a decreasing curve under the cloud:
+
+    predicted(d) = mean(d) - q * spread(d)
+
+with `mean` an isotonic (decreasing) regression of true scores on distances, `spread` an isotonic (increasing)
+regression of the absolute residuals, and q the conformal quantile of (mean - true) / spread that leaves the true
+score at or above the prediction for the stated share of held-out retrievals (split conformal prediction).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attmemo.errors import DatabaseCorruptError
+
+COVERAGE = 0.9
+KNOTS = 64
+_FOLDS = 5
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A decreasing piecewise-linear curve from distance to predicted similarity score.
+
+    Beyond the last knot nothing is known but that no score is below 0, so 0 is predicted: only a threshold of 0,
+    which asks for nothing, accepts it.
+    """
+
+    distances: Floats  # [K], increasing
+    scores: Floats  # [K], not increasing
+
+    def predict(self, distances: npt.ArrayLike) -> Floats:
+        """Lower bounds of the similarity score, for distances of embeddings."""
+        return np.interp(np.asarray(distances, np.float64), self.distances, self.scores, right=0.0)
+
+    def radius(self, threshold: float) -> float:
+        """The greatest distance whose predicted score reaches the threshold; -1 if none does, inf for threshold 0."""
+        if threshold <= 0.0:
+            return math.inf
+        reached = np.flatnonzero(self.scores >= threshold)
+        if not len(reached):
+            return -1.0
+        last = int(reached[-1])
+        if last + 1 == len(self.distances):
+            return float(self.distances[-1])
+        high, low = self.scores[last], self.scores[last + 1]
+        share = (high - threshold) / (high - low)
+        return float(self.distances[last] + share * (self.distances[last + 1] - self.distances[last]))
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """JSON-able."""
+        return {"distances": self.distances.tolist(), "scores": self.scores.tolist()}
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str) -> Calibration:
+        """Read what `to_dict` wrote; DatabaseCorruptError if it is not a decreasing curve."""
+        if isinstance(data, Mapping):
+            try:
+                distances, scores = (np.asarray(data[k], np.float64) for k in ("distances", "scores"))
+            except (KeyError, TypeError, ValueError):
+                distances = scores = np.zeros(0)
+            fine = distances.ndim == scores.ndim == 1 and len(distances) == len(scores) > 0
+            if fine and np.isfinite(distances).all() and np.isfinite(scores).all():
+                if (np.diff(distances) > 0).all() and (np.diff(scores) <= 0).all() and scores[0] <= 1.0:
+                    return cls(distances, scores)
+        raise DatabaseCorruptError(f"{where} is not a calibration curve", "attmemo train-embedder DB")
+
+
+def fit_calibration(
+    distances: Sequence[float] | Floats, scores: Sequence[float] | Floats, coverage: float = COVERAGE
+) -> Calibration:
+    """Fit the curve on held-out retrievals.
+
+    Parameters
+    ----------
+    distances, scores : array-like
+        Distance of the record that was found, and its true similarity score; at least one pair.
+    coverage : float
+        Share of retrievals whose true score must not be below the prediction.
+
+    Raises
+    ------
+    ValueError
+        There are no pairs.
+    """
+    d, y = np.asarray(distances, np.float64), np.asarray(scores, np.float64)
+    if not len(d) or d.shape != y.shape:
+        raise ValueError(f"expected as many distances as scores, at least one; got {d.shape} and {y.shape}")
+    order = np.argsort(d, kind="stable")
+    d, y = d[order], y[order]
+    mean, spread = _curves(d, y)
+    # The margin is estimated on folds that the curves have not seen.
+    ratios = np.empty_like(y)
+    if len(d) >= 2 * _FOLDS:
+        for fold in range(_FOLDS):
+            held = np.arange(len(d)) % _FOLDS == fold
+            m, s = _curves(d[~held], y[~held])
+            ratios[held] = (m(d[held]) - y[held]) / s(d[held])
+        level = min(1.0, math.ceil((len(d) + 1) * coverage) / len(d))
+        margin = float(np.quantile(ratios, level, method="higher"))
+    else:
+        margin = 4.0  # a handful of pairs supports no quantile: stay far below
+    knots = np.unique(np.concatenate([[0.0], np.quantile(d, np.linspace(0.0, 1.0, KNOTS))]))
+    lower = mean(knots) - max(margin, 0.0) * spread(knots)
+    lower = np.minimum.accumulate(np.clip(lower, 0.0, 1.0))
+    return Calibration(knots, lower)
+
+
+def _curves(d: Floats, y: Floats) -> tuple[Any, Any]:
+    from sklearn.isotonic import IsotonicRegression  # a second to import, and serving only reads curves
+
+    mean = IsotonicRegression(increasing=False, out_of_bounds="clip").fit(d, y)
+    residual = np.abs(mean.predict(d) - y)
+    spread = IsotonicRegression(increasing=True, out_of_bounds="clip").fit(d, residual)
+    floor = max(1e-3, 0.25 * float(residual.mean()))
+    return mean.predict, lambda x: np.maximum(spread.predict(x), floor)

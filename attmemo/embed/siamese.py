@@ -1,0 +1,137 @@
+"""The embedder: three linear layers from a layer's hidden states to 128 numbers.
+
+AttMEMO (seed 004_17cf05913cb31f45.txt, section on the embedding) trains two weight-sharing MLPs with linear neurons
+so that the Euclidean distance of two embeddings approaches one minus the similarity of their attention maps.
+What differs here, and why:
+
+* The first layer projects each *token* (hidden size to a few channels) with the same weights at every position,
+  where the paper flattens the whole input: any length, and cost linear in it.
+* The second layer has weights of its own for every position, up to the longest record; a shorter sequence uses the
+  first ones. No size is written into the code: hidden size and greatest length are those of the database.
+* No layer has a non-linearity (nor has the paper's), so the distance is a learned metric on differences of inputs,
+  and the last two layers fold into one matrix for serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attmemo.errors import DatabaseCorruptError
+
+DIMENSION = 128
+CHANNELS = 16
+
+
+class SiameseEmbedder:
+    """Three linear layers; one instance for each attention layer, and one for the once-per-sequence lookup.
+
+    Parameters
+    ----------
+    token : Tensor
+        First layer, ``[H, p]``: hidden size to channels.
+    bias : Tensor
+        Its bias, ``[p]``. It cancels in distances; centring keeps them accurate in float32.
+    position : Tensor
+        Second layer, ``[N * p, m]``: all channels of up to N tokens.
+    output : Tensor
+        Third layer, ``[m, d]``.
+    """
+
+    def __init__(self, token: Tensor, bias: Tensor, position: Tensor, output: Tensor) -> None:
+        self.token, self.bias = token, bias
+        self.position, self.output = position, output
+        self._folded = (position @ output).contiguous()  # [N * p, d]
+
+    @property
+    def channels(self) -> int:
+        """Numbers per token after the first layer, p."""
+        return self.token.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Greatest number of tokens, N."""
+        return self.position.shape[0] // self.channels
+
+    @property
+    def dimension(self) -> int:
+        """Numbers in an embedding, d."""
+        return self.output.shape[1]
+
+    def embed(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Embeddings of a batch.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            Hidden states entering an attention layer, ``[B, L, H]``, any floating type.
+        lengths : sequence of int
+            Valid tokens of each row, at most `longest`; what lies behind them is ignored.
+
+        Returns
+        -------
+        Tensor
+            ``[B, d]``, float32.
+        """
+        batch, length, _ = hidden.shape
+        # Longer than any record: only rows within reach are ever asked for, so the tail is padding.
+        length = min(length, self.longest)
+        channels = hidden[:, :length].to(torch.float32) @ self.token + self.bias  # [B, L, p]
+        if min(lengths) < length:
+            kept = torch.arange(length) < torch.tensor(lengths)[:, None]
+            channels = channels * kept[..., None]
+        return channels.reshape(batch, -1) @ self._folded[: length * self.channels]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        return {"token": self.token, "bias": self.bias, "position": self.position, "output": self.output}
+
+
+def save_embedders(embedders: dict[int, SiameseEmbedder], file: Path) -> None:
+    """Write all embedders of a database to one safetensors file, keyed by layer (-1: once per sequence)."""
+    flat = {f"{layer}.{name}": t.contiguous() for layer, e in embedders.items() for name, t in e.tensors().items()}
+    save_file(flat, str(file))
+
+
+def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
+    """Read what `save_embedders` wrote.
+
+    Raises
+    ------
+    DatabaseCorruptError
+        A tensor is missing, has a shape that does not fit the others or the model, or is not finite.
+    """
+    try:
+        flat = load_file(str(file))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DatabaseCorruptError(f"{file}: not an embedder file: {error}", "attmemo train-embedder DB") from error
+    embedders = {}
+    for key in sorted({name.partition(".")[0] for name in flat}):
+        try:
+            parts = [flat[f"{key}.{name}"] for name in ("token", "bias", "position", "output")]
+            layer = int(key)
+        except (KeyError, ValueError) as error:
+            raise DatabaseCorruptError(f"{file}: embedder {key!r} is incomplete", "attmemo train-embedder DB") from error
+        token, bias, position, output = parts
+        fits = (
+            token.dim() == position.dim() == output.dim() == 2
+            and token.shape[0] == hidden
+            and bias.shape == token.shape[1:]
+            and token.shape[1] > 0
+            and position.shape[0] % token.shape[1] == 0
+            and position.shape[1] == output.shape[0]
+            and all(p.dtype == torch.float32 and bool(torch.isfinite(p).all()) for p in parts)
+        )
+        if not fits:
+            shapes = [tuple(p.shape) for p in parts]
+            raise DatabaseCorruptError(
+                f"{file}: embedder {layer} has shapes {shapes} for hidden size {hidden}, or values that are not finite",
+                "attmemo train-embedder DB",
+            )
+        embedders[layer] = SiameseEmbedder(token, bias, position, output)
+    return embedders

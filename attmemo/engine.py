@@ -1,0 +1,361 @@
+"""The online engine: what happens to one call of one attention layer.
+
+    hidden states ─ gate ─no──────────────────────────────► exact attention
+        │ yes                                                 ▲
+        ▼                                                     │ misses (compacted sub-batch)
+      embed ─ search ─ accept (same length, predicted similarity ≥ threshold)
+                          │ hits
+                          ▼
+             fetch (window or view over the arena, no copy) ─ A·V ─ output
+
+Source: AttMEMO, section 4 and Fig. 8 (seed 004_17cf05913cb31f45.txt). Where the paper looks up in every layer, this
+engine can also look up once per sequence and reuse the record's maps in every layer whose calibrated score reaches
+the threshold.
+
+Promises: a call that is not served, for whatever reason, runs the original code on the original arguments; a hit is
+decided per sequence, from its own hidden states alone; rows of padding behind a hit are zero.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters import Adapter, Call, Site
+from attmemo.db import KIND_MAP, SEQUENCE, Database
+from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
+from attmemo.mmap import Batch, Fetcher, FetcherName, choose_fetcher
+from attmemo.perfmodel import Gate, Profile
+
+Lookup = Literal["layer", "sequence"]
+Exact = Callable[..., Any]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class LayerStats:
+    """What one layer did since the counters were last reset; rows are sequences."""
+
+    rows: int = 0
+    queries: int = 0
+    hits: int = 0
+    predicted: float = 0.0  # sum over hits
+    lookup_seconds: float = 0.0
+    serve_seconds: float = 0.0
+    exact_seconds: float = 0.0  # of the compacted misses in mixed batches
+    saved_ms: float = 0.0  # by the profile's cost model, for the rows served
+
+
+@dataclass(slots=True)
+class _Found:
+    """Nearest records of a batch: ids (-1: none) and distances of embeddings, one per row."""
+
+    records: Ints
+    distances: Floats
+
+
+class _Forward(threading.local):
+    """What the layers of one forward share, one per thread: valid lengths, and the lookup made once per sequence."""
+
+    def __init__(self) -> None:  # called anew in every thread
+        self.reset()
+        self.exact_only: str | None = None
+
+    def reset(self) -> None:
+        self.mask: Tensor | None = None
+        self.size: tuple[int, int] | None = None
+        self.lengths: list[int] | None = None
+        self.looked_up = False
+        self.found: _Found | None = None
+
+
+class Engine:
+    """Serves attention maps from a database to the layers of one model.
+
+    Parameters
+    ----------
+    adapter : Adapter
+        Knows the model's attention modules.
+    layers : int
+        Number of attention layers.
+    database : Database
+        Opened, with a trained embedder.
+    thresholds : sequence of float
+        Similarity score in [0, 1] that a hit needs, one per layer.
+    lookup : {"layer", "sequence"}
+        One lookup in each layer, or one per sequence.
+    gated : bool
+        Ask the performance model before every lookup; False tries always.
+    fetch : {"auto", "map", "view", "copy"}
+        How maps are read; "auto" takes what measures fastest for the pages that the arena got.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        layers: int,
+        database: Database,
+        thresholds: Sequence[float],
+        lookup: Lookup,
+        *,
+        gated: bool = True,
+        fetch: FetcherName = "auto",
+    ) -> None:
+        self.adapter = adapter
+        self.layers = layers
+        self.database = database
+        self.thresholds = [float(t) for t in thresholds]
+        self.lookup: Lookup = lookup
+        self.fetch: FetcherName = fetch
+        profile = database.manifest.profile
+        self.profile = None if profile is None else Profile.from_dict(profile)
+        self.gate = Gate(self.profile if gated else None, self.thresholds, lookup, layers, always=not gated)
+        ref = database.embedder_ref()
+        self._embedders: dict[int, SiameseEmbedder] = load_embedders(
+            database.derived(ref.weights), database.manifest.model.hidden
+        )
+        used = [SEQUENCE] if lookup == "sequence" else range(layers)
+        for layer in used:
+            database.index(layer)  # now, so that a damaged index is an error here and not in the first request
+        self._curves = [self._curve(ref.calibration, layer) for layer in range(layers)]
+        # The greatest distance that each layer accepts: the threshold, seen through the calibration.
+        self._radii = [curve.radius(t) for curve, t in zip(self._curves, self.thresholds, strict=True)]
+        self._fetchers: dict[int, Fetcher] = {}
+        self._forward = _Forward()
+        self._lock = threading.Lock()
+        self.reset_stats()
+
+    # -- the path
+
+    def attend(self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of one attention layer: `exact(*args, **kwargs)`, or the same from stored maps."""
+        call, lengths = self._read(site, args, kwargs)
+        if call is None:
+            return exact(*args, **kwargs)
+        stats = self.stats[site.layer]
+        stats.rows += len(lengths)
+        if not self._worth_trying(site.layer, lengths, call):
+            return exact(*args, **kwargs)
+        found = self._look_up(site.layer, call, lengths)
+        rows = self._accept(site.layer, found, lengths)
+        if not len(rows):
+            return exact(*args, **kwargs)
+        context = self._serve(site, call, lengths, rows, found.records[rows])
+        if len(rows) < len(lengths):
+            self._compute_misses(site, exact, args, kwargs, rows, context)
+        return self.adapter.finish(site.module, context)
+
+    def _worth_trying(self, layer: int, lengths: list[int], call: Call) -> bool:
+        """The gate (Eq. 3): once per forward when there is one lookup, else in every layer."""
+        padded = call.hidden.shape[1]
+        if self.lookup == "layer":
+            return self.gate.worth_trying(layer, lengths, padded)
+        forward = self._forward
+        if not forward.looked_up:
+            forward.looked_up = True
+            forward.found = None
+            # Only the first layer's input can be looked up; a forward that starts elsewhere stays exact.
+            if layer == 0 and self.gate.worth_trying(SEQUENCE, lengths, padded):
+                forward.found = self._search(SEQUENCE, call, lengths)
+                self._record_sequence(forward.found, lengths)
+        return forward.found is not None and self.gate.serves(layer, lengths, padded)
+
+    def _look_up(self, layer: int, call: Call, lengths: list[int]) -> _Found:
+        """The nearest record of every row: searched now, or found by the first layer."""
+        found = self._forward.found
+        if self.lookup == "sequence" and found is not None:
+            return found
+        return self._search(layer, call, lengths)
+
+    def _search(self, layer: int, call: Call, lengths: list[int]) -> _Found:
+        """Embed the hidden states and ask the index; the hard key (token length) chooses which index."""
+        start = perf_counter()
+        index = self.database.index(layer)
+        records = np.full(len(lengths), -1, np.int64)
+        distances = np.full(len(lengths), np.inf, np.float32)
+        rows = [row for row, n in enumerate(lengths) if n in index.lengths]
+        if rows:
+            if len(rows) < len(lengths):
+                hidden, kept = call.hidden[rows], [lengths[row] for row in rows]
+            else:
+                hidden, kept = call.hidden, lengths
+            vectors = self._embedders[layer].embed(hidden, kept).numpy()
+            for length in set(kept):
+                where = [place for place, n in enumerate(kept) if n == length]
+                ids, near = index.search(length, vectors[where])
+                at = [rows[place] for place in where]
+                records[at], distances[at] = ids[:, 0], near[:, 0]
+        self.stats[max(layer, 0)].lookup_seconds += perf_counter() - start
+        return _Found(records, distances)
+
+    def _accept(self, layer: int, found: _Found, lengths: list[int]) -> Ints:
+        """Rows whose record may serve: the index proposes, the record decides."""
+        stats = self.stats[layer]
+        # Beyond the radius a score is predicted below the threshold; NaN compares false and is a miss.
+        rows = np.flatnonzero((found.records >= 0) & (found.distances <= self._radii[layer]))
+        if len(rows):
+            stored = self.database.records.lengths[found.records[rows]]
+            rows = rows[stored == np.asarray(lengths)[rows]]
+            stats.predicted += float(self._curves[layer].predict(found.distances[rows]).sum())
+        stats.queries += len(lengths)
+        stats.hits += len(rows)
+        if self.lookup == "layer":
+            self.gate.record(layer, len(lengths), len(rows))
+        return rows
+
+    def _serve(self, site: Site, call: Call, lengths: list[int], rows: Ints, records: Ints) -> Tensor:
+        """V for the rows that hit, and A·V with the maps read where they lie: ``[B, L, h * d]``, other rows empty."""
+        start = perf_counter()
+        adapter, hidden = self.adapter, call.hidden
+        batch, padded, _ = hidden.shape
+        heads, width = adapter.shape(site.module)
+        order = np.argsort([lengths[row] for row in rows], kind="stable")
+        rows, records = rows[order], records[order]
+        counts = [lengths[row] for row in rows]
+        if counts[0] == padded and len(rows) == batch:
+            tokens = hidden.reshape(batch * padded, -1)  # every row, whole: nothing to gather
+        else:
+            tokens = torch.cat([hidden[row, :n] for row, n in zip(rows.tolist(), counts, strict=True)])
+        values = adapter.value(site.module, tokens)  # [sum n, h * d]
+        context = values.new_empty(batch, padded, heads * width)
+        first = token = 0
+        while first < len(rows):
+            n = counts[first]
+            last = first + counts.count(n)
+            group = slice(first, last)
+            slots = self.database.slots_of(KIND_MAP, site.layer, records[group])
+            arena = self.database.arena(KIND_MAP, n)
+            v = values[token : token + (last - first) * n].view(last - first, n, heads, width)
+            with self._fetcher(arena.window_page_bytes).fetch(arena, slots) as maps:  # type: ignore[attr-defined]
+                _multiply(maps, v, context, rows[group].tolist())
+            first, token = last, token + (last - first) * n
+        if counts[0] < padded:
+            for row, n in zip(rows.tolist(), counts, strict=True):
+                context[row, n:] = 0
+        stats = self.stats[site.layer]
+        spent = perf_counter() - start
+        stats.serve_seconds += spent
+        if self.profile is not None:
+            cost = self.profile.costs[site.layer].exact
+            exact_ms = cost.estimate(float(len(rows) * padded), float(len(rows) * padded * padded)) - cost.c
+            stats.saved_ms += exact_ms - 1e3 * spent
+        return context
+
+    def _compute_misses(
+        self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any], hits: Ints, context: Tensor
+    ) -> None:
+        """Run the original code on the rows that missed, as a smaller batch, and put them in their places."""
+        start = perf_counter()
+        missed = np.ones(context.shape[0], bool)
+        missed[hits] = False
+        rows = torch.from_numpy(np.flatnonzero(missed))
+        some_args, some_kwargs = self.adapter.take_rows(args, kwargs, rows)
+        context[rows] = self.adapter.context_of(exact(*some_args, **some_kwargs))
+        self.stats[site.layer].exact_seconds += perf_counter() - start
+
+    # -- reading a call
+
+    def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, list[int]]:
+        """The call and its valid lengths, or None if it must stay exact."""
+        forward = self._forward
+        if site.layer == 0:
+            forward.reset()
+        if site.module.training:
+            return self._ineligible(site, "training mode", args, kwargs), []
+        if forward.exact_only is not None:
+            return self._ineligible(site, forward.exact_only, args, kwargs), []
+        call = self.adapter.read(site.module, args, kwargs)
+        if isinstance(call, str):
+            return self._ineligible(site, call, args, kwargs), []
+        hidden = call.hidden
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            return self._ineligible(site, "gradients are recorded (use torch.inference_mode)", args, kwargs), []
+        if hidden.device.type != "cpu":
+            return self._ineligible(site, f"the model is on {hidden.device.type}", args, kwargs), []
+        batch, length = int(hidden.shape[0]), int(hidden.shape[1])
+        # All layers of a forward get the same mask object: read it once. Holding it keeps its identity from reuse.
+        if forward.size != (batch, length) or forward.mask is not call.mask:
+            forward.lengths = self.adapter.valid_lengths(call.mask, batch, length) if batch else None
+            forward.mask, forward.size = call.mask, (batch, length)
+        if forward.lengths is None:
+            return self._ineligible(site, "the mask is not plain padding at the end", args, kwargs), []
+        return call, forward.lengths
+
+    def _ineligible(self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        rows = int(hidden.shape[0]) if isinstance(hidden, Tensor) and hidden.dim() else 1
+        self.ineligible[reason] += rows
+
+    def begin_forward(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: outputs that only the exact path can give make the whole forward exact."""
+        self._forward.exact_only = None
+        config = getattr(_model, "config", None)
+        for wanted in ("output_attentions", "output_hidden_states"):
+            given = kwargs.get(wanted)
+            if given if given is not None else getattr(config, wanted, False):
+                self._forward.exact_only = wanted
+
+    # -- counters
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.stats = [LayerStats() for _ in range(self.layers)]
+        self.ineligible: Counter[str] = Counter()
+
+    def _record_sequence(self, found: _Found, lengths: list[int]) -> None:
+        """Tell the gate what one lookup for all layers yields: of rows times layers, how many will be served."""
+        known = found.records >= 0
+        hits = sum(int((known & (found.distances <= radius)).sum()) for radius in self._radii)
+        self.gate.record(SEQUENCE, len(lengths) * self.layers, hits)
+
+    # -- inside
+
+    def _curve(self, calibration: dict[str, Any], layer: int) -> Calibration:
+        owner = SEQUENCE if self.lookup == "sequence" else layer
+        curves = calibration.get(str(owner))
+        data = curves.get(str(layer)) if isinstance(curves, dict) else None
+        return Calibration.from_dict(data, f"{self.database.path}: calibration {owner}.{layer}")
+
+    def _fetcher(self, page_bytes: int) -> Fetcher:
+        fetcher = self._fetchers.get(page_bytes)
+        if fetcher is None:
+            with self._lock:
+                fetcher = self._fetchers.setdefault(page_bytes, choose_fetcher(self.fetch, page_bytes))
+        return fetcher
+
+    def close(self) -> None:
+        """Give windows back. The database stays open: others may use it."""
+        for fetcher in self._fetchers.values():
+            fetcher.close()
+        self._fetchers.clear()
+
+
+def _multiply(maps: Batch, values: Tensor, context: Tensor, rows: list[int]) -> None:
+    """A·V of one length: maps ``[g, h, n, n]``, values ``[g, n, h, d]``, into ``context[rows, :n]``.
+
+    One tensor is multiplied at once only if it is contiguous and of the right type: `torch.matmul` would silently
+    copy a batch with an irregular stride. Otherwise one sequence at a time, whose converted map stays in the cache.
+    """
+    count, n, heads, width = values.shape
+    stacked = maps.stacked
+    if stacked is not None and stacked.dtype == values.dtype and stacked.is_contiguous():
+        products = torch.matmul(stacked, values.transpose(1, 2))  # [g, h, n, d]
+        for place, row in enumerate(rows):
+            context[row, :n].view(n, heads, width).copy_(products[place].transpose(0, 1))
+        return
+    for place in range(count):
+        apm = maps[place]
+        if apm.dtype != values.dtype:
+            apm = apm.to(values.dtype)
+        product = torch.matmul(apm, values[place].transpose(0, 1))  # [h, n, d]
+        context[rows[place], :n].view(n, heads, width).copy_(product.transpose(0, 1))

@@ -1,0 +1,126 @@
+"""What a record's maps depend on, as one digest: the hard key that ties a database to a model.
+
+A map belongs to exact weights, precision and attention arithmetic. The fingerprint is a SHA-256 over tagged,
+length-prefixed fields, so that no two field lists collide by concatenation (``("ab", "c")`` against
+``("a", "bc")``). Each field is kept beside the digest, and a mismatch is reported by the field's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.errors import StaleDatabaseError
+
+# Configuration that changes attention maps without changing a weight. Absent keys count as None.
+CONFIG_KEYS = (
+    "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim",
+    "embedding_size", "hidden_act", "layer_norm_eps", "rms_norm_eps", "max_position_embeddings",
+    "position_embedding_type", "relative_attention", "position_buckets", "max_relative_positions", "pos_att_type",
+    "share_att_key", "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "is_decoder", "type_vocab_size",
+    "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
+)  # fmt: skip
+# What comes after the last attention map cannot change one, so a classifier and a bare encoder share a database.
+AFTER_ATTENTION = ("pooler.",)
+
+
+def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
+    """SHA-256 (hex) over tagged fields, each name and value prefixed by its length."""
+    total = hashlib.sha256()
+    for name, value in fields:
+        for part in (name.encode(), value):
+            total.update(len(part).to_bytes(8, "little"))
+            total.update(part)
+    return total.hexdigest()
+
+
+def tensor_digest(tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's bytes, row-major."""
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).digest() if flat.numel() else b""
+
+
+def model_fields(model: nn.Module) -> dict[str, str]:
+    """Fields of a model's fingerprint.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A transformers model, with or without a head; only its base model counts.
+
+    Returns
+    -------
+    dict of str
+        ``config``, ``dtype`` and ``weights``; the last covers names, types, shapes and bytes of every parameter
+        and buffer up to the last attention layer.
+    """
+    base = getattr(model, "base_model", model)
+    config = getattr(model, "config", None)
+    settings = {key: getattr(config, key, None) for key in CONFIG_KEYS}
+    weights: list[tuple[str, bytes]] = []
+    dtypes = set()
+    for name, tensor in sorted(base.state_dict().items()):
+        if name.startswith(AFTER_ATTENTION) or not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_floating_point():
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        weights.append((f"{name}|{tensor.dtype}|{tuple(tensor.shape)}", tensor_digest(tensor)))
+    return {
+        "config": json.dumps(settings, sort_keys=True, default=str),
+        "dtype": "+".join(sorted(dtypes)),
+        "weights": digest_fields(weights),
+    }
+
+
+def fingerprint(fields: Mapping[str, str]) -> str:
+    """The digest of `model_fields`, hex."""
+    return digest_fields((name, fields[name].encode()) for name in sorted(fields))
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Digest of a tokenizer: its vocabulary and how it cuts and joins text.
+
+    The service sees hidden states, not text, so this guards the command line, where both are loaded.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding are set on the backend by each call and say nothing about the vocabulary.
+        body = json.loads(backend.to_str())
+        for volatile in ("truncation", "padding"):
+            body.pop(volatile, None)
+        text = json.dumps(body, sort_keys=True)
+    else:
+        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path | str) -> None:
+    """Refuse a database of another model, naming the field that differs.
+
+    Raises
+    ------
+    StaleDatabaseError
+        On the first field that differs.
+    """
+    for name in ("config", "dtype", "weights"):
+        old, new = stored.get(name, ""), seen.get(name, "")
+        if old == new:
+            continue
+        if name == "config":
+            a, b = json.loads(old or "{}"), json.loads(new or "{}")
+            key = next(k for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k))
+            detail = f"config.{key}: database {a.get(key)!r}, model {b.get(key)!r}"
+        elif name == "dtype":
+            detail = f"dtype: database {old}, model {new}"
+        else:
+            detail = f"weights: database sha256:{old[:12]}…, model sha256:{new[:12]}…"
+        raise StaleDatabaseError(
+            f"{path} was built for another model; {detail}.",
+            "load the model the database was built for, or build one: attmemo build-database --model … --data …",
+        )

@@ -1,0 +1,276 @@
+"""`memoize` and `unmemoize`: put the engine into a model, in place, and take it out again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
+from attmemo.db import Database, find_database
+from attmemo.engine import Engine, Lookup
+from attmemo.errors import DatabaseError, StaleDatabaseError, UnsupportedModelError
+from attmemo.fingerprint import check_fields, fingerprint, model_fields
+from attmemo.mmap import FetcherName, Residency
+from attmemo.perfmodel import SEQUENCE
+
+Model = TypeVar("Model")
+Threshold = float | Sequence[float] | Literal["auto"]
+
+
+class Memoization:
+    """The handle at ``model.attmemo``: counters and the switch.
+
+    Attributes
+    ----------
+    threshold : list of float
+        Similarity score that a hit needs, one per layer.
+    lookup : str
+        ``"layer"`` or ``"sequence"``.
+    database : Database
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], engine: Engine, source: str) -> None:
+        self.engine = engine
+        self.database = engine.database
+        self.lookup: Lookup = engine.lookup
+        self.threshold = engine.thresholds
+        self.threshold_source = source
+        self._base: nn.Module = getattr(model, "base_model", model)
+        self._sites = list(sites)
+        self._before: list[Callable[..., Any] | None] = []
+        self._hook: Any = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model is being served."""
+        return self._hook is not None
+
+    def enable(self) -> None:
+        """Serve from the database."""
+        if self.enabled:
+            return
+        self._hook = self._base.register_forward_pre_hook(self.engine.begin_forward, with_kwargs=True)
+        for site in self._sites:
+            self._before.append(site.module.__dict__.get("forward"))
+            site.module.forward = _served(self.engine, site, site.module.forward)  # type: ignore[method-assign]
+
+    def disable(self) -> None:
+        """Put the original `forward` of every layer back; nothing of the engine is left in the way."""
+        if not self.enabled:
+            return
+        self._hook.remove()
+        self._hook = None
+        for site, before in zip(self._sites, self._before, strict=True):
+            if before is None:
+                del site.module.forward  # the class's own method shows through again
+            else:
+                site.module.forward = before  # type: ignore[method-assign]
+        self._before.clear()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.engine.reset_stats()
+
+    def stats(self) -> dict[str, Any]:
+        """What was served since the counters were last reset, JSON-able.
+
+        Returns
+        -------
+        dict
+            ``hit_rate``: share of attention calls served, Eq. 2 (sequences times layers, ineligible ones included).
+            ``layers``: per layer ``rows`` (sequences seen), ``queries`` (looked up), ``hits``,
+            ``mean_predicted_similarity`` of the hits, ``ms_spent`` (lookup, fetch and A·V), ``ms_saved`` (exact cost
+            by the profile less what serving took; None without a profile), and what the gate says.
+            ``ineligible``: sequences-times-layers by the reason why they stayed exact.
+        """
+        engine = self.engine
+        gates = {row["layer"]: row for row in engine.gate.state()}
+        layers = []
+        for layer, s in enumerate(engine.stats):
+            spent = 1e3 * (s.lookup_seconds + s.serve_seconds)
+            saved = None if engine.profile is None else s.saved_ms - 1e3 * s.lookup_seconds
+            gate = gates.get(layer, {})
+            layers.append(
+                {
+                    "layer": layer,
+                    "threshold": self.threshold[layer],
+                    "rows": s.rows,
+                    "queries": s.queries,
+                    "hits": s.hits,
+                    "hit_rate": s.hits / s.rows if s.rows else 0.0,
+                    "mean_predicted_similarity": s.predicted / s.hits if s.hits else None,
+                    "ms_spent": spent,
+                    "ms_saved": saved,
+                    "ms_lookup": 1e3 * s.lookup_seconds,
+                    "ms_serve": 1e3 * s.serve_seconds,
+                    "ms_misses": 1e3 * s.exact_seconds,
+                    "gate": "on" if gate.get("on", True) else "off",
+                    "why": gate.get("why", ""),
+                }
+            )
+        ineligible = dict(engine.ineligible)
+        calls = sum(s.rows for s in engine.stats) + sum(ineligible.values())
+        return {
+            "enabled": self.enabled,
+            "database": str(self.database.path),
+            "threshold": list(self.threshold),
+            "threshold_source": self.threshold_source,
+            "lookup": self.lookup,
+            "hit_rate": sum(s.hits for s in engine.stats) / calls if calls else 0.0,
+            "calls": calls,
+            "hits": sum(s.hits for s in engine.stats),
+            "ineligible": ineligible,
+            "gate": gates.get(SEQUENCE, {}),
+            "layers": layers,
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A copied model shares nothing with the engine: its copied `forward`s would still serve the old modules.
+        return None
+
+    def __repr__(self) -> str:
+        state = "on" if self.enabled else "off"
+        return f"<attmemo {state}: {self.database}, lookup per {self.lookup}, threshold {self.threshold}>"
+
+
+def memoize(
+    model: Model,
+    threshold: Threshold = "auto",
+    database: str | os.PathLike[str] | Database | None = None,
+    *,
+    lookup: Lookup | None = None,
+    gate: bool = True,
+    fetch: FetcherName = "auto",
+    residency: Residency = "page-cache",
+) -> Model:
+    """Serve a transformers model's attention maps from a database, in place.
+
+    Parameters
+    ----------
+    model : transformers model
+        On the CPU. A wrapper that holds one (sentence-transformers) is accepted.
+    threshold : float, sequence of float, or "auto"
+        Similarity score (Eq. 1, in [0, 1]) that a record is predicted to have at least, for all layers or one for
+        each. ``"auto"`` takes what ``attmemo tune`` chose for this database.
+    database : path-like or Database, optional
+        Default: the one in the user's cache directory with the model's fingerprint.
+    lookup : {"layer", "sequence"}, optional
+        A lookup in every layer, or one per sequence whose record serves all layers. Default: the tuned one, else
+        ``"sequence"``.
+    gate : bool
+        Ask the performance model (Eq. 3) before every lookup; False tries always.
+    fetch : {"auto", "map", "view", "copy"}
+        How maps are read from the arena; the results are identical.
+    residency : {"page-cache", "hugepages"}
+        Where the arena is served from.
+
+    Returns
+    -------
+    The same model; ``model.attmemo`` is its `Memoization`.
+
+    Raises
+    ------
+    UnsupportedModelError
+        No adapter knows the model, or it is not on the CPU. Nothing was changed.
+    AdapterCheckError
+        The hit path does not reproduce this model's own output. Nothing was changed.
+    DatabaseError
+        There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
+    """
+    encoder = encoder_of(model)
+    unmemoize(model)
+    adapter, sites = adapter_for(encoder)
+    device = next(encoder.parameters()).device
+    if device.type != "cpu":
+        raise UnsupportedModelError(f"the model is on {device}; attmemo serves models on the CPU.", "model.to('cpu')")
+    fields = model_fields(encoder)
+    opened = _open(database, fields, residency)
+    check_fields(opened.manifest.model.fields, fields, opened.path)
+    _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
+    check_adapter(adapter, encoder, sites)
+    values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
+    engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
+    handle = Memoization(encoder, sites, engine, source)
+    handle.enable()
+    # A plain attribute, not a module: state_dict and save_pretrained do not see it.
+    object.__setattr__(encoder, "attmemo", handle)
+    if model is not encoder:
+        object.__setattr__(model, "attmemo", handle)
+    return model
+
+
+def unmemoize(model: Model) -> Model:
+    """Undo `memoize`; a model that is not memoized is left as it is."""
+    encoder = encoder_of(model)
+    handle = encoder.__dict__.get("attmemo")
+    if isinstance(handle, Memoization):
+        handle.disable()
+        handle.engine.close()
+    for holder in (encoder, model):
+        holder.__dict__.pop("attmemo", None)
+    return model
+
+
+def _served(engine: Engine, site: Site, exact: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable  # a lookup is not traceable; under torch.compile this is a graph break, not an error
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return engine.attend(site, exact, args, kwargs)
+
+    return forward
+
+
+def _open(database: str | os.PathLike[str] | Database | None, fields: dict[str, str], residency: Residency) -> Database:
+    if isinstance(database, Database):
+        return database
+    path = Path(database) if database is not None else find_database(fingerprint(fields))
+    return Database(path, residency)
+
+
+def _check_kind(database: Database, family: str, mask_kind: str, layers: int) -> None:
+    model = database.manifest.model
+    for what, stored, seen in (
+        ("family", model.family, family),
+        ("mask kind", model.mask_kind, mask_kind),
+        ("layers", model.layers, layers),
+    ):
+        if stored != seen:
+            raise StaleDatabaseError(
+                f"{database.path} was built for another model; {what}: database {stored}, model {seen}.",
+                "attmemo build-database --model … --data …",
+            )
+
+
+def _resolve(
+    threshold: Threshold, lookup: Lookup | None, database: Database, layers: int
+) -> tuple[list[float], Lookup, str]:
+    """Thresholds per layer, the lookup mode, and where the thresholds come from."""
+    if lookup not in (None, "layer", "sequence"):
+        raise ValueError(f"lookup must be 'layer' or 'sequence', got {lookup!r}")
+    tuning = database.manifest.tuning
+    if isinstance(threshold, str):
+        if threshold != "auto":
+            raise ValueError(f"threshold must be a score in [0, 1], one per layer, or 'auto'; got {threshold!r}")
+        if tuning is None:
+            raise DatabaseError(
+                f"{database.path} was never tuned, so there is no 'auto' threshold.",
+                f"attmemo tune {database.path} --data FILE --budget 0.01, or give threshold=0.9",
+            )
+        tuned: Lookup = tuning["lookup"]
+        if lookup is not None and lookup != tuned:
+            raise DatabaseError(
+                f"{database.path} was tuned for lookup={tuned!r}, not {lookup!r}.",
+                f"attmemo tune {database.path} --data FILE --lookup {lookup}",
+            )
+        values = [float(t) for t in tuning["thresholds"]]
+        return values, tuned, f"tuned for a budget of {tuning['budget']:g}"
+    values = [float(threshold)] * layers if isinstance(threshold, int | float) else [float(t) for t in threshold]
+    if len(values) != layers:
+        raise ValueError(f"expected one threshold or one for each of {layers} layers, got {len(values)}")
+    if not all(0.0 <= t <= 1.0 for t in values):
+        raise ValueError(f"a threshold is a similarity score in [0, 1], got {threshold!r}")
+    return values, lookup or "sequence", "given"

@@ -1,0 +1,361 @@
+"""One arena file: slots of one shape, mapped read-only, once.
+
+A tensor over a slot is a view of the file's pages. The arena does not copy, does not write and does not check what
+the bytes mean; it checks that they are there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attmemo.errors import DatabaseError, DatabaseNotFoundError, DatabaseTruncatedError, PageSizeError
+from attmemo.mmap import hugepages, pages
+from attmemo.mmap.layout import SlotLayout
+from attmemo.mmap.tensor import slots_over
+
+Residency = Literal["page-cache", "hugepages"]
+Slots = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
+
+
+class _Descriptor:
+    """A file descriptor that is closed when its last user is gone, not earlier.
+
+    A number closed while another thread is about to map it may by then be another file.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close=os.close) -> None:  # type: ignore[no-untyped-def]  # bound now: `os` may go first at exit
+        close(self.fd)
+
+
+class Mapping:
+    """One state of an arena: descriptor, map and table of slots. It never changes; `Arena.grow` makes a new one.
+
+    A fetch takes the mapping once and works on it, so growing or closing the arena in another thread cannot pull the
+    file from under it. The pages stay mapped until the last tensor over them is gone.
+
+    Parameters
+    ----------
+    descriptor : _Descriptor
+        The file, open for reading.
+    layout : SlotLayout
+        How its slots lie.
+    path : pathlib.Path
+        For messages.
+    copy_bytes : int, optional
+        Size of the file if it is a sealed copy in huge pages: mapped whole, populated, never checked again.
+
+    Raises
+    ------
+    DatabaseTruncatedError, PageSizeError, DatabaseError
+        See `Arena`.
+    """
+
+    def __init__(self, descriptor: _Descriptor, layout: SlotLayout, path: Path, copy_bytes: int | None = None) -> None:
+        self.layout = layout
+        self.path = path
+        self.fd = descriptor.fd
+        self.slots = layout.slots
+        self._descriptor = descriptor
+        self.sealed = copy_bytes is not None
+        self.check_whole()
+        self.page_bytes = pages.page_size()
+        self.huge_bytes = 0
+        self._map: mmap.mmap | None = None
+        with torch.inference_mode(False):  # a tensor born in inference mode could not be used outside it
+            if layout.slots == 0:
+                self._table = torch.empty((0, *layout.shape), dtype=layout.dtype)
+                return
+            nbytes = layout.file_bytes if copy_bytes is None else copy_bytes
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if self.sealed else 0)
+            try:
+                self._map = mmap.mmap(self.fd, nbytes, flags, mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise DatabaseError(f"cannot map {path} ({nbytes} bytes): {error}") from error
+            memory = np.frombuffer(self._map, np.uint8)  # keeps the map from being closed under a tensor
+            address = memory.ctypes.data
+            self._table = slots_over(address, layout.slots, layout, memory, layout.header)
+        # Only hugetlbfs and tmpfs mounted with huge= announce such blocks. Others are not asked: the answer means
+        # touching a page and reading all of smaps, and a database has hundreds of arenas.
+        if self.sealed or os.fstat(self.fd).st_blksize >= pages.HUGE_PAGE:
+            self._map[layout.header]
+            self.page_bytes, self.huge_bytes = pages.huge_mapping(address, nbytes)
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes in the pages that a window over these slots gets: small ones if slots begin inside a huge one."""
+        whole = self.layout.stride % self.page_bytes == 0 and self.layout.header % self.page_bytes == 0
+        return self.page_bytes if whole else pages.page_size()
+
+    def check_whole(self) -> None:
+        """Ask the file system whether the file still reaches to its last slot (a microsecond).
+
+        Reading a mapped page that the file no longer has ends the process with SIGBUS. This narrows the gap to a
+        moment; it cannot close it, which is why published arenas are never shortened.
+
+        Raises
+        ------
+        DatabaseTruncatedError
+        """
+        if self.sealed:
+            return
+        seen, expected = os.fstat(self.fd).st_size, self.layout.file_bytes
+        if seen < expected:
+            raise DatabaseTruncatedError(
+                f"{self.path} is truncated: {seen} bytes seen, {expected} expected for {self.slots} slots "
+                f"of {self.layout.stride} bytes after a header of {self.layout.header}",
+                f"attmemo check {self.path.parent}",
+            )
+
+    def slot(self, index: SupportsIndex) -> torch.Tensor:
+        """See `Arena.slot`."""
+        if not 0 <= index < self.slots:  # type: ignore[operator]
+            raise self._out_of_range(index)
+        return self._table[index]
+
+    def slot_bytes(self, index: int) -> memoryview:
+        """See `Arena.slot_bytes`."""
+        if not 0 <= index < self.slots or self._map is None:
+            raise self._out_of_range(index)
+        start = self.layout.offset(index)
+        return memoryview(self._map)[start : start + self.layout.nbytes]
+
+    def indices(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Slot numbers as int64 [count], every one of them checked.
+
+        Raises
+        ------
+        IndexError
+            If one is negative or not below the number of slots.
+        ValueError
+            If they are not a flat sequence of integers.
+        """
+        index = np.asarray(slots)
+        if index.ndim == 1 and index.size == 0:
+            return np.empty(0, np.int64)
+        if index.ndim != 1 or index.dtype.kind not in "iu":
+            raise ValueError(f"slots must be a flat sequence of integers, not {index.dtype} of shape {index.shape}")
+        for extreme in (index.min(), index.max()):
+            if not 0 <= int(extreme) < self.slots:
+                raise self._out_of_range(int(extreme))
+        return index.astype(np.int64, copy=False)
+
+    def offsets(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Byte offsets in the file `fd` of checked slot numbers."""
+        # No overflow: the last slot was checked to lie inside the file, and file sizes are 63-bit.
+        return self.layout.header + indices * self.layout.stride
+
+    def readahead(self, slots: Slots) -> None:
+        """See `Arena.readahead`."""
+        for index in self.indices(slots).tolist():
+            if self._map is not None and not self.sealed:
+                self._map.madvise(mmap.MADV_WILLNEED, self.layout.offset(index), self.layout.stride)
+
+    def _out_of_range(self, index: object) -> IndexError:
+        return IndexError(f"slot {index} does not exist: {self.path} has {self.slots} slots, from 0")
+
+
+class Arena:
+    """An arena file opened for serving.
+
+    Parameters
+    ----------
+    path : path-like
+        The file. It is opened read-only and never changed.
+    layout : SlotLayout
+        How its slots lie, as the manifest says.
+    residency : {"page-cache", "hugepages"}
+        Where the bytes are served from: the file's own pages, or a copy in 2 MiB pages made now. If the machine gives
+        no huge pages the arena stays in the page cache and `notice` says why; that is not an error.
+    progress : callable, optional
+        Called with (bytes done, bytes in total) while the copy is made.
+
+    Raises
+    ------
+    DatabaseNotFoundError
+        If there is no such file.
+    DatabaseTruncatedError
+        If the file is shorter than the layout says.
+    PageSizeError
+        If the stride or the header is not a multiple of this machine's page.
+    DatabaseError
+        If it cannot be opened or mapped for another reason.
+
+    Notes
+    -----
+    AttMEMO, section 5.3 (004_17cf05913cb31f45.txt), keeps each record as a file object of its own. One file and one
+    mapping for all of them cost the same few kernel objects for a hundred thousand records as for one.
+
+    **Slot tensors are read-only although PyTorch believes otherwise.** The pages are mapped PROT_READ, so that no
+    stray store can change the database; an in-place operation on a slot ends the process with SIGSEGV. They stay
+    inside the library; whoever wants to write, clones.
+
+    Safe to use from several threads. After fork the child may go on reading.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layout: SlotLayout,
+        residency: Residency = "page-cache",
+        progress: hugepages.Progress | None = None,
+    ) -> None:
+        if residency not in ("page-cache", "hugepages"):
+            raise ValueError(f"residency must be 'page-cache' or 'hugepages', not {residency!r}")
+        self.path = Path(path)
+        self.notice: str | None = None
+        self._wanted = residency
+        self._progress = progress
+        self._mapping: Mapping | None = None
+        page = pages.page_size()
+        for what, value in (("stride", layout.stride), ("header", layout.header)):
+            if value % page != 0:
+                raise PageSizeError(
+                    f"{self.path}: the {what} of its slots is {value} bytes, not a multiple of this machine's "
+                    f"page of {page} bytes, so the slots cannot be mapped",
+                    "build the database again on this machine with attmemo build-database",
+                )
+        try:
+            self._source: _Descriptor | None = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError as error:
+            raise DatabaseNotFoundError(f"{self.path} does not exist", f"attmemo check {self.path.parent}") from error
+        except OSError as error:
+            raise DatabaseError(f"cannot open {self.path}: {error.strerror}") from error
+        self._layout = layout
+        self._mapping = self._settle(self._source, layout)
+
+    def _settle(self, source: _Descriptor, layout: SlotLayout) -> Mapping:
+        """Map the file; then, if huge pages are wanted and to be had, a copy of it instead."""
+        plain = Mapping(source, layout, self.path)
+        self.notice = None
+        if self._wanted == "page-cache":
+            return plain
+        copy, self.notice = hugepages.load(source.fd, layout, str(self.path), self._progress)
+        if copy is None:
+            return plain
+        huge = Mapping(_Descriptor(copy.fd), copy.layout, self.path, copy.nbytes)
+        if huge.huge_bytes < copy.nbytes:
+            got = f"{huge.huge_bytes >> 20} of {copy.nbytes >> 20} MiB are in huge pages"
+            keep = 2 * huge.huge_bytes >= copy.nbytes
+            self.notice = (
+                f"{self.path}: huge pages asked, {got}, {'copy kept' if keep else 'page cache used'}; "
+                "more speed with: freeing or compacting memory (vm.compact_memory)"
+            )
+            return huge if keep else plain
+        return huge
+
+    @property
+    def mapping(self) -> Mapping:
+        """The present state; hold it for the length of one fetch. Raises `DatabaseError` once closed."""
+        if self._mapping is None:
+            raise DatabaseError(f"{self.path} was closed")
+        return self._mapping
+
+    @property
+    def layout(self) -> SlotLayout:
+        """How the slots lie in the file at `path`; those of the memory copy may lie further apart."""
+        return self._layout
+
+    @property
+    def residency(self) -> Residency:
+        """Where the bytes are really served from."""
+        return "hugepages" if self.mapping.sealed else "page-cache"
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of the pages that were really got, bytes: `page_size()` or 2 MiB."""
+        return self.mapping.page_bytes
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Size of the pages that a window over the slots gets: what `choose_fetcher` wants to know.
+
+        It is `page_size()` although `page_bytes` is 2 MiB when slots are too small to have huge pages of their own.
+        """
+        return self.mapping.window_page_bytes
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file that is mapped: the arena's, or that of its copy in memory."""
+        return self.mapping.fd
+
+    def __len__(self) -> int:
+        return self.mapping.slots
+
+    def slot(self, index: SupportsIndex) -> torch.Tensor:
+        """A view of one slot; no copy, about a microsecond.
+
+        Parameters
+        ----------
+        index : int
+            0 to the number of slots less one; negative numbers do not count from the end.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape `layout.shape`, contiguous, read-only (see the class). It stays valid after `close`.
+
+        Raises
+        ------
+        IndexError
+            If there is no such slot.
+        """
+        return self.mapping.slot(index)
+
+    def slot_bytes(self, index: int) -> memoryview:
+        """The bytes of one slot without its padding, read-only. Raises `IndexError` if there is no such slot."""
+        return self.mapping.slot_bytes(index)
+
+    def offsets(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Byte offsets of slots in `fd`, int64 [count]. Raises `IndexError` if there is no such slot."""
+        mapping = self.mapping
+        return mapping.offsets(mapping.indices(slots))
+
+    def readahead(self, slots: Slots) -> None:
+        """Ask the kernel to read these slots from the disk soon; returns at once. Raises `IndexError`."""
+        self.mapping.readahead(slots)
+
+    def grow(self, slots: int) -> None:
+        """Take notice of slots that were appended to the file.
+
+        Tensors and fetches from before keep what they have. With huge pages the whole arena is copied again.
+
+        Raises
+        ------
+        ValueError
+            If there would be fewer slots than now.
+        DatabaseTruncatedError
+            If the file does not hold that many; the arena stays as it was.
+        """
+        if slots < self.mapping.slots:
+            raise ValueError(f"an arena cannot shrink: {self.path} has {self.mapping.slots} slots, asked for {slots}")
+        if slots > self.mapping.slots and self._source is not None:
+            layout = self._layout.with_slots(slots)
+            self._mapping = self._settle(self._source, layout)
+            self._layout = layout
+
+    def close(self) -> None:
+        """Let go of the file. Pages stay mapped until the last tensor over them is gone. Closing twice is fine."""
+        self._mapping = None
+        self._source = None
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,363 @@
+"""Fetching a batch of records: three twins with the same face and the same numbers.
+
+`copy`   gathers into a fresh tensor. Nothing can go wrong; the oracle in tests and the others' way out.
+`view`   hands out one tensor for each record where it lies. No gathering at all, one matmul for each record.
+`map`    puts the records' pages side by side in a window: one tensor, no copy, one matmul for the batch.
+
+What to choose was measured as fetch + A.V together, since mapping 4 KiB pages only moves the cost into A.V. For 32
+bfloat16 maps of 12 x 512 x 512 (milliseconds on two cores; a matmul on a tensor already there takes 20-23):
+
+    copy                              100-109
+    view, 4 KiB / 2 MiB pages         29 / 23-28
+    map, 4 KiB pages, populated       37
+    map, 2 MiB pages                  20-25
+
+Hence `choose_fetcher`: map where the pages are huge, view elsewhere.
+
+How long a batch is valid
+-------------------------
+Inside its ``with`` block. Afterwards the batch refuses to hand out tensors. A tensor taken out of it and kept is
+never silently changed: as long as anything refers to its memory, the window it lies in is leased, the next fetch
+finds it busy and copies. So keeping tensors is safe and slow; clone what must be kept. With ``strict=True`` the window
+goes dark at the end of the block, and a tensor that is still held is an error there and then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attmemo.errors import WindowBusyError, WindowError
+from attmemo.mmap.arena import Arena, Mapping, Slots
+from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count
+from attmemo.mmap.window import Window
+
+FetcherName = Literal["auto", "map", "view", "copy"]
+
+RECOUNT = 1024
+"""Fetches of one thread between two looks at how many mappings the process has."""
+
+
+class Batch(AbstractContextManager["Batch"]):
+    """The records of one fetch, in the order asked for.
+
+    Parameters
+    ----------
+    stacked : torch.Tensor or None
+        Shape [B, *shape], or None if there is no single tensor.
+    parts : sequence of torch.Tensor
+        B tensors of shape [*shape]; not used where `stacked` is given.
+    at_close : callable, optional
+        Called once, when the tensors are let go.
+    """
+
+    __slots__ = ("_at_close", "_length", "_open", "_parts", "_stacked")
+
+    def __init__(
+        self,
+        stacked: torch.Tensor | None,
+        parts: Sequence[torch.Tensor] = (),
+        at_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._stacked = stacked
+        self._parts = parts
+        self._at_close = at_close
+        self._length = len(parts) if stacked is None else stacked.shape[0]
+        self._open = True
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Record `index` of the batch, shape [*shape], contiguous, to be read only.
+
+        Raises
+        ------
+        IndexError
+            If there is no such record; negative numbers do not count from the end.
+        WindowError
+            After the end of the ``with`` block.
+        """
+        self._check_open()
+        if not 0 <= index < self._length:
+            raise IndexError(f"record {index} of a batch of {self._length}")
+        return self._parts[index] if self._stacked is None else self._stacked[index]
+
+    @property
+    def stacked(self) -> torch.Tensor | None:
+        """All records as one tensor [B, *shape], to be read only; None where they lie apart (`view`).
+
+        The batch stride is the true distance between the records. Slots padded to a page make it larger than one
+        record, so ask ``is_contiguous()``: `torch.matmul` silently copies such a batch before it multiplies, which
+        costs more than one matmul for each record.
+
+        Raises
+        ------
+        WindowError
+            After the end of the ``with`` block.
+        """
+        self._check_open()
+        return self._stacked
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise WindowError("this batch was used after its with block; clone inside the block what must be kept")
+
+    def close(self) -> None:
+        """Let the tensors go; what the end of the ``with`` block does."""
+        if self._open:
+            self._open = False
+            self._stacked = None
+            self._parts = ()
+            if self._at_close is not None:
+                self._at_close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except WindowBusyError:
+            if error is None:  # an error on its way holds the frames that hold the tensors: report that one
+                raise
+
+
+class Fetcher(Protocol):
+    """The face of the three twins."""
+
+    @property
+    def name(self) -> str:
+        """One of "map", "view" and "copy"."""
+
+    def fetch(self, arena: Arena, slots: Slots) -> AbstractContextManager[Batch]:
+        """The records in these slots, in this order, repetitions included.
+
+        Parameters
+        ----------
+        arena : Arena
+            Where they are.
+        slots : sequence of int, shape [B]
+            Slot numbers. B may be 0.
+
+        Returns
+        -------
+        context manager giving a Batch
+            B tensors of `arena.layout.shape`.
+
+        Raises
+        ------
+        IndexError
+            If there is no such slot.
+        DatabaseTruncatedError
+            If the file was cut short since it was opened.
+        WindowError
+            If the fetcher was closed.
+        """
+
+    def close(self) -> None:
+        """Give everything back. Tensors still held stay valid. Closing twice is fine."""
+
+
+class _Closable:
+    """Refuses work after `close`, so that the twins agree on that too."""
+
+    _closed = False
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _begin(self, arena: Arena, slots: Slots) -> tuple[Mapping, npt.NDArray[np.int64]]:
+        if self._closed:
+            raise WindowError("this fetcher was closed")
+        mapping = arena.mapping
+        indices = mapping.indices(slots)
+        mapping.check_whole()
+        return mapping, indices
+
+
+def _copied(mapping: Mapping, indices: npt.NDArray[np.int64]) -> Batch:
+    if len(indices) == 0:
+        return Batch(torch.empty((0, *mapping.layout.shape), dtype=mapping.layout.dtype))
+    return Batch(torch.stack([mapping.slot(index) for index in indices.tolist()]))
+
+
+class CopyFetcher(_Closable):
+    """Gathers into a fresh contiguous tensor [B, *shape]: what the other twins are compared with.
+
+    AttMEMO, section 5.3 "Performance problem due to memory copy" (004_17cf05913cb31f45.txt).
+    """
+
+    name = "copy"
+
+    def fetch(self, arena: Arena, slots: Slots) -> Batch:
+        """See `Fetcher.fetch`."""
+        return _copied(*self._begin(arena, slots))
+
+
+class ViewFetcher(_Closable):
+    """One view of the arena for each record; `Batch.stacked` is None."""
+
+    name = "view"
+
+    def fetch(self, arena: Arena, slots: Slots) -> Batch:
+        """See `Fetcher.fetch`."""
+        mapping, indices = self._begin(arena, slots)
+        return Batch(None, [mapping.slot(index) for index in indices.tolist()])
+
+
+class _Windows(threading.local):
+    """What one thread owns."""
+
+    def __init__(self) -> None:  # called anew in every thread
+        self.forget()
+
+    def forget(self) -> None:
+        self.pid = os.getpid()
+        self.by_kind: dict[tuple[int, int], Window] = {}  # (slot stride, alignment), bytes
+        self.fetches = 0
+        self.room = 0  # mappings that may still be made, at the last count
+
+
+class MapFetcher(_Closable):
+    """Maps the records' pages side by side; one tensor [B, *shape], no copy.
+
+    Each thread has windows of its own, one for each slot stride and page size, made larger (as a new one) when a
+    batch does not fit. A batch for which a window cannot be had is copied, the whole of it, never half: because the
+    window is still being read (a batch inside a batch, a tensor kept), because the process is near
+    ``vm.max_map_count``, or because the kernel refused. `fallbacks` counts them.
+
+    Parameters
+    ----------
+    strict : bool
+        Make the window inaccessible at the end of each batch, and raise `WindowBusyError` there if a tensor of the
+        batch is still held. For tests: it costs a system call for each fetch and saves nothing. Otherwise pages stay
+        until the next fetch or `close`.
+    populate : bool
+        Fill the page table while mapping instead of at one fault for each page while reading.
+
+    Attributes
+    ----------
+    fallbacks : int
+        Batches that were copied instead of mapped, all threads together.
+    fallback_reason : str or None
+        Why the last of them was.
+
+    Notes
+    -----
+    AttMEMO, section 5.3 "Solution based on memory mapping" and table 6 (004_17cf05913cb31f45.txt).
+
+    The budget: a batch takes at most B mappings. A sixteenth of the limit is left to malloc, thread stacks and shared
+    libraries, which would fail first and less politely. Counting costs milliseconds, so it is done once in `RECOUNT`
+    fetches of a thread.
+
+    After fork the child makes windows of its own; those of the parent are not touched.
+    """
+
+    name = "map"
+
+    def __init__(self, *, strict: bool = False, populate: bool = True) -> None:
+        self.strict = strict
+        self.populate = populate
+        self.fallbacks = 0
+        self.fallback_reason: str | None = None
+        self._limit = max_map_count()
+        self._mine = _Windows()
+        self._all: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def fetch(self, arena: Arena, slots: Slots) -> Batch:
+        """See `Fetcher.fetch`."""
+        mapping, indices = self._begin(arena, slots)
+        if len(indices) == 0:
+            return _copied(mapping, indices)
+        layout = mapping.layout
+        try:
+            self._check_room(len(indices))
+            window = self._window(layout.stride, mapping.window_page_bytes, len(indices))
+            window.map(mapping.fd, mapping.offsets(indices), layout.stride, self.populate)
+            stacked = window.tensor(layout)
+        except WindowError as error:
+            if isinstance(error.__cause__, OSError):
+                self._mine.room = 0  # until the next count: what the kernel refused now it would refuse again
+            with self._lock:
+                self.fallbacks += 1
+                self.fallback_reason = error.what
+            mapping.check_whole()  # a copy would die of what the window politely refused
+            return _copied(mapping, indices)
+        return Batch(stacked, at_close=window.collapse if self.strict else None)
+
+    def close(self) -> None:
+        """See `Fetcher.close`. A window that is still read goes when its last tensor does."""
+        super().close()
+        with self._lock:
+            windows = list(self._all)
+            self._all.clear()
+        for window in windows:
+            try:
+                window.close()
+            except WindowError:  # leased, or inherited through fork: its addresses go with the last reference
+                continue
+        self._mine = _Windows()
+
+    def _check_room(self, count: int) -> None:
+        mine = self._mine
+        if mine.pid != os.getpid():
+            mine.forget()  # the windows are the parent's
+            self._lock = threading.Lock()  # and whoever held the lock does not exist here
+        if mine.fetches % RECOUNT == 0:
+            mine.room = self._limit - self._limit // 16 - map_count()
+        mine.fetches += 1
+        if count > mine.room:
+            raise WindowError(
+                f"a window of {count} slots needs up to {count} mappings and there is room for {max(mine.room, 0)}: "
+                f"vm.max_map_count is {self._limit}, of which {self._limit // 16} are left to the rest of the process",
+                "sysctl -w vm.max_map_count=1048576, or fetch with 'view'",
+            )
+
+    def _window(self, stride: int, alignment: int, count: int) -> Window:
+        mine = self._mine
+        window = mine.by_kind.get((stride, alignment))
+        if window is None or window.capacity < count * stride:
+            # A power of two: growing one by one would leave a trail of reservations.
+            window = Window(stride << (count - 1).bit_length(), alignment)
+            mine.by_kind[stride, alignment] = window
+            with self._lock:
+                self._all.add(window)
+        return window
+
+
+def choose_fetcher(name: FetcherName, arena_page_bytes: int) -> Fetcher:
+    """The twin of this name; "auto" is the one that measured fastest for such pages.
+
+    Parameters
+    ----------
+    name : {"auto", "map", "view", "copy"}
+        What the user asked for.
+    arena_page_bytes : int
+        `Arena.window_page_bytes` of the arenas to be read.
+
+    Returns
+    -------
+    Fetcher
+        With "auto": `MapFetcher` from 2 MiB pages on, `ViewFetcher` below (see the table at the head of this file).
+
+    Raises
+    ------
+    ValueError
+        If there is no such twin.
+    """
+    if name == "auto":
+        name = "map" if arena_page_bytes >= HUGE_PAGE else "view"
+    twins: dict[str, Callable[[], Fetcher]] = {"map": MapFetcher, "view": ViewFetcher, "copy": CopyFetcher}
+    if name not in twins:
+        raise ValueError(f"no fetcher is called {name!r}; there are 'auto', {', '.join(map(repr, twins))}")
+    return twins[name]()

@@ -1,0 +1,91 @@
+"""What this machine's pages are like: their size, how many mappings a process may have, how a range is mapped.
+
+Facts only, read from the kernel; nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+HUGE_PAGE = 2 << 20
+"""Bytes in a huge page, where this library uses them (x86-64, and arm64 with 4 KiB pages)."""
+
+DEFAULT_MAX_MAP_COUNT = 65530
+"""The kernel's own default, assumed where /proc does not say."""
+
+_RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+_HUGE_FIELDS = ("ShmemPmdMapped:", "FilePmdMapped:")
+
+
+def page_size() -> int:
+    """Bytes in a page of this machine: 4096 on x86-64, up to 65536 on arm64 and ppc64."""
+    return os.sysconf("SC_PAGE_SIZE")
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+def max_map_count() -> int:
+    """How many mappings one process may have (the sysctl ``vm.max_map_count``).
+
+    The limit is shared with malloc, thread stacks and shared libraries; at the limit it is they who fail.
+    """
+    try:
+        with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return DEFAULT_MAX_MAP_COUNT
+
+
+def map_count() -> int:
+    """How many mappings this process has now; 0 where /proc does not say.
+
+    The kernel writes a line for each mapping, so this costs about half a microsecond a mapping: not for a hot path.
+    """
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 16), b""))
+    except OSError:
+        return 0
+
+
+def huge_mapping(address: int, nbytes: int) -> tuple[int, int]:
+    """What pages a range of addresses is really mapped with.
+
+    Asking for huge pages is a wish that the kernel may ignore without an error, so the answer is read back from
+    ``/proc/self/smaps``. Only pages that were touched or populated are counted.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        The range. Mappings that only touch it are counted whole.
+
+    Returns
+    -------
+    page_bytes : int
+        Size of the largest page in use: `page_size()`, `HUGE_PAGE` or a larger page of hugetlbfs.
+    huge_bytes : int
+        How many bytes are mapped with pages of at least `HUGE_PAGE`.
+    """
+    page_bytes, huge_bytes, inside, size = page_size(), 0, False, 0
+    try:
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if match := _RANGE.match(line):
+                    first, end = int(match[1], 16), int(match[2], 16)
+                    inside, size = first < address + nbytes and address < end, end - first
+                elif inside and line.startswith(_HUGE_FIELDS):
+                    seen = int(line.split()[1]) * 1024
+                    huge_bytes += seen
+                    page_bytes = max(page_bytes, HUGE_PAGE if seen else 0)
+                elif inside and line.startswith("KernelPageSize:"):
+                    kernel_page = int(line.split()[1]) * 1024
+                    if kernel_page >= HUGE_PAGE:  # hugetlbfs: such a mapping has no other pages
+                        huge_bytes += size
+                        page_bytes = max(page_bytes, kernel_page)
+    except OSError:
+        pass
+    return page_bytes, huge_bytes

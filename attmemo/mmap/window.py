@@ -1,0 +1,203 @@
+"""The contiguous window, as the rest of the library sees it: `attmemo._native.Window` with this library's errors.
+
+Everything about pages, promises and roads not taken stands at the head of ``native/window.c``.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attmemo.errors import WindowBusyError, WindowError
+from attmemo.mmap.layout import SlotLayout
+from attmemo.mmap.pages import map_count, max_map_count, page_size
+from attmemo.mmap.tensor import slots_over
+
+
+class _NativeWindow(Protocol):
+    """The face of the C type; declared beside its only user."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def alignment(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    def map(self, fd: int, offsets: npt.NDArray[np.int64], slot_bytes: int, populate: bool = True) -> None: ...
+    def collapse(self) -> None: ...
+    def lease(self) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+_new_window = cast(Callable[[int, int], _NativeWindow], importlib.import_module("attmemo._native").Window)
+
+
+def _translated(error: Exception) -> WindowError:
+    """The C extension speaks Python's errors; this library speaks its own."""
+    if isinstance(error, BufferError):
+        return WindowBusyError(str(error))
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return WindowError(
+            f"{error.strerror}; this process has {map_count()} of {max_map_count()} mappings (vm.max_map_count)",
+            "sysctl -w vm.max_map_count=1048576, or fetch with 'view'",
+        )
+    return WindowError(str(error))
+
+
+class Window:
+    """A reserved range of addresses into which slots of a file are mapped side by side, read-only.
+
+    Parameters
+    ----------
+    capacity : int
+        Bytes to reserve; rounded up to `alignment`. Addresses only, no memory.
+    alignment : int, optional
+        Bytes; a power of two and a multiple of the page size, which is the default. With 2 MiB, slots whose offset
+        and stride are multiples of 2 MiB keep their huge pages.
+
+    Raises
+    ------
+    WindowError
+        If the addresses cannot be reserved, or an argument breaks a rule.
+
+    Notes
+    -----
+    AttMEMO, section 5.3 "Solution based on memory mapping" (004_17cf05913cb31f45.txt). Where the paper maps one file
+    object for each record, this maps slots of one file: a record each would exceed ``vm.max_map_count``.
+
+    A window serves one thread at a time; other threads get `WindowBusyError`. It is not inherited through fork: in
+    the child every method raises `WindowError`.
+    """
+
+    def __init__(self, capacity: int, alignment: int | None = None) -> None:
+        try:
+            self._native = _new_window(capacity, page_size() if alignment is None else alignment)
+        except (ValueError, OSError) as error:
+            raise _translated(error) from error
+
+    @property
+    def address(self) -> int:
+        """First address; 0 once closed."""
+        return self._native.address
+
+    @property
+    def capacity(self) -> int:
+        """Bytes reserved."""
+        return self._native.capacity
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that the last `map` put there; 0 after a failure."""
+        return self._native.mapped_bytes
+
+    @property
+    def leases(self) -> int:
+        """How many readers there are; a tensor is one for as long as anything refers to its memory."""
+        return self._native.leases
+
+    def map(self, fd: int, offsets: npt.NDArray[np.int64], slot_bytes: int, populate: bool = True) -> None:
+        """Show `slot_bytes` bytes of a file at each offset, side by side from the start of the window.
+
+        Parameters
+        ----------
+        fd : int
+            A regular file, open for reading.
+        offsets : int64 array, shape [count]
+            Byte offsets, multiples of the page size; the whole slot must lie inside the file.
+        slot_bytes : int
+            A multiple of the page size.
+        populate : bool
+            Fill the page table now, in one go, instead of at a fault for each page while the tensor is read.
+
+        Raises
+        ------
+        WindowBusyError
+            If the window is leased; it is unchanged.
+        WindowError
+            If an argument breaks a rule (the window is unchanged), or if the kernel refuses: then nothing in the
+            window is accessible, never some old slots beside some new ones.
+        """
+        try:
+            self._native.map(fd, offsets, slot_bytes, populate)
+        except (ValueError, OSError, BufferError) as error:
+            raise _translated(error) from error
+
+    def tensor(self, layout: SlotLayout) -> torch.Tensor:
+        """The mapped slots as one tensor, which leases the window until its memory is no longer referred to.
+
+        A batch costs a new tensor (about two microseconds) rather than a slice of one kept for the life of the
+        window: the kept one could not know who still reads, and a tensor that outlives its batch would silently
+        show the next one.
+
+        Parameters
+        ----------
+        layout : SlotLayout
+            Shape and type of a slot, and the stride that was given to `map`.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape [count, *layout.shape] with count = mapped_bytes / layout.stride; contiguous only if
+            `layout.dense`. Read-only, see `attmemo.mmap.tensor.slots_over`.
+
+        Raises
+        ------
+        WindowError
+            If nothing is mapped, or the window is closed.
+        """
+        count = self.mapped_bytes // layout.stride
+        if count == 0:
+            raise WindowError("the window has no slots mapped")
+        try:
+            lease = memoryview(cast(bytes, self._native))
+        except (ValueError, BufferError) as error:
+            raise _translated(error) from error
+        return slots_over(self.address, count, layout, lease)
+
+    def lease(self) -> None:
+        """Forbid `map`, `collapse` and `close` until the matching `release`. Raises `WindowError`."""
+        try:
+            self._native.lease()
+        except (ValueError, BufferError) as error:
+            raise _translated(error) from error
+
+    def release(self) -> None:
+        """End one lease. Raises `WindowError` if there is none."""
+        try:
+            self._native.release()
+        except (ValueError, BufferError) as error:
+            raise _translated(error) from error
+
+    def collapse(self) -> None:
+        """Make the whole window inaccessible, keeping the addresses.
+
+        Raises
+        ------
+        WindowBusyError
+            If it is leased.
+        WindowError
+            If the kernel refuses.
+        """
+        try:
+            self._native.collapse()
+        except (ValueError, OSError, BufferError) as error:
+            raise _translated(error) from error
+
+    def close(self) -> None:
+        """Give the addresses back. Closing twice is fine. Raises `WindowBusyError` while it is leased."""
+        try:
+            self._native.close()
+        except (ValueError, OSError, BufferError) as error:
+            raise _translated(error) from error

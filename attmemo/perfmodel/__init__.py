@@ -1,0 +1,39 @@
+"""Does trying memoization pay here, and which threshold keeps the promise made to the user?
+
+* `cost`    milliseconds of a batch as a function of its sequence lengths
+* `profile` what was measured for one database on one machine: costs per layer, held-out scores by length
+* `gate`    Eq. 3 of the paper, asked for every batch, and switched off when live traffic drifts away
+* `tuner`   the threshold that keeps a stated budget of changed answers, with a stated confidence
+
+Pure functions and small classes: nothing here reads a file, runs a model or needs torch.
+"""
+
+from __future__ import annotations
+
+from attmemo.perfmodel.cost import CostModel
+from attmemo.perfmodel.gate import Gate
+from attmemo.perfmodel.profile import MIN_SAMPLES, SEQUENCE, HitRates, LayerCosts, Profile
+from attmemo.perfmodel.tuner import (
+    CurvePoint,
+    TuningResult,
+    choose_from_counts,
+    choose_threshold,
+    sequences_needed,
+    upper_bound,
+)
+
+__all__ = [
+    "MIN_SAMPLES",
+    "SEQUENCE",
+    "CostModel",
+    "CurvePoint",
+    "Gate",
+    "HitRates",
+    "LayerCosts",
+    "Profile",
+    "TuningResult",
+    "choose_from_counts",
+    "choose_threshold",
+    "sequences_needed",
+    "upper_bound",
+]

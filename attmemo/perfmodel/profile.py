@@ -1,0 +1,300 @@
+"""What was measured for one database on one machine, and is needed to predict whether a lookup pays.
+
+A profile holds, per attention layer, what the exact path, a hit and a lookup cost (`cost.py`), and the similarity
+scores that lookups predicted on *held-out* sequences. The paper measures its memoization rate alpha on the training
+sequences, which are in the database and find themselves; the rate it gets is one that no new request will see.
+
+There are two sets of scores, one for each way of looking up. A layer that looks up for itself finds a record close to
+its own input; a layer served by the once-per-sequence lookup gets the record that suited the first layer. The
+same layer at the same threshold then hits at different rates.
+
+Scores are kept rather than rates, because a rate belongs to one threshold and the user may choose another.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attmemo.perfmodel import _fields
+from attmemo.perfmodel.cost import CostModel
+
+SEQUENCE = -1
+"""The "layer" that `Gate` is asked about when one lookup per sequence serves all layers. No scores lie under it."""
+
+MIN_SAMPLES = 8
+"""Held-out scores below which a length borrows from its neighbours: with fewer, a rate moves in steps of over 12 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """The three costs of one attention layer, in milliseconds per batch.
+
+    Parameters
+    ----------
+    exact : CostModel
+        Exact attention, as a function of the lengths it is computed at: the padded ones.
+    hit : CostModel
+        Attention when every row is served, as a function of the valid lengths. Fetch and A·V are timed together:
+        a mapping that is quick to set up may only defer its cost into the multiplication.
+    lookup : CostModel
+        Embedding and search, as a function of the valid lengths. Unused when the lookup is made once per sequence.
+    """
+
+    exact: CostModel
+    hit: CostModel
+    lookup: CostModel
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """The three models, JSON-able."""
+        return {"exact": self.exact.to_dict(), "hit": self.hit.to_dict(), "lookup": self.lookup.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: object, where: str = "costs") -> LayerCosts:
+        """Read what `to_dict` wrote; raises DatabaseCorruptError naming the malformed field."""
+        fields = _fields.mapping(data, where)
+
+        def read(key: str) -> CostModel:
+            return CostModel.from_dict(_fields.member(fields, key, where), _fields.join(where, key))
+
+        return cls(read("exact"), read("hit"), read("lookup"))
+
+
+class HitRates:
+    """Similarity scores predicted for held-out sequences, by layer and token length.
+
+    Parameters
+    ----------
+    scores : mapping of (layer, length) to scores
+        `layer` counts from 0; `length` is the number of valid tokens. One score for each held-out query at a length
+        for which the database holds a record. A query that found nothing counts as well: give it a negative score.
+    stored : iterable of int, optional
+        The token lengths for which the database holds at least one record. Default: the lengths in `scores`.
+
+    Raises
+    ------
+    ValueError
+        A layer < 0, a length < 1, a score that is not finite, or scores at a length that is not `stored`.
+
+    Notes
+    -----
+    The memoization rate alpha is that of paper Eq. 2 for one layer (seed 004_17cf05913cb31f45.txt), split by length:
+    a record serves only its own length, so rates differ by length as records do.
+    """
+
+    def __init__(self, scores: Mapping[tuple[int, int], Iterable[float]], stored: Iterable[int] | None = None) -> None:
+        self._scores: dict[int, dict[int, array[float]]] = {}
+        for (layer, length), values in sorted(scores.items(), key=lambda item: item[0]):
+            if layer < 0 or length < 1:
+                raise ValueError(f"scores need a layer >= 0 and a length >= 1, got {(layer, length)!r}")
+            ordered = array("d", sorted(float(value) for value in values))
+            if not all(map(math.isfinite, ordered)):
+                raise ValueError(f"layer {layer}, length {length}: every score must be finite")
+            if ordered:
+                self._scores.setdefault(layer, {})[length] = ordered
+        if stored is None:
+            stored = (length for by_length in self._scores.values() for length in by_length)
+        self._stored = tuple(sorted({int(length) for length in stored}))
+        if self._stored and self._stored[0] < 1:
+            raise ValueError(f"a stored length must be >= 1, got {self._stored[0]}")
+        known = set(self._stored)
+        for layer, by_length in self._scores.items():
+            for length in by_length:
+                if length not in known:
+                    raise ValueError(f"layer {layer} has scores at length {length}, for which no record is stored")
+        self._pools: dict[tuple[int, int], array[float]] = {}
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Token lengths for which the database holds a record, ascending."""
+        return self._stored
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that have scores, ascending."""
+        return tuple(self._scores)
+
+    def samples(self, layer: int, length: int) -> int:
+        """Number of held-out scores at exactly this layer and length."""
+        return len(self._scores.get(layer, {}).get(length, ()))
+
+    def alpha(self, threshold: float, layer: int, length: int) -> float:
+        """Share of held-out queries of this layer and length with a score >= `threshold`.
+
+        A length with fewer than `MIN_SAMPLES` scores of its own borrows: the scores of the lengths at distance 1, 2,
+        3, ... on both sides (same layer) are pooled with its own, one whole distance at a time so that neither side is
+        preferred, until there are `MIN_SAMPLES` or no more to take. There is no limit to the distance: a rate
+        from far away is a poor guess, but the gate corrects it with live traffic, whereas a guess of 0 would
+        never be tried and so never corrected.
+
+        Returns
+        -------
+        float
+            In [0, 1], not increasing in `threshold`. 0 for a length without any record in the database (the hard
+            key forbids serving it) and for a layer without any score.
+        """
+        pool = self._pool(layer, length)
+        return (len(pool) - bisect_left(pool, threshold)) / len(pool) if pool else 0.0
+
+    def table(self, threshold: float, layer: int) -> dict[int, float]:
+        """`alpha` for every stored length; a length that is not a key has alpha 0."""
+        return {length: self.alpha(threshold, layer, length) for length in self._stored}
+
+    def _pool(self, layer: int, length: int) -> array[float]:
+        """Sorted scores that speak for this layer and length."""
+        key = layer, length
+        if key in self._pools:
+            return self._pools[key]
+        by_length = self._scores.get(layer, {})
+        position = bisect_left(self._stored, length)
+        if position == len(self._stored) or self._stored[position] != length:
+            return array("d")  # not kept: any integer may be asked for, and the cache must stay as small as the data
+        pool = array("d", by_length.get(length, ()))
+        if len(pool) < MIN_SAMPLES:
+            distances = sorted({abs(other - length) for other in by_length} - {0})
+            for distance in distances:
+                pool.extend(by_length.get(length - distance, ()))
+                pool.extend(by_length.get(length + distance, ()))
+                if len(pool) >= MIN_SAMPLES:
+                    break
+            pool = array("d", sorted(pool))
+        self._pools[key] = pool
+        return pool
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HitRates):
+            return NotImplemented
+        return self._scores == other._scores and self._stored == other._stored
+
+    def __repr__(self) -> str:
+        total = sum(len(values) for by_length in self._scores.values() for values in by_length.values())
+        return f"HitRates({total} scores, {len(self._scores)} layers, {len(self._stored)} stored lengths)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Scores and stored lengths, JSON-able: ``{"stored": [16], "scores": {"0": {"16": [0.9]}}}``."""
+        return {
+            "stored": list(self._stored),
+            "scores": {
+                str(layer): {str(length): list(values) for length, values in by_length.items()}
+                for layer, by_length in self._scores.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: object, where: str = "rates") -> HitRates:
+        """Read what `to_dict` wrote; raises DatabaseCorruptError naming the malformed field."""
+        fields = _fields.mapping(data, where)
+        at = _fields.join(where, "stored")
+        stored = {
+            _fields.integer(value, f"{at}[{i}]", minimum=1)
+            for i, value in enumerate(_fields.items(_fields.member(fields, "stored", where), at))
+        }
+        at = _fields.join(where, "scores")
+        scores: dict[tuple[int, int], list[float]] = {}
+        for layer_key, by_length in _fields.mapping(_fields.member(fields, "scores", where), at).items():
+            layer = _fields.integer_key(layer_key, at, minimum=0)
+            at_layer = _fields.join(at, str(layer))
+            for length_key, values in _fields.mapping(by_length, at_layer).items():
+                length = _fields.integer_key(length_key, at_layer, minimum=1)
+                at_length = _fields.join(at_layer, str(length))
+                if length not in stored:
+                    raise _fields.corrupt(at_length, "a length listed in 'stored'", length)
+                scores[layer, length] = [
+                    _fields.number(value, f"{at_length}[{i}]")
+                    for i, value in enumerate(_fields.items(values, at_length))
+                ]
+        return cls(scores, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The measured profile of one database on one machine.
+
+    Parameters
+    ----------
+    costs : list of LayerCosts
+        One for each attention layer of the model.
+    rates : HitRates
+        Held-out scores of the lookups that each layer makes for itself.
+    rates_sequence : HitRates
+        Held-out scores of the once-per-sequence lookup: for each layer, the score that its own calibration predicts
+        from the one distance found at the first layer.
+    lookup_sequence : CostModel
+        Milliseconds of one once-per-sequence lookup for a batch, as a function of the valid lengths.
+    threads : int
+        Number of threads that the costs were measured with. Another number changes the costs, not the rates.
+    dtype : str
+        Precision that the model ran in, such as "float32" or "bfloat16".
+
+    Raises
+    ------
+    ValueError
+        No layer, `threads` < 1, an empty `dtype`, or scores for a layer that has no costs.
+    """
+
+    costs: list[LayerCosts]
+    rates: HitRates
+    rates_sequence: HitRates
+    lookup_sequence: CostModel
+    threads: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not self.costs:
+            raise ValueError("a profile needs the costs of at least one layer")
+        if self.threads < 1:
+            raise ValueError(f"threads must be >= 1, got {self.threads}")
+        if not self.dtype:
+            raise ValueError("dtype must be named, such as 'float32'")
+        for rates in (self.rates, self.rates_sequence):
+            if rates.layers and rates.layers[-1] >= len(self.costs):
+                raise ValueError(f"scores for layer {rates.layers[-1]}, but costs for {len(self.costs)} layers only")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole profile, JSON-able."""
+        return {
+            "costs": [layer.to_dict() for layer in self.costs],
+            "rates": self.rates.to_dict(),
+            "rates_sequence": self.rates_sequence.to_dict(),
+            "lookup_sequence": self.lookup_sequence.to_dict(),
+            "threads": self.threads,
+            "dtype": self.dtype,
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> Profile:
+        """Read what `to_dict` wrote.
+
+        Raises
+        ------
+        DatabaseCorruptError
+            A field is missing or malformed; the message names it, as in ``costs[3].exact.a``. Fields that this
+            version does not know are ignored: the format version of the database speaks for those.
+        """
+        fields = _fields.mapping(data, "")
+        entries: Sequence[Any] = _fields.items(_fields.member(fields, "costs", ""), "costs")
+        if not entries:
+            raise _fields.corrupt("costs", "at least one layer", entries)
+        costs = [LayerCosts.from_dict(entry, f"costs[{i}]") for i, entry in enumerate(entries)]
+
+        def read_rates(key: str) -> HitRates:
+            rates = HitRates.from_dict(_fields.member(fields, key, ""), key)
+            if rates.layers and rates.layers[-1] >= len(costs):
+                raise _fields.corrupt(f"{key}.scores", f"layers below {len(costs)}", rates.layers[-1])
+            return rates
+
+        dtype = _fields.member(fields, "dtype", "")
+        if not isinstance(dtype, str) or not dtype:
+            raise _fields.corrupt("dtype", "the name of a precision", dtype)
+        return cls(
+            costs=costs,
+            rates=read_rates("rates"),
+            rates_sequence=read_rates("rates_sequence"),
+            lookup_sequence=CostModel.from_dict(_fields.member(fields, "lookup_sequence", ""), "lookup_sequence"),
+            threads=_fields.integer(_fields.member(fields, "threads", ""), "threads", minimum=1),
+            dtype=dtype,
+        )

@@ -1,0 +1,685 @@
+/*
+ * window.c: one contiguous range of addresses over scattered pages of a file.   Module attmemo._native, type Window.
+ *
+ * WHAT IT IS.  Slots that lie anywhere in one arena file are made to appear side by side in memory, so that a batch of
+ * records is one tensor and nothing is copied (AttMEMO, section 5.3, "Solution based on memory mapping": instead of
+ * gathering, change the page table). A window reserves its addresses once. map() puts pages there, collapse() takes
+ * them away, close() gives the addresses back.
+ *
+ * WHAT IT PROMISES
+ *   - Nothing outside [address, address + capacity) is ever mapped or unmapped. MAP_FIXED removes what lies in its way
+ *     without a word, so it is used only inside the range that this very object reserved.
+ *   - After map() returned normally: slot i is at address + i * slot_bytes and shows the bytes of the file at
+ *     offsets[i]; every address after the last slot is inaccessible.
+ *   - After map() failed: every address of the window is inaccessible. Not one old slot beside a new one: half a batch
+ *     of another layer's records looks like a perfectly plausible result.
+ *   - While somebody reads (a lease, or an exported buffer) the pages stay as they are: map(), collapse() and close()
+ *     are refused.
+ *   - Input never ends the process. No exit, no print, no assert on anything that came from outside.
+ *
+ * TRUST BOUNDARY.  Offsets come from a catalogue on disk, and files travel between machines: every number below is
+ * taken to be chosen by an attacker. All of it is copied and checked, with overflow-checked arithmetic, before the
+ * first page moves; the copy matters, because the GIL is released while pages move and a Python array can change.
+ *
+ * WHAT IT REFUSES TO BE
+ *   - A place to write. Pages are PROT_READ: a stray store faults here and now, instead of changing the database for
+ *     everybody who ever reads it again. An in-place operation on a tensor over a window therefore dies of SIGSEGV.
+ *   - A guard against a file that shrinks while it is mapped. The size is checked at each map(); a file cut short
+ *     after that raises SIGBUS on the next read, as with every mmap. Published arenas are immutable.
+ *   - Something to inherit. After fork() the methods raise in the child: its pages are its own, but its caller is most
+ *     likely a worker that believes it shares something.
+ *
+ * ROADS NOT TAKEN
+ *   - MAP_FIXED at an address handed over by Python: one wrong integer silently replaces malloc's arena or a thread's
+ *     stack. The interface speaks of slot numbers, never of addresses.
+ *   - Unmapping between batches: the gap could be filled by another thread's mmap, which the next MAP_FIXED would
+ *     destroy. Collapsing puts PROT_NONE pages there, in one step, and keeps the addresses taken.
+ *   - One file, or one mapping, for each record (the paper keeps "each APM ... as a file object in memory"): 96,000
+ *     records are more than vm.max_map_count (65,530 by default) and than most limits on open files. One file and N
+ *     offsets cost at most as many mappings as the batch has slots, and neighbours in the file share one.
+ *   - Carrying on after an mmap that failed at vm.max_map_count (ENOMEM): the kernel leaves the page that was there
+ *     before, still readable. Hence the collapse. It is made so that it works exactly then, see take_away().
+ *   - remap_file_pages(): emulated with the same mappings since Linux 4.0. mremap(): moves a mapping, so each slot
+ *     would need one to spare. Transparent copying on failure: the caller knows better where to copy to.
+ *
+ * A LIMIT OF THE KERNEL.  Before Linux 6.12 a failed MAP_FIXED may leave a hole (it unmaps first, then fails), which
+ * another thread's mmap could occupy in the moment before the collapse takes it back. It needs the kernel itself to be
+ * out of memory for a mapping's bookkeeping; the failures met in practice (vm.max_map_count, wrong descriptor) are
+ * found before anything is unmapped.
+ *
+ * ERRORS.  The C functions fill a verdict; raise_verdict() is the one place that turns it into an exception:
+ * ValueError (a rule broken by the arguments or by the state), BufferError (in use), OSError (a system call failed).
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h> /* first, as CPython asks; also defines _GNU_SOURCE */
+
+#include <errno.h>
+#include <limits.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <linux/magic.h> /* HUGETLBFS_MAGIC */
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h> /* fstatfs */
+#include <unistd.h>
+
+#define RESERVED (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE) /* addresses only: no memory, no swap accounting */
+
+typedef struct {
+    PyObject_HEAD
+    char *base;         /* first byte; NULL once closed */
+    size_t capacity;    /* bytes reserved, a multiple of alignment */
+    size_t alignment;   /* of base: a power of two, at least a page */
+    size_t mapped;      /* bytes [0, mapped) show what the last map() asked for: the only bytes anybody may read */
+    size_t high;        /* bytes [0, high) may hold file mappings; high >= mapped. [high, capacity) never does */
+    void *spare;        /* one page, mapped only to be given up when the process is out of mappings; or NULL */
+    Py_ssize_t leases;  /* lease() minus release() */
+    Py_ssize_t exports; /* buffers given out and not yet returned: each is a lease that cannot be forgotten */
+    pid_t creator;      /* a fork()ed child is not the creator */
+    bool moving;        /* pages are moving with the GIL released: everybody else is refused */
+    bool broken;        /* a collapse failed: the contents are unknown, so they are not shown until one succeeds */
+} Window;
+
+/* What a C function has to say. `text` is a literal: the rule that was broken, or the call that failed. */
+typedef struct {
+    enum { FINE, REFUSED, BUSY, FAILED } kind;
+    const char *text;
+    Py_ssize_t slot; /* the slot to blame, or -1 */
+    long long seen;  /* REFUSED: the offending value and its limit, where has_values */
+    long long limit;
+    bool has_values;
+    int code; /* FAILED: errno */
+} Verdict;
+
+static const Verdict fine = {FINE, NULL, -1, 0, 0, false, 0};
+
+static Verdict refused(const char *rule)
+{
+    return (Verdict){REFUSED, rule, -1, 0, 0, false, 0};
+}
+
+static Verdict refused_value(const char *rule, Py_ssize_t slot, long long seen, long long limit)
+{
+    return (Verdict){REFUSED, rule, slot, seen, limit, true, 0};
+}
+
+static Verdict busy(const char *why)
+{
+    return (Verdict){BUSY, why, -1, 0, 0, false, 0};
+}
+
+static Verdict failed(const char *call, Py_ssize_t slot, int code)
+{
+    return (Verdict){FAILED, call, slot, 0, 0, false, code};
+}
+
+/* The one place that raises. Returns NULL so that callers can return it. */
+static PyObject *raise_verdict(Verdict v)
+{
+    char where[48] = "";
+    if (v.slot >= 0)
+        PyOS_snprintf(where, sizeof where, "slot %zd: ", v.slot);
+
+    switch (v.kind) {
+    case FINE:
+        PyErr_SetString(PyExc_SystemError, "attmemo._native: an error was raised for a verdict that is fine");
+        break;
+    case REFUSED:
+        if (v.has_values)
+            PyErr_Format(PyExc_ValueError, "%s%s (seen %lld, limit %lld)", where, v.text, v.seen, v.limit);
+        else
+            PyErr_Format(PyExc_ValueError, "%s%s", where, v.text);
+        break;
+    case BUSY:
+        PyErr_SetString(PyExc_BufferError, v.text);
+        break;
+    case FAILED: {
+        PyObject *text = PyUnicode_FromFormat("%s%s: %s", where, v.text, strerror(v.code));
+        PyObject *arguments = text ? Py_BuildValue("(iN)", v.code, text) : NULL; /* N: takes the reference to text */
+        if (arguments) {
+            PyErr_SetObject(PyExc_OSError, arguments); /* OSError(errno, text): picks the subclass, as for a syscall */
+            Py_DECREF(arguments);
+        }
+        break;
+    }
+    }
+    return NULL;
+}
+
+static size_t page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+/* ---- state ---------------------------------------------------------------------------------------------------- */
+
+/* May this caller touch the window at all? */
+static Verdict check_owned(const Window *w)
+{
+    if (!w->base)
+        return refused("the window is closed");
+    if (w->creator != getpid())
+        return refused("the window belongs to the process that made it, and this is a fork of that process: "
+                       "make a new window here");
+    if (w->moving)
+        return busy("another thread is changing this window");
+    return fine;
+}
+
+/* May its contents be shown, or replaced? */
+static Verdict check_sound(const Window *w)
+{
+    Verdict v = check_owned(w);
+    if (v.kind == FINE && w->broken)
+        return refused("the window is in an unknown state since its pages could not be taken away: "
+                       "collapse() or close() it");
+    return v;
+}
+
+/* May its pages change? */
+static Verdict check_idle(const Window *w)
+{
+    Verdict v = check_owned(w);
+    if (v.kind == FINE && (w->leases > 0 || w->exports > 0))
+        return busy("the window is leased: changing its pages would change a tensor in use");
+    return v;
+}
+
+/* ---- the dangerous part: no Python API below, so that it can run without the GIL -------------------------------- */
+
+/*
+ * The spare. Above vm.max_map_count mmap() is refused outright, even the one that would replace fifty mappings by one;
+ * only munmap() is not. Unmapping part of the window would leave a hole for other threads to fall into, so each window
+ * keeps one mapping elsewhere that it can afford to lose. Shared, because two such never merge into one: giving up half
+ * of a merged mapping would be a split, refused at the limit as well. Having none is no error, only less certainty.
+ */
+static void stock_spare(Window *w)
+{
+    if (w->spare)
+        return;
+    void *page = mmap(NULL, page_bytes(), PROT_NONE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (page != MAP_FAILED)
+        w->spare = page;
+}
+
+static bool spend_spare(Window *w)
+{
+    bool spent = w->spare && munmap(w->spare, page_bytes()) == 0;
+    w->spare = NULL;
+    return spent;
+}
+
+/* Reserve `capacity` bytes at a multiple of `alignment`: take more, give both ends back. */
+static Verdict reserve(Window *w, size_t capacity, size_t alignment)
+{
+    size_t page = page_bytes(), whole;
+    if (alignment < page || (alignment & (alignment - 1)) != 0)
+        return refused_value("alignment must be a power of two and at least a page", -1, (long long)alignment,
+                             (long long)page);
+    if (capacity == 0)
+        return refused("capacity must be positive");
+    if (__builtin_add_overflow(capacity, alignment - 1, &capacity))
+        return refused("capacity is too large for an address");
+    capacity &= ~(alignment - 1); /* rounded up: a huge page at the end must not stick out of the window */
+    if (__builtin_add_overflow(capacity, alignment - page, &whole) || whole > PTRDIFF_MAX)
+        return refused("capacity is too large for an address");
+
+    char *start = mmap(NULL, whole, PROT_NONE, RESERVED, -1, 0);
+    if (start == MAP_FAILED)
+        return failed("mmap (reserving the window)", -1, errno);
+    size_t before = (size_t)(-(uintptr_t)start & (alignment - 1));
+    size_t after = whole - before - capacity;
+    /* A trim that fails (vm.max_map_count) wastes addresses, not memory; but the range must be known exactly. */
+    if ((before && munmap(start, before) != 0) || (after && munmap(start + before + capacity, after) != 0)) {
+        Verdict v = failed("munmap (trimming the reservation)", -1, errno);
+        munmap(start, whole);
+        return v;
+    }
+    w->base = start + before;
+    w->capacity = capacity;
+    w->alignment = alignment;
+    stock_spare(w);
+    return fine;
+}
+
+/*
+ * Make [from, high) inaccessible while keeping the addresses. Returns 0 or errno.
+ *
+ * It must work when the process is out of mappings, because that is when it is needed. Therefore it replaces the range
+ * up to `high`, not up to capacity: both ends of that range are already ends of mappings, so the kernel need not split
+ * one (a split is a new mapping), whereas the end of the reservation may have been merged with a neighbour's. If mmap()
+ * is refused all the same, the spare is given up for it. If even that is not enough (the limit was lowered meanwhile),
+ * mprotect() needs no mapping: the window is dark then, and its file mappings go at the next call that succeeds.
+ */
+static int take_away(Window *w, size_t from)
+{
+    int code;
+    if (from >= w->high)
+        return 0;
+    do {
+        if (mmap(w->base + from, w->high - from, PROT_NONE, RESERVED | MAP_FIXED, -1, 0) != MAP_FAILED) {
+            w->high = from;
+            stock_spare(w);
+            return 0;
+        }
+        code = errno;
+    } while (spend_spare(w));
+    if (from == 0 && mprotect(w->base, w->high, PROT_NONE) == 0)
+        return 0;
+    return code;
+}
+
+/* The granule in which this file can be mapped: a page, or the huge page of a hugetlbfs file. */
+static Verdict file_granule(int fd, size_t *granule)
+{
+    struct statfs fs;
+    if (fstatfs(fd, &fs) != 0)
+        return failed("fstatfs", -1, errno);
+    *granule = fs.f_type == (__typeof__(fs.f_type))HUGETLBFS_MAGIC ? (size_t)fs.f_bsize : page_bytes();
+    return fine;
+}
+
+/* Everything that can be known before a page moves. */
+static Verdict check_slots(const Window *w, int fd, const int64_t *offsets, size_t count, size_t slot, size_t *total)
+{
+    struct stat st;
+    size_t granule;
+
+    if (fstat(fd, &st) != 0)
+        return failed("fstat", -1, errno);
+    if (!S_ISREG(st.st_mode))
+        return refused("the descriptor is not a regular file");
+    Verdict v = file_granule(fd, &granule);
+    if (v.kind != FINE)
+        return v;
+    /* For a hugetlbfs file the kernel rounds the length of a mapping UP to its page, so a short slot at the end of the
+       window would destroy what follows the window. Multiples of the file's own page leave nothing to round. */
+    if (granule > w->alignment)
+        return refused_value("the pages of this file are larger than the alignment of the window", -1,
+                             (long long)granule, (long long)w->alignment);
+    if (slot == 0 || slot % granule != 0)
+        return refused_value("slot_bytes must be a positive multiple of the page size", -1, (long long)slot,
+                             (long long)granule);
+    if (__builtin_mul_overflow(count, slot, total) || *total > w->capacity)
+        return refused_value("the slots do not fit in the window: count * slot_bytes exceeds its capacity", -1,
+                             (long long)count, (long long)(w->capacity / slot));
+
+    for (size_t i = 0; i < count; i++) {
+        if (offsets[i] < 0)
+            return refused_value("the offset is negative", (Py_ssize_t)i, offsets[i], 0);
+        if ((uint64_t)offsets[i] % granule != 0)
+            return refused_value("the offset is not a multiple of the page size", (Py_ssize_t)i, offsets[i],
+                                 (long long)granule);
+        /* slot <= capacity <= PTRDIFF_MAX, and written as a difference so that nothing can wrap */
+        if (offsets[i] > st.st_size || (uint64_t)(st.st_size - offsets[i]) < slot)
+            return refused_value("the slot would end after the end of the file", (Py_ssize_t)i, offsets[i],
+                                 (long long)st.st_size);
+    }
+    return fine;
+}
+
+/* Move the pages. All or nothing: on failure nothing in the window is accessible. */
+static Verdict move_pages(Window *w, int fd, const int64_t *offsets, size_t count, size_t slot, bool populate)
+{
+    int flags = MAP_FIXED | MAP_SHARED | (populate ? MAP_POPULATE : 0);
+    Verdict v = fine;
+    int code;
+
+    /* What an earlier, larger batch left behind the last slot goes first: it also frees mappings. */
+    if ((code = take_away(w, count * slot)) != 0)
+        v = failed("mmap (clearing the rest of the window)", -1, code);
+
+    for (size_t first = 0; v.kind == FINE && first < count;) {
+        size_t run = 1; /* neighbours in the file become one mapping */
+        while (first + run < count && offsets[first + run] - offsets[first + run - 1] == (int64_t)slot)
+            run++;
+        size_t end = (first + run) * slot;
+        if (end > w->high)
+            w->high = end; /* before the call: a failed MAP_FIXED may have changed this part too */
+        if (mmap(w->base + first * slot, run * slot, PROT_READ, flags, fd, (off_t)offsets[first]) == MAP_FAILED)
+            v = failed("mmap", (Py_ssize_t)first, errno);
+        first += run;
+    }
+
+    if (v.kind != FINE && take_away(w, 0) != 0)
+        w->broken = true; /* cannot be made dark, so it is never shown again */
+    return v;
+}
+
+/* ---- the type ------------------------------------------------------------------------------------------------- */
+
+/* Integers of any size become a size or ValueError; PyArg's own "n" would raise OverflowError for a large one. */
+static int to_size(PyObject *object, void *out)
+{
+    Py_ssize_t value = PyNumber_AsSsize_t(object, PyExc_ValueError);
+    if (value == -1 && PyErr_Occurred())
+        return 0;
+    if (value < 0) {
+        raise_verdict(refused_value("a size must not be negative", -1, value, 0));
+        return 0;
+    }
+    *(size_t *)out = (size_t)value;
+    return 1;
+}
+
+static int to_descriptor(PyObject *object, void *out)
+{
+    Py_ssize_t value = PyNumber_AsSsize_t(object, PyExc_ValueError);
+    if (value == -1 && PyErr_Occurred())
+        return 0;
+    if (value < 0 || value > INT_MAX) {
+        raise_verdict(refused_value("not a file descriptor", -1, value, INT_MAX));
+        return 0;
+    }
+    *(int *)out = (int)value;
+    return 1;
+}
+
+static PyObject *window_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"capacity", "alignment", NULL};
+    size_t capacity, alignment;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:Window", names, to_size, &capacity, to_size, &alignment))
+        return NULL;
+    Window *w = (Window *)type->tp_alloc(type, 0); /* zero-filled */
+    if (!w)
+        return NULL;
+    w->creator = getpid();
+    Verdict v = reserve(w, capacity, alignment);
+    if (v.kind != FINE) {
+        Py_DECREF(w);
+        return raise_verdict(v);
+    }
+    return (PyObject *)w;
+}
+
+static void window_dealloc(PyObject *self)
+{
+    Window *w = (Window *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    /* An exported buffer owns a reference, so there is none now. A lease() does not: if one was never released, its
+       holder still reads by address, and unmapping would let malloc move in under it. Losing addresses is cheaper.
+       In a forked child munmap() touches only the child's copy of the address space, so there is nothing to spare. */
+    if (w->base && w->leases == 0)
+        munmap(w->base, w->capacity);
+    spend_spare(w);
+    type->tp_free(self);
+    Py_DECREF(type); /* a heap type is counted by its instances */
+}
+
+/* Copy the offsets out of any one-dimensional buffer of 64-bit signed integers. */
+static int64_t *copy_offsets(PyObject *object, size_t *count)
+{
+    Py_buffer view;
+    int64_t *copy = NULL;
+    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0)
+        return NULL;
+    const char *format = view.format ? view.format : "B";
+    if (*format == '@' || *format == '=' || (*format == '<' && PY_LITTLE_ENDIAN) || (*format == '>' && PY_BIG_ENDIAN))
+        format++;
+    if (view.ndim != 1 || view.itemsize != (Py_ssize_t)sizeof(int64_t) ||
+        (strcmp(format, "q") != 0 && strcmp(format, "l") != 0)) {
+        raise_verdict(refused("offsets must be a one-dimensional buffer of 64-bit signed integers, "
+                              "such as array('q') or a numpy int64 array"));
+    } else {
+        *count = (size_t)view.len / sizeof(int64_t);
+        copy = PyMem_Malloc(view.len ? (size_t)view.len : 1); /* view.len bytes exist already: no product to overflow */
+        if (!copy)
+            PyErr_NoMemory();
+        else if (view.len)
+            memcpy(copy, view.buf, (size_t)view.len);
+    }
+    PyBuffer_Release(&view);
+    return copy;
+}
+
+PyDoc_STRVAR(map_doc,
+             "map($self, /, fd, offsets, slot_bytes, populate=True)\n--\n\n"
+             "Show slot_bytes bytes of the file at each of `offsets`, side by side from the start of the window.\n\n"
+             "Everything is checked before a page moves; if a system call fails the whole window is inaccessible.\n"
+             "Raises ValueError (a rule is broken), BufferError (leased), OSError (errno, which call, which slot).");
+
+static PyObject *window_map(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", "offsets", "slot_bytes", "populate", NULL};
+    Window *w = (Window *)self;
+    PyObject *sequence;
+    size_t slot, count, total = 0;
+    int fd, populate = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&OO&|p:map", names, to_descriptor, &fd, &sequence, to_size, &slot,
+                                     &populate))
+        return NULL;
+    int64_t *offsets = copy_offsets(sequence, &count); /* may run Python code: so the state is checked after it */
+    if (!offsets)
+        return NULL;
+
+    Verdict v = check_sound(w);
+    if (v.kind == FINE)
+        v = check_idle(w);
+    if (v.kind == FINE) {
+        w->moving = true;
+        Py_BEGIN_ALLOW_THREADS /* fstat on a network file system can block, and populating reads the disk */
+        v = check_slots(w, fd, offsets, count, slot, &total);
+        if (v.kind == FINE) {
+            w->mapped = 0;
+            v = move_pages(w, fd, offsets, count, slot, populate != 0);
+            if (v.kind == FINE)
+                w->mapped = total;
+        }
+        Py_END_ALLOW_THREADS
+        w->moving = false;
+    }
+    PyMem_Free(offsets);
+    if (v.kind != FINE)
+        return raise_verdict(v);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(collapse_doc, "collapse($self, /)\n--\n\n"
+                           "Make the whole window inaccessible; the addresses stay reserved.\n\n"
+                           "Raises BufferError while it is leased, OSError if the kernel refuses.");
+
+static PyObject *window_collapse(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    Window *w = (Window *)self;
+    Verdict v = check_idle(w);
+    if (v.kind == FINE) {
+        int code;
+        w->mapped = 0;
+        w->moving = true;
+        Py_BEGIN_ALLOW_THREADS
+        code = take_away(w, 0);
+        Py_END_ALLOW_THREADS
+        w->moving = false;
+        w->broken = code != 0; /* so a collapse that succeeds repairs a broken window */
+        if (code != 0)
+            v = failed("mmap (collapsing the window)", -1, code);
+    }
+    if (v.kind != FINE)
+        return raise_verdict(v);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(lease_doc, "lease($self, /)\n--\n\n"
+                        "Forbid any change of the pages until the matching release(). A lease does not keep the object\n"
+                        "alive; a memoryview of the window is a lease that does.");
+
+static PyObject *window_lease(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    Window *w = (Window *)self;
+    Verdict v = check_sound(w);
+    if (v.kind != FINE)
+        return raise_verdict(v);
+    w->leases++;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(release_doc, "release($self, /)\n--\n\nEnd one lease. Raises ValueError if there is none.");
+
+static PyObject *window_release(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    Window *w = (Window *)self;
+    Verdict v = check_owned(w);
+    if (v.kind == FINE && w->leases == 0)
+        v = refused("release() without a lease()");
+    if (v.kind != FINE)
+        return raise_verdict(v);
+    w->leases--;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\n"
+                        "Give the addresses back. Closing twice is fine. Raises BufferError while it is leased.");
+
+static PyObject *window_close(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    Window *w = (Window *)self;
+    if (!w->base)
+        Py_RETURN_NONE;
+    Verdict v = check_idle(w);
+    if (v.kind == FINE) {
+        if (munmap(w->base, w->capacity) == 0) {
+            spend_spare(w);
+            w->base = NULL;
+            w->capacity = w->mapped = w->high = 0;
+        } else {
+            v = failed("munmap", -1, errno);
+        }
+    }
+    if (v.kind != FINE)
+        return raise_verdict(v);
+    Py_RETURN_NONE;
+}
+
+static int window_getbuffer(PyObject *self, Py_buffer *view, int flags)
+{
+    Window *w = (Window *)self;
+    Verdict v = check_sound(w);
+    if (v.kind != FINE) {
+        view->obj = NULL; /* the buffer protocol asks for it on failure */
+        raise_verdict(v);
+        return -1;
+    }
+    if (PyBuffer_FillInfo(view, self, w->base, (Py_ssize_t)w->mapped, 1, flags) != 0) /* 1: read-only */
+        return -1;
+    w->exports++;
+    return 0;
+}
+
+static void window_releasebuffer(PyObject *self, Py_buffer *Py_UNUSED(view))
+{
+    ((Window *)self)->exports--;
+}
+
+static PyObject *get_address(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromVoidPtr(((Window *)self)->base);
+}
+
+static PyObject *get_capacity(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((Window *)self)->capacity);
+}
+
+static PyObject *get_alignment(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((Window *)self)->alignment);
+}
+
+static PyObject *get_mapped_bytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(((Window *)self)->mapped);
+}
+
+static PyObject *get_leases(PyObject *self, void *Py_UNUSED(closure))
+{
+    Window *w = (Window *)self;
+    return PyLong_FromSsize_t(w->leases + w->exports);
+}
+
+static PyMethodDef window_methods[] = {
+    {"map", (PyCFunction)(void (*)(void))window_map, METH_VARARGS | METH_KEYWORDS, map_doc},
+    {"collapse", window_collapse, METH_NOARGS, collapse_doc},
+    {"lease", window_lease, METH_NOARGS, lease_doc},
+    {"release", window_release, METH_NOARGS, release_doc},
+    {"close", window_close, METH_NOARGS, close_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef window_getset[] = {
+    {"address", get_address, NULL, "First address of the window; 0 once closed.", NULL},
+    {"capacity", get_capacity, NULL, "Bytes reserved: what was asked, rounded up to the alignment.", NULL},
+    {"alignment", get_alignment, NULL, "The address is a multiple of this many bytes.", NULL},
+    {"mapped_bytes", get_mapped_bytes, NULL, "Bytes that the last map() put there; 0 after a failure.", NULL},
+    {"leases", get_leases, NULL, "Leases and exported buffers alive now.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyDoc_STRVAR(window_doc,
+             "Window(capacity, alignment)\n--\n\n"
+             "A reserved range of at least `capacity` bytes at a multiple of `alignment` (a power of two, in bytes),\n"
+             "into which slots of a file are mapped side by side, read-only. Supports the buffer protocol over the\n"
+             "mapped bytes; an exported buffer is a lease.");
+
+static PyType_Slot window_slots[] = {
+    {Py_tp_doc, (void *)window_doc},
+    {Py_tp_new, window_new},
+    {Py_tp_dealloc, window_dealloc},
+    {Py_tp_methods, window_methods},
+    {Py_tp_getset, window_getset},
+    {Py_bf_getbuffer, window_getbuffer},
+    {Py_bf_releasebuffer, window_releasebuffer},
+    {0, NULL},
+};
+
+static PyType_Spec window_spec = {
+    .name = "attmemo._native.Window",
+    .basicsize = sizeof(Window),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, /* not a base class: a subclass could forget our dealloc */
+    .slots = window_slots,
+};
+
+/* ---- the module ----------------------------------------------------------------------------------------------- */
+
+static PyObject *native_page_size(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromSize_t(page_bytes());
+}
+
+static PyMethodDef native_methods[] = {
+    {"page_size", native_page_size, METH_NOARGS, "page_size()\n--\n\nBytes in a page of this machine."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int native_exec(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &window_spec, NULL);
+    if (!type)
+        return -1;
+    int result = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return result;
+}
+
+static PyModuleDef_Slot native_slots[] = {
+    {Py_mod_exec, native_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef native_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "attmemo._native",
+    .m_doc = "What Python cannot do with pages. See native/window.c.",
+    .m_size = 0,
+    .m_methods = native_methods,
+    .m_slots = native_slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&native_module);
+}

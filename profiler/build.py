@@ -1,0 +1,152 @@
+"""Build a database from the user's data: run, capture, store, publish; resumable at any point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from attmemo.adapters import adapter_for, check_adapter
+from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
+from attmemo.errors import DataError, StorageFullError
+from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
+from attmemo.profiler.capture import Capture
+from attmemo.profiler.data import Row, count_rows, digest, read_texts
+from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
+
+PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost
+CHUNK = 256  # rows tokenized, sorted by length and captured together
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What `build_database` was asked for."""
+
+    max_length: int | None = None
+    limit: int | None = None
+    storage: str = "auto"
+    max_bytes: int | None = None
+    batch_size: int = 16
+    held_out: float = 0.15
+    text_column: str | None = None
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What was stored."""
+
+    path: Path
+    records: int
+    added: int
+    skipped: int
+    held_out: int
+    bytes: int
+    seconds: float
+    stopped: str | None  # why it ended before the data did
+
+
+def build_database(
+    loaded: LoadedModel,
+    files: Sequence[str | Path],
+    output: Path | None,
+    options: BuildOptions,
+    progress: Progress | None = None,
+) -> BuildResult:
+    """Store the attention maps of every text in `files`.
+
+    Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
+    is trained without it and calibrated on it. Stretches, not single rows: neighbouring log lines are near copies.
+
+    Raises
+    ------
+    DataError
+        The data cannot be read, or holds no text.
+    DatabaseLockedError, StorageFullError, DatabaseError
+        See `DatabaseWriter`. What was published stays, and the same call resumes.
+    """
+    start = time.monotonic()
+    adapter, sites = adapter_for(loaded.model)
+    check_adapter(adapter, loaded.model, sites)
+    max_length = greatest_length(loaded, options.max_length)
+    fields = model_fields(loaded.model)
+    heads, _ = adapter.shape(sites[0].module)
+    info = ModelInfo(
+        name=loaded.name,
+        family=adapter.family,
+        mask_kind=adapter.mask_kind,
+        layers=len(sites),
+        heads=heads,
+        hidden=int(loaded.model.config.hidden_size),  # type: ignore[union-attr,arg-type]
+        dtype=loaded.dtype,
+        max_length=max_length,
+        fingerprint=fingerprint(fields),
+        fields=fields,
+        tokenizer=tokenizer_digest(loaded.tokenizer),
+    )
+    path = output or default_path(info.fingerprint)
+    storage = options.storage
+    if storage == "auto":
+        # Probabilities lie in [0, 1], where float16 has eight times the resolution of bfloat16; but a bfloat16 model
+        # multiplies bfloat16 maps as they lie, on the matrix unit.
+        storage = "bfloat16" if loaded.dtype == "bfloat16" else "float16"
+    rows = read_texts(files, text_column=options.text_column, limit=options.limit)
+    total = count_rows(files, limit=options.limit)
+    added = skipped = held = done = 0
+    stopped = None
+    with DatabaseWriter(path, info, storage) as writer:
+        known = writer.stored_rows()
+        numbers = {str(f): writer.add_source(Path(f).name, digest(f)) for f in files}
+        published = time.monotonic()
+        try:
+            with Capture(loaded.model, adapter, sites) as capture:
+                while stopped is None and (chunk := list(islice(rows, CHUNK))):
+                    fresh = [r for r in chunk if r.row not in known.get(numbers[r.source], ())]
+                    skipped += len(chunk) - len(fresh)
+                    done += len(chunk) - len(fresh)
+                    for batch in batches(_tokens(loaded, fresh, max_length), options.batch_size):
+                        captured = capture.run(collate(loaded, batch))
+                        for item, (maps, inputs) in zip(batch, captured, strict=True):
+                            if options.max_bytes is not None and writer.bytes + writer.cost(len(item)) > options.max_bytes:
+                                stopped = f"--max-bytes {options.max_bytes} reached"
+                                break
+                            row = fresh[item.row]
+                            split = _split(row.row, options.held_out)
+                            writer.add(maps, inputs, Provenance(numbers[row.source], row.row, split))
+                            added += 1
+                            held += split == SPLIT_HELD_OUT
+                        done += len(batch)
+                        if progress is not None:
+                            progress(min(done, total), total)
+                        if stopped is not None:
+                            break
+                        if time.monotonic() - published > PUBLISH_SECONDS:
+                            writer.publish()
+                            published = time.monotonic()
+        except StorageFullError:
+            raise  # nothing more can be written, a publication neither; the last one stays
+        except (KeyboardInterrupt, Exception):
+            writer.publish()
+            raise
+        if stopped is not None and writer.records == 0:
+            raise StorageFullError(f"--max-bytes {options.max_bytes} does not hold a single record.", "allow more bytes")
+        if writer.records == 0:
+            raise DataError("the data holds no text to build from.", "check --text-column and the files")
+        writer.publish()
+        return BuildResult(
+            path, writer.records, added, skipped, held, writer.bytes, time.monotonic() - start, stopped
+        )
+
+
+def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[Tokens]:
+    return tokenize(loaded, [row.text for row in rows], max_length) if rows else []
+
+
+def _split(row: int, held_out: float) -> int:
+    """Stretches of 20 rows, the last of every few held out: decided by the row alone, so a resumed build agrees."""
+    if held_out <= 0.0:
+        return SPLIT_TRAIN
+    period = max(2, round(1.0 / held_out))
+    return SPLIT_HELD_OUT if (row // 20) % period == period - 1 else SPLIT_TRAIN

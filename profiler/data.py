@@ -1,0 +1,570 @@
+"""Read the user's text, row by row, from lines, CSV, TSV, JSON lines or Parquet.
+
+`read_texts` checks every file before the first row is read, then streams: memory does not grow with the
+size of a file. Whatever is wrong with a file is a `DataError` that names it; no exception of pandas,
+pyarrow or json escapes.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+import xxhash
+
+from attmemo.errors import DataError
+
+__all__ = ["SUFFIXES", "Row", "count_rows", "digest", "read_texts"]
+
+PREFERRED_NAMES = ("text", "sentence", "content", "line", "message")
+"""Column names taken as the text when several columns hold text, best first."""
+
+_SAMPLE_ROWS = 1000
+_CHUNK_ROWS = 4096
+_BLOCK_BYTES = 1 << 20
+
+# What a text file must not begin with: read as UTF-8 these would give rows of garbage, not an error.
+_NOT_UTF8 = {
+    b"\x1f\x8b": ("gzip data", "decompress it first: gunzip FILE"),
+    b"\x28\xb5\x2f\xfd": ("zstd data", "decompress it first: unzstd FILE"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "unzip it, or export the sheet as CSV"),
+    b"PAR1": ("Parquet data", "give the file the suffix .parquet"),
+    b"\xff\xfe": ("UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 FILE"),
+    b"\xfe\xff": ("UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 FILE"),
+}
+
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.0+)?")
+
+Cells = Iterator[tuple[int, Any, Any]]
+"""What a format yields: row number (from 0), text cell and label cell, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One text of the user's data.
+
+    Attributes
+    ----------
+    text : str
+        The text as stored; never blank, always encodable as UTF-8.
+    label : str or int or None
+        The label cell; whole numbers are ints in every format, an empty cell is None.
+    source : str
+        The file's name as the caller gave it.
+    row : int
+        The data row in that file, from 0: for lines and JSON lines the line number less one.
+    """
+
+    text: str
+    label: str | int | None
+    source: str
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How one suffix is read. `layout` maps each column's name to what it holds; None: a row is a line."""
+
+    cells: Callable[[Path, str, str | None], Cells]
+    count: Callable[[Path], Iterator[int]]
+    layout: Callable[[Path], dict[str, str]] | None = None
+    header_lines: int = 0
+    repair: str = "check that the file can be opened and is complete"
+
+
+def read_texts(
+    files: Sequence[str | Path],
+    *,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    limit: int | None = None,
+) -> Iterator[Row]:
+    """Stream the non-blank texts of `files`, in order.
+
+    Every file is checked when this is called; rows are read while the result is iterated.
+
+    Parameters
+    ----------
+    files : sequence of str or Path
+        Files of the formats in `SUFFIXES`; the suffix decides the format. A TSV has no quoting.
+    text_column : str, optional
+        The column that holds the text. Default: the only column of text (the label's apart), else the
+        first of `PREFERRED_NAMES` among them.
+    label_column : str, optional
+        The column that holds the label. Default: labels are None.
+    limit : int, optional
+        Stop after this many rows over all files.
+
+    Returns
+    -------
+    iterator of Row
+
+    Raises
+    ------
+    DataError
+        At the call: no files, a missing, empty or unknown file, no such column, a column that is not text.
+        While iterating: a malformed row, a value that is not text, a file without a non-blank row.
+    """
+    names = _as_list(files)
+    paths = [Path(name) for name in names]
+    if limit is not None and limit < 1:
+        raise DataError(f"the row limit is {limit}, expected 1 or more", "leave --limit out to read every row")
+    formats = [_check_file(path) for path in paths]
+    named = next((name for name in (text_column, label_column) if name is not None), None)
+    if named is not None and all(form.layout is None for form in formats):
+        raise DataError(
+            f"{paths[0]}: each line is one text, so there is no column {named!r}",
+            "leave the column options out, or give a file with columns: .csv, .tsv, .jsonl or .parquet",
+        )
+    plans = [
+        (str(name), form, *_choose_columns(path, form, text_column, label_column))
+        for name, path, form in zip(names, paths, formats, strict=True)
+    ]
+    rows = (row for source, form, text, label in plans for row in _rows(source, form, text, label))
+    return islice(rows, limit)
+
+
+def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
+    """Count the rows of `files` without parsing them, as the total of a progress bar.
+
+    Parameters
+    ----------
+    files : sequence of str or Path
+        As in `read_texts`.
+    limit : int, optional
+        Stop counting at this many.
+
+    Returns
+    -------
+    int
+        An upper bound of what `read_texts` yields: blank rows count, and so do newlines inside quoted cells.
+
+    Raises
+    ------
+    DataError
+        A missing, empty or unknown file, or one that cannot be read.
+    """
+    total = 0
+    for path in map(Path, _as_list(files)):
+        form = _check_file(path)
+        rows = -form.header_lines
+        with _as_data_error(path, form.repair):
+            for block in form.count(path):
+                rows += block
+                if limit is not None and total + rows >= limit:
+                    return limit
+        total += max(rows, 0)
+    return total
+
+
+def digest(path: str | Path) -> str:
+    """Digest a file's bytes, to recognise the same source when a build is resumed.
+
+    Parameters
+    ----------
+    path : str or Path
+        Any file.
+
+    Returns
+    -------
+    str
+        XXH3 128-bit digest, 32 hexadecimal digits.
+
+    Raises
+    ------
+    DataError
+        The file is missing or cannot be read.
+    """
+    state = xxhash.xxh3_128()
+    with _as_data_error(Path(path), "check the path and its permissions"):
+        for block in _blocks(Path(path)):
+            state.update(block)
+    return state.hexdigest()
+
+
+def _as_list(files: Sequence[str | Path]) -> list[str | Path]:
+    # A lone string is a sequence of its letters: without this, 26 missing files.
+    names: list[str | Path] = [files] if isinstance(files, (str, Path)) else list(files)
+    if not names:
+        raise DataError("no data files were given, expected at least one", "pass one with --data FILE")
+    return names
+
+
+@contextmanager
+def _as_data_error(path: Path, repair: str) -> Iterator[None]:
+    """Turn what a reader raises about a file into a `DataError` about it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}", repair) from error
+    except (ValueError, pa.ArrowException) as error:
+        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
+        raise DataError(f"{path}: malformed {path.suffix} file: {reason}", repair) from error
+
+
+def _check_file(path: Path) -> _Format:
+    """The format of a file that exists, is not empty and does not hold something else."""
+    known = ", ".join(SUFFIXES)
+    with _as_data_error(path, "check the path and its permissions"):
+        if path.is_dir():
+            raise DataError(f"{path}: is a directory, expected a file", f"pass its files, e.g. {path / '*.jsonl'}")
+        if not path.exists():
+            raise DataError(f"{path}: no such file", _similar_file(path))
+        form = FORMATS.get(path.suffix.lower())
+        if form is None:
+            raise DataError(
+                f"{path}: unknown suffix {path.suffix!r}, expected one of {known}",
+                "rename or convert the file; plain text, one text a line, is .txt",
+            )
+        with path.open("rb") as file:
+            start = file.read(4)
+    if not start:
+        raise DataError(f"{path}: the file is empty (0 bytes), expected at least one row", "check how it was written")
+    for magic, (seen, repair) in _NOT_UTF8.items():
+        if form.layout is not _parquet_layout and start.startswith(magic):
+            raise DataError(f"{path}: holds {seen}, expected UTF-8 text in a {path.suffix} file", repair)
+    return form
+
+
+def _similar_file(path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else "check the path"
+
+
+def _choose_columns(path: Path, form: _Format, text: str | None, label: str | None) -> tuple[str, str | None]:
+    """The text and label columns of one file, given or guessed."""
+    if form.layout is None:
+        if label is not None:
+            raise DataError(
+                f"{path}: each line is one text, so there is no label column {label!r}",
+                "give labelled data as .csv, .tsv, .jsonl or .parquet",
+            )
+        return "", None
+    with _as_data_error(path, form.repair):
+        holds = form.layout(path)
+    headed = form.header_lines > 0
+    for option, name in (("--text-column", text), ("--label-column", label)):
+        if name is not None and name not in holds:
+            raise _no_column(path, holds, option, name, headed)
+    if text is None:
+        text = _guess_text_column(path, holds, label, headed)
+    if holds[text] not in ("text", "nothing", "mixed values"):
+        raise DataError(
+            f"{path}: column {text!r} holds {holds[text]}, expected text; the columns are {_listing(holds)}",
+            "name the column that holds the text: --text-column NAME",
+        )
+    return text, label
+
+
+def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, headed: bool) -> str:
+    if headed and _looks_like_data(holds):
+        raise _no_header(path, holds)
+    texts = [name for name, kind in holds.items() if kind == "text" and name != label]
+    if len(texts) == 1:
+        return texts[0]
+    blank = [name for name, kind in holds.items() if kind == "nothing"]  # so far: text may come further down
+    for preferred in PREFERRED_NAMES:
+        for name in texts or blank:
+            if name.lower() == preferred:
+                return name
+    if len(blank) == len(holds):
+        raise DataError(f"{path}: no non-blank rows, expected at least one", "check how the file was written")
+    seen = "several columns hold text" if texts else "no column holds text"
+    raise DataError(
+        f"{path}: {seen}, expected one; the columns are {_listing(holds)}",
+        "name the column that holds the text: --text-column NAME",
+    )
+
+
+def _no_column(path: Path, holds: Mapping[str, str], option: str, name: str, headed: bool) -> DataError:
+    by_lower = {column.strip().lower(): column for column in holds}
+    close = difflib.get_close_matches(name.strip().lower(), by_lower, n=1)
+    if headed and not close and _looks_like_data(holds):
+        return _no_header(path, holds)
+    hint = f"did you mean {option} {by_lower[close[0]]!r}?" if close else f"name one of them: {option} NAME"
+    return DataError(f"{path}: no column {name!r}; the columns are {_listing(holds)}", hint)
+
+
+def _no_header(path: Path, holds: Mapping[str, str]) -> DataError:
+    return DataError(
+        f"{path}: the first line looks like data, expected column names; it reads {', '.join(map(_shorten, holds))}",
+        "put a line of column names on top, or write the texts alone, one a line, to a .txt file",
+    )
+
+
+def _looks_like_data(names: Mapping[str, str]) -> bool:
+    """Whether a header has a number, or something as long as a sentence, for a column name."""
+    return any(_WHOLE_NUMBER.fullmatch(name.strip()) or len(name.split()) >= 5 or len(name) > 80 for name in names)
+
+
+def _listing(holds: Mapping[str, str]) -> str:
+    return ", ".join(f"{_shorten(name)} ({kind})" for name, kind in holds.items())
+
+
+def _shorten(name: str) -> str:
+    return repr(name if len(name) <= 60 else name[:57] + "...")
+
+
+def _rows(source: str, form: _Format, text_column: str, label_column: str | None) -> Iterator[Row]:
+    """The non-blank rows of one file."""
+    path = Path(source)
+    seen = kept = 0
+    with _as_data_error(path, form.repair):
+        for seen, (row, text, label) in enumerate(form.cells(path, text_column, label_column), start=1):
+            if text is None:
+                continue
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{path}, data row {row} (from 0): column {text_column!r} holds {_kind(text)} "
+                    f"({_shorten(str(text))}), expected text",
+                    "name the column that holds the text, --text-column NAME, or repair the row",
+                )
+            if not text.strip():
+                continue
+            kept += 1
+            yield Row(_encodable(text), _as_label(path, row, label), source, row)
+    if not kept:
+        where = f" in column {text_column!r}" if text_column else ""
+        raise DataError(
+            f"{path}: no non-blank rows, expected at least one; {seen} blank{where}",
+            "check how the file was written" + (", or name another --text-column" if text_column else ""),
+        )
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which JSON can escape but no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _as_label(path: Path, row: int, value: object) -> str | int | None:
+    """One label for the same cell in every format: CSV has '1' or '1.0' where JSON has 1 and Parquet 1.0."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, (bool, int)):
+        return int(value)
+    if isinstance(value, float):
+        if math.isnan(value):  # an empty cell in a column of floats
+            return None
+        return int(value) if value.is_integer() else str(value)
+    if isinstance(value, str):
+        return int(value.split(".")[0]) if _WHOLE_NUMBER.fullmatch(value) else value
+    raise DataError(
+        f"{path}, data row {row} (from 0): the label is {_kind(value)}, expected a name or a whole number",
+        "name another --label-column, or repair the row",
+    )
+
+
+def _kind(value: object) -> str:
+    """What a value is, in a reader's words."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true/false"
+    if isinstance(value, (int, float)):
+        return "numbers"
+    names: dict[type, str] = {str: "text", list: "lists", dict: "objects", bytes: "bytes"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block
+
+
+def _count_lines(path: Path) -> Iterator[int]:
+    last = b"\n"
+    for block in _blocks(path):
+        yield block.count(b"\n")
+        last = block[-1:]
+    yield int(last != b"\n")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n").removesuffix("\r")
+
+
+def _line_cells(path: Path, text_column: str, label_column: str | None) -> Cells:
+    for row, line in enumerate(_lines(path)):
+        yield row, line, None
+
+
+def _delimited(path: Path, options: Mapping[str, Any], rows: int | None = None) -> Iterator[pd.DataFrame]:
+    """Chunks of a CSV or TSV, its header as row 0, every cell a str.
+
+    The header is read as data, and its width given as `names`, because only then does pandas refuse each row
+    that is too long; otherwise it takes the cells of the first as an index, or drops them.
+    """
+    common = {
+        "header": None,
+        "index_col": False,
+        "dtype": object,
+        "na_filter": False,
+        "skip_blank_lines": False,
+        "encoding": "utf-8-sig",
+        "encoding_errors": "replace",
+        **options,
+    }
+    width = pd.read_csv(path, nrows=1, **common).shape[1]
+    size = _CHUNK_ROWS if rows is None else min(rows, _CHUNK_ROWS)
+    with pd.read_csv(path, names=list(range(width)), nrows=rows, chunksize=size, **common) as reader:
+        for chunk in reader:
+            if options.get("lineterminator") == "\n":
+                chunk[width - 1] = chunk[width - 1].str.removesuffix("\r")
+            yield chunk
+
+
+def _delimited_layout(path: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    sample = pd.concat(list(_delimited(path, options, rows=_SAMPLE_ROWS + 1)), ignore_index=True)
+    holds: dict[str, str] = {}
+    for number, name in enumerate(sample.iloc[0].tolist()):
+        holds.setdefault(name, _kind_of_strings(sample.iloc[1:, number]))
+    if len(sample) == 1 or not any(holds):
+        raise DataError(f"{path}: no non-blank rows under the header, expected one", "check how the file was written")
+    return holds
+
+
+def _kind_of_strings(cells: pd.Series[Any]) -> str:
+    cells = cells[cells.str.strip() != ""]
+    if cells.empty:
+        return "nothing"
+    if pd.to_numeric(cells, errors="coerce").notna().all():
+        return "numbers"
+    return "true/false" if cells.str.lower().isin(["true", "false"]).all() else "text"
+
+
+def _delimited_cells(path: Path, text_column: str, label_column: str | None, options: Mapping[str, Any]) -> Cells:
+    header: list[str] = []
+    row = -1
+    for chunk in _delimited(path, options):
+        header = header or chunk.iloc[0].tolist()
+        texts = chunk[header.index(text_column)].tolist()
+        labels = [None] * len(texts) if label_column is None else chunk[header.index(label_column)].tolist()
+        for text, label in zip(texts, labels, strict=True):
+            if row >= 0:
+                yield row, text, label
+            row += 1
+
+
+def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    repair = "write one object a line; an array becomes lines with: jq -c '.[]' OLD > NEW.jsonl"
+    for row, line in enumerate(_lines(path)):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {row + 1}: malformed JSON: {error}", repair) from error
+        if not isinstance(value, dict):
+            raise DataError(f"{path}, line {row + 1}: holds {_kind(value)}, expected one JSON object", repair)
+        yield row, value
+
+
+def _json_layout(path: Path) -> dict[str, str]:
+    seen: dict[str, set[str]] = {}
+    for _, value in islice(_json_objects(path), _SAMPLE_ROWS):
+        for name, cell in value.items():
+            seen.setdefault(name, set()).add(_kind(cell))
+    if not seen:
+        raise DataError(f"{path}: no non-blank rows, expected at least one object", "check how the file was written")
+    holds = {}
+    for name, kinds in seen.items():
+        kinds = kinds - {"nothing"} or kinds
+        holds[name] = next(iter(kinds)) if len(kinds) == 1 else "mixed values"
+    return holds
+
+
+def _json_cells(path: Path, text_column: str, label_column: str | None) -> Cells:
+    for row, value in _json_objects(path):
+        yield row, value.get(text_column), None if label_column is None else value.get(label_column)
+
+
+def _parquet_layout(path: Path) -> dict[str, str]:
+    holds: dict[str, str] = {}
+    with pq.ParquetFile(path) as file:
+        for field in file.schema_arrow:
+            holds.setdefault(field.name, _kind_of_arrow(field.type))
+    return holds
+
+
+def _kind_of_arrow(kind: Any) -> str:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return "text"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "numbers"
+    if pa.types.is_boolean(kind):
+        return "true/false"
+    return "nothing" if pa.types.is_null(kind) else str(kind)
+
+
+def _parquet_cells(path: Path, text_column: str, label_column: str | None) -> Cells:
+    row = 0
+    with pq.ParquetFile(path) as file:
+        columns = [text_column] if label_column is None else [text_column, label_column]
+        for batch in file.iter_batches(batch_size=_CHUNK_ROWS, columns=columns):
+            texts = batch.column(batch.schema.names.index(text_column)).to_pylist()
+            labels = [None] * len(texts)
+            if label_column is not None:
+                labels = batch.column(batch.schema.names.index(label_column)).to_pylist()
+            for text, label in zip(texts, labels, strict=True):
+                yield row, text, label
+                row += 1
+
+
+def _count_parquet(path: Path) -> Iterator[int]:
+    with pq.ParquetFile(path) as file:
+        yield file.metadata.num_rows
+
+
+def _delimited_format(options: Mapping[str, Any], repair: str) -> _Format:
+    cells = partial(_delimited_cells, options=options)
+    return _Format(cells, _count_lines, partial(_delimited_layout, options=options), header_lines=1, repair=repair)
+
+
+_LINES = _Format(_line_cells, _count_lines)
+_JSON = _Format(_json_cells, _count_lines, _json_layout)
+
+FORMATS: Mapping[str, _Format] = {
+    ".txt": _LINES,
+    ".log": _LINES,
+    ".csv": _delimited_format(
+        {"sep": ","},
+        'put texts that hold a comma, a quote or a newline in "..."; if tabs separate the cells, name the file .tsv',
+    ),
+    ".tsv": _delimited_format(
+        {"sep": "\t", "quoting": csv.QUOTE_NONE, "lineterminator": "\n"},
+        "a TSV cell holds no tab and no newline; keep such texts in .csv or .jsonl",
+    ),
+    ".jsonl": _JSON,
+    ".json": _JSON,
+    ".parquet": _Format(
+        _parquet_cells, _count_parquet, _parquet_layout, repair="check that the file is complete, or write it again"
+    ),
+}
+
+SUFFIXES = tuple(FORMATS)
+"""The file suffixes that can be read."""

@@ -1,0 +1,359 @@
+"""The gate: trying where it cannot pay makes a model slower than the bare one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from attmemo.perfmodel import SEQUENCE, CostModel, Gate, HitRates, LayerCosts, Profile
+
+SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
+FREE = CostModel(0.0, 0.0, 0.0)
+
+costs = st.builds(CostModel, st.floats(0.0, 0.1), st.floats(0.0, 1e-3), st.floats(0.0, 2.0))
+batches = st.lists(st.integers(1, 64), min_size=1, max_size=32)
+score_lists = st.lists(st.floats(0.0, 1.0), min_size=8, max_size=20)
+
+
+def a_profile(
+    *, exact: float = 10.0, hit: float = 2.0, lookup: float = 0.8, rate: float = 0.5, layers: int = 2
+) -> Profile:
+    """Costs per call whatever the lengths, break-even = lookup / (exact - hit) = 10 %, rate at threshold 0.5."""
+    served = round(100 * rate)
+    scores = [0.9] * served + [0.1] * (100 - served)
+    return Profile(
+        [LayerCosts(CostModel(0, 0, exact), CostModel(0, 0, hit), CostModel(0, 0, lookup))] * layers,
+        HitRates({(layer, 16): scores for layer in range(SEQUENCE, layers)}),
+        CostModel(0, 0, lookup),
+        threads=2,
+        dtype="float32",
+    )
+
+
+def a_gate(lookup: Any = "layer", *, layers: int = 2, **drift: Any) -> Gate:
+    return Gate(a_profile(layers=layers), 0.5, lookup, layers, **drift)
+
+
+def serve(gate: Gate, rate: float, batches: int, *, rows: int = 32, layer: int = 0) -> list[bool]:
+    """Serve batches of which `rate` of the rows hit; the answers of the gate."""
+    answers = []
+    for _ in range(batches):
+        answers.append(gate.worth_trying(layer, [16] * rows, 16))
+        if answers[-1]:
+            gate.record(layer, rows, round(rate * rows))
+    return answers
+
+
+def serve_misses_until_off(gate: Gate, *, layer: int = 0) -> None:
+    """Serve misses until a batch is left alone; that batch is the first of the wait."""
+    for _ in range(100):
+        if not serve(gate, 0.0, 1, layer=layer)[0]:
+            return
+    pytest.fail("3,200 misses in a row did not switch the lookup off")
+
+
+# -- the prediction
+
+
+@SETTINGS
+@given(costs, costs, costs, score_lists, score_lists, batches, st.integers(0, 64), st.floats(0.0, 1.0))
+def test_the_answer_is_that_of_the_formula(
+    exact: CostModel,
+    hit: CostModel,
+    lookup: CostModel,
+    short: list[float],
+    long: list[float],
+    lengths: list[int],
+    padding: int,
+    threshold: float,
+) -> None:
+    # lengths 1..32 and 33..63 have rates of their own, 64 has no record
+    scores = {(0, n): short if n <= 32 else long for n in range(1, 64)}
+    profile = Profile([LayerCosts(exact, hit, lookup)], HitRates(scores), FREE, threads=1, dtype="float32")
+    padded = max(lengths) + padding
+    alpha = 0.0
+    for n in lengths:
+        own = short if n <= 32 else long
+        alpha += 0.0 if n == 64 else sum(s >= threshold for s in own) / len(own)
+    alpha /= len(lengths)
+    saving = exact.estimate_lengths([padded] * len(lengths)) - hit.estimate_lengths(lengths)
+    benefit = alpha * saving - lookup.estimate_lengths(lengths) if saving > 0 else -1.0
+    assume(abs(benefit) > 1e-9)  # at exactly 0 the order of additions would decide
+    gate = Gate(profile, threshold, "layer", 1)
+    assert gate.worth_trying(0, lengths, padded) is (benefit > 0.0)
+    assert gate.worth_trying(0, lengths, padded) is (benefit > 0.0)  # the remembered answer is the same
+    assert gate.serves(0, lengths, padded) is (saving > 0.0)
+
+
+@SETTINGS
+@given(st.lists(st.tuples(costs, costs), min_size=1, max_size=6), costs, score_lists, batches, st.integers(0, 64))
+def test_one_lookup_for_all_layers_sums_the_layers_that_gain_and_pays_once(
+    layers: list[tuple[CostModel, CostModel]],
+    lookup: CostModel,
+    scores: list[float],
+    lengths: list[int],
+    padding: int,
+) -> None:
+    dear = CostModel(1.0, 1.0, 1e6)  # lookups by layer are not made, so their cost must not matter
+    profile = Profile(
+        [LayerCosts(exact, hit, dear) for exact, hit in layers],
+        HitRates({(SEQUENCE, n): scores for n in range(1, 65)}),
+        lookup,
+        threads=1,
+        dtype="float32",
+    )
+    padded = max(lengths) + padding
+    alpha = sum(s >= 0.5 for s in scores) / len(scores)
+    savings = [
+        exact.estimate_lengths([padded] * len(lengths)) - hit.estimate_lengths(lengths) for exact, hit in layers
+    ]
+    benefit = sum(alpha * saving for saving in savings if saving > 0.0) - lookup.estimate_lengths(lengths)
+    assume(abs(benefit) > 1e-9 and all(abs(saving) > 1e-9 for saving in savings))
+    gate = Gate(profile, 0.5, "sequence", len(layers))
+    assert gate.worth_trying(SEQUENCE, lengths, padded) is (benefit > 0.0)
+    assert [gate.serves(i, lengths, padded) for i in range(len(layers))] == [saving > 0.0 for saving in savings]
+
+
+def test_exact_attention_is_charged_at_the_padded_length_and_a_hit_at_the_valid_ones() -> None:
+    linear = CostModel(1.0, 0.0, 0.0)
+    profile = Profile(
+        [LayerCosts(linear, linear, CostModel(0, 0, 1.0))], HitRates({(0, 16): [0.9] * 8}), FREE, 1, "float32"
+    )
+    gate = Gate(profile, 0.5, "layer", 1)
+    assert not gate.worth_trying(0, [16, 16], 16)  # nothing saved, one lookup paid
+    assert gate.worth_trying(0, [16, 16], 512)
+
+
+def test_each_layer_has_its_own_threshold() -> None:
+    profile = a_profile(rate=0.5)
+    assert [Gate(profile, [0.5, 0.95], "layer", 2).worth_trying(i, [16], 16) for i in (0, 1)] == [True, False]
+
+
+def test_a_length_without_records_is_left_alone() -> None:
+    assert not a_gate().worth_trying(0, [17, 17], 17)
+    assert not a_gate("sequence").worth_trying(SEQUENCE, [17, 17], 17)
+
+
+def test_a_full_cache_starts_over_and_answers_the_same() -> None:
+    small, large = a_gate(cache_size=2), a_gate()
+    questions = [([16] * rows + [17] * others, 20) for rows in (1, 2, 5) for others in (0, 3, 40)]
+    assert [small.worth_trying(0, *q) for q in questions * 2] == [large.worth_trying(0, *q) for q in questions * 2]
+    assert len(small._cache) <= 2
+
+
+def test_an_empty_batch_is_not_worth_a_lookup() -> None:
+    assert not a_gate().worth_trying(0, [], 0)
+    assert not a_gate("sequence").serves(0, [], 0)
+
+
+@pytest.mark.parametrize("lookup", ["layer", "sequence"])
+def test_without_a_profile_or_when_asked_to_every_batch_is_tried(lookup: Any) -> None:
+    layer = SEQUENCE if lookup == "sequence" else 0
+    hopeless = a_profile(rate=0.0)
+    for gate in (Gate(None, 0.5, lookup, 2), Gate(hopeless, 0.5, lookup, 2, always=True)):
+        for _ in range(100):
+            assert gate.worth_trying(layer, [16] * 32, 16)
+            gate.record(layer, 32, 0)
+        assert gate.serves(1, [16], 16)
+        state = gate.state()[0]
+        assert state["on"]
+        assert state["hit_rate"] == 0.0
+        assert state["queries"] == 3200
+    assert "no profile" in Gate(None, 0.5, lookup, 2).state()[0]["why"]
+    assert "request" in Gate(hopeless, 0.5, lookup, 2, always=True).state()[0]["why"]
+
+
+# -- drift
+
+
+@pytest.mark.parametrize(("lookup", "layer"), [("layer", 0), ("sequence", SEQUENCE)])
+def test_a_live_rate_below_break_even_switches_off_and_a_probe_switches_on_again(lookup: Any, layer: int) -> None:
+    gate = a_gate(lookup)
+    assert serve(gate, 0.5, 3, layer=layer) == [True] * 3
+    serve_misses_until_off(gate, layer=layer)
+    off = gate.state()[0]
+    assert not off["on"]
+    assert "below break-even" in off["why"]
+    assert 0.0 < off["hit_rate"] < off["break_even"]
+    # one batch was left alone above; the rest of the 16, then a probe that finds the hits back
+    assert serve(gate, 0.5, 15, layer=layer) == [False] * 15
+    assert serve(gate, 0.5, 5, layer=layer) == [True] * 5
+    assert gate.state()[0]["on"]
+
+
+def test_break_even_is_the_lookup_over_the_saving() -> None:
+    gate = Gate(a_profile(layers=2), 0.5, "sequence", 2)
+    serve(gate, 0.5, 2, layer=SEQUENCE)
+    assert gate.state()[0]["break_even"] == pytest.approx(0.8 / (2 * (10.0 - 2.0)))
+
+
+def test_a_few_queries_do_not_switch_anything_off() -> None:
+    gate = a_gate()
+    assert serve(gate, 0.0, 31, rows=1) == [True] * 31
+    assert serve(gate, 0.0, 2, rows=1) == [True, False]
+
+
+def test_failed_probes_double_the_wait_up_to_the_limit() -> None:
+    gate = a_gate(backoff=16, backoff_max=64)
+    assert serve(gate, 0.0, 1) == [True]
+    for wait in (16, 32, 64, 64, 64):
+        assert serve(gate, 0.0, wait + 1) == [False] * wait + [True]
+
+
+def test_a_probe_of_single_requests_is_judged_on_several_of_them() -> None:
+    gate = a_gate()
+    serve(gate, 0.0, 1)
+    assert serve(gate, 0.0, 16 + 16 + 1, rows=1) == [False] * 16 + [True] * 16 + [False]
+    assert "probing" not in gate.state()[0]["why"]
+
+
+def test_a_probe_barely_above_break_even_does_not_switch_on() -> None:
+    gate = a_gate()  # break-even 10 %, so a probe needs 12.5 %
+    serve(gate, 0.0, 1, rows=100)
+    assert serve(gate, 0.11, 18, rows=100) == [False] * 16 + [True, False]
+    gate = a_gate()
+    serve(gate, 0.0, 1, rows=100)
+    assert serve(gate, 0.13, 18, rows=100) == [False] * 16 + [True, True]
+
+
+def test_a_break_even_near_one_can_still_be_probed_on() -> None:
+    gate = Gate(a_profile(lookup=7.2, rate=1.0), 0.5, "layer", 2)  # 90 %: 1.25 times that is out of reach
+    serve(gate, 0.0, 1)
+    assert serve(gate, 1.0, 19) == [False] * 16 + [True] * 3
+
+
+def test_a_layer_that_flaps_is_probed_ever_more_rarely() -> None:
+    gate = a_gate()
+    serve(gate, 0.0, 1, rows=100)
+    for wait in (16, 32, 64):
+        assert serve(gate, 0.13, wait + 1, rows=100) == [False] * wait + [True]  # the probe succeeds ...
+        assert gate.state()[0]["on"]
+        assert serve(gate, 0.0, 1, rows=100) == [True]  # ... and at once nothing hits any more
+        assert not gate.state()[0]["on"]
+
+
+def test_a_layer_that_has_held_starts_with_the_short_wait_again() -> None:
+    gate = a_gate()
+    for _ in range(2):
+        serve_misses_until_off(gate)
+        assert serve(gate, 0.9, 15) == [False] * 15
+        assert all(serve(gate, 0.9, 50))
+
+
+def test_batches_that_the_prediction_leaves_alone_do_not_bring_the_probe_nearer() -> None:
+    gate = a_gate()
+    serve(gate, 0.0, 1)
+    for _ in range(100):
+        assert not gate.worth_trying(0, [17], 17)
+    assert serve(gate, 0.0, 17) == [False] * 16 + [True]
+
+
+def test_layers_drift_apart() -> None:
+    gate = a_gate()
+    serve(gate, 0.0, 1, layer=0)
+    serve(gate, 0.9, 1, layer=1)
+    assert [row["on"] for row in gate.state()] == [False, True]
+
+
+def test_a_late_report_from_another_thread_does_not_count_as_a_probe() -> None:
+    gate = a_gate()
+    assert gate.worth_trying(0, [16] * 32, 16)
+    serve(gate, 0.0, 1)
+    gate.record(0, 32, 32)  # begun before the switch
+    assert not gate.state()[0]["on"]
+    assert gate.state()[0]["queries"] == 64
+    assert serve(gate, 0.0, 17) == [False] * 16 + [True]
+
+
+def test_threads_lose_no_counts() -> None:
+    gate = a_gate()
+
+    def work() -> None:
+        for _ in range(200):
+            if gate.worth_trying(0, [16] * 4, 16):
+                gate.record(0, 4, 2)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (gate.state()[0]["queries"], gate.state()[0]["hits"]) == (3200, 1600)
+
+
+# -- words
+
+
+def test_the_state_says_why_in_json() -> None:
+    gate = Gate(a_profile(lookup=5.0, rate=0.5), 0.5, "layer", 2)
+    assert "no batch" in gate.state()[0]["why"]
+    gate.worth_trying(0, [16], 16)
+    row = json.loads(json.dumps(gate.state(), allow_nan=False))[0]
+    assert row["why"] == "predicted benefit -1 ms"
+    assert row["predicted_benefit_ms"] == pytest.approx(0.5 * 8.0 - 5.0)
+    assert not row["on"]
+    assert "threshold" in Gate(a_profile(rate=0.0), 0.5, "layer", 2).state()[0]["why"]
+
+
+def test_a_layer_that_loses_by_hits_is_reported_off_although_the_lookup_is_on() -> None:
+    good = LayerCosts(CostModel(0, 0, 10.0), CostModel(0, 0, 2.0), FREE)
+    bad = LayerCosts(CostModel(0, 0, 1.0), CostModel(0, 0, 1.5), FREE)
+    profile = Profile([good, bad], HitRates({(SEQUENCE, 16): [0.9] * 8}), FREE, 1, "float32")
+    gate = Gate(profile, 0.5, "sequence", 2)
+    assert gate.worth_trying(SEQUENCE, [16], 16)
+    rows = gate.state()
+    assert [(row["layer"], row["on"]) for row in rows] == [(SEQUENCE, True), (0, True), (1, False)]
+    assert rows[2]["why"] == "a hit costs 0.5 ms more than exact attention"
+
+
+# -- misuse
+
+
+def test_questions_that_make_no_sense_are_refused() -> None:
+    by_layer, by_sequence = a_gate(), a_gate("sequence")
+    for gate, layer in ((by_layer, SEQUENCE), (by_layer, 2), (by_sequence, 0)):
+        with pytest.raises(ValueError, match="layer"):
+            gate.worth_trying(layer, [16], 16)
+        with pytest.raises(ValueError, match="layer"):
+            gate.record(layer, 1, 0)
+    with pytest.raises(ValueError, match="layer"):
+        by_sequence.serves(2, [16], 16)
+    with pytest.raises(ValueError, match="padded"):
+        by_layer.worth_trying(0, [16, 17], 16)
+    for queries, hits in ((1, 2), (1, -1), (-1, -1)):
+        with pytest.raises(ValueError, match="hits"):
+            by_layer.record(0, queries, hits)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "lookup", "layers", "extra"),
+    [
+        (1.5, "layer", 2, {}),
+        (float("nan"), "layer", 2, {}),
+        ([0.5] * 3, "layer", 2, {}),
+        ([], "layer", 2, {}),
+        ([0.5, 0.6], "sequence", 2, {}),
+        (0.5, "both", 2, {}),
+        (0.5, "layer", 3, {}),
+        (0.5, "layer", 0, {}),
+        (0.5, "layer", 2, {"backoff": 0}),
+        (0.5, "layer", 2, {"backoff_max": 8}),
+        (0.5, "layer", 2, {"half_life": 0.0}),
+        (0.5, "layer", 2, {"margin": 0.9}),
+    ],
+)
+def test_a_gate_that_makes_no_sense_is_refused(
+    threshold: float | Sequence[float], lookup: Any, layers: int, extra: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError):
+        Gate(a_profile(), threshold, lookup, layers, **extra)
+
+
+def test_equal_thresholds_by_layer_are_one_threshold_for_one_lookup() -> None:
+    assert Gate(a_profile(), [0.5, 0.5], "sequence", 2).worth_trying(SEQUENCE, [16], 16)

@@ -1,0 +1,180 @@
+"""The profile: hit rates by layer and length, and a file that may hold anything."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attmemo.errors import DatabaseCorruptError
+from attmemo.perfmodel import MIN_SAMPLES, SEQUENCE, CostModel, HitRates, LayerCosts, Profile
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+
+score = st.floats(-1.0, 1.0)
+score_tables = st.dictionaries(
+    st.tuples(st.integers(SEQUENCE, 3), st.integers(1, 40)), st.lists(score, max_size=12), max_size=12
+)
+
+
+def a_profile(rates: HitRates | None = None, layers: int = 4) -> Profile:
+    costs = [
+        LayerCosts(CostModel(0.02, 3e-5, 0.1 * i), CostModel(0.01, 1e-5, 0.2), CostModel(0.0, 0.0, 0.3))
+        for i in range(layers)
+    ]
+    if rates is None:
+        rates = HitRates({(0, 16): [0.9, 0.5], (3, 20): [0.1], (SEQUENCE, 16): [-1.0, 0.7]}, stored=[16, 20, 33])
+    return Profile(costs, rates, CostModel(0.001, 0.0, 0.4), threads=2, dtype="bfloat16")
+
+
+@SETTINGS
+@given(score_tables, st.lists(st.floats(0.0, 1.0), min_size=2, max_size=8), st.integers(SEQUENCE, 3))
+def test_alpha_never_rises_with_the_threshold(
+    scores: dict[tuple[int, int], list[float]], thresholds: list[float], layer: int
+) -> None:
+    rates = HitRates(scores)
+    for length in range(1, 41):
+        alphas = [rates.alpha(threshold, layer, length) for threshold in sorted(thresholds)]
+        assert alphas == sorted(alphas, reverse=True)
+        assert all(0.0 <= alpha <= 1.0 for alpha in alphas)
+
+
+def test_a_score_equal_to_the_threshold_hits() -> None:
+    rates = HitRates({(0, 16): [0.5] * MIN_SAMPLES})
+    assert rates.alpha(0.5, 0, 16) == 1.0
+    assert rates.alpha(math.nextafter(0.5, 1.0), 0, 16) == 0.0
+
+
+def test_a_length_without_a_record_has_rate_zero_although_its_neighbours_hit() -> None:
+    rates = HitRates({(0, 16): [0.9] * 20, (0, 18): [0.9] * 20})
+    assert rates.alpha(0.5, 0, 17) == 0.0
+    assert 17 not in rates.table(0.5, 0)
+
+
+def test_a_stored_length_without_scores_borrows_from_both_sides_at_once() -> None:
+    scores = {(0, 15): [0.9] * 8, (0, 17): [0.1] * 8, (0, 40): [0.1] * 100}
+    assert HitRates(scores, stored=[15, 16, 17, 40]).alpha(0.5, 0, 16) == 0.5
+
+
+def test_few_own_scores_are_pooled_with_the_nearest_and_no_further_than_needed() -> None:
+    scores = {(0, 16): [0.9, 0.9], (0, 18): [0.1] * 6, (0, 19): [0.9] * 50}
+    assert HitRates(scores).alpha(0.5, 0, 16) == pytest.approx(2 / 8)
+
+
+def test_enough_own_scores_borrow_nothing() -> None:
+    scores = {(0, 16): [0.9] * MIN_SAMPLES, (0, 17): [0.1] * 100}
+    assert HitRates(scores).alpha(0.5, 0, 16) == 1.0
+
+
+def test_layers_do_not_borrow_from_each_other() -> None:
+    rates = HitRates({(0, 16): [0.9] * 8, (SEQUENCE, 16): [0.1] * 8}, stored=[16])
+    assert rates.alpha(0.5, 1, 16) == 0.0
+    assert rates.alpha(0.5, 0, 16) == 1.0
+    assert rates.alpha(0.5, SEQUENCE, 16) == 0.0
+
+
+def test_a_query_that_found_nothing_lowers_the_rate_even_at_threshold_zero() -> None:
+    assert HitRates({(0, 16): [0.0] * 4 + [-1.0] * 4}).alpha(0.0, 0, 16) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scores", "stored", "message"),
+    [
+        ({(-2, 16): [0.5]}, None, "layer"),
+        ({(0, 0): [0.5]}, None, "length"),
+        ({(0, 16): [math.nan]}, None, "finite"),
+        ({(0, 16): [0.5]}, [17], "no record"),
+        ({}, [0], "stored length"),
+    ],
+)
+def test_impossible_scores_are_refused(scores: Any, stored: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HitRates(scores, stored)
+
+
+@SETTINGS
+@given(score_tables, st.sets(st.integers(1, 60), max_size=5))
+def test_json_round_trip_keeps_the_profile(scores: dict[tuple[int, int], list[float]], more: set[int]) -> None:
+    profile = a_profile(HitRates(scores, stored=more | {length for _, length in scores}))
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict(), allow_nan=False))) == profile
+
+
+def test_profiles_that_differ_in_one_score_or_stored_length_are_not_equal() -> None:
+    assert HitRates({(0, 16): [0.5]}) != HitRates({(0, 16): [0.6]})
+    assert HitRates({(0, 16): [0.5]}) != HitRates({(0, 16): [0.5]}, stored=[16, 17])
+    assert HitRates({}) != "HitRates"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        (["costs"], {}, "costs"),
+        (["costs"], [], "costs"),
+        (["costs", 2], 7, r"costs\[2\]"),
+        (["costs", 1, "hit", "a"], "fast", r"costs\[1\]\.hit\.a"),
+        (["costs", 1, "lookup", "c"], -0.5, r"costs\[1\]\.lookup\.c"),
+        (["rates"], None, "rates"),
+        (["rates", "stored"], "16", r"rates\.stored"),
+        (["rates", "stored"], [16, 20, 0], r"rates\.stored\[2\]"),
+        (["rates", "stored"], [20], r"rates\.scores\.(-1|0)\.16"),
+        (["rates", "scores"], [], r"rates\.scores"),
+        (["rates", "scores", "0"], [], r"rates\.scores\.0"),
+        (["rates", "scores", "zero"], {}, r"rates\.scores"),
+        (["rates", "scores", "-2"], {}, r"rates\.scores"),
+        (["rates", "scores", "00"], {}, r"rates\.scores"),
+        (["rates", "scores", "4"], {"16": [0.5]}, r"rates\.scores"),
+        (["rates", "scores", "0", "16"], [0.5, math.nan], r"rates\.scores\.0\.16\[1\]"),
+        (["rates", "scores", "0", "16"], 0.5, r"rates\.scores\.0\.16"),
+        (["lookup_sequence"], None, "lookup_sequence"),
+        (["lookup_sequence", "b"], True, r"lookup_sequence\.b"),
+        (["threads"], 0, "threads"),
+        (["threads"], 2.0, "threads"),
+        (["threads"], True, "threads"),
+        (["dtype"], 32, "dtype"),
+        (["dtype"], "", "dtype"),
+    ],
+)
+def test_a_malformed_field_is_named(path: list[Any], value: object, field: str) -> None:
+    data: Any = copy.deepcopy(a_profile().to_dict())
+    target = data
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(DatabaseCorruptError, match=f"'{field}'"):
+        Profile.from_dict(data)
+
+
+@pytest.mark.parametrize("path", [["costs"], ["costs", 0, "exact"], ["costs", 0, "exact", "c"], ["rates"],
+                                  ["rates", "stored"], ["rates", "scores"], ["lookup_sequence"], ["threads"],
+                                  ["dtype"]])  # fmt: skip
+def test_a_missing_field_is_named(path: list[Any]) -> None:
+    data: Any = a_profile().to_dict()
+    target = data
+    for key in path[:-1]:
+        target = target[key]
+    del target[path[-1]]
+    with pytest.raises(DatabaseCorruptError, match=rf"{path[-1]}'.*missing"):
+        Profile.from_dict(data)
+
+
+def test_a_file_that_is_no_object_is_refused_and_shown_in_part_only() -> None:
+    with pytest.raises(DatabaseCorruptError) as error:
+        Profile.from_dict(["x" * 100_000])
+    assert len(str(error.value)) < 500
+
+
+def test_a_profile_without_layers_threads_or_dtype_is_refused() -> None:
+    good = a_profile()
+    with pytest.raises(ValueError, match="layer"):
+        Profile([], good.rates, good.lookup_sequence, 2, "float32")
+    with pytest.raises(ValueError, match="threads"):
+        Profile(good.costs, good.rates, good.lookup_sequence, 0, "float32")
+    with pytest.raises(ValueError, match="dtype"):
+        Profile(good.costs, good.rates, good.lookup_sequence, 2, "")
+    with pytest.raises(ValueError, match="layer 3"):
+        Profile(good.costs[:2], good.rates, good.lookup_sequence, 2, "float32")
