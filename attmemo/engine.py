@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
@@ -57,7 +58,7 @@ class LayerStats:
 
 
 @dataclass(slots=True)
-class _Found:
+class Found:
     """Nearest records of a batch: ids (-1: none) and distances of embeddings, one per row."""
 
     records: Ints
@@ -76,7 +77,7 @@ class _Forward(threading.local):
         self.size: tuple[int, int] | None = None
         self.lengths: list[int] | None = None
         self.looked_up = False
-        self.found: _Found | None = None
+        self.found: Found | None = None
 
 
 class Engine:
@@ -127,13 +128,21 @@ class Engine:
         used = [SEQUENCE] if lookup == "sequence" else range(layers)
         for layer in used:
             database.index(layer)  # now, so that a damaged index is an error here and not in the first request
-        self._curves = [self._curve(ref.calibration, layer) for layer in range(layers)]
-        # The greatest distance that each layer accepts: the threshold, seen through the calibration.
-        self._radii = [curve.radius(t) for curve, t in zip(self._curves, self.thresholds, strict=True)]
+        self.curves = [self._curve(ref.calibration, layer) for layer in range(layers)]
+        self.set_thresholds(self.thresholds)
         self._fetchers: dict[int, Fetcher] = {}
         self._forward = _Forward()
         self._lock = threading.Lock()
         self.reset_stats()
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None:
+        """Accept other scores from now on. The gate keeps predicting for those it was made with."""
+        self.thresholds = [float(t) for t in thresholds]
+        self.set_radii([curve.radius(t) for curve, t in zip(self.curves, self.thresholds, strict=True)])
+
+    def set_radii(self, radii: Sequence[float]) -> None:
+        """The greatest distance that each layer accepts: a threshold, seen through the calibration."""
+        self.radii = [float(r) for r in radii]
 
     # -- the path
 
@@ -170,14 +179,14 @@ class Engine:
                 self._record_sequence(forward.found, lengths)
         return forward.found is not None and self.gate.serves(layer, lengths, padded)
 
-    def _look_up(self, layer: int, call: Call, lengths: list[int]) -> _Found:
+    def _look_up(self, layer: int, call: Call, lengths: list[int]) -> Found:
         """The nearest record of every row: searched now, or found by the first layer."""
         found = self._forward.found
         if self.lookup == "sequence" and found is not None:
             return found
         return self._search(layer, call, lengths)
 
-    def _search(self, layer: int, call: Call, lengths: list[int]) -> _Found:
+    def _search(self, layer: int, call: Call, lengths: list[int]) -> Found:
         """Embed the hidden states and ask the index; the hard key (token length) chooses which index."""
         start = perf_counter()
         index = self.database.index(layer)
@@ -196,17 +205,17 @@ class Engine:
                 at = [rows[place] for place in where]
                 records[at], distances[at] = ids[:, 0], near[:, 0]
         self.stats[max(layer, 0)].lookup_seconds += perf_counter() - start
-        return _Found(records, distances)
+        return Found(records, distances)
 
-    def _accept(self, layer: int, found: _Found, lengths: list[int]) -> Ints:
+    def _accept(self, layer: int, found: Found, lengths: list[int]) -> Ints:
         """Rows whose record may serve: the index proposes, the record decides."""
         stats = self.stats[layer]
         # Beyond the radius a score is predicted below the threshold; NaN compares false and is a miss.
-        rows = np.flatnonzero((found.records >= 0) & (found.distances <= self._radii[layer]))
+        rows = np.flatnonzero((found.records >= 0) & (found.distances <= self.radii[layer]))
         if len(rows):
             stored = self.database.records.lengths[found.records[rows]]
             rows = rows[stored == np.asarray(lengths)[rows]]
-            stats.predicted += float(self._curves[layer].predict(found.distances[rows]).sum())
+            stats.predicted += float(self.curves[layer].predict(found.distances[rows]).sum())
         stats.queries += len(lengths)
         stats.hits += len(rows)
         if self.lookup == "layer":
@@ -233,10 +242,8 @@ class Engine:
             n = counts[first]
             last = first + counts.count(n)
             group = slice(first, last)
-            slots = self.database.slots_of(KIND_MAP, site.layer, records[group])
-            arena = self.database.arena(KIND_MAP, n)
             v = values[token : token + (last - first) * n].view(last - first, n, heads, width)
-            with self._fetcher(arena.window_page_bytes).fetch(arena, slots) as maps:  # type: ignore[attr-defined]
+            with self._fetch(site.layer, n, records[group]) as maps:
                 _multiply(maps, v, context, rows[group].tolist())
             first, token = last, token + (last - first) * n
         if counts[0] < padded:
@@ -250,6 +257,12 @@ class Engine:
             exact_ms = cost.estimate(float(len(rows) * padded), float(len(rows) * padded * padded)) - cost.c
             stats.saved_ms += exact_ms - 1e3 * spent
         return context
+
+    def _fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
+        """The records' maps of a layer, ``[h, n, n]`` each, where they lie in the arena."""
+        arena = self.database.arena(KIND_MAP, length)
+        slots = self.database.slots_of(KIND_MAP, layer, records)
+        return self._fetcher(arena.window_page_bytes).fetch(arena, slots)
 
     def _compute_misses(
         self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any], hits: Ints, context: Tensor
@@ -305,6 +318,11 @@ class Engine:
             if given if given is not None else getattr(config, wanted, False):
                 self._forward.exact_only = wanted
 
+    @property
+    def last_found(self) -> Found | None:
+        """What the once-per-sequence lookup of this thread's last forward found; None if none was made."""
+        return self._forward.found
+
     # -- counters
 
     def reset_stats(self) -> None:
@@ -312,11 +330,11 @@ class Engine:
         self.stats = [LayerStats() for _ in range(self.layers)]
         self.ineligible: Counter[str] = Counter()
 
-    def _record_sequence(self, found: _Found, lengths: list[int]) -> None:
-        """Tell the gate what one lookup for all layers yields: of rows times layers, how many will be served."""
+    def _record_sequence(self, found: Found, lengths: list[int]) -> None:
+        """Tell the gate what one lookup for all layers yields: how many rows will be served, in the mean over layers."""
         known = found.records >= 0
-        hits = sum(int((known & (found.distances <= radius)).sum()) for radius in self._radii)
-        self.gate.record(SEQUENCE, len(lengths) * self.layers, hits)
+        hits = sum(int((known & (found.distances <= radius)).sum()) for radius in self.radii)
+        self.gate.record(SEQUENCE, len(lengths), hits / self.layers)
 
     # -- inside
 

@@ -194,8 +194,9 @@ static Verdict check_idle(const Window *w)
 /*
  * The spare. Above vm.max_map_count mmap() is refused outright, even the one that would replace fifty mappings by one;
  * only munmap() is not. Unmapping part of the window would leave a hole for other threads to fall into, so each window
- * keeps one mapping elsewhere that it can afford to lose. Shared, because two such never merge into one: giving up half
- * of a merged mapping would be a split, refused at the limit as well. Having none is no error, only less certainty.
+ * keeps one mapping elsewhere that it can afford to lose. Shared, because two such never merge into one: giving up
+ * half of a merged mapping would be a split, refused at the limit as well. Having none is no error, only less
+ * certainty.
  */
 static void stock_spare(Window *w)
 {
@@ -233,10 +234,16 @@ static Verdict reserve(Window *w, size_t capacity, size_t alignment)
         return failed("mmap (reserving the window)", -1, errno);
     size_t before = (size_t)(-(uintptr_t)start & (alignment - 1));
     size_t after = whole - before - capacity;
-    /* A trim that fails (vm.max_map_count) wastes addresses, not memory; but the range must be known exactly. */
-    if ((before && munmap(start, before) != 0) || (after && munmap(start + before + capacity, after) != 0)) {
+    /* What has been given back is no longer ours, so a failure after it must not unmap it a second time: by then
+       another thread may live there. */
+    if (after && munmap(start + before + capacity, after) != 0) {
         Verdict v = failed("munmap (trimming the reservation)", -1, errno);
         munmap(start, whole);
+        return v;
+    }
+    if (before && munmap(start, before) != 0) {
+        Verdict v = failed("munmap (trimming the reservation)", -1, errno);
+        munmap(start, before + capacity);
         return v;
     }
     w->base = start + before;
@@ -251,9 +258,10 @@ static Verdict reserve(Window *w, size_t capacity, size_t alignment)
  *
  * It must work when the process is out of mappings, because that is when it is needed. Therefore it replaces the range
  * up to `high`, not up to capacity: both ends of that range are already ends of mappings, so the kernel need not split
- * one (a split is a new mapping), whereas the end of the reservation may have been merged with a neighbour's. If mmap()
- * is refused all the same, the spare is given up for it. If even that is not enough (the limit was lowered meanwhile),
- * mprotect() needs no mapping: the window is dark then, and its file mappings go at the next call that succeeds.
+ * one (a split is a new mapping), whereas the end of the reservation may have been merged with a neighbour's. If
+ * mmap() is refused all the same, the spare is given up for it. If even that is not enough (the limit was lowered
+ * meanwhile), mprotect() needs no mapping: the window is dark then, and its file mappings go at the next call that
+ * succeeds.
  */
 static int take_away(Window *w, size_t from)
 {
@@ -427,7 +435,7 @@ static int64_t *copy_offsets(PyObject *object, size_t *count)
                               "such as array('q') or a numpy int64 array"));
     } else {
         *count = (size_t)view.len / sizeof(int64_t);
-        copy = PyMem_Malloc(view.len ? (size_t)view.len : 1); /* view.len bytes exist already: no product to overflow */
+        copy = PyMem_Malloc(view.len ? (size_t)view.len : 1); /* that many exist: nothing overflows */
         if (!copy)
             PyErr_NoMemory();
         else if (view.len)
@@ -505,8 +513,8 @@ static PyObject *window_collapse(PyObject *self, PyObject *Py_UNUSED(ignored))
 }
 
 PyDoc_STRVAR(lease_doc, "lease($self, /)\n--\n\n"
-                        "Forbid any change of the pages until the matching release(). A lease does not keep the object\n"
-                        "alive; a memoryview of the window is a lease that does.");
+                        "Forbid any change of the pages until the matching release(). A lease does not keep the\n"
+                        "object alive; a memoryview of the window is a lease that does.");
 
 static PyObject *window_lease(PyObject *self, PyObject *Py_UNUSED(ignored))
 {

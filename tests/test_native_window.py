@@ -359,7 +359,8 @@ def fill_mappings(filler: _native.Window, fd: int, room: int) -> None:
     pattern = offsets(0, 2) * (count // 2 + 1)  # never neighbours: one mapping a slot
     while count:
         try:
-            return filler.map(fd, pattern[:count], PAGE, populate=False)
+            filler.map(fd, pattern[:count], PAGE, populate=False)
+            return
         except OSError:  # ENOMEM: the last one or two were too many
             count -= 1
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -85,8 +86,8 @@ class DatabaseWriter:
                     records=0,
                     settings=dict(settings or {}),
                 )
-            self._catalogue = Catalogue(path, len(KINDS), model.layers, write=True)
-            self._catalogue.truncate(self._manifest.records)
+            with self._catalogue() as catalogue:
+                catalogue.truncate(self._manifest.records)
         except OSError as error:
             self._unlock()
             raise _named(error, path) from error
@@ -115,8 +116,9 @@ class DatabaseWriter:
     def stored_rows(self) -> dict[int, set[int]]:
         """Data rows already stored, by source number: what a resumed build skips."""
         rows: dict[int, set[int]] = {}
-        for _, record in self._catalogue.entries(self._manifest.records):
-            rows.setdefault(record.source, set()).add(record.row)
+        with self._catalogue() as catalogue:
+            for _, record in catalogue.entries(self._manifest.records):
+                rows.setdefault(record.source, set()).add(record.row)
         return rows
 
     def cost(self, length: int) -> int:
@@ -195,7 +197,8 @@ class DatabaseWriter:
                 os.fdatasync(fd)
             fmt.sync_directory(self.path / fmt.ARENA)
             if self._pending:
-                self._catalogue.append(self._manifest.records, self._pending)
+                with self._catalogue() as catalogue:
+                    catalogue.append(self._manifest.records, self._pending)
             following = replace(
                 self._manifest,
                 records=self.records,
@@ -213,8 +216,6 @@ class DatabaseWriter:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
-        if self._lock_fd >= 0:
-            self._catalogue.close()
         self._unlock()
 
     def __enter__(self) -> DatabaseWriter:
@@ -226,6 +227,10 @@ class DatabaseWriter:
         self.close()
 
     # -- inside
+
+    def _catalogue(self) -> closing[Catalogue]:
+        # Opened for each use: LMDB must not be open twice in a process, and a trainer reads what it holds the lock of.
+        return closing(Catalogue(self.path, len(KINDS), self._manifest.model.layers, write=True))
 
     def _resume(self, model: ModelInfo, storage: str, settings: dict[str, Any]) -> Manifest:
         manifest = fmt.read_manifest(self.path)

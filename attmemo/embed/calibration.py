@@ -113,8 +113,11 @@ def fit_calibration(
         margin = 4.0  # a handful of pairs supports no quantile: stay far below
     knots = np.unique(np.concatenate([[0.0], np.quantile(d, np.linspace(0.0, 1.0, KNOTS))]))
     lower = mean(knots) - max(margin, 0.0) * spread(knots)
-    lower = np.minimum.accumulate(np.clip(lower, 0.0, 1.0))
-    return Calibration(knots, lower)
+    # Isotonic curves have plateaus, on which a score would not tell distances apart: tilt them, downwards, so that a
+    # threshold stands for one distance. The floor keeps scores of far records above 0, which accepts anything.
+    tilt = 1e-3 * knots / max(float(knots[-1]), 1e-12)
+    lower = np.minimum.accumulate(np.clip(lower, 0.0, 1.0)) - tilt
+    return Calibration(knots, np.maximum(lower, 2e-3 - tilt))
 
 
 def _curves(d: Floats, y: Floats) -> tuple[Any, Any]:

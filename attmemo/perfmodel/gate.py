@@ -217,10 +217,8 @@ class Gate:
             if profile is not None:
                 served = range(layers) if self._sequence else (layer,)
                 rates = profile.rates_sequence if self._sequence else profile.rates
-                self._alphas[layer] = {
-                    length: tuple(rates.alpha(self._thresholds[i], i, length) for i in served)
-                    for length in rates.stored
-                }
+                tables = [rates.table(self._thresholds[i], i) for i in served]
+                self._alphas[layer] = {length: tuple(table[length] for table in tables) for length in rates.stored}
         self._no_record = (0.0,) * (layers if self._sequence else 1)
         self._cache: dict[tuple[int, int, tuple[int, ...]], _Verdict] = {}
         self._lock = threading.Lock()
@@ -364,7 +362,8 @@ class Gate:
         if padded < max(lengths):
             raise ValueError(f"padded length {padded} is less than the longest row, {max(lengths)}")
         # transposed: one column of alphas for each layer, one entry in it for each row
-        alphas = tuple(sum(column) / rows for column in zip(*map(by_length.get, lengths, repeat(self._no_record))))
+        by_row = map(by_length.get, lengths, repeat(self._no_record))
+        alphas = tuple(sum(column) / rows for column in zip(*by_row, strict=True))
         tokens = float(sum(lengths))
         squares = float(sum(map(mul, lengths, lengths)))
         exact_tokens = float(rows * padded)

@@ -106,38 +106,38 @@ class TuningResult:
     def sentence(self) -> str:
         """What a user should know, in one sentence."""
         changed = round(self.observed * self.total)
-        counted = f"{changed} of {self.total} held-out answers changed ({_percent(self.observed)})"
+        counted = f"{changed} of {self.total} held-out answers changed ({percent(self.observed)})"
         if self.certified:
             if self.served is None:
                 benefit = ""
             elif self.served > 0.0:
-                benefit = f"; {_percent(self.served)} of the sequences are served from memory"
+                benefit = f"; {percent(self.served)} of the sequences are served from memory"
             else:
                 benefit = "; but it serves nothing, and no threshold that serves anything could be certified"
             return (
-                f"Threshold {self.threshold:g} keeps the budget: {counted}, so with {_percent(self.confidence)} "
-                f"confidence at most {_percent_up(self.upper_bound)} of answers change on data like this "
-                f"(budget {_percent(self.budget)}){benefit}."
+                f"Threshold {self.threshold:g} keeps the budget: {counted}, so with {percent(self.confidence)} "
+                f"confidence at most {percent_up(self.upper_bound)} of answers change on data like this "
+                f"(budget {percent(self.budget)}){benefit}."
             )
         if self.threshold is not None:
             assert self.reached is not None  # there is a threshold
             return (
                 f"NOT CERTIFIED: on the data seen threshold {self.threshold:g} keeps the budget of "
-                f"{_percent(self.budget)}, since {counted}, but only with {_percent_down(self.reached)} confidence "
-                f"instead of {_percent(self.confidence)}; at {_percent(self.confidence)} up to "
-                f"{_percent_up(self.upper_bound)} of answers may change, and certifying the budget takes at least "
+                f"{percent(self.budget)}, since {counted}, but only with {percent_down(self.reached)} confidence "
+                f"instead of {percent(self.confidence)}; at {percent(self.confidence)} up to "
+                f"{percent_up(self.upper_bound)} of answers may change, and certifying the budget takes at least "
                 f"{self.needed} sequences even if no answer changes."
             )
         if self.total < self.needed:
             return (
-                f"No threshold can be certified: to show that at most {_percent(self.budget)} of answers change, with "
-                f"{_percent(self.confidence)} confidence, takes at least {self.needed} held-out sequences even if "
+                f"No threshold can be certified: to show that at most {percent(self.budget)} of answers change, with "
+                f"{percent(self.confidence)} confidence, takes at least {self.needed} held-out sequences even if "
                 f"none changes, and there are {self.total}."
             )
         return (
             f"No threshold can be certified: already at the strictest candidate, {self.curve[0]['threshold']:g}, "
-            f"{counted}, so with {_percent(self.confidence)} confidence up to {_percent_up(self.upper_bound)} "
-            f"may change (budget {_percent(self.budget)})."
+            f"{counted}, so with {percent(self.confidence)} confidence up to {percent_up(self.upper_bound)} "
+            f"may change (budget {percent(self.budget)})."
         )
 
 
@@ -172,7 +172,7 @@ def upper_bound(changed: int, total: int, confidence: float = 0.95) -> float:
     (True, False)
     """
     _check_counts(changed, total)
-    _check_share("confidence", confidence)
+    check_share("confidence", confidence)
     if changed == total:
         return 1.0
     # The quantile function behind scipy.stats.beta.ppf. Imported here, and from `special`: serving imports this
@@ -195,8 +195,8 @@ def sequences_needed(budget: float, confidence: float = 0.95) -> int:
     >>> sequences_needed(0.01), sequences_needed(0.05), sequences_needed(0.01, 0.99)
     (299, 59, 459)
     """
-    _check_share("budget", budget)
-    _check_share("confidence", confidence)
+    check_share("budget", budget)
+    check_share("confidence", confidence)
     # upper_bound(0, n) = 1 - (1 - confidence)**(1/n); the loop undoes a logarithm rounded to the wrong side.
     needed = max(1, math.ceil(math.log1p(-confidence) / math.log1p(-budget)) - 1)
     while upper_bound(0, needed, confidence) > budget:
@@ -329,7 +329,7 @@ def choose_from_counts(
         passing = passing and bound <= budget
         within = within and changed <= budget * total
         last_within += within
-        reached.append(min(_reached(changed, total, budget), reached[-1] if reached else 1.0))
+        reached.append(min(confidence_reached(changed, total, budget), reached[-1] if reached else 1.0))
         curve.append(
             CurvePoint(
                 threshold=float(threshold),
@@ -374,7 +374,7 @@ def _serves_most(points: Sequence[CurvePoint]) -> int:
     return best
 
 
-def _reached(changed: int, total: int, budget: float) -> float:
+def confidence_reached(changed: int, total: int, budget: float) -> float:
     """Confidence at which `upper_bound` equals the budget: P(Beta(changed + 1, total - changed) <= budget)."""
     if changed == total:
         return 0.0
@@ -388,23 +388,23 @@ def _check_counts(changed: int, total: int) -> None:
         raise TuningError(f"expected 0 <= changed <= total and total >= 1, got {changed} of {total}")
 
 
-def _check_share(name: str, value: float) -> None:
+def check_share(name: str, value: float) -> None:
     if not 0.0 < value < 1.0:
         raise TuningError(f"{name} must be between 0 and 1, both excluded, got {value!r}")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100.0 * share:.4g} %"
 
 
-def _percent_up(share: float) -> str:
+def percent_up(share: float) -> str:
     """Round up to three digits: a bound printed smaller than it is would be a promise not kept."""
     if share <= 0.0:
         return "0 %"
     step = 10.0 ** (math.floor(math.log10(share)) - 2)
-    return _percent(math.ceil(share / step - 1e-9) * step)
+    return percent(math.ceil(share / step - 1e-9) * step)
 
 
-def _percent_down(share: float) -> str:
+def percent_down(share: float) -> str:
     """Round down to tenths of a percent, for a confidence."""
-    return _percent(math.floor(share * 1e3 + 1e-9) / 1e3)
+    return percent(math.floor(share * 1e3 + 1e-9) / 1e3)

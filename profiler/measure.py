@@ -1,0 +1,159 @@
+"""Measure what the performance model needs: milliseconds of exact attention, of a hit and of a lookup, per layer.
+
+Measured on the user's model and machine, through the engine itself, at batch sizes and lengths that the database
+holds. Hit rates come from held-out sequences (`embed.train`), never from records that find themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attmemo.adapters import Site, adapter_for
+from attmemo.db import Database
+from attmemo.embed.train import Trained, held_out_scores
+from attmemo.memoization import memoize, unmemoize
+from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
+from attmemo.profiler.models import LoadedModel
+
+Progress = Callable[[str, int, int], None]
+BATCHES = (1, 4, 16, 32)
+MOST_TOKENS = 4096  # per measured batch: enough to see the quadratic term, little enough to end soon
+REPEATS = 3
+
+
+def measure(
+    loaded: LoadedModel, database: Database, trained: Trained, progress: Progress | None = None, seconds: float = 60.0
+) -> Profile:
+    """The profile of a database on this machine.
+
+    Parameters
+    ----------
+    seconds : float
+        Time to spend; combinations of batch and length that do not fit are left out, small ones come first.
+    """
+    tell = progress or (lambda what, done, total: None)
+    layers = database.manifest.model.layers
+    sizes = _sizes(database)
+    exact: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
+    hit: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
+    lookup: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
+    sequence: list[tuple[list[int], float]] = []
+    start = time.monotonic()
+    for step, (batch, length) in enumerate(sizes):
+        if step >= 3 and time.monotonic() - start > seconds:
+            break
+        tell("costs", step, len(sizes))
+        inputs = _inputs(loaded, batch, length)
+        lengths = [length] * batch
+        for layer, ms in enumerate(_time_exact(loaded, inputs)):
+            exact[layer].append((lengths, ms))
+        for mode in ("layer", "sequence"):
+            served, looked = _time_served(loaded, database, inputs, mode)
+            if mode == "sequence":
+                sequence.append((lengths, looked[0]))
+                continue
+            for layer in range(layers):
+                hit[layer].append((lengths, served[layer]))
+                lookup[layer].append((lengths, looked[layer]))
+    tell("costs", len(sizes), len(sizes))
+    costs = [
+        LayerCosts(CostModel.fit(exact[layer]), CostModel.fit(hit[layer]), CostModel.fit(lookup[layer]))
+        for layer in range(layers)
+    ]
+    stored = list(database.lengths)
+    return Profile(
+        costs=costs,
+        rates=HitRates(held_out_scores(trained, "layer"), stored),
+        rates_sequence=HitRates(held_out_scores(trained, "sequence"), stored),
+        lookup_sequence=CostModel.fit(sequence),
+        threads=torch.get_num_threads(),
+        dtype=loaded.dtype,
+    )
+
+
+def _sizes(database: Database) -> list[tuple[int, int]]:
+    """Batches and lengths to measure: lengths spread over the records', small work first."""
+    lengths = np.sort(database.records.lengths)
+    chosen = sorted({int(np.quantile(lengths, q, method="nearest")) for q in (0.05, 0.5, 0.95, 1.0)})
+    sizes = [(b, n) for b in BATCHES for n in chosen if b * n <= MOST_TOKENS]
+    return sorted(sizes, key=lambda size: (size[0] * size[1] ** 2)) or [(1, chosen[0])]
+
+
+def _inputs(loaded: LoadedModel, batch: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(batch * 100003 + length)
+    vocabulary = int(loaded.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+    ids = torch.randint(vocabulary // 10, vocabulary, (batch, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _run(loaded: LoadedModel, inputs: dict[str, Tensor]) -> None:
+    base: Any = loaded.model.base_model
+    with torch.inference_mode():
+        base(**inputs)
+
+
+@contextmanager
+def _timed(sites: list[Site]) -> Iterator[list[float]]:
+    """Seconds that each layer's attention takes, added up while inside."""
+    spent = [0.0] * len(sites)
+
+    def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            output = forward(*args, **kwargs)
+            spent[layer] += time.perf_counter() - start
+            return output
+
+        return timed
+
+    before = [site.module.__dict__.get("forward") for site in sites]
+    for site in sites:
+        site.module.forward = wrap(site.layer, site.module.forward)  # type: ignore[method-assign]
+    try:
+        yield spent
+    finally:
+        for site, old in zip(sites, before, strict=True):
+            if old is None:
+                del site.module.forward
+            else:
+                site.module.forward = old  # type: ignore[method-assign]
+
+
+def _time_exact(loaded: LoadedModel, inputs: dict[str, Tensor]) -> list[float]:
+    _, sites = adapter_for(loaded.model)
+    samples = []
+    for _ in range(1 + REPEATS):
+        with _timed(sites) as spent:
+            _run(loaded, inputs)
+        samples.append([1e3 * s for s in spent])
+    return [median(column) for column in zip(*samples[1:], strict=True)]
+
+
+def _time_served(
+    loaded: LoadedModel, database: Database, inputs: dict[str, Tensor], lookup: Any
+) -> tuple[list[float], list[float]]:
+    """Milliseconds per layer of serving every row, and of looking up, on records of this length."""
+    memoize(loaded.model, 0.0, database, lookup=lookup, gate=False)
+    try:
+        handle: Any = loaded.model.attmemo
+        served, looked = [], []
+        for _ in range(1 + REPEATS):
+            handle.reset_stats()
+            _run(loaded, inputs)
+            rows = handle.stats()["layers"]
+            served.append([row["ms_serve"] for row in rows])
+            looked.append([row["ms_lookup"] for row in rows])
+    finally:
+        unmemoize(loaded.model)
+    return (
+        [median(column) for column in zip(*served[1:], strict=True)],
+        [median(column) for column in zip(*looked[1:], strict=True)],
+    )

@@ -1,0 +1,263 @@
+"""Choose thresholds from a budget of changed answers, on data that is not in the database.
+
+With one lookup per sequence each layer gets a threshold of its own: layers differ greatly in how much a foreign map
+hurts. Layers are ordered by the harm that serving each alone does, and served in nested groups, from the most robust
+to all of them; one forced pass per group says whose answer changes. Since a sequence's groups depend on its distance
+alone, these few passes give the outcome of every policy exactly (`perfmodel.policy`).
+
+With a lookup in every layer decisions depend on each other, so each candidate threshold has a pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attmemo.db import Database, DatabaseWriter
+from attmemo.engine import Engine, Lookup
+from attmemo.errors import TuningError
+from attmemo.memoization import Memoization, memoize, unmemoize
+from attmemo.perfmodel import choose_from_counts
+from attmemo.perfmodel.policy import choose_policy
+from attmemo.profiler.answers import Batch, ask, changed, harm, prepare
+from attmemo.profiler.models import LoadedModel, Tokens
+from attmemo.profiler.open import open_model, open_texts
+
+Progress = Callable[[str, int, int], None]
+MOST_GROUPS = 6
+PROBE = 200  # sequences on which layers are ordered
+NEVER = 1.0  # a threshold that only a prediction of perfect similarity reaches
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What `tune` was asked for."""
+
+    budget: float = 0.01
+    confidence: float = 0.95
+    text_column: str | None = None
+    limit: int | None = None
+    batch_size: int = 32
+    lookup: Lookup = "sequence"
+    min_cosine: float = 0.98
+    allow_uncertified: bool = False
+    seed: int = 0
+    model: str | None = None
+
+
+def tune(
+    path: Path, files: Sequence[str | Path], options: TuneOptions, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Find the thresholds that serve most within the budget, and store them as the database's ``"auto"``.
+
+    Returns
+    -------
+    dict
+        JSON-able: ``thresholds`` (per layer), ``lookup``, ``budget``, ``confidence``, ``certified``, ``observed``
+        and ``upper_bound`` (share of changed answers on the certifying half), ``served``, ``total``, ``needed``,
+        ``sentence``, ``path``.
+
+    Raises
+    ------
+    DataError
+        The data cannot be read, or is what the database was built from.
+    EmbedderMissingError
+        The database was never trained.
+    TuningError
+        A budget or confidence outside (0, 1), or no data.
+    """
+    tell = progress or (lambda what, done, total: None)
+    with Database(path) as database:
+        database.embedder_ref()
+        loaded = open_model(database.manifest.model, options.model)
+        asked = open_texts(loaded, database, files, options.text_column, None, options.limit)
+        if not asked.tokens:
+            raise TuningError("there is no text to tune on.", "check the files and --text-column")
+        prepared = prepare(loaded, asked.tokens, options.batch_size)
+        total = len(asked.tokens)
+        exact = ask(loaded, prepared, progress=lambda done: tell("exact answers", done, total))
+        choose = _tune_sequence if options.lookup == "sequence" else _tune_layer
+        outcome = choose(loaded, database, prepared, exact, options, tell)
+        manifest = database.manifest
+    outcome |= {
+        "lookup": options.lookup,
+        "budget": options.budget,
+        "confidence": options.confidence,
+        "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
+        "data": [Path(file).name for file in files],
+    }
+    with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
+        writer.publish(tuning=outcome)
+    return outcome
+
+
+def _tune_sequence(
+    loaded: LoadedModel,
+    database: Database,
+    prepared: Sequence[Batch],
+    exact: torch.Tensor,
+    options: TuneOptions,
+    tell: Progress,
+) -> dict[str, Any]:
+    layers = database.manifest.model.layers
+    total = len(exact)
+    with _serving(loaded, database, "sequence") as handle:
+        engine = handle.engine
+        distances = _distances(loaded, engine, prepared, total)
+        # Beyond the calibrated distances a score is unknown: such a record is never served.
+        reach = min(float(curve.distances[-1]) for curve in engine.curves)
+        distances = np.where(distances <= reach, distances, np.inf)
+        groups = _groups(loaded, engine, prepared, exact, distances, tell)
+        outcome = np.zeros((len(groups), total), bool)
+        for k in range(len(groups)):
+            _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
+            given = ask(loaded, prepared, progress=lambda done, k=k: tell(f"layers {k + 1}/{len(groups)}", done, total))  # type: ignore[misc]
+            outcome[k] = changed(loaded.kind, exact, given, options.min_cosine).numpy()
+        curves = engine.curves
+    sizes = [len(group) for group in groups]
+    gains = _gains(database, groups, float(np.mean([len(item) for batch, _ in prepared for item in batch])))
+    result = choose_policy(
+        distances,
+        outcome,
+        sizes,
+        gains,
+        options.budget,
+        options.confidence,
+        seed=options.seed,
+        allow_uncertified=options.allow_uncertified,
+    )
+    thresholds = [NEVER] * layers
+    for radius, group in zip(result.radii, groups, strict=True):
+        for layer in group:
+            if radius >= 0.0:
+                thresholds[layer] = min(NEVER, float(curves[layer].predict(radius)) + 1e-9)
+    kept = {k: v for k, v in result.to_dict().items() if k != "radii"}
+    return kept | {"thresholds": thresholds, "groups": groups, "sentence": result.sentence()}
+
+
+def _tune_layer(
+    loaded: LoadedModel,
+    database: Database,
+    prepared: Sequence[Batch],
+    exact: torch.Tensor,
+    options: TuneOptions,
+    tell: Progress,
+) -> dict[str, Any]:
+    layers = database.manifest.model.layers
+    rows: list[tuple[float, int, int]] = []
+    served: list[float] = []
+    result = None
+    with _serving(loaded, database, "layer") as handle:
+        grid = [round(1.0 - 0.025 * step, 3) for step in range(41)]
+        for step, threshold in enumerate(grid):
+            tell("thresholds", step, len(grid))
+            handle.engine.set_thresholds([threshold] * layers)
+            handle.reset_stats()
+            given = ask(loaded, prepared)
+            rows.append((threshold, int(changed(loaded.kind, exact, given, options.min_cosine).sum()), len(exact)))
+            served.append(handle.stats()["hit_rate"])
+            result = choose_from_counts(
+                rows,
+                options.budget,
+                options.confidence,
+                served=served,
+                allow_uncertified=options.allow_uncertified,
+            )
+            if rows[-1][1] / len(exact) > 3 * options.budget:
+                break  # looser ones only change more
+        tell("thresholds", len(grid), len(grid))
+    assert result is not None
+    threshold = NEVER if result.threshold is None else result.threshold
+    kept = result.to_dict()
+    kept["path"] = kept.pop("curve", [])
+    return kept | {"thresholds": [threshold] * layers, "sentence": result.sentence()}
+
+
+class _serving:
+    """The model memoized without a gate while inside, and as it was afterwards."""
+
+    def __init__(self, loaded: LoadedModel, database: Database, lookup: Lookup) -> None:
+        self._loaded, self._database, self._lookup = loaded, database, lookup
+
+    def __enter__(self) -> Memoization:
+        memoize(self._loaded.model, 0.0, self._database, lookup=self._lookup, gate=False)
+        handle: Memoization = self._loaded.model.attmemo  # type: ignore[assignment]
+        return handle
+
+    def __exit__(self, *_: object) -> None:
+        unmemoize(self._loaded.model)
+
+
+def _serve_only(engine: Engine, layers: Sequence[int]) -> None:
+    """Serve every sequence that has a record in these layers, and none in the others."""
+    engine.set_radii([np.inf if layer in layers else -1.0 for layer in range(engine.layers)])
+
+
+def _distances(
+    loaded: LoadedModel, engine: Engine, prepared: Sequence[Batch], total: int
+) -> npt.NDArray[np.float64]:
+    """Distance of every text's record; inf where there is none of its length."""
+    distances = np.full(total, np.inf)
+
+    def keep(batch: list[Tokens]) -> None:
+        found = engine.last_found
+        if found is not None:
+            distances[[item.row for item in batch]] = found.distances
+
+    _serve_only(engine, [])
+    ask(loaded, prepared, after=keep)
+    return distances
+
+
+def _groups(
+    loaded: LoadedModel,
+    engine: Engine,
+    prepared: Sequence[Batch],
+    exact: torch.Tensor,
+    distances: npt.NDArray[np.float64],
+    tell: Progress,
+) -> list[list[int]]:
+    """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does."""
+    probed: list[Batch] = []
+    for batch in prepared[:: max(1, len(prepared) // max(1, PROBE // max(1, len(prepared[0][0]))))]:
+        probed.append(batch)
+    rows = [item.row for batch, _ in probed for item in batch]
+    # Answers of a part of the batches, in the rows' own numbering: `ask` fills by row, so renumber.
+    renumbered = [
+        ([Tokens(place, t.ids, t.segments) for place, t in _places(batch, rows)], inputs) for batch, inputs in probed
+    ]
+    known = np.isfinite(distances[rows])
+    harms = []
+    for layer in range(engine.layers):
+        tell("sensitivity", layer, engine.layers)
+        _serve_only(engine, [layer])
+        given = ask(loaded, renumbered)
+        each = harm(loaded.kind, exact[rows], given).numpy()
+        harms.append(float(each[known].mean()) if known.any() else 0.0)
+    tell("sensitivity", engine.layers, engine.layers)
+    order = [int(layer) for layer in np.argsort(harms, kind="stable")]
+    return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, engine.layers))]
+
+
+def _places(batch: Sequence[Tokens], rows: Sequence[int]) -> list[tuple[int, Tokens]]:
+    where = {row: place for place, row in enumerate(rows)}
+    return [(where[item.row], item) for item in batch]
+
+
+def _gains(database: Database, groups: Sequence[Sequence[int]], mean_length: float) -> list[float]:
+    """Milliseconds that serving a group saves, by the profile; without one, its number of layers."""
+    profile = database.manifest.profile
+    if profile is None:
+        return [float(len(group)) for group in groups]
+    from attmemo.perfmodel import Profile
+
+    costs = Profile.from_dict(profile).costs
+    n, rows = mean_length, 32.0
+    each = [c.exact.estimate(rows * n, rows * n * n) - c.hit.estimate(rows * n, rows * n * n) for c in costs]
+    return [max(1e-6, sum(each[layer] for layer in group)) for group in groups]
