@@ -1,8 +1,8 @@
 """attmemo: attention memoization for transformers on CPU servers with memory to spare.
 
-    from attmemo import memoize
-    model = memoize(model, threshold=0.95)
-    print(model.attmemo.stats())
+from attmemo import memoize
+model = memoize(model, threshold=0.95)
+print(model.attmemo.stats())
 """
 
 from attmemo.db import Database

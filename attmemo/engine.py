@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
@@ -32,14 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Call, Site
-from attmemo.db import KIND_MAP, SEQUENCE, Database
+from attmemo.db import SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
-from attmemo.mmap import Batch, Fetcher, FetcherName, choose_fetcher
+from attmemo.maps import Ints, MapSource, StoredMaps
+from attmemo.mmap import Batch, FetcherName
 from attmemo.perfmodel import Gate, Profile
 
 Lookup = Literal["layer", "sequence"]
 Exact = Callable[..., Any]
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
@@ -117,7 +116,6 @@ class Engine:
         self.database = database
         self.thresholds = [float(t) for t in thresholds]
         self.lookup: Lookup = lookup
-        self.fetch: FetcherName = fetch
         profile = database.manifest.profile
         self.profile = None if profile is None else Profile.from_dict(profile)
         self.gate = Gate(self.profile if gated else None, self.thresholds, lookup, layers, always=not gated)
@@ -130,9 +128,8 @@ class Engine:
             database.index(layer)  # now, so that a damaged index is an error here and not in the first request
         self.curves = [self._curve(ref.calibration, layer) for layer in range(layers)]
         self.set_thresholds(self.thresholds)
-        self._fetchers: dict[int, Fetcher] = {}
+        self.maps: MapSource = StoredMaps(database, fetch)
         self._forward = _Forward()
-        self._lock = threading.Lock()
         self.reset_stats()
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
@@ -187,24 +184,37 @@ class Engine:
         return self._search(layer, call, lengths)
 
     def _search(self, layer: int, call: Call, lengths: list[int]) -> Found:
-        """Embed the hidden states and ask the index; the hard key (token length) chooses which index."""
         start = perf_counter()
+        found = self.find(layer, call.hidden, lengths)
+        self.stats[max(layer, 0)].lookup_seconds += perf_counter() - start
+        return found
+
+    def find(self, layer: int, hidden: Tensor, lengths: Sequence[int]) -> Found:
+        """Embed the hidden states and ask the index; the hard key (token length) chooses which index.
+
+        Parameters
+        ----------
+        layer : int
+            Attention layer, or -1 for the once-per-sequence lookup.
+        hidden : Tensor
+            What enters the layer (the first one for -1), ``[B, L, H]``.
+        lengths : sequence of int
+            Valid tokens of each row.
+        """
         index = self.database.index(layer)
         records = np.full(len(lengths), -1, np.int64)
         distances = np.full(len(lengths), np.inf, np.float32)
         rows = [row for row, n in enumerate(lengths) if n in index.lengths]
         if rows:
+            kept = [lengths[row] for row in rows]
             if len(rows) < len(lengths):
-                hidden, kept = call.hidden[rows], [lengths[row] for row in rows]
-            else:
-                hidden, kept = call.hidden, lengths
+                hidden = hidden[rows]
             vectors = self._embedders[layer].embed(hidden, kept).numpy()
             for length in set(kept):
                 where = [place for place, n in enumerate(kept) if n == length]
                 ids, near = index.search(length, vectors[where])
                 at = [rows[place] for place in where]
                 records[at], distances[at] = ids[:, 0], near[:, 0]
-        self.stats[max(layer, 0)].lookup_seconds += perf_counter() - start
         return Found(records, distances)
 
     def _accept(self, layer: int, found: Found, lengths: list[int]) -> Ints:
@@ -243,7 +253,7 @@ class Engine:
             last = first + counts.count(n)
             group = slice(first, last)
             v = values[token : token + (last - first) * n].view(last - first, n, heads, width)
-            with self._fetch(site.layer, n, records[group]) as maps:
+            with self.maps.fetch(site.layer, n, records[group]) as maps:
                 _multiply(maps, v, context, rows[group].tolist())
             first, token = last, token + (last - first) * n
         if counts[0] < padded:
@@ -257,12 +267,6 @@ class Engine:
             exact_ms = cost.estimate(float(len(rows) * padded), float(len(rows) * padded * padded)) - cost.c
             stats.saved_ms += exact_ms - 1e3 * spent
         return context
-
-    def _fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
-        """The records' maps of a layer, ``[h, n, n]`` each, where they lie in the arena."""
-        arena = self.database.arena(KIND_MAP, length)
-        slots = self.database.slots_of(KIND_MAP, layer, records)
-        return self._fetcher(arena.window_page_bytes).fetch(arena, slots)
 
     def _compute_misses(
         self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any], hits: Ints, context: Tensor
@@ -331,7 +335,7 @@ class Engine:
         self.ineligible: Counter[str] = Counter()
 
     def _record_sequence(self, found: Found, lengths: list[int]) -> None:
-        """Tell the gate what one lookup for all layers yields: how many rows will be served, in the mean over layers."""
+        """Tell the gate what one lookup yields: how many rows will be served, in the mean over layers."""
         known = found.records >= 0
         hits = sum(int((known & (found.distances <= radius)).sum()) for radius in self.radii)
         self.gate.record(SEQUENCE, len(lengths), hits / self.layers)
@@ -344,18 +348,9 @@ class Engine:
         data = curves.get(str(layer)) if isinstance(curves, dict) else None
         return Calibration.from_dict(data, f"{self.database.path}: calibration {owner}.{layer}")
 
-    def _fetcher(self, page_bytes: int) -> Fetcher:
-        fetcher = self._fetchers.get(page_bytes)
-        if fetcher is None:
-            with self._lock:
-                fetcher = self._fetchers.setdefault(page_bytes, choose_fetcher(self.fetch, page_bytes))
-        return fetcher
-
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""
-        for fetcher in self._fetchers.values():
-            fetcher.close()
-        self._fetchers.clear()
+        self.maps.close()
 
 
 def _multiply(maps: Batch, values: Tensor, context: Tensor, rows: list[int]) -> None:

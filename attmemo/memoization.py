@@ -224,7 +224,9 @@ def _served(engine: Engine, site: Site, exact: Callable[..., Any]) -> Callable[.
     return forward
 
 
-def _open(database: str | os.PathLike[str] | Database | None, fields: dict[str, str], residency: Residency) -> Database:
+def _open(
+    database: str | os.PathLike[str] | Database | None, fields: dict[str, str], residency: Residency
+) -> Database:
     if isinstance(database, Database):
         return database
     path = Path(database) if database is not None else find_database(fingerprint(fields))

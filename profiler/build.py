@@ -109,7 +109,10 @@ def build_database(
                     for batch in batches(_tokens(loaded, fresh, max_length), options.batch_size):
                         captured = capture.run(collate(loaded, batch))
                         for item, (maps, inputs) in zip(batch, captured, strict=True):
-                            if options.max_bytes is not None and writer.bytes + writer.cost(len(item)) > options.max_bytes:
+                            if (
+                                options.max_bytes is not None
+                                and writer.bytes + writer.cost(len(item)) > options.max_bytes
+                            ):
                                 stopped = f"--max-bytes {options.max_bytes} reached"
                                 break
                             row = fresh[item.row]
@@ -131,13 +134,13 @@ def build_database(
             writer.publish()
             raise
         if stopped is not None and writer.records == 0:
-            raise StorageFullError(f"--max-bytes {options.max_bytes} does not hold a single record.", "allow more bytes")
+            raise StorageFullError(
+                f"--max-bytes {options.max_bytes} does not hold a single record.", "allow more bytes"
+            )
         if writer.records == 0:
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
         writer.publish()
-        return BuildResult(
-            path, writer.records, added, skipped, held, writer.bytes, time.monotonic() - start, stopped
-        )
+        return BuildResult(path, writer.records, added, skipped, held, writer.bytes, time.monotonic() - start, stopped)
 
 
 def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[Tokens]:

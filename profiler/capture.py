@@ -17,7 +17,7 @@ from attmemo.errors import UnsupportedModelError
 
 @dataclass
 class Captured:
-    """One forward: per layer the hidden states ``[B, L, H]`` and maps ``[B, h, L, L]``, and each row's valid length."""
+    """One forward: hidden states ``[B, L, H]`` and maps ``[B, h, L, L]`` per layer, and each row's valid length."""
 
     inputs: list[Tensor]
     maps: list[Tensor]

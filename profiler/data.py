@@ -326,7 +326,8 @@ def _rows(source: str, form: _Format, text_column: str, label_column: str | None
     path = Path(source)
     seen = kept = 0
     with _as_data_error(path, form.repair):
-        for seen, (row, text, label) in enumerate(form.cells(path, text_column, label_column), start=1):
+        cells = form.cells(path, text_column, label_column)
+        for seen, (row, text, label) in enumerate(cells, start=1):  # noqa: B007  # counted for the error below
             if text is None:
                 continue
             if not isinstance(text, str):

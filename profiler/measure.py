@@ -84,7 +84,7 @@ def _sizes(database: Database) -> list[tuple[int, int]]:
     lengths = np.sort(database.records.lengths)
     chosen = sorted({int(np.quantile(lengths, q, method="nearest")) for q in (0.05, 0.5, 0.95, 1.0)})
     sizes = [(b, n) for b in BATCHES for n in chosen if b * n <= MOST_TOKENS]
-    return sorted(sizes, key=lambda size: (size[0] * size[1] ** 2)) or [(1, chosen[0])]
+    return sorted(sizes, key=lambda size: size[0] * size[1] ** 2) or [(1, chosen[0])]
 
 
 def _inputs(loaded: LoadedModel, batch: int, length: int) -> dict[str, Tensor]:

@@ -83,7 +83,9 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         kind = DataError if isinstance(error, OSError) else UnsupportedModelError
-        raise kind(f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub") from error
+        raise kind(
+            f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
+        ) from error
     return LoadedModel(name, model, tokenizer, "classifier" if classifies else "encoder", dtype)
 
 
@@ -108,7 +110,9 @@ def greatest_length(loaded: LoadedModel, asked: int | None) -> int:
         limits.append(int(known))
     most = min(limits)
     if asked is not None and asked > most and asked > limits[0]:
-        raise AttmemoError(f"--max-length {asked} is more than the model's {limits[0]} positions.", f"--max-length {most}")
+        raise AttmemoError(
+            f"--max-length {asked} is more than the model's {limits[0]} positions.", f"--max-length {most}"
+        )
     return min(asked or most, limits[0])
 
 
@@ -139,7 +143,7 @@ def collate(loaded: LoadedModel, batch: Sequence[Tokens]) -> dict[str, Tensor]:
 
 
 def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
-    """What the user gets for a batch, float32: logits ``[B, C]``, or mean-pooled embeddings of unit length ``[B, H]``."""
+    """What the user gets, float32: logits ``[B, C]``, or mean-pooled embeddings of unit length ``[B, H]``."""
     output = (model or loaded.model)(**inputs)
     if loaded.kind == "classifier":
         logits: Tensor = output.logits

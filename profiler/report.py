@@ -250,7 +250,7 @@ PANELS: tuple[Panel, ...] = (
     ),
     Panel(
         "Similarity by layer",
-        "Mean similarity between a layer's own map and the stored one. The prediction is meant to lie below the truth.",
+        "Mean similarity between a layer's own map and the stored one. The prediction should lie below the truth.",
         _draw_similarity,
     ),
     Panel(

@@ -72,6 +72,8 @@ def train_database(
             "seconds": time.monotonic() - start,
             "backend": embedder.backend,
             "layers": embedder.report["layers"],
-            "profile": None if measured is None else {k: measured[k] for k in ("costs", "lookup_sequence", "threads", "dtype")},
+            "profile": None
+            if measured is None
+            else {k: measured[k] for k in ("costs", "lookup_sequence", "threads", "dtype")},
             "notes": notes,
         }

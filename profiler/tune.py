@@ -117,7 +117,9 @@ def _tune_sequence(
         outcome = np.zeros((len(groups), total), bool)
         for k in range(len(groups)):
             _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
-            given = ask(loaded, prepared, progress=lambda done, k=k: tell(f"layers {k + 1}/{len(groups)}", done, total))  # type: ignore[misc]
+            given = ask(
+                loaded, prepared, progress=lambda done, k=k: tell(f"layers {k + 1}/{len(groups)}", done, total)
+            )  # type: ignore[misc]
             outcome[k] = changed(loaded.kind, exact, given, options.min_cosine).numpy()
         curves = engine.curves
     sizes = [len(group) for group in groups]
@@ -199,9 +201,7 @@ def _serve_only(engine: Engine, layers: Sequence[int]) -> None:
     engine.set_radii([np.inf if layer in layers else -1.0 for layer in range(engine.layers)])
 
 
-def _distances(
-    loaded: LoadedModel, engine: Engine, prepared: Sequence[Batch], total: int
-) -> npt.NDArray[np.float64]:
+def _distances(loaded: LoadedModel, engine: Engine, prepared: Sequence[Batch], total: int) -> npt.NDArray[np.float64]:
     """Distance of every text's record; inf where there is none of its length."""
     distances = np.full(total, np.inf)
 

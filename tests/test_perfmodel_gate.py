@@ -27,9 +27,11 @@ def a_profile(
     """Costs per call whatever the lengths, break-even = lookup / (exact - hit) = 10 %, rate at threshold 0.5."""
     served = round(100 * rate)
     scores = [0.9] * served + [0.1] * (100 - served)
+    rates = HitRates({(layer, 16): scores for layer in range(layers)})
     return Profile(
         [LayerCosts(CostModel(0, 0, exact), CostModel(0, 0, hit), CostModel(0, 0, lookup))] * layers,
-        HitRates({(layer, 16): scores for layer in range(SEQUENCE, layers)}),
+        rates,
+        rates,
         CostModel(0, 0, lookup),
         threads=2,
         dtype="float32",
@@ -75,7 +77,10 @@ def test_the_answer_is_that_of_the_formula(
 ) -> None:
     # lengths 1..32 and 33..63 have rates of their own, 64 has no record
     scores = {(0, n): short if n <= 32 else long for n in range(1, 64)}
-    profile = Profile([LayerCosts(exact, hit, lookup)], HitRates(scores), FREE, threads=1, dtype="float32")
+    # scores of the other kind of lookup, which must not matter
+    profile = Profile(
+        [LayerCosts(exact, hit, lookup)], HitRates(scores), HitRates({(0, 64): [1.0]}), FREE, 1, "float32"
+    )
     padded = max(lengths) + padding
     alpha = 0.0
     for n in lengths:
@@ -92,39 +97,46 @@ def test_the_answer_is_that_of_the_formula(
 
 
 @SETTINGS
-@given(st.lists(st.tuples(costs, costs), min_size=1, max_size=6), costs, score_lists, batches, st.integers(0, 64))
-def test_one_lookup_for_all_layers_sums_the_layers_that_gain_and_pays_once(
-    layers: list[tuple[CostModel, CostModel]],
-    lookup: CostModel,
-    scores: list[float],
-    lengths: list[int],
-    padding: int,
+@given(
+    st.lists(st.tuples(costs, costs, score_lists, st.floats(0.0, 1.0)), min_size=1, max_size=6),
+    costs,
+    batches,
+    st.integers(0, 64),
+)
+def test_one_lookup_for_all_layers_sums_what_each_gains_at_its_own_rate_and_pays_once(
+    layers: list[tuple[CostModel, CostModel, list[float], float]], lookup: CostModel, lengths: list[int], padding: int
 ) -> None:
     dear = CostModel(1.0, 1.0, 1e6)  # lookups by layer are not made, so their cost must not matter
     profile = Profile(
-        [LayerCosts(exact, hit, dear) for exact, hit in layers],
-        HitRates({(SEQUENCE, n): scores for n in range(1, 65)}),
+        [LayerCosts(exact, hit, dear) for exact, hit, _, _ in layers],
+        HitRates({(0, 64): [1.0]}),  # nor what they would find
+        HitRates({(i, n): layer[2] for i, layer in enumerate(layers) for n in range(1, 49)}),
         lookup,
         threads=1,
         dtype="float32",
     )
     padded = max(lengths) + padding
-    alpha = sum(s >= 0.5 for s in scores) / len(scores)
+    known = sum(n < 49 for n in lengths) / len(lengths)  # rows with a record
+    alphas = [known * sum(s >= threshold for s in scores) / len(scores) for _, _, scores, threshold in layers]
     savings = [
-        exact.estimate_lengths([padded] * len(lengths)) - hit.estimate_lengths(lengths) for exact, hit in layers
+        exact.estimate_lengths([padded] * len(lengths)) - hit.estimate_lengths(lengths) for exact, hit, _, _ in layers
     ]
-    benefit = sum(alpha * saving for saving in savings if saving > 0.0) - lookup.estimate_lengths(lengths)
+    benefit = sum(alpha * saving for alpha, saving in zip(alphas, savings, strict=True) if saving > 0.0)
+    benefit -= lookup.estimate_lengths(lengths)
     assume(abs(benefit) > 1e-9 and all(abs(saving) > 1e-9 for saving in savings))
-    gate = Gate(profile, 0.5, "sequence", len(layers))
+    gate = Gate(profile, [threshold for _, _, _, threshold in layers], "sequence", len(layers))
     assert gate.worth_trying(SEQUENCE, lengths, padded) is (benefit > 0.0)
+    state = gate.state()
+    assert state[0]["predicted_benefit_ms"] == pytest.approx(benefit)
+    assert state[0]["predicted_hit_rate"] == pytest.approx(sum(alphas) / len(alphas))
+    assert [row["predicted_hit_rate"] for row in state[1:]] == pytest.approx(alphas)
     assert [gate.serves(i, lengths, padded) for i in range(len(layers))] == [saving > 0.0 for saving in savings]
 
 
 def test_exact_attention_is_charged_at_the_padded_length_and_a_hit_at_the_valid_ones() -> None:
     linear = CostModel(1.0, 0.0, 0.0)
-    profile = Profile(
-        [LayerCosts(linear, linear, CostModel(0, 0, 1.0))], HitRates({(0, 16): [0.9] * 8}), FREE, 1, "float32"
-    )
+    rates = HitRates({(0, 16): [0.9] * 8})
+    profile = Profile([LayerCosts(linear, linear, CostModel(0, 0, 1.0))], rates, rates, FREE, 1, "float32")
     gate = Gate(profile, 0.5, "layer", 1)
     assert not gate.worth_trying(0, [16, 16], 16)  # nothing saved, one lookup paid
     assert gate.worth_trying(0, [16, 16], 512)
@@ -304,7 +316,8 @@ def test_the_state_says_why_in_json() -> None:
 def test_a_layer_that_loses_by_hits_is_reported_off_although_the_lookup_is_on() -> None:
     good = LayerCosts(CostModel(0, 0, 10.0), CostModel(0, 0, 2.0), FREE)
     bad = LayerCosts(CostModel(0, 0, 1.0), CostModel(0, 0, 1.5), FREE)
-    profile = Profile([good, bad], HitRates({(SEQUENCE, 16): [0.9] * 8}), FREE, 1, "float32")
+    rates = HitRates({(layer, 16): [0.9] * 8 for layer in (0, 1)})
+    profile = Profile([good, bad], HitRates({}), rates, FREE, 1, "float32")
     gate = Gate(profile, 0.5, "sequence", 2)
     assert gate.worth_trying(SEQUENCE, [16], 16)
     rows = gate.state()
@@ -326,9 +339,11 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         by_sequence.serves(2, [16], 16)
     with pytest.raises(ValueError, match="padded"):
         by_layer.worth_trying(0, [16, 17], 16)
-    for queries, hits in ((1, 2), (1, -1), (-1, -1)):
+    for queries, hits in ((1, 2), (1, -1), (-1, -1), (4, 4.001), (4, float("nan"))):
         with pytest.raises(ValueError, match="hits"):
             by_layer.record(0, queries, hits)
+        with pytest.raises(ValueError, match="hits"):
+            by_sequence.record(SEQUENCE, queries, hits)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +353,8 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         (float("nan"), "layer", 2, {}),
         ([0.5] * 3, "layer", 2, {}),
         ([], "layer", 2, {}),
-        ([0.5, 0.6], "sequence", 2, {}),
+        ([0.5, 1.6], "sequence", 2, {}),
+        ([0.5] * 3, "sequence", 2, {}),
         (0.5, "both", 2, {}),
         (0.5, "layer", 3, {}),
         (0.5, "layer", 0, {}),
@@ -355,5 +371,54 @@ def test_a_gate_that_makes_no_sense_is_refused(
         Gate(a_profile(), threshold, lookup, layers, **extra)
 
 
-def test_equal_thresholds_by_layer_are_one_threshold_for_one_lookup() -> None:
-    assert Gate(a_profile(), [0.5, 0.5], "sequence", 2).worth_trying(SEQUENCE, [16], 16)
+# -- one lookup, thresholds that differ
+
+
+def test_one_lookup_may_pay_for_the_layers_with_a_low_threshold_alone() -> None:
+    # lookup 0.8 ms, 8 ms saved by a hit; half of the scores are 0.9, the others 0.1
+    def benefit(thresholds: list[float]) -> float:
+        gate = Gate(a_profile(), thresholds, "sequence", 2)
+        assert gate.worth_trying(SEQUENCE, [16], 16)
+        return float(gate.state()[0]["predicted_benefit_ms"])
+
+    assert benefit([0.05, 0.5]) == pytest.approx(1.0 * 8.0 + 0.5 * 8.0 - 0.8)
+    assert benefit([0.95, 0.5]) == pytest.approx(0.0 * 8.0 + 0.5 * 8.0 - 0.8)
+    assert not Gate(a_profile(), [0.95, 0.95], "sequence", 2).worth_trying(SEQUENCE, [16], 16)
+
+
+def test_thresholds_that_no_layer_reaches_are_reported_before_the_first_batch() -> None:
+    assert Gate(a_profile(), [0.95, 0.5], "sequence", 2).state()[0]["on"]
+    row = Gate(a_profile(), [0.95, 0.95], "sequence", 2).state()[0]
+    assert not row["on"]
+    assert "threshold" in row["why"]
+
+
+def test_the_mean_over_layers_of_the_rows_served_is_compared_with_break_even() -> None:
+    gate = Gate(a_profile(lookup=4.8, layers=3), 0.5, "sequence", 3)  # break-even 4.8 / (3 * 8) = 20 %
+    for _ in range(20):
+        assert gate.worth_trying(SEQUENCE, [16] * 32, 16)
+        gate.record(SEQUENCE, 32, (20 + 1 + 0) / 3)  # 22 %
+    state = gate.state()[0]
+    assert state["hit_rate"] == pytest.approx(7 / 32)
+    assert state["hits"] == pytest.approx(20 * 7)
+    assert state["break_even"] == pytest.approx(0.2)
+    assert serve_mean(gate, (15 + 1 + 0) / 3)  # 17 %: switched off in the end
+
+
+def serve_mean(gate: Gate, hits: float) -> bool:
+    """Whether batches of 32 rows with this mean of hits get the lookup switched off."""
+    for _ in range(50):
+        if not gate.worth_trying(SEQUENCE, [16] * 32, 16):
+            return True
+        gate.record(SEQUENCE, 32, hits)
+    return False
+
+
+def test_the_state_does_not_pass_the_mean_off_as_the_rate_of_a_layer() -> None:
+    gate = Gate(a_profile(), [0.05, 0.5], "sequence", 2)
+    gate.worth_trying(SEQUENCE, [16] * 4, 16)
+    gate.record(SEQUENCE, 4, 2.5)
+    shared, *layers = json.loads(json.dumps(gate.state(), allow_nan=False))
+    assert (shared["queries"], shared["hits"], shared["hit_rate"]) == (4, 2.5, 0.625)
+    assert [row["predicted_hit_rate"] for row in layers] == [1.0, 0.5]
+    assert [(row["queries"], row["hits"], row["hit_rate"]) for row in layers] == [(4, None, None)] * 2

@@ -12,28 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo.errors import DatabaseCorruptError
-from attmemo.perfmodel import MIN_SAMPLES, SEQUENCE, CostModel, HitRates, LayerCosts, Profile
+from attmemo.perfmodel import MIN_SAMPLES, CostModel, HitRates, LayerCosts, Profile
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 
 score = st.floats(-1.0, 1.0)
 score_tables = st.dictionaries(
-    st.tuples(st.integers(SEQUENCE, 3), st.integers(1, 40)), st.lists(score, max_size=12), max_size=12
+    st.tuples(st.integers(0, 3), st.integers(1, 40)), st.lists(score, max_size=12), max_size=12
 )
 
 
-def a_profile(rates: HitRates | None = None, layers: int = 4) -> Profile:
+def a_profile(rates: HitRates | None = None, rates_sequence: HitRates | None = None, layers: int = 4) -> Profile:
     costs = [
         LayerCosts(CostModel(0.02, 3e-5, 0.1 * i), CostModel(0.01, 1e-5, 0.2), CostModel(0.0, 0.0, 0.3))
         for i in range(layers)
     ]
     if rates is None:
-        rates = HitRates({(0, 16): [0.9, 0.5], (3, 20): [0.1], (SEQUENCE, 16): [-1.0, 0.7]}, stored=[16, 20, 33])
-    return Profile(costs, rates, CostModel(0.001, 0.0, 0.4), threads=2, dtype="bfloat16")
+        rates = HitRates({(0, 16): [0.9, 0.5], (3, 20): [0.1]}, stored=[16, 20, 33])
+    if rates_sequence is None:
+        rates_sequence = HitRates({(0, 16): [-1.0, 0.7], (2, 16): [0.2]})
+    return Profile(costs, rates, rates_sequence, CostModel(0.001, 0.0, 0.4), threads=2, dtype="bfloat16")
 
 
 @SETTINGS
-@given(score_tables, st.lists(st.floats(0.0, 1.0), min_size=2, max_size=8), st.integers(SEQUENCE, 3))
+@given(score_tables, st.lists(st.floats(0.0, 1.0), min_size=2, max_size=8), st.integers(0, 3))
 def test_alpha_never_rises_with_the_threshold(
     scores: dict[tuple[int, int], list[float]], thresholds: list[float], layer: int
 ) -> None:
@@ -72,10 +74,8 @@ def test_enough_own_scores_borrow_nothing() -> None:
 
 
 def test_layers_do_not_borrow_from_each_other() -> None:
-    rates = HitRates({(0, 16): [0.9] * 8, (SEQUENCE, 16): [0.1] * 8}, stored=[16])
-    assert rates.alpha(0.5, 1, 16) == 0.0
-    assert rates.alpha(0.5, 0, 16) == 1.0
-    assert rates.alpha(0.5, SEQUENCE, 16) == 0.0
+    rates = HitRates({(0, 16): [0.9] * 8, (2, 16): [0.1] * 8}, stored=[16])
+    assert [rates.alpha(0.5, layer, 16) for layer in range(3)] == [1.0, 0.0, 0.0]
 
 
 def test_a_query_that_found_nothing_lowers_the_rate_even_at_threshold_zero() -> None:
@@ -85,7 +85,7 @@ def test_a_query_that_found_nothing_lowers_the_rate_even_at_threshold_zero() -> 
 @pytest.mark.parametrize(
     ("scores", "stored", "message"),
     [
-        ({(-2, 16): [0.5]}, None, "layer"),
+        ({(-1, 16): [0.5]}, None, "layer"),
         ({(0, 0): [0.5]}, None, "length"),
         ({(0, 16): [math.nan]}, None, "finite"),
         ({(0, 16): [0.5]}, [17], "no record"),
@@ -98,9 +98,11 @@ def test_impossible_scores_are_refused(scores: Any, stored: Any, message: str) -
 
 
 @SETTINGS
-@given(score_tables, st.sets(st.integers(1, 60), max_size=5))
-def test_json_round_trip_keeps_the_profile(scores: dict[tuple[int, int], list[float]], more: set[int]) -> None:
-    profile = a_profile(HitRates(scores, stored=more | {length for _, length in scores}))
+@given(score_tables, score_tables, st.sets(st.integers(1, 60), max_size=5))
+def test_json_round_trip_keeps_the_profile(
+    scores: dict[tuple[int, int], list[float]], others: dict[tuple[int, int], list[float]], more: set[int]
+) -> None:
+    profile = a_profile(HitRates(scores, stored=more | {length for _, length in scores}), HitRates(others))
     assert Profile.from_dict(json.loads(json.dumps(profile.to_dict(), allow_nan=False))) == profile
 
 
@@ -121,15 +123,18 @@ def test_profiles_that_differ_in_one_score_or_stored_length_are_not_equal() -> N
         (["rates"], None, "rates"),
         (["rates", "stored"], "16", r"rates\.stored"),
         (["rates", "stored"], [16, 20, 0], r"rates\.stored\[2\]"),
-        (["rates", "stored"], [20], r"rates\.scores\.(-1|0)\.16"),
+        (["rates", "stored"], [20], r"rates\.scores\.0\.16"),
         (["rates", "scores"], [], r"rates\.scores"),
         (["rates", "scores", "0"], [], r"rates\.scores\.0"),
         (["rates", "scores", "zero"], {}, r"rates\.scores"),
-        (["rates", "scores", "-2"], {}, r"rates\.scores"),
+        (["rates", "scores", "-1"], {}, r"rates\.scores"),
         (["rates", "scores", "00"], {}, r"rates\.scores"),
         (["rates", "scores", "4"], {"16": [0.5]}, r"rates\.scores"),
         (["rates", "scores", "0", "16"], [0.5, math.nan], r"rates\.scores\.0\.16\[1\]"),
         (["rates", "scores", "0", "16"], 0.5, r"rates\.scores\.0\.16"),
+        (["rates_sequence"], [], "rates_sequence"),
+        (["rates_sequence", "scores", "4"], {"16": [0.5]}, r"rates_sequence\.scores"),
+        (["rates_sequence", "scores", "2", "16"], [None], r"rates_sequence\.scores\.2\.16\[0\]"),
         (["lookup_sequence"], None, "lookup_sequence"),
         (["lookup_sequence", "b"], True, r"lookup_sequence\.b"),
         (["threads"], 0, "threads"),
@@ -150,7 +155,8 @@ def test_a_malformed_field_is_named(path: list[Any], value: object, field: str) 
 
 
 @pytest.mark.parametrize("path", [["costs"], ["costs", 0, "exact"], ["costs", 0, "exact", "c"], ["rates"],
-                                  ["rates", "stored"], ["rates", "scores"], ["lookup_sequence"], ["threads"],
+                                  ["rates", "stored"], ["rates", "scores"], ["rates_sequence"],
+                                  ["rates_sequence", "stored"], ["lookup_sequence"], ["threads"],
                                   ["dtype"]])  # fmt: skip
 def test_a_missing_field_is_named(path: list[Any]) -> None:
     data: Any = a_profile().to_dict()
@@ -168,13 +174,22 @@ def test_a_file_that_is_no_object_is_refused_and_shown_in_part_only() -> None:
     assert len(str(error.value)) < 500
 
 
+def test_scores_of_the_two_ways_of_looking_up_are_not_mixed_up() -> None:
+    own, shared = HitRates({(0, 16): [0.9]}), HitRates({(0, 16): [0.1]})
+    again = Profile.from_dict(a_profile(own, shared).to_dict())
+    assert (again.rates, again.rates_sequence) == (own, shared)
+
+
 def test_a_profile_without_layers_threads_or_dtype_is_refused() -> None:
     good = a_profile()
+    rates, lookup = (good.rates, good.rates_sequence), good.lookup_sequence
     with pytest.raises(ValueError, match="layer"):
-        Profile([], good.rates, good.lookup_sequence, 2, "float32")
+        Profile([], *rates, lookup, 2, "float32")
     with pytest.raises(ValueError, match="threads"):
-        Profile(good.costs, good.rates, good.lookup_sequence, 0, "float32")
+        Profile(good.costs, *rates, lookup, 0, "float32")
     with pytest.raises(ValueError, match="dtype"):
-        Profile(good.costs, good.rates, good.lookup_sequence, 2, "")
+        Profile(good.costs, *rates, lookup, 2, "")
     with pytest.raises(ValueError, match="layer 3"):
-        Profile(good.costs[:2], good.rates, good.lookup_sequence, 2, "float32")
+        Profile(good.costs[:3], *rates, lookup, 2, "float32")
+    with pytest.raises(ValueError, match="layer 2"):
+        Profile(good.costs[:2], HitRates({}), good.rates_sequence, lookup, 2, "float32")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attmemo.adapters.base import Adapter, Call, Site
 from attmemo.adapters.bert import BertAdapter

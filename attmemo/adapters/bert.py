@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Arguments, Call, Site, is_row_invariant, layers_named, prefix_lengths, take_batch
+from attmemo.adapters.base import (
+    Adapter,
+    Arguments,
+    Call,
+    Site,
+    is_row_invariant,
+    layers_named,
+    prefix_lengths,
+    take_batch,
+)
 
 
 class BertAdapter(Adapter):

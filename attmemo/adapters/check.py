@@ -59,7 +59,9 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     vocabulary = int(getattr(model.config, "vocab_size", 100))  # type: ignore[union-attr]
     longest = max(CHECK_LENGTHS)
     # Ids from the middle of the vocabulary: no special token, no dependence on a random generator the user seeded.
-    ids = (torch.arange(len(CHECK_LENGTHS) * longest).view(len(CHECK_LENGTHS), longest) * 7919 + vocabulary // 3) % vocabulary
+    ids = (
+        torch.arange(len(CHECK_LENGTHS) * longest).view(len(CHECK_LENGTHS), longest) * 7919 + vocabulary // 3
+    ) % vocabulary
     mask = torch.arange(longest)[None] < torch.tensor(CHECK_LENGTHS)[:, None]
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
@@ -91,12 +93,14 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
         lengths = adapter.valid_lengths(call.mask, len(CHECK_LENGTHS), longest)
         if lengths != list(CHECK_LENGTHS):
             raise AdapterCheckError(
-                f"layer {site.layer} ({site.name}): the mask reads as lengths {lengths}, expected {list(CHECK_LENGTHS)}."
+                f"layer {site.layer} ({site.name}): the mask reads as lengths {lengths}, not {list(CHECK_LENGTHS)}."
             )
         apm, expected = adapter.map_of(output), adapter.context_of(output)
         with torch.no_grad():
             tokens = torch.cat([call.hidden[b, :n] for b, n in enumerate(lengths)])
-            contexts = context_from_maps(adapter, site.module, tokens, [apm[b, :, :n, :n] for b, n in enumerate(lengths)])
+            contexts = context_from_maps(
+                adapter, site.module, tokens, [apm[b, :, :n, :n] for b, n in enumerate(lengths)]
+            )
         scale = float(expected.abs().max()) or 1.0
         for b, n in enumerate(lengths):
             worst = max(worst, float((contexts[b] - expected[b, :n]).abs().max()) / scale)

@@ -22,7 +22,9 @@ class DebertaV2Adapter(Adapter):
     family = "deberta-v2"
 
     def sites(self, model: nn.Module) -> list[Site]:
-        found = layers_named(model, ("query_proj", "key_proj", "value_proj", "num_attention_heads", "relative_attention"))
+        found = layers_named(
+            model, ("query_proj", "key_proj", "value_proj", "num_attention_heads", "relative_attention")
+        )
         keep = [(name, module) for name, module in found if hasattr(module, "pos_att_type")]
         return [Site(layer, name, module) for layer, (name, module) in enumerate(keep)]
 

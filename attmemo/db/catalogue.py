@@ -197,6 +197,8 @@ class Catalogue:
         text = str(error)
         if isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in text:
             return StorageFullError(f"{self._path}: no room for the catalogue ({text}).", "free space and run again")
-        if isinstance(error, lmdb.CorruptedError | lmdb.InvalidError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
+        if isinstance(
+            error, lmdb.CorruptedError | lmdb.InvalidError | lmdb.PageNotFoundError | lmdb.VersionMismatchError
+        ):
             return self._corrupt(f"LMDB says {text}")
         return DatabaseError(f"{self._path}: LMDB says {text}.", "attmemo check " + str(self._path.parent))

@@ -73,7 +73,7 @@ class Database:
         self._opening = threading.Lock()
         if self.manifest.page_size % page_size():
             raise PageSizeError(
-                f"{self.path} was built for pages of {self.manifest.page_size} bytes; this machine's have {page_size()}.",
+                f"{self.path} was built for pages of {self.manifest.page_size} bytes; these have {page_size()}.",
                 "build it again on a machine with these pages",
             )
         self._classes = {(c.kind, c.length): c for c in self.manifest.classes}
@@ -127,7 +127,7 @@ class Database:
         return arena
 
     def slot(self, kind: str, layer: int, record: int) -> Tensor:
-        """One slot, a read-only view: a map ``[heads, n, n]`` or hidden states ``[n, hidden]``. Clone to keep or write."""
+        """A map ``[heads, n, n]`` or hidden states ``[n, hidden]``, a read-only view: clone to keep or write."""
         length = int(self.records.lengths[record])
         return self.arena(kind, length).slot(int(self.records.slots[record, KINDS.index(kind), layer]))
 
@@ -165,14 +165,16 @@ class Database:
         return self.manifest.embedder
 
     def derived(self, ref: fmt.FileRef) -> Path:
-        """Path of a derived file, after its digest was checked: nothing parses bytes that the builder did not write."""
+        """Path of a derived file, its digest checked: nothing parses bytes that the builder did not write."""
         file = self.path / ref.file
         try:
             digest = fmt.file_digest(file)
         except OSError as error:
             raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._train()) from error
         if digest != ref.digest:
-            raise DatabaseCorruptError(f"{file} has digest {digest[:16]}…, expected {ref.digest[:16]}….", self._train())
+            raise DatabaseCorruptError(
+                f"{file} has digest {digest[:16]}…, expected {ref.digest[:16]}….", self._train()
+            )
         return file
 
     def check(self, progress: Progress | None = None) -> Iterator[Finding]:

@@ -306,7 +306,7 @@ def slot_shape(kind: str, length: int, model: ModelInfo) -> tuple[int, ...]:
 
 
 def arena_header(uuid: str, found: SlotClass) -> bytes:
-    """The header page of an arena file: it binds the file to its database and class, so that files cannot be swapped."""
+    """The header page of an arena file: it binds the file to its database and class, against swapped files."""
     name = found.name.encode()
     body = ARENA_MAGIC + struct.pack("<II", VERSION, len(name)) + bytes.fromhex(uuid) + name
     return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(found.header, b"\0")

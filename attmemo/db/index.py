@@ -211,7 +211,9 @@ class LayerIndex:
         try:
             tensors = load_file(str(file))
         except (SafetensorError, OSError, ValueError) as error:
-            raise DatabaseCorruptError(f"{file}: not an index container: {error}", "attmemo train-embedder DB") from error
+            raise DatabaseCorruptError(
+                f"{file}: not an index container: {error}", "attmemo train-embedder DB"
+            ) from error
         found: dict[int, tuple[VectorIndex, Ids]] = {}
         for name, raw in tensors.items():
             length, _, part = name.partition(".")
@@ -221,7 +223,9 @@ class LayerIndex:
             if not length.isdigit() or ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
                 raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", "attmemo train-embedder DB")
             if ids.min() < 0 or ids.max() >= records:
-                raise DatabaseCorruptError(f"{file}: names record {ids.max()} of {records}", "attmemo train-embedder DB")
+                raise DatabaseCorruptError(
+                    f"{file}: names record {ids.max()} of {records}", "attmemo train-embedder DB"
+                )
             found[int(length)] = load_index(raw, dimension, backend), ids  # type: ignore[arg-type]
         return cls(found)
 

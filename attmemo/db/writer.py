@@ -250,7 +250,9 @@ class DatabaseWriter:
                     "ask for the same, or choose another --output",
                 )
         if manifest.page_size != page_size():
-            raise DatabaseError(f"{self.path} was built for pages of {manifest.page_size} bytes, this machine has {page_size()}.")
+            raise DatabaseError(
+                f"{self.path} was built for pages of {manifest.page_size} bytes, this machine has {page_size()}."
+            )
         return manifest
 
     def _class(self, kind: str, length: int) -> SlotClass:

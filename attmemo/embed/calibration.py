@@ -71,9 +71,9 @@ class Calibration:
             except (KeyError, TypeError, ValueError):
                 distances = scores = np.zeros(0)
             fine = distances.ndim == scores.ndim == 1 and len(distances) == len(scores) > 0
-            if fine and np.isfinite(distances).all() and np.isfinite(scores).all():
-                if (np.diff(distances) > 0).all() and (np.diff(scores) <= 0).all() and scores[0] <= 1.0:
-                    return cls(distances, scores)
+            fine = fine and bool(np.isfinite(distances).all() and np.isfinite(scores).all() and scores[0] <= 1.0)
+            if fine and (np.diff(distances) > 0).all() and (np.diff(scores) <= 0).all():
+                return cls(distances, scores)
         raise DatabaseCorruptError(f"{where} is not a calibration curve", "attmemo train-embedder DB")
 
 

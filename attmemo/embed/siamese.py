@@ -116,7 +116,9 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
             parts = [flat[f"{key}.{name}"] for name in ("token", "bias", "position", "output")]
             layer = int(key)
         except (KeyError, ValueError) as error:
-            raise DatabaseCorruptError(f"{file}: embedder {key!r} is incomplete", "attmemo train-embedder DB") from error
+            raise DatabaseCorruptError(
+                f"{file}: embedder {key!r} is incomplete", "attmemo train-embedder DB"
+            ) from error
         token, bias, position, output = parts
         fits = (
             token.dim() == position.dim() == output.dim() == 2
@@ -130,7 +132,7 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
         if not fits:
             shapes = [tuple(p.shape) for p in parts]
             raise DatabaseCorruptError(
-                f"{file}: embedder {layer} has shapes {shapes} for hidden size {hidden}, or values that are not finite",
+                f"{file}: embedder {layer} has shapes {shapes} for hidden size {hidden}, or infinite values",
                 "attmemo train-embedder DB",
             )
         embedders[layer] = SiameseEmbedder(token, bias, position, output)

@@ -58,9 +58,9 @@ class TrainOptions:
 
     dimension: int = DIMENSION
     channels: int = CHANNELS
-    steps: int = 200
+    steps: int = 300
     batch: int = 512
-    rate: float = 1e-3
+    rate: float = 3e-4
     near: int = 8
     random: int = 4
     most_records: int = 3000
@@ -240,9 +240,7 @@ def _draw_pairs(
     return np.concatenate(left), np.concatenate(right)
 
 
-def _label_pairs(
-    database: Database, chosen: Ints, pairs: tuple[Ints, Ints], told: Callable[[int], None]
-) -> Tensor:
+def _label_pairs(database: Database, chosen: Ints, pairs: tuple[Ints, Ints], told: Callable[[int], None]) -> Tensor:
     """Similarity of every pair in every layer, ``[layers, P]``; large maps are judged by a sample of their rows."""
     model = database.manifest.model
     left, right = pairs
@@ -381,9 +379,7 @@ class _Retrieved:
     scores: npt.NDArray[np.float32]  # [Q, k, layers used], -1 likewise
 
 
-def _retrieve(
-    database: Database, layer: int, embedder: SiameseEmbedder, stored: Ints, asked: Ints
-) -> _Retrieved:
+def _retrieve(database: Database, layer: int, embedder: SiameseEmbedder, stored: Ints, asked: Ints) -> _Retrieved:
     layers = list(range(database.manifest.model.layers)) if layer == SEQUENCE else [layer]
     vectors = embed_records(database, layer, stored, embedder)
     queries = embed_records(database, layer, asked, embedder)

@@ -9,25 +9,26 @@ groups, and K forced passes (the first group served, the first two, ...) tell ho
 
 K radii are many more policies than one threshold is, and a policy picked among many looks better than it is. Hence:
 
-1. **Split** the sequences at random into a selection half and a certification half. What follows chooses freely on the
-   first; nothing chosen there has seen the second, so there an exact binomial bound holds. (Bounding all the
+1. **Split** the sequences at random into a selection half and a certification half. What follows chooses freely on
+   the first; nothing chosen there has seen the second, so there an exact binomial bound holds. (Bounding all the
    policies at once on all the data would need a correction for their number, which is in the millions.)
-2. **Grid.** Radii are quantiles of the distances of the selection half: steps that each concern about as many sequences,
-   whatever the unit and shape of the distances. The last is the greatest distance seen: beyond it nothing was measured.
-3. **Path.** From nothing served to everything served, radii only growing, by the move that costs fewest changed answers
-   per unit of gain, again and again. A path, because a sequence of policies can be tested without correction (4).
-   Growing, because then the changes mostly grow along it as well: the first failure is close to where the budget
-   really ends, and little is lost by stopping there. The moves are cheap to compare: raising r_k to r turns
-   "the first k - 1 groups served" into "the first k" for the sequences between the old radius and r, and touches no
-   others. Changes and gain are therefore sums over the groups of a function of one radius.
+2. **Grid.** Radii are quantiles of the distances of the selection half: steps that each concern about as many
+   sequences, whatever the unit and shape of the distances. The last is the greatest distance seen: beyond it nothing
+   was measured.
+3. **Path.** From nothing served to everything served, radii only growing, by the move that costs fewest changed
+   answers per unit of gain, again and again. A path, because a sequence of policies can be tested without correction
+   (4). Growing, because then the changes mostly grow along it as well: the first failure is close to where the budget
+   really ends, and little is lost by stopping there. A move raises one radius, and takes along the radii of the
+   groups before it that are smaller; so one radius for all is among the moves, and a group that hurts only until the
+   next one is served as well (answers do change back) does not stand in the way.
 4. **Certification** along the path, each policy at the full level, stopping at the first failure: fixed-sequence
    testing, explained in `tuner`. The first policy that breaks the budget has to pass its own test to be chosen, and
    that happens with probability at most 1 - confidence, however many steps the path has. So steps are made small:
    a move over many grid distances is tested at each of them on the way.
 
-**What it promises** is what the tuner promises: with the stated confidence over the draw of the certification half, the
-share of all sequences like these whose answer changes is within the budget. How good the policy is, and nothing
-else, depends on the selection half.
+**What it promises** is what the tuner promises: with the stated confidence over the draw of the certification half,
+the share of all sequences like these whose answer changes is within the budget. That holds whatever the selection half
+was like; only how much is served depends on it.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class PolicyResult:
     observed : float
         Share of the judged sequences whose answer changed.
     upper_bound : float
-        Share of answers that may change, at most, with `confidence`. If not certified this is a description, not a
-        bound: half of the sequences it was computed from had a part in choosing the radii.
+        Share of answers that may change, at most, with `confidence`: always by the certification half alone, because
+        the other half chose the radii and would flatter them.
     served : float
         Share of attention calls served from memory (sequences times layers), over the judged sequences.
     gain_share : float
@@ -98,15 +99,16 @@ class PolicyResult:
     total : int
         Number of tuning sequences, both halves.
     judged : int
-        Number of sequences that the four shares above are about: the certification half; for a policy that is not
-        certified both halves.
+        Number of sequences that `observed`, `served` and `gain_share` are about: the certification half; both halves
+        for a policy taken without certificate.
     certified : bool
         True if the budget holds with `confidence`.
     needed : int
         Tuning sequences (both halves) needed to certify the budget even if no answer changes.
     reached : float or None
-        Confidence at which the same test would just have got as far as this policy; below `confidence` if not
-        certified, and then optimistic for the reason given at `upper_bound`. None if no policy was chosen.
+        Confidence at which the same test would just have got as far as this policy, by the certification half alone;
+        below `confidence` if not certified. Read off after the fact, so it describes the data and is no promise made
+        beforehand. None if no policy was chosen.
     path : list of PolicyPoint
         The path, from nothing served to everything, on the certification half; at most 60 points of it, the first,
         the last and the chosen one among them. `certified` is False from the first failure on.
@@ -158,10 +160,10 @@ class PolicyResult:
             )
         return (
             f"NOT CERTIFIED: on the data seen {policy} keeps the budget of {percent(self.budget)}, since {counted}, "
-            f"but only with {percent_down(self.reached)} confidence instead of {percent(self.confidence)}, and that "
-            f"is optimistic, because half of these sequences chose the radii; at {percent(self.confidence)} up to "
-            f"{percent_up(self.upper_bound)} of answers may change, and certifying the budget takes at least "
-            f"{self.needed} sequences even if no answer changes."
+            f"but by the half that did not choose the radii only with {percent_down(self.reached)} confidence instead "
+            f"of {percent(self.confidence)}; at {percent(self.confidence)} up to {percent_up(self.upper_bound)} of "
+            f"answers may change, and certifying the budget takes at least {self.needed} sequences even if no answer "
+            f"changes."
         )
 
 
@@ -231,8 +233,8 @@ def choose_policy(
     path = _path(_Half(distance[chosen_on], flags[:, chosen_on], grid), gain)
     half = _Half(distance[certified_on], flags[:, certified_on], grid)
 
-    counts = half.changed(path)
-    bounds = _bounds(counts, half.total, confidence)
+    counted = counts = half.changed(path)
+    bounds = _bounds(counted, half.total, confidence)
     passing = _leading(bounds <= budget)
     certified = passing > 0
     judge, within = half, passing
@@ -244,7 +246,7 @@ def choose_policy(
     # Along the path the gain never falls: the first of those with the greatest.
     chosen = int(np.argmax(gained[:within])) if within else 0
     # A policy is reached only through those before it, so the weakest of them counts.
-    reached = min((confidence_reached(int(c), judge.total, budget) for c in counts[: chosen + 1]), default=0.0)
+    reached = min(confidence_reached(int(count), half.total, budget) for count in counted[: chosen + 1])
 
     radius = np.concatenate(([NEVER], grid))
     served = half.share(path, size)
@@ -252,7 +254,7 @@ def choose_policy(
         {
             "radii": radius[path[i]].tolist(),
             "served": float(served[i]),
-            "changed": float(half.changed(path[i : i + 1])[0]) / half.total,
+            "changed": int(counted[i]) / half.total,
             "upper_bound": float(bounds[i]),
             "certified": i < passing,
         }
@@ -263,7 +265,7 @@ def choose_policy(
         budget=budget,
         confidence=confidence,
         observed=int(counts[chosen]) / judge.total,
-        upper_bound=upper_bound(int(counts[chosen]), judge.total, confidence),
+        upper_bound=float(bounds[chosen]),
         served=float(judge.share(path[chosen : chosen + 1], size)[0]),
         gain_share=float(gained[chosen]),
         total=total,
@@ -278,7 +280,10 @@ def choose_policy(
 class _Half:
     """Sequences counted by distance, so that any policy with radii on the grid is judged by a few look-ups.
 
-    A policy is a row of levels, one for each group: 0 serves nothing, j serves up to ``grid[j - 1]``.
+    A policy is a row of levels, one for each group: 0 serves nothing, j serves up to ``grid[j - 1]``. Levels do not
+    increase from group to group, so raising group k turns "the first k - 1 groups served" into "the first k" for the
+    sequences in between and touches no others. Changes and gain are therefore sums over the groups of a function
+    of one level.
     """
 
     def __init__(self, distances: _Floats, changed: NDArray[np.bool_], grid: _Floats) -> None:
@@ -320,28 +325,27 @@ def _grid(distances: _Floats) -> _Floats:
 def _path(half: _Half, gains: _Floats) -> _Ints:
     """Policies from nothing served to everything served, each containing the one before; ``[steps, groups]``."""
     groups, levels = half.changes.shape
-    top = levels - 1
-    columns = np.arange(levels)
+    every = np.arange(groups)
     current = np.zeros(groups, np.int64)
     path = [current.copy()]
-    while current[-1] < top:  # levels do not increase from group to group, so the last one is the last to arrive
-        # [groups, levels]: what raising one group to a level would cost and bring
-        cost = half.changes - half.changes[np.arange(groups), current][:, None]
-        gain = gains[:, None] * (half.reach[None, :] - half.reach[current][:, None])
-        limit = np.concatenate(([top], current[:-1]))  # no further out than the group before it
-        allowed = (columns > current[:, None]) & (columns <= limit[:, None])
-        group, level = np.nonzero(allowed)
-        costs, brings = cost[allowed], gain[allowed]
-        # A move after which fewer answers change and more is gained is better than any price: the largest fall first.
-        # Otherwise the least price, and of equal ones the smaller step.
-        price = np.where(costs < 0, -np.inf, (costs + _UNSEEN) / brings)
-        best = np.lexsort((-brings * (costs < 0), costs, price))[0]
-        k, target = group[best], level[best]
-        for j in range(int(current[k]) + 1, int(target) + 1):
+    while current[-1] < levels - 1:  # levels do not increase from group to group, so the last one arrives last
+        # Move [k, j]: raise group k to level j, and the groups before it that are not there yet.
+        raised = np.maximum(current[:, None], np.arange(levels))
+        cost = np.cumsum(half.changes[every[:, None], raised] - half.changes[every, current][:, None], axis=0)
+        gain = np.cumsum(gains[:, None] * (half.reach[raised] - half.reach[current][:, None]), axis=0)
+        group, level = np.nonzero(raised > current[:, None])
+        costs, brings = cost[group, level], gain[group, level]
+        # The least price, and of equal ones the one with fewer changes. Where changes fall although more is gained the
+        # price is negative, so such a move comes before all that cost anything.
+        best = np.lexsort((costs, (costs + _UNSEEN) / brings))[0]
+        k, most = group[best], half.changes[every, current].sum() + costs[best]
+        for j in range(int(current[k]) + 1, int(level[best]) + 1):
+            stop = current.copy()
+            stop[: k + 1] = np.maximum(stop[: k + 1], j)
             # A stop on the way with more changes than the end of the move is worse in both respects.
-            if half.changes[k, j] <= half.changes[k, target]:
-                current[k] = j
-                path.append(current.copy())
+            if half.changes[every, stop].sum() <= most:
+                path.append(stop)
+        current = path[-1].copy()
     return np.stack(path)
 
 

@@ -1,0 +1,72 @@
+"""The command `attmemo`: its subcommands and what they have in common.
+
+Nothing here or in the modules imported here loads torch: commands import what they need when they run, so that
+`attmemo --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from attmemo.cli import bench, build, demo, look, measure
+
+HELP = """Serve a transformer's attention maps from a database instead of computing them.
+
+\b
+A database belongs to one model and is made from texts like those you serve:
+  attmemo build-database --model MODEL --data yesterday.log --output DB
+  attmemo train-embedder DB
+  attmemo tune DB --data today.log --budget 0.01
+  attmemo evaluate DB --data tomorrow.log --report report
+
+In Python: attmemo.memoize(model, database="DB"). To see it all at work on a small model: attmemo demo.
+"""
+EPILOG = (
+    "Exit codes: 0 done; 1 an error, or a check that found damage; 2 wrong usage; 130 interrupted. "
+    "ATTMEMO_TRACEBACK=1 shows the traceback of an error. ATTMEMO_CACHE is where databases without a given place go."
+)
+
+app = typer.Typer(
+    name="attmemo",
+    help=HELP,
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from attmemo import __version__
+
+        typer.echo(f"attmemo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What holds for every command; the text shown is `HELP`."""
+
+
+app.command("build-database")(build.build_database)
+app.command("train-embedder")(build.train_embedder)
+app.command("tune")(measure.tune)
+app.command("evaluate")(measure.evaluate)
+app.command("inspect")(look.inspect)
+app.command("check")(look.check)
+app.add_typer(bench.app, name="bench")
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

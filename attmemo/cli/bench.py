@@ -1,0 +1,147 @@
+"""`attmemo bench`: what reading maps, searching and serving a layer cost on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from attmemo.cli.console import cell, output
+from attmemo.cli.options import Fetch, Json, Quiet, Residency, parse_size
+from attmemo.errors import AttmemoError
+
+app = typer.Typer(
+    help="Time the parts on this machine.\n\nWith made-up maps: no model and no data are needed.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Heads = Annotated[int, typer.Option(metavar="N", min=1, help="Attention heads.")]
+Length = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens in a sequence.")]
+Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Sequences in a batch.")]
+Repeats = Annotated[int, typer.Option(metavar="N", min=1, help="Timed repeats; the median counts.")]
+MaxBytes = Annotated[
+    int, typer.Option(metavar="SIZE", parser=parse_size, help="Refuse to take more disk or memory than this.")
+]
+EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is given
+
+
+@app.command()
+def gather(
+    heads: Heads = 12,
+    length: Length = 512,
+    batch: Batch = 32,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Storage of maps.")] = "bfloat16",
+    residency: Residency = "page-cache",
+    width: Annotated[int, typer.Option(metavar="N", min=1, help="Width of a head.")] = 64,
+    repeats: Repeats = 9,
+    max_bytes: MaxBytes = EIGHT_GIB,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Time the fetch of a batch of maps.
+
+    Alone and with the product with V that follows: copied, remapped, as views, and already there.
+    """
+
+    def run(**common: Any) -> dict[str, Any]:
+        from attmemo.profiler.bench import bench_gather
+
+        return bench_gather(
+            heads=heads, length=length, batch=batch, dtype=dtype, residency=residency, width=width, **common
+        )
+
+    _bench(run, repeats, max_bytes, json, quiet)
+
+
+@app.command()
+def search(
+    records: Annotated[int, typer.Option(metavar="N", min=1, help="Embeddings in the index.")] = 10000,
+    dimension: Annotated[int, typer.Option(metavar="N", min=1, help="Numbers in an embedding.")] = 128,
+    queries: Annotated[int, typer.Option(metavar="N", min=1, help="Embeddings searched at once.")] = 64,
+    backend: Annotated[
+        Literal["faiss", "hnswlib", "flat"] | None,
+        typer.Option(help="The one index to time.  [default: all that are installed]"),
+    ] = None,
+    repeats: Repeats = 9,
+    max_bytes: MaxBytes = EIGHT_GIB,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Time the search of an index.
+
+    For the nearest embedding; and count how often the true nearest is found.
+    """
+
+    def run(**common: Any) -> dict[str, Any]:
+        from attmemo.db import BACKENDS
+        from attmemo.profiler.bench import bench_search
+
+        backends = BACKENDS if backend is None else (backend,)
+        return bench_search(records=records, dimension=dimension, queries=queries, backends=backends, **common)
+
+    _bench(run, repeats, max_bytes, json, quiet)
+
+
+@app.command()
+def layer(
+    family: Annotated[Literal["bert", "deberta-v2"], typer.Option(help="Model family.")] = "bert",
+    hidden: Annotated[int, typer.Option(metavar="N", min=1, help="Width of the model.")] = 768,
+    heads: Heads = 12,
+    length: Length = 256,
+    batch: Batch = 8,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Layers of the model.")] = 2,
+    repeats: Repeats = 5,
+    compile: Annotated[bool, typer.Option(help="Also time torch.compile of the exact model; takes minutes.")] = False,
+    storage: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="How maps are stored; auto is what build-database takes."),
+    ] = "auto",
+    fetch: Fetch = "auto",
+    residency: Residency = "page-cache",
+    max_bytes: MaxBytes = EIGHT_GIB,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Time attention layers, exact and served.
+
+    A random model of this shape, exact and with every sequence served from memory: the most that can be saved.
+    """
+
+    def run(**common: Any) -> dict[str, Any]:
+        from attmemo.profiler.bench import bench_layer
+
+        return bench_layer(
+            family=family,
+            hidden=hidden,
+            heads=heads,
+            length=length,
+            batch=batch,
+            dtype=dtype,
+            layers=layers,
+            compile=compile,
+            storage=storage,
+            fetch=fetch,
+            residency=residency,
+            **common,
+        )
+
+    _bench(run, repeats, max_bytes, json, quiet)
+
+
+def _bench(run: Callable[..., dict[str, Any]], repeats: int, max_bytes: int, json: str | None, quiet: bool) -> None:
+    """Run a benchmark and show its rows, notes and conditions."""
+    with output(json, quiet) as out:
+        try:
+            found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
+        except ValueError as error:
+            raise AttmemoError(f"{error}.", "see --help for what the options take") from error
+        rows: list[dict[str, Any]] = found["rows"]
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        out.table("", columns, [[cell(row.get(key)) for key in columns] for row in rows])
+        for note in found.get("notes") or ():
+            out.say(f"Note: {note}")
+        out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
+        out.result(found)

@@ -1,0 +1,175 @@
+"""`attmemo build-database` and `attmemo train-embedder`: make a database."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from attmemo.cli.console import Output, cell, output, size
+from attmemo.cli.options import (
+    BatchSize,
+    Data,
+    DatabasePath,
+    Json,
+    Limit,
+    ModelPlace,
+    MoreData,
+    Quiet,
+    TextColumn,
+    data_files,
+    parse_size,
+)
+
+EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is given
+
+
+def build_database(
+    model: Annotated[
+        str,
+        typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False),
+    ],
+    data: Data,
+    more: MoreData = None,
+    destination: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="DB",
+            help="Database directory to write, or to go on with.  [default: one for this model in the user's cache, "
+            "where attmemo.memoize(model) finds it]",
+        ),
+    ] = None,
+    text_column: TextColumn = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="Cut texts to this many tokens.  [default: what the model can take]"),
+    ] = None,
+    limit: Limit = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(
+            help="How maps are stored. auto: float16, for a bfloat16 model bfloat16; float32 takes twice the space."
+        ),
+    ] = "auto",
+    model_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(help="What the model computes in; serve it in the same precision."),
+    ] = "float32",
+    max_bytes: Annotated[
+        int,
+        typer.Option(metavar="SIZE", parser=parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"),
+    ] = EIGHT_GIB,
+    device: Annotated[Literal["cpu"], typer.Option(help="Where the model runs.")] = "cpu",
+    batch_size: BatchSize = 16,
+    held_out: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            min=0.0,
+            max=0.5,
+            help="Share of the texts that the embedder is judged by, not trained on. They are stored and serve too.",
+        ),
+    ] = 0.15,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Store the attention maps of your texts.
+
+    Runs the model over every text and stores what its attention layers saw and gave. The texts should be like those
+    that will be served. Stopping is safe at any time: the same command goes on where it ended, and data given later
+    is added.
+
+    \b
+    attmemo build-database --model ./model --data monday.log tuesday.log --output DB
+    attmemo build-database --model org/name --data tickets.csv --text-column body --max-bytes 20GiB
+    """
+    stopped = "interrupted; what was captured is published, the same command resumes"
+    with output(json, quiet, stopped) as out:
+        from attmemo.profiler.build import BuildOptions
+        from attmemo.profiler.build import build_database as build
+        from attmemo.profiler.data import read_texts
+        from attmemo.profiler.models import load_model
+
+        files = data_files(data, more)
+        read_texts(files, text_column=text_column, limit=limit)  # refuses bad files before the model is loaded
+        options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column)
+        out.say(f"Loading {model}")
+        loaded = load_model(model, model_dtype, device)
+        done = build(loaded, files, destination, options, lambda done, total: out.stages("capturing", done, total))
+        out.say(f"{done.path}")
+        out.say(
+            f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "
+            f"{done.seconds:.1f} s"
+        )
+        if done.stopped:
+            out.say(f"  Stopped before the end of the data: {done.stopped}. More: a larger --max-bytes.")
+        out.say(f"Next: attmemo train-embedder {shlex.quote(str(done.path))}")
+        out.result(asdict(done))
+
+
+def train_embedder(
+    db: DatabasePath,
+    model: ModelPlace = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Gradient steps; 0: principal components only.")
+    ] = 300,
+    backend: Annotated[
+        Literal["faiss", "hnswlib", "flat"],
+        typer.Option(
+            help="Index: faiss or hnswlib (both HNSW; hnswlib needs pip install 'attmemo[hnswlib]'), or flat: exact, "
+            "for small databases."
+        ),
+    ] = "faiss",
+    profile: Annotated[
+        bool,
+        typer.Option(
+            help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "
+            "not pay. Loads the model."
+        ),
+    ] = True,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Learn to find similar records.
+
+    Trains the embedder, indexes the records, and measures what a lookup costs on this machine. Run it after every
+    build. It replaces the embedder, the index and the profile; a threshold chosen by `attmemo tune` is dropped,
+    because it belongs to the embedder.
+    """
+    stopped = "interrupted; the database is as it was, the same command starts the training again"
+    with output(json, quiet, stopped) as out:
+        from attmemo.embed.train import TrainOptions
+        from attmemo.profiler.train import train_database
+
+        options = TrainOptions(steps=steps, backend=backend)
+        report = train_database(db, options, model=model, profile=profile, progress=out.stages)
+        out.say(
+            f"{report['records']:,} records of {report['lengths']:,} lengths indexed with {report['backend']}, "
+            f"{report['seconds']:.1f} s"
+        )
+        show_layers(out, report["layers"])
+        for note in report.get("notes", ()):
+            out.say(f"Note: {note}")
+        out.say(f"Next: attmemo tune {shlex.quote(str(db))} --data FILE --budget 0.01")
+        out.say("  FILE: texts that are not in the database")
+        out.result(report)
+
+
+def show_layers(out: Output, layers: dict[str, dict[str, Any]]) -> None:
+    """The embedders' quality: how similar what they find is, on held-out texts."""
+    rows = []
+    for layer, report in sorted(layers.items(), key=lambda item: int(item[0])):
+        kept = "trained" if report.get("trained_kept") else "principal"
+        rows.append(
+            (
+                "per sequence" if layer == "-1" else layer,
+                cell(report.get(f"held_out_similarity_{kept}")),
+                kept,
+                cell(int(report.get("held_out", 0))),
+            )
+        )
+    out.table("Similarity of the record found", ("layer", "mean", "embedder", "held-out texts"), rows)

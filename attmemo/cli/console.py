@@ -1,0 +1,258 @@
+"""What the user sees: text, tables, progress, JSON and errors, each in its place.
+
+Text and tables go to standard output, or to standard error when the JSON goes to standard output. Progress and errors
+always go to standard error. A command does its work inside ``with output(…) as out:``, which also turns whatever
+goes wrong into a message and an exit code.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from attmemo.errors import AttmemoError, StorageFullError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many are done, and how many there are."""
+
+TRACEBACK: Final = "ATTMEMO_TRACEBACK"
+_PIPED_WIDTH = 140  # columns when nobody's terminal says how many there are
+_PATIENCE = 2.0  # seconds before a bar appears in a log file; on a terminal it appears at once
+
+
+class Stages:
+    """A progress bar with the time left for each stage of the work."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._what: str | None = None
+        self._bar: Any = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Say that `done` of `total` are done; another `what` begins another bar."""
+        if self._quiet:
+            return
+        if what != self._what:
+            self.close()
+            self._what, self._bar = what, self._begin(what, total)
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.update(done - self._bar.n)
+            if done >= total:
+                self._bar.close()
+                self._bar = None
+
+    def close(self) -> None:
+        """Leave the line of the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._what = self._bar = None
+
+    def _begin(self, what: str, total: int) -> Any:
+        from tqdm import tqdm
+
+        live = sys.stderr.isatty()
+        return tqdm(
+            desc=what,
+            total=total,
+            file=sys.stderr,
+            delay=0.0 if live else _PATIENCE,
+            mininterval=0.1 if live else 10.0,
+            dynamic_ncols=live,
+            bar_format="{desc}: {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt}, {elapsed} gone, {remaining} left",
+        )
+
+
+class Output:
+    """Where one command's words, tables and numbers go.
+
+    Parameters
+    ----------
+    json_file : str or None
+        Where `result` writes; ``"-"`` is standard output.
+    quiet : bool
+        No text, no progress.
+    """
+
+    def __init__(self, json_file: str | None, quiet: bool) -> None:
+        self.stages: Progress = Stages(quiet)
+        self.quiet = quiet
+        self._json = json_file
+        self._console: Console | None = None
+
+    def say(self, text: str = "") -> None:
+        """Print a line as it is; a command or path in it can be copied."""
+        self._close_bar()
+        self._to().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
+        """Print a table; one without columns is a list of names, values and remarks."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD if columns else box.SIMPLE, show_header=bool(columns), pad_edge=False)
+        cells = [list(row) for row in rows]
+        for place in range(max(map(len, cells), default=len(columns))):
+            numbers = bool(columns) and all(_is_number(row[place]) for row in cells if place < len(row))
+            name = columns[place] if place < len(columns) else ""
+            table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*map(Text, row))
+        if title:
+            self.say(title if not note else f"{title}. {note}")
+        self._to().print(table)
+
+    def result(self, value: Mapping[str, Any]) -> None:
+        """Write the result where ``--json`` says, if it was given.
+
+        Raises
+        ------
+        AttmemoError
+            The file cannot be written.
+        """
+        if self._json is None:
+            return
+        self._close_bar()
+        text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+        if self._json == "-":
+            typer.echo(text)
+            return
+        try:
+            Path(self._json).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self._json, error.strerror or str(error)) from error
+
+    def check(self) -> None:
+        """Refuse a JSON file that cannot be written, before the work and not after it."""
+        if self._json is None or self._json == "-":
+            return
+        path = Path(self._json)
+        if path.is_dir():
+            raise _unwritable(self._json, "it is a directory")
+        if not path.parent.is_dir():
+            raise _unwritable(self._json, f"there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise _unwritable(self._json, "permission denied")
+
+    def close(self) -> None:
+        """Leave the progress bar's line."""
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        if isinstance(self.stages, Stages):
+            self.stages.close()
+
+    def _to(self) -> Console:
+        if self._console is None:
+            from rich.console import Console
+
+            stream = sys.stderr if self._json == "-" else sys.stdout
+            width = None if stream.isatty() else _PIPED_WIDTH
+            self._console = Console(file=stream, quiet=self.quiet, width=width, emoji=False)
+        return self._console
+
+
+@contextmanager
+def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted") -> Iterator[Output]:
+    """Run a command's work: its `Output`, and for every error a message, a next step and an exit code.
+
+    Parameters
+    ----------
+    interrupted : str
+        What Ctrl-C leaves behind, in a sentence.
+    """
+    out = Output(json_file, quiet)
+    try:
+        out.check()
+        yield out
+    except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+        raise
+    except KeyboardInterrupt:
+        out.close()
+        typer.echo(interrupted, err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        out.close()
+        if os.environ.get(TRACEBACK):
+            raise
+        typer.echo(f"error: {describe(error)}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        out.close()
+
+
+def describe(error: Exception) -> str:
+    """What went wrong and what to do next, without a traceback."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full and isinstance(error, OSError):
+        where = f" at {error.filename}" if error.filename else ""
+        return describe(
+            StorageFullError(f"the disk is full{where}; what was published stays.", "free space and run it again")
+        )
+    if isinstance(error, AttmemoError):
+        return f"{error.what}\n  Next: {error.hint or 'see --help of this command'}"
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{what}\n  Next: check the path and its permissions; {TRACEBACK}=1 shows where it happened"
+    lines = str(error).strip().splitlines()
+    said = f": {lines[0]}" if lines else ""
+    return (
+        f"unexpected {type(error).__name__}{said}\n"
+        f"  Next: run it again with {TRACEBACK}=1 and report what it shows; nothing already published is lost"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that a person reads."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def cell(value: object) -> str:
+    """A value as a table shows it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else "–"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(cell, value))
+    return str(value)
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in "-–.+" or not text
+
+
+def _unwritable(file: str, why: str) -> AttmemoError:
+    return AttmemoError(f"--json {file} cannot be written: {why}.", "name a file in a directory that can be written")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for the numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,142 @@
+"""`attmemo inspect` and `attmemo check`: what is in a database, and whether it is whole."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from attmemo.cli.build import show_layers
+from attmemo.cli.console import Output, cell, output, size
+from attmemo.cli.measure import show_tuning
+from attmemo.cli.options import DatabasePath, Json, Quiet
+
+if TYPE_CHECKING:
+    from attmemo.db import Database
+
+_BINS = 8
+_BAR = 32
+
+
+def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
+    """Show what a database holds.
+
+    Model, records by length, embedder, profile and tuned threshold. Checks the structure but reads no map;
+    `attmemo check` reads every one.
+    """
+    with output(json, quiet) as out:
+        from attmemo.db import Database
+
+        with Database(db) as database:
+            found = summarize(database)
+        _show(out, found)
+        out.result(found)
+
+
+def summarize(database: Database) -> dict[str, Any]:
+    """What `inspect` shows, JSON-able."""
+    from attmemo.db import SPLIT_HELD_OUT
+
+    manifest = database.manifest
+    model = {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")}
+    embedder, profile = manifest.embedder, manifest.profile
+    indexed = embedder.records if embedder is not None else 0
+    return {
+        "path": str(database.path),
+        "generation": manifest.generation,
+        "model": model,
+        "storage": manifest.storage,
+        "page_size": manifest.page_size,
+        "records": len(database),
+        "held_out": int((database.records.splits == SPLIT_HELD_OUT).sum()),
+        "lengths": {str(length): count for length, count in sorted(database.lengths.items())},
+        "bytes": database.bytes,
+        "sources": [source.name for source in manifest.sources],
+        "not_indexed": len(database) - indexed,
+        "embedder": None if embedder is None else {"backend": embedder.backend, "records": indexed, **embedder.report},
+        "profile": profile and {key: profile.get(key) for key in ("threads", "dtype", "costs")},
+        "tuning": manifest.tuning,
+    }
+
+
+def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
+    """Compare every slot with its checksum.
+
+    Reads the whole database. Ends with exit code 1 if anything is damaged.
+    """
+    with output(json, quiet) as out:
+        from attmemo.db import Database
+        from attmemo.db.format import KINDS
+
+        findings = []
+        with Database(db) as database:
+            slots = len(database) * database.manifest.model.layers * len(KINDS)
+            for finding in database.check(lambda done, total: out.stages("checking slots", done, total)):
+                findings.append(asdict(finding))
+                out.say(f"{finding.where}: {finding.what}")
+        out.result({"path": str(db), "slots": slots, "ok": not findings, "findings": findings})
+        if findings:
+            typer.echo(
+                f"error: {db}: {len(findings)} findings in {slots:,} slots\n"
+                "  Next: restore the database from a copy, or build it again with attmemo build-database; if only an "
+                f"embedder or index file is named, attmemo train-embedder {shlex.quote(str(db))} makes it anew",
+                err=True,
+            )
+            raise typer.Exit(1)
+        out.say(f"{db}: {slots:,} slots, all checksums match")
+
+
+def histogram(lengths: Mapping[int, int]) -> list[tuple[str, str, str]]:
+    """Records by token length in a few ranges: range, bar, count."""
+    first, last = min(lengths), max(lengths)
+    width = max(1, -(-(last - first + 1) // _BINS))
+    counts: dict[int, int] = {}
+    for length, count in lengths.items():
+        start = first + (length - first) // width * width
+        counts[start] = counts.get(start, 0) + count
+    most = max(counts.values())
+    return [
+        (
+            f"{start}–{min(start + width - 1, last)}" if width > 1 else str(start),
+            "█" * max(1, round(_BAR * count / most)),
+            f"{count:,}",
+        )
+        for start, count in sorted(counts.items())
+    ]
+
+
+def _show(out: Output, found: dict[str, Any]) -> None:
+    model, embedder, profile = found["model"], found["embedder"], found["profile"]
+    place = shlex.quote(found["path"])
+    waiting = f"{found['not_indexed']:,} (attmemo train-embedder {place})" if found["not_indexed"] else "0"
+    costs = "not measured, so the gate always tries"
+    if profile:
+        costs = f"measured on {profile['threads']} threads in {profile['dtype']}"
+    out.table(
+        found["path"],
+        (),
+        [
+            ("model", model["name"]),
+            ("family", f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide"),
+            ("computed in", f"{model['dtype']}, texts cut to {model['max_length']} tokens"),
+            ("fingerprint", model["fingerprint"]),
+            ("stored as", f"{found['storage']}, pages of {size(found['page_size'])}"),
+            ("size", size(found["bytes"])),
+            ("records", f"{found['records']:,}, of which {found['held_out']:,} held out"),
+            ("not yet indexed", waiting),
+            ("data", ", ".join(found["sources"])),
+            ("generation", cell(found["generation"])),
+            ("embedder", f"indexed with {embedder['backend']}" if embedder else "not trained"),
+            ("costs", costs),
+            ("threshold", "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)"),
+        ],
+    )
+    if found["lengths"]:
+        out.table("Records by tokens", (), histogram({int(k): v for k, v in found["lengths"].items()}))
+    if embedder and embedder.get("layers"):
+        show_layers(out, embedder["layers"])
+    if found["tuning"]:
+        show_tuning(out, found["tuning"])

@@ -1,0 +1,215 @@
+"""`attmemo tune` and `attmemo evaluate`: what a database is worth on texts that are not in it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attmemo.cli.console import Output, cell, output
+from attmemo.cli.options import (
+    BatchSize,
+    Data,
+    DatabasePath,
+    Fetch,
+    Json,
+    Limit,
+    Lookup,
+    MinCosine,
+    ModelPlace,
+    MoreData,
+    Quiet,
+    Residency,
+    TextColumn,
+    check_threshold,
+    data_files,
+    parse_share,
+    parse_threshold,
+)
+from attmemo.errors import AttmemoError
+
+
+def tune(
+    db: DatabasePath,
+    data: Data,
+    more: MoreData = None,
+    budget: Annotated[
+        float, typer.Option(metavar="SHARE", parser=parse_share, help="Share of answers that may change.")
+    ] = 0.01,
+    confidence: Annotated[
+        float, typer.Option(metavar="SHARE", parser=parse_share, help="How sure of it you want to be.")
+    ] = 0.95,
+    text_column: TextColumn = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 32,
+    lookup: Annotated[
+        Lookup, typer.Option(help="One lookup per sequence, whose record serves all layers, or one in every layer.")
+    ] = "sequence",
+    min_cosine: MinCosine = 0.98,
+    model: ModelPlace = None,
+    allow_uncertified: Annotated[
+        bool,
+        typer.Option(
+            "--allow-uncertified",
+            help="With too few texts for the confidence asked for, choose by what was observed, and say so.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random split of the texts.")] = 0,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Choose the threshold for a budget.
+
+    Finds the one that serves most from memory while no more answers change than the budget allows. The texts must not
+    be in the database, and should be like those that will be served. The choice is stored in the database:
+    `attmemo evaluate` and attmemo.memoize(model) use it as threshold auto.
+
+    \b
+    attmemo tune DB --data today.log --budget 0.01 --confidence 0.95
+    """
+    with output(json, quiet, "interrupted; the database is as it was") as out:
+        from attmemo.profiler.tune import TuneOptions
+        from attmemo.profiler.tune import tune as run
+
+        options = TuneOptions(
+            budget=budget,
+            confidence=confidence,
+            text_column=text_column,
+            limit=limit,
+            batch_size=batch_size,
+            lookup=lookup,
+            min_cosine=min_cosine,
+            allow_uncertified=allow_uncertified,
+            seed=seed,
+            model=model,
+        )
+        tuning = run(db, data_files(data, more), options, out.stages)
+        show_tuning(out, tuning)
+        place = shlex.quote(str(db))
+        if not tuning["certified"] and not allow_uncertified:
+            out.say("Next: more texts, a larger --budget, or --allow-uncertified to go by what was observed")
+        else:
+            out.say(f"Next: attmemo evaluate {place} --data FILE --report DIR   (FILE: other texts than these)")
+        out.result(tuning)
+
+
+def show_tuning(out: Output, tuning: dict[str, Any]) -> None:
+    """What was chosen, in the tuner's own sentence and by layer."""
+    out.say(str(tuning["sentence"]))
+    thresholds = [float(t) for t in tuning["thresholds"]]
+    served = [f"{t:.3f}" if t < 1.0 else "exact" for t in thresholds]
+    out.table(
+        f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never served)",
+        [str(layer) for layer in range(len(served))],
+        [served],
+    )
+
+
+def evaluate(
+    db: DatabasePath,
+    data: Data,
+    more: MoreData = None,
+    text_column: TextColumn = None,
+    label_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Column that holds the true label: adds accuracy.  [default: none]"),
+    ] = None,
+    threshold: Annotated[
+        str,
+        typer.Option(
+            metavar="T",
+            callback=check_threshold,
+            help="Similarity that a record must have to serve, 0 to 1; one for all layers, or one for each separated "
+            "by commas. auto: what attmemo tune chose.",
+        ),
+    ] = "auto",
+    lookup: Annotated[
+        Lookup | None,
+        typer.Option(help="One lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"),
+    ] = None,
+    batch_size: BatchSize = 32,
+    limit: Limit = None,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Timed passes; the median counts.")] = 3,
+    compile: Annotated[
+        bool, typer.Option(help="Also time torch.compile as an exact path; takes minutes and a C++ compiler.")
+    ] = False,
+    controls: Annotated[
+        bool,
+        typer.Option(help="Also ask with the mean map, a random map and a duplicate cache: what the lookup is worth."),
+    ] = True,
+    sweep: Annotated[bool, typer.Option(help="Also measure speed and quality at other thresholds.")] = True,
+    exhaustive: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Texts on which to find the best record there is; 0: none."),
+    ] = 200,
+    min_cosine: MinCosine = 0.98,
+    gate: Annotated[bool, typer.Option(help="Let the performance model leave alone what would not pay.")] = True,
+    fetch: Fetch = "auto",
+    residency: Residency = "page-cache",
+    model: ModelPlace = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure hits, speed and quality.
+
+    Asks texts that are not in the database, of the exact and of the memoized model. The two are timed in turn on the
+    same batches; lookups, fetches and misses are included.
+
+    \b
+    attmemo evaluate DB --data tomorrow.log --report report
+    attmemo evaluate DB --data test.csv --text-column body --label-column class --threshold 0.95
+    """
+    with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
+        from attmemo.db import read_manifest
+        from attmemo.profiler.evaluate import EvaluateOptions
+        from attmemo.profiler.evaluate import evaluate as run
+        from attmemo.profiler.report import write_report
+
+        layers = read_manifest(db).model.layers
+        chosen = parse_threshold(threshold)
+        if isinstance(chosen, list) and len(chosen) != layers:
+            raise AttmemoError(
+                f"--threshold gives {len(chosen)} scores, the model has {layers} layers.", f"give one, or {layers}"
+            )
+        options = EvaluateOptions(
+            text_column=text_column,
+            label_column=label_column,
+            limit=limit,
+            batch_size=batch_size,
+            threshold=chosen,
+            lookup=lookup,
+            gate=gate,
+            fetch=fetch,
+            residency=residency,
+            repeats=repeats,
+            compile=compile,
+            controls=controls,
+            sweep=sweep,
+            exhaustive=exhaustive,
+            min_cosine=min_cosine,
+            model=model,
+        )
+        result = run(db, data_files(data, more), options, out.stages)
+        written = write_report(result, report) if report is not None else []
+        show_result(out, result)
+        if written:
+            out.say(f"Report: {written[0]}")
+        out.result(result)
+
+
+def show_result(out: Output, result: dict[str, Any]) -> None:
+    """The report's tables, and last its verdict."""
+    from attmemo.profiler.report import make_tables
+
+    for table in make_tables(result):
+        out.table(table.title, table.columns, table.rows, table.note)
+    for note in result.get("notes") or ():
+        out.say(f"Note: {note}")
+    if result.get("verdict"):
+        out.say(cell(result["verdict"]))

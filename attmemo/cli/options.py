@@ -1,0 +1,144 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Lookup = Literal["sequence", "layer"]
+Threshold = float | list[float] | Literal["auto"]
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``8GiB``, ``500 MB``, ``1.5g`` or a plain number; KiB and K are 1024 bytes, KB is 1000."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", text, re.IGNORECASE)
+    if found is None or (found[3] and not found[2]):
+        raise typer.BadParameter(f"{text!r} is not a size; write 8GiB, 500MB or a number of bytes.")
+    base = 1000 if found[4] and not found[3] else 1024
+    size = int(float(found[1]) * base ** _UNITS[found[2].lower()])
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is no bytes at all; write 8GiB, 500MB or a number of bytes.")
+    return size
+
+
+def parse_threshold(text: str) -> Threshold:
+    """``auto``, a similarity score, or one score per layer separated by commas."""
+    if text == "auto":
+        return "auto"
+    try:
+        scores = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a threshold; write auto, a similarity from 0 to 1, or one per layer: 0.9,0.95,…"
+        ) from None
+    if not all(0.0 <= score <= 1.0 for score in scores):
+        raise typer.BadParameter(f"{text!r}: a threshold is a similarity, from 0 to 1.")
+    return scores[0] if len(scores) == 1 else scores
+
+
+def check_threshold(text: str) -> str:
+    """Refuse what `parse_threshold` cannot read; typer has no type for what it returns."""
+    parse_threshold(text)
+    return text
+
+
+def parse_share(text: str) -> float:
+    """A share strictly between 0 and 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0.0 < share < 1.0:
+        raise typer.BadParameter(f"{text!r} is not a share between 0 and 1; 1 % is 0.01.")
+    return share
+
+
+def parse_cosine(text: str) -> float:
+    """A cosine above -1 and at most 1."""
+    try:
+        cosine = float(text)
+    except ValueError:
+        cosine = math.nan
+    if not -1.0 < cosine <= 1.0:
+        raise typer.BadParameter(f"{text!r} is not a cosine between -1 and 1.")
+    return cosine
+
+
+def check_database(path: Path) -> Path:
+    """Refuse a file where the database directory belongs: mostly data files were given before it."""
+    if path.is_file():
+        raise typer.BadParameter(f"{path} is a file, a database is a directory. DB comes before the data files.")
+    return path
+
+
+def data_files(data: list[Path], more: list[Path] | None) -> list[Path]:
+    """The values of ``--data`` with those that follow them."""
+    return [*data, *(more or [])]
+
+
+DatabasePath = Annotated[
+    Path, typer.Argument(metavar="DB", callback=check_database, help="The database directory.", show_default=False)
+]
+Data = Annotated[
+    list[Path],
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        show_default=False,
+        help="Texts: .txt or .log (a line each), .csv, .tsv, .jsonl, .json (lines) or .parquet. "
+        "Several files: --data a.log b.log, or --data a.log --data b.log.",
+    ),
+]
+MoreData = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="FILE", help="More data files, after --data.", show_default=False),
+]
+TextColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Column that holds the text.  [default: the only column of text, or one called text, sentence, …]",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most this many texts.  [default: all]")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Texts in a batch.")]
+ModelPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="PATH_OR_NAME",
+        help="Where the model is now.  [default: where it was when the database was built]",
+    ),
+]
+MinCosine = Annotated[
+    float,
+    typer.Option(
+        metavar="C",
+        parser=parse_cosine,
+        help="For a model that gives embeddings: an answer counts as changed when its cosine to the exact one "
+        "is below this. Unused for a classifier, where the predicted class decides.",
+    ),
+]
+Fetch = Annotated[
+    Literal["auto", "map", "view", "copy"],
+    typer.Option(help="How maps are read; all give the same answers. auto: the fastest for the page size."),
+]
+Residency = Annotated[
+    Literal["page-cache", "hugepages"],
+    typer.Option(help="Where maps are read from: files in the page cache, or huge pages they are loaded into."),
+]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write the result as JSON; '-' is standard output, and all other text then goes to standard error.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and --json).")]

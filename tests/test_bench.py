@@ -1,0 +1,276 @@
+"""The micro-benchmarks: every variant gives the same maps, every number is there, and nonsense is refused.
+
+No test looks at how long something took: sizes are tiny and the machine is shared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.mmap import Batch, ViewFetcher, page_size
+from attmemo.profiler import bench
+from attmemo.profiler.bench import bench_gather, bench_layer, bench_search
+from attmemo.profiler.conditions import conditions
+
+GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
+SEARCH: dict[str, Any] = {"records": 200, "dimension": 8, "queries": 5, "repeats": 2}
+LAYER: dict[str, Any] = {"hidden": 32, "heads": 2, "length": 16, "batch": 3, "layers": 1, "repeats": 2}
+FETCHED = ("copy", "copy_reused", "map", "view")
+
+
+@pytest.fixture(autouse=True)
+def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every benchmark leaves threads, random state and the folder for temporary files as they were."""
+    monkeypatch.setattr(bench.tempfile, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
+    before = torch.get_num_threads(), torch.random.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
+    yield
+    assert torch.get_num_threads() == before[0]
+    assert torch.equal(torch.random.get_rng_state(), before[1])
+    assert str(np.random.get_state()) == before[2]  # noqa: NPY002
+    assert not list(tmp_path.glob("attmemo-bench-*"))
+
+
+def check(result: dict[str, Any], *positive: str) -> None:
+    """JSON-able, with flat rows, conditions, and positive finite numbers under these names in every row."""
+    json.dumps(result, allow_nan=False)
+    assert result["conditions"].keys() >= conditions().keys()
+    for row in result["rows"]:
+        assert not any(isinstance(value, dict | list) for value in row.values())
+        for name in positive:
+            assert math.isfinite(row[name])
+            assert row[name] > 0
+
+
+def test_conditions_name_the_machine() -> None:
+    found = conditions()
+    json.dumps(found, allow_nan=False)
+    assert found["cpu"]
+    assert found["cores"] >= 1
+    assert found["threads"] == torch.get_num_threads()
+    assert found["torch"] == torch.__version__
+
+
+# -- fetching maps
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("length", [16, 32])  # slots padded to a page of 4 KiB; slots that fill it
+def test_gather_has_a_row_for_every_variant(dtype: str, length: int) -> None:
+    result = bench_gather(**(GATHER | {"length": length}), dtype=dtype)
+    check(result, "fetch_matmul_ms", "gb_per_s_matmul")
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert tuple(rows) == (*FETCHED, "contiguous")
+    for name in FETCHED:
+        assert rows[name]["fetch_ms"] == result[f"{name}_ms"] > 0
+        assert rows[name]["fetch_matmul_ms"] == result[f"{name}_matmul_ms"]
+        assert rows[name]["gb_per_s"] == result[f"{name}_gb_per_s"] > 0
+        assert rows[name]["faults"] == result[f"{name}_faults"] >= 0
+    assert rows["contiguous"]["fetch_ms"] is None
+    assert result["contiguous_matmul_ms"] > 0
+    assert result["fetcher"] in ("map", "view")
+    assert result["page_bytes"] >= result["window_page_bytes"] > 0
+    assert result["faults"] == result[f"{result['fetcher']}_matmul_faults"]
+    one = GATHER["heads"] * length**2 * (4 if dtype == "float32" else 2)
+    assert result["bytes"] == GATHER["batch"] * one
+    assert any("padded" in note for note in result["notes"]) == (one % page_size() > 0)
+
+
+def test_gather_says_what_became_of_huge_pages() -> None:
+    result = bench_gather(**GATHER, residency="hugepages")
+    assert result["residency"] == "hugepages" or "huge pages asked" in result["notice"]
+    assert result["conditions"]["residency"] == result["residency"]
+
+
+def test_gather_refuses_variants_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a fetch that reads other records would be worthless."""
+
+    class Wrong(ViewFetcher):
+        def fetch(self, arena: Any, slots: Any) -> Batch:
+            return super().fetch(arena, np.roll(slots, 1))
+
+    monkeypatch.setattr(bench, "ViewFetcher", Wrong)
+    with pytest.raises(AttmemoError, match="'view' gave other maps"):
+        bench_gather(**GATHER)
+
+
+def test_gather_tells_when_the_window_was_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attmemo.mmap.fetch.max_map_count", lambda: 1)
+    result = bench_gather(**GATHER)
+    assert any("'map' were copied instead" in note for note in result["notes"])
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    bench_gather(**GATHER, progress=lambda *step: told.append(step))
+    assert told[-1] == ("measure", 3, 3)
+    assert ("records", 6, 6) in told
+
+
+# -- searching embeddings
+
+
+def test_search_has_a_row_for_every_backend() -> None:
+    pytest.importorskip("hnswlib")
+    result = bench_search(**SEARCH)
+    check(result, "build_seconds", "search_ms", "us_per_query", "bytes", "recall_at_1")
+    rows = {row["backend"]: row for row in result["rows"]}
+    assert tuple(rows) == ("faiss", "hnswlib", "flat")
+    assert rows["flat"]["recall_at_1"] == 1.0
+    assert rows["flat"]["bytes"] == 4 * SEARCH["records"] * SEARCH["dimension"]
+    assert all(0.9 <= row["recall_at_1"] <= 1.0 for row in rows.values())
+    assert result["notes"] == []
+
+
+@pytest.mark.parametrize("missing", ["hnswlib", "faiss"])
+def test_search_leaves_out_what_is_not_installed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = bench_search(**SEARCH, backends=(missing, "flat"))
+    assert [row["backend"] for row in result["rows"]] == ["flat"]
+    assert len(result["notes"]) == 1
+    assert missing in result["notes"][0]
+
+
+def test_search_of_a_single_record() -> None:
+    result = bench_search(records=1, dimension=1, queries=1, repeats=1, backends=["flat", "faiss", "flat"])
+    assert [row["recall_at_1"] for row in result["rows"]] == [1.0, 1.0]
+
+
+# -- one forward
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("bert", "float32"), ("deberta-v2", "bfloat16")])
+def test_layer_serves_every_row(family: Any, dtype: str) -> None:
+    result = bench_layer(family=family, dtype=dtype, **LAYER)
+    check(result, "ms", "ms_min", "speedup", "speedup_best")
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert tuple(rows) == ("exact", "memoized-sequence", "memoized-layer", "ceiling")
+    assert rows["exact"]["speedup"] == rows["exact"]["speedup_best"] == 1.0
+    assert rows["exact"]["attention"] == ("sdpa" if family == "bert" else "eager")
+    for name in ("memoized-sequence", "memoized-layer"):
+        assert rows[name]["hit_rate"] == 1.0
+        assert rows[name]["lookup_ms_per_layer"] > 0
+        assert rows[name]["serve_ms_per_layer"] > 0
+        share = rows[name]["share_of_ceiling"]
+        assert (share is None) == (rows["ceiling"]["ms"] >= rows["exact"]["ms"])
+    assert rows["ceiling"]["hit_rate"] is None
+    assert result["conditions"]["storage_dtype"] == ("float16" if dtype == "float32" else "bfloat16")
+    assert result["conditions"]["threads"] == torch.get_num_threads()
+
+
+def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model = bench._random_model("bert", 32, 2, 16, 1, "float32")
+    inputs = bench._inputs(torch.Generator().manual_seed(1), 3, 16)
+    with torch.inference_mode():
+        before = model(**inputs).last_hidden_state
+        twin = bench._ceiling_model(model, inputs)
+        after = model(**inputs).last_hidden_state
+        served = twin(**inputs).last_hidden_state
+    assert torch.equal(before, after)
+    torch.testing.assert_close(served, before, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(served, before * 0)
+    theirs = dict(twin.named_parameters())
+    assert all(theirs[name] is parameter for name, parameter in model.named_parameters())
+    assert "forward" not in model.get_submodule("encoder.layer.0.attention.self").__dict__
+
+
+def test_layer_refuses_a_ceiling_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench._hit_only
+    monkeypatch.setattr(bench, "_hit_only", lambda adapter, module, apm: right(adapter, module, apm.flip(-1)))
+    with pytest.raises(AttmemoError, match="another output"):
+        bench_layer(**LAYER)
+
+
+def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
+    """Else the times would be those of a degenerate softmax, full of zeros or subnormal numbers."""
+    from attmemo.adapters import adapter_for
+    from attmemo.profiler.capture import Capture
+
+    with torch.random.fork_rng(devices=[]):
+        model = bench._random_model("deberta-v2", 128, 2, 32, 2, "float32")
+    with Capture(model, *adapter_for(model)) as capture:
+        maps = capture.run(bench._inputs(torch.Generator().manual_seed(1), 4, 32)).maps
+    for apm in maps:
+        highest = float(apm.max(-1).values.mean())
+        assert 3 / 32 < highest < 0.9
+
+
+def test_layer_leaves_out_a_model_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_model: Any) -> Any:
+        raise RuntimeError("no compiler here\nand more")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    result = bench_layer(**LAYER, compile=True)
+    assert "exact-compiled is left out: no compiler here" in result["notes"]
+    assert "exact-compiled" not in {row["variant"] for row in result["rows"]}
+
+
+def test_layer_compares_with_the_best_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    rows = {row["variant"]: row for row in bench_layer(**LAYER, compile=True)["rows"]}
+    best = min(rows["exact"]["ms"], rows["exact-compiled"]["ms"])
+    assert rows["ceiling"]["speedup_best"] == best / rows["ceiling"]["ms"]
+
+
+# -- nonsense
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])
+def test_sizes_must_be_positive_integers(value: Any) -> None:
+    for call, arguments in ((bench_gather, GATHER), (bench_search, SEARCH), (bench_layer, LAYER)):
+        for name in arguments:
+            with pytest.raises(ValueError, match=f"{name} must be a positive integer"):
+                call(**(arguments | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "message"),
+    [
+        (bench_gather, {"dtype": "int4"}, "dtype: 'int4' is not one of float32"),
+        (bench_gather, {"residency": "disk"}, "residency"),
+        (bench_search, {"backends": ("annoy",)}, "backends: 'annoy'"),
+        (bench_search, {"backends": "faiss"}, "sequence of names"),
+        (bench_search, {"backends": ()}, "at least one"),
+        (bench_layer, {"family": "t5"}, "family: 't5' is not one of bert, deberta-v2"),
+        (bench_layer, {"dtype": "float16"}, "dtype"),
+        (bench_layer, {"storage": "int8"}, "storage"),
+        (bench_layer, {"fetch": "steal"}, "fetch"),
+        (bench_layer, {"hidden": 33, "heads": 2}, "must be a multiple of heads"),
+    ],
+)
+def test_names_must_be_known(call: Any, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**wrong)
+
+
+@pytest.mark.parametrize(("call", "arguments"), [(bench_gather, GATHER), (bench_search, SEARCH), (bench_layer, LAYER)])
+def test_a_limit_on_bytes_is_kept(call: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(StorageFullError, match="the limit is 0 MiB"):
+        call(**arguments, max_bytes=100)
+
+
+def test_sizes_beyond_any_machine_are_refused_at_once() -> None:
+    with pytest.raises(StorageFullError, match="MiB of memory are available"):
+        bench_gather(batch=10**7, max_bytes=1 << 62)
+    with pytest.raises(StorageFullError, match="the limit is 8192 MiB"):
+        bench_layer(length=10**6)
+    with pytest.raises(StorageFullError, match="the limit is 8192 MiB"):
+        bench_search(records=10**9)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 10
+
+    monkeypatch.setattr(bench.shutil, "disk_usage", lambda _path: Usage)  # type: ignore[attr-defined]
+    with pytest.raises(StorageFullError, match="0 MiB are free in the folder for temporary files"):
+        bench_gather(**GATHER)

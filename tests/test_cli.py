@@ -1,0 +1,600 @@
+"""The command line: what it explains, what it refuses and how, and that its commands work together."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from attmemo.cli import console
+from attmemo.cli.app import app
+from attmemo.cli.look import histogram
+from attmemo.cli.options import parse_size, parse_threshold
+from attmemo.db import Database, read_manifest
+from attmemo.errors import AttmemoError, DataError
+from attmemo.profiler.logs import generate_log
+
+ROOT: Any = typer.main.get_command(app)
+MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from attmemo.cli import main; main()"
+
+
+def commands(command: Any = ROOT, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with the words that call it, the groups included."""
+    yield path, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands(sub, (*path, name))
+
+
+COMMANDS = dict(commands())
+LEAVES = {path: command for path, command in COMMANDS.items() if not hasattr(command, "commands")}
+
+
+def attmemo(*args: str | Path) -> Any:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="attmemo")
+
+
+def succeed(*args: str | Path) -> str:
+    """Standard output of a command that must work."""
+    result = attmemo(*args)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    stdout: str = result.stdout
+    return stdout
+
+
+def refuse(*args: str | Path) -> str:
+    """Standard error of a command that must be refused: a message, a next step, no traceback."""
+    result = attmemo(*args)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), "an exception came through"
+    assert result.stdout == "" or "error:" not in result.stdout
+    stderr: str = result.stderr
+    assert "error: " in stderr
+    assert "\n  Next: " in stderr
+    assert "Traceback" not in stderr
+    assert "unexpected" not in stderr
+    return stderr
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory, service_log: Path) -> dict[str, Path]:
+    """Lines to build from, and later ones of the same services to tune on and to ask."""
+    folder = tmp_path_factory.mktemp("logs")
+    lines = list(generate_log(700, seed=5))
+    files = {"build": service_log}
+    for name, part in (("tune", lines[300:500]), ("ask", lines[500:])):
+        files[name] = folder / f"{name}.log"
+        files[name].write_text("".join(f"{line}\n" for line in part))
+    return files
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_bert: str, logs: dict[str, Path]) -> Path:
+    """A database that was built and trained; tests that change one take a copy."""
+    path = tmp_path_factory.mktemp("database") / "db"
+    out = succeed("build-database", "--model", tiny_bert, "--data", logs["build"], "--output", path)
+    assert f"attmemo train-embedder {path}" in out
+    out = succeed("train-embedder", path, "--steps", "5", "--backend", "flat")
+    assert f"attmemo tune {path}" in out
+    return path
+
+
+@pytest.fixture
+def database(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained database."""
+    return Path(shutil.copytree(trained, tmp_path / "db"))
+
+
+class TestHelp:
+    @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+    def test_explains_every_parameter(self, path: tuple[str, ...]) -> None:
+        shown = succeed(*path, "--help")
+        letters = "".join(shown.split())  # lines are broken at hyphens too
+        assert COMMANDS[path].help, "a command without a description"
+        for parameter in COMMANDS[path].params:
+            assert parameter.help, f"{parameter.name} is not described"
+            assert "".join(parameter.help.split()) in letters
+            for name in (*parameter.opts, *parameter.secondary_opts):
+                if name.startswith("-"):
+                    assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown), name
+
+    @pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+    def test_shows_every_default(self, path: tuple[str, ...]) -> None:
+        letters = "".join(succeed(*path, "--help").split())
+        for parameter in LEAVES[path].params:
+            if parameter.default not in (None, False) and not parameter.required:
+                shown = parameter.default
+                if shown is True:
+                    shown = parameter.opts[0].lstrip("-")
+                assert f"[default:{shown}" in letters, parameter.name
+
+    @pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+    def test_every_command_is_quiet_and_gives_json_on_request(self, path: tuple[str, ...]) -> None:
+        options = {name for parameter in LEAVES[path].params for name in parameter.opts}
+        assert {"--json", "--quiet"} <= options
+
+    @pytest.mark.parametrize("name", [name for (name, *more) in (p for p in COMMANDS if p) if not more])
+    def test_the_overview_is_not_cut_off(self, name: str) -> None:
+        (line,) = [line for line in succeed("--help").splitlines() if line.startswith(f"  {name} ")]
+        assert not line.endswith("...")
+
+    def test_no_command_shows_the_overview(self) -> None:
+        assert "Commands:" in attmemo().output
+
+    def test_version(self) -> None:
+        assert re.fullmatch(r"attmemo \d+\.\d+\.\d+\S*\n", succeed("--version"))
+
+    def test_answers_without_loading_torch(self) -> None:
+        # The package's own __init__ is replaced, so that what is asked is what the command line itself imports.
+        code = (
+            "import sys, types, pathlib, importlib.util\n"
+            "package = types.ModuleType('attmemo')\n"
+            "package.__path__ = importlib.util.find_spec('attmemo').submodule_search_locations\n"
+            "sys.modules['attmemo'] = package\n"
+            "from attmemo.cli.app import app\n"
+            "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+            "print({'torch', 'numpy', 'pandas', 'matplotlib', 'transformers'} & set(sys.modules), file=sys.stderr)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stderr == "set()\n"
+
+    def test_defaults_are_those_of_the_library(self) -> None:
+        from attmemo.embed.train import TrainOptions
+        from attmemo.profiler.build import BuildOptions
+        from attmemo.profiler.evaluate import EvaluateOptions
+        from attmemo.profiler.tune import TuneOptions
+
+        elsewhere = {"max_bytes"}  # the library has no limit unless it is given one
+        for name, options in (
+            ("build-database", BuildOptions()),
+            ("train-embedder", TrainOptions()),
+            ("tune", TuneOptions()),
+            ("evaluate", EvaluateOptions()),
+        ):
+            fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+            for parameter in LEAVES[name,].params:
+                if parameter.name in fields.keys() - elsewhere:
+                    assert parameter.default == fields[parameter.name], f"{name} --{parameter.name}"
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [
+            ("8GiB", 8 << 30), ("500MB", 500_000_000), ("500 mb", 500_000_000), ("1.5K", 1536), ("2m", 2 << 20),
+            ("123", 123), ("7b", 7), (".5 KiB", 512), ("1TiB", 1 << 40), ("3.GB", 3_000_000_000),
+        ],
+    )  # fmt: skip
+    def test_size(self, text: str, size: int) -> None:
+        assert parse_size(text) == size
+
+    @given(st.integers(1, 10**9), st.sampled_from(["", "K", "M", "G", "T"]))
+    def test_whole_sizes_are_exact(self, number: int, unit: str) -> None:
+        assert parse_size(f"{number}{unit}") == number * 1024 ** "KMGT".find(unit or "-").__add__(1)
+
+    @pytest.mark.parametrize("text", ["", "GiB", "8 giga", "-3", "1e9", "0", "3iB", "nan", "8G8"])
+    def test_no_size(self, text: str) -> None:
+        with pytest.raises(typer.BadParameter, match="8GiB"):
+            parse_size(text)
+
+    @pytest.mark.parametrize(
+        ("text", "threshold"), [("auto", "auto"), ("0.9", 0.9), ("1", 1.0), ("0", 0.0), ("0.9, 0.8", [0.9, 0.8])]
+    )
+    def test_threshold(self, text: str, threshold: object) -> None:
+        assert parse_threshold(text) == threshold
+
+    @pytest.mark.parametrize("text", ["", "Auto", "1.01", "-0.1", "nan", "0.9,", "0.9;0.8", "high"])
+    def test_no_threshold(self, text: str) -> None:
+        with pytest.raises(typer.BadParameter):
+            parse_threshold(text)
+
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            ("build-database --data a.log", "--model"),
+            ("build-database --model m", "--data"),
+            ("build-database --model m --data a --max-bytes lots", "--max-bytes"),
+            ("build-database --model m --data a --max-length 1", "--max-length"),
+            ("build-database --model m --data a --limit 0", "--limit"),
+            ("build-database --model m --data a --dtype int8", "--dtype"),
+            ("build-database --model m --data a --held-out 0.9", "--held-out"),
+            ("build-database --model m --data a --batch-size none", "--batch-size"),
+            ("build-database --model m --data a --colour", "--colour"),
+            ("train-embedder", "DB"),
+            ("train-embedder db --backend annoy", "--backend"),
+            ("train-embedder db --steps -1", "--steps"),
+            ("tune db", "--data"),
+            ("tune db --data a --budget 1", "--budget"),
+            ("tune db --data a --budget 1%", "--budget"),
+            ("tune db --data a --confidence 0", "--confidence"),
+            ("tune db --data a --lookup both", "--lookup"),
+            ("tune db --data a --min-cosine 2", "--min-cosine"),
+            ("evaluate db --data a --threshold 95", "--threshold"),
+            ("evaluate db --data a --repeats 0", "--repeats"),
+            ("bench layer --hidden 100 --heads 12", "--heads"),
+            ("bench gather --length 0", "--length"),
+            ("observe db", "observe"),
+        ],
+    )
+    def test_wrong_usage_is_named(self, args: str, said: str) -> None:
+        result = attmemo(*shlex.split(args))
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr
+        assert "Traceback" not in result.output
+
+    def test_a_file_where_the_database_belongs(self, service_log: Path) -> None:
+        result = attmemo("tune", "--data", service_log, service_log, "db")
+        assert result.exit_code == 2
+        assert "a database is a directory" in result.stderr
+
+
+class TestBuild:
+    def test_data_may_be_given_in_both_ways(self, tmp_path: Path, tiny_bert: str) -> None:
+        files = []
+        for number in range(4):
+            files.append(tmp_path / f"{number}.log")
+            files[-1].write_text("".join(f"{line}\n" for line in generate_log(5, seed=number)))
+        common = ("build-database", "--model", tiny_bert, "--json", "-")
+        data = ("--data", files[0], files[1], "--output", tmp_path / "db", "--data", files[2], files[3])
+        assert json.loads(succeed(*common, *data))["records"] == 20
+        assert {s.name for s in read_manifest(tmp_path / "db").sources} == {f"{n}.log" for n in range(4)}
+
+    def test_without_a_place_it_goes_where_memoize_looks(
+        self, tmp_path: Path, tiny_bert: str, service_log: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from attmemo.db import find_database
+
+        monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "cache"))
+        out = succeed("build-database", "--model", tiny_bert, "--data", service_log, "--limit", "10", "--json", "-")
+        path = Path(json.loads(out)["path"])
+        assert path.parent == tmp_path / "cache"
+        assert find_database(read_manifest(path).model.fingerprint) == path
+
+    def test_the_same_command_resumes(self, tmp_path: Path, tiny_bert: str, service_log: Path) -> None:
+        common = ("build-database", "--model", tiny_bert, "--data", service_log, "--output", tmp_path / "db")
+        succeed(*common, "--limit", "20")
+        found = json.loads(succeed(*common, "--limit", "50", "--json", "-"))
+        assert (found["records"], found["added"], found["skipped"]) == (50, 30, 20)
+
+    def test_the_size_limit_stops_it_and_is_kept(self, tmp_path: Path, tiny_bert: str, service_log: Path) -> None:
+        out = succeed(
+            "build-database", "--model", tiny_bert, "--data", service_log, "--output", tmp_path / "db",
+            "--max-bytes", "2MiB",
+        )  # fmt: skip
+        assert "--max-bytes" in out
+        with Database(tmp_path / "db") as database:
+            assert 0 < len(database) < 300
+            assert database.bytes <= 2 << 20
+
+    def test_a_full_disk_keeps_what_was_published(
+        self, tmp_path: Path, tiny_bert: str, service_log: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from attmemo.db import writer
+
+        common = ("build-database", "--model", tiny_bert, "--data", service_log, "--output", tmp_path / "db")
+        succeed(*common, "--limit", "20")
+        real, left = writer._write_all, [50]
+
+        def fills(fd: int, body: bytes, offset: int) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                real(fd, body[: len(body) // 2], offset)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(fd, body, offset)
+
+        monkeypatch.setattr(writer, "_write_all", fills)
+        assert "disk is full" in refuse(*common)
+        monkeypatch.undo()
+        assert succeed("check", tmp_path / "db").endswith("all checksums match\n")
+        with Database(tmp_path / "db") as database:
+            assert len(database) >= 20
+        assert json.loads(succeed(*common, "--json", "-"))["records"] == 300
+
+    def test_control_c_leaves_a_database_that_resumes(self, tmp_path: Path, tiny_bert: str) -> None:
+        path, log = tmp_path / "db", tmp_path / "long.log"
+        log.write_text("".join(f"{line}\n" for line in generate_log(20_000, seed=3)))
+        args = ["build-database", "--model", tiny_bert, "--data", str(log), "--output", str(path)]
+        # One text at a time: minutes of work, so that the signal comes long before the end.
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *args, "--batch-size", "1"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while len(list(path.glob("arena/map-*.slots"))) < 3:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            _, raw = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+        stderr = raw.decode()
+        assert process.returncode == 130
+        assert "interrupted; what was captured is published, the same command resumes" in stderr
+        assert "Traceback" not in stderr
+        assert succeed("check", path).endswith("all checksums match\n")
+        with Database(path) as database:
+            before = len(database)
+        assert before > 0
+        # The rest would take long: more than was there is enough.
+        found = json.loads(succeed(*args, "--limit", str(before + 300), "--json", "-"))
+        assert found["skipped"] == before
+        assert found["records"] == before + 300
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("name", "content", "options", "said"),
+        [
+            ("absent.log", None, (), "no such file"),
+            ("empty.log", "", (), "empty"),
+            ("blank.log", "\n \n", (), "no non-blank rows"),
+            ("table.csv", "id,text\n1,one line\n", ("--text-column", "body"), "no column 'body'"),
+            ("table.csv", "id,text\n1,one line\n2,another\n", ("--text-column", "id"), "expected text"),
+            ("lines.log", "one line\n", ("--text-column", "text"), "no column"),
+            ("picture.png", "\x89PNG", (), "unknown suffix"),
+        ],
+    )
+    @pytest.mark.parametrize("command", ["build-database", "tune", "evaluate"])
+    def test_data(
+        self, command: str, name: str, content: str | None, options: tuple[str, ...], said: str, trained: Path,
+        tiny_bert: str, tmp_path: Path,
+    ) -> None:  # fmt: skip
+        file = tmp_path / name
+        if content is not None:
+            file.write_text(content, encoding="latin-1")
+        if command == "build-database":
+            start: tuple[str | Path, ...] = (command, "--model", tiny_bert, "--output", tmp_path / "new")
+        else:
+            start = (command, trained, *(("--threshold", "0.9") if command == "evaluate" else ()))
+        stderr = refuse(*start, "--data", file, *options)
+        assert said in stderr
+        assert name in stderr
+        assert not (tmp_path / "new").exists()
+
+    def test_a_missing_model(self, tmp_path: Path, service_log: Path) -> None:
+        stderr = refuse("build-database", "--model", tmp_path / "none", "--data", service_log, "--output", tmp_path / "d")
+        assert "no model in" in stderr
+
+    def test_a_model_of_an_unknown_family(self, tmp_path: Path, service_log: Path, tiny_bert: str) -> None:
+        from transformers import AutoTokenizer, GPT2Config, GPT2Model
+
+        config = GPT2Config(vocab_size=900, n_positions=128, n_embd=32, n_layer=2, n_head=2)
+        GPT2Model(config).save_pretrained(tmp_path / "gpt2")
+        AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "gpt2")
+        stderr = refuse(
+            "build-database", "--model", tmp_path / "gpt2", "--data", service_log, "--output", tmp_path / "db"
+        )
+        assert "no adapter knows" in stderr
+        assert not (tmp_path / "db").exists()
+
+    @pytest.mark.parametrize("command", ["train-embedder", "tune", "evaluate", "inspect", "check"])
+    @pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "flipped"])
+    def test_database(self, command: str, kind: str, database: Path, logs: dict[str, Path]) -> None:
+        if kind == "missing":
+            shutil.rmtree(database)
+        elif kind == "empty":
+            shutil.rmtree(database)
+            database.mkdir()
+        elif kind == "truncated":
+            arena = max(database.glob("arena/map-*.slots"), key=lambda file: file.stat().st_size)
+            os.truncate(arena, arena.stat().st_size - 1)
+        else:
+            raw = bytearray((database / "MANIFEST.json").read_bytes())
+            raw[len(raw) // 2] ^= 1
+            (database / "MANIFEST.json").write_bytes(raw)
+        data = ("--data", logs["tune"]) if command in ("tune", "evaluate") else ()
+        assert str(database) in refuse(command, database, *data)
+
+    def test_a_damaged_map(self, database: Path) -> None:
+        arena = max(database.glob("arena/map-*.slots"), key=lambda file: file.stat().st_size)
+        with arena.open("r+b") as file:
+            file.seek(read_manifest(database).page_size + 8)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 64]))
+        result = attmemo("check", database, "--json", "-")
+        assert result.exit_code == 1
+        found = json.loads(result.stdout)
+        assert not found["ok"]
+        assert [arena.name in finding["where"] for finding in found["findings"]] == [True]
+        assert "Next:" in result.stderr
+        assert arena.name in attmemo("check", database).stdout
+
+    def test_a_database_of_another_model(self, database: Path, logs: dict[str, Path], tiny_deberta: str) -> None:
+        assert "built for another" in refuse("tune", database, "--data", logs["tune"], "--model", tiny_deberta)
+        stderr = refuse("build-database", "--model", tiny_deberta, "--data", logs["tune"], "--output", database)
+        assert "another model" in stderr
+
+    def test_a_database_that_was_not_trained(self, tmp_path: Path, tiny_bert: str, logs: dict[str, Path]) -> None:
+        path = tmp_path / "db"
+        succeed("build-database", "--model", tiny_bert, "--data", logs["build"], "--limit", "30", "--output", path)
+        assert f"attmemo train-embedder {path}" in refuse("tune", path, "--data", logs["tune"])
+
+    def test_a_database_that_was_not_tuned(self, database: Path, logs: dict[str, Path]) -> None:
+        assert f"attmemo tune {database}" in refuse("evaluate", database, "--data", logs["ask"])
+
+    def test_the_data_it_was_built_from(self, database: Path, logs: dict[str, Path]) -> None:
+        assert "not in the database" in refuse("tune", database, "--data", logs["build"])
+
+    def test_thresholds_for_another_number_of_layers(self, database: Path, logs: dict[str, Path]) -> None:
+        stderr = refuse("evaluate", database, "--data", logs["ask"], "--threshold", "0.9,0.9,0.9")
+        assert "2 layers" in stderr
+
+    def test_a_json_file_that_cannot_be_written_is_refused_first(self, database: Path, tmp_path: Path) -> None:
+        assert "--json" in refuse("inspect", database, "--json", tmp_path / "none" / "x.json")
+        assert "--json" in refuse("inspect", database, "--json", tmp_path)
+
+
+class TestErrors:
+    def test_what_nobody_expected(self, monkeypatch: pytest.MonkeyPatch, database: Path) -> None:
+        def fail(self: Database, path: Path) -> None:
+            raise RuntimeError("the first line\nthe second line")
+
+        monkeypatch.delenv(console.TRACEBACK, raising=False)
+        monkeypatch.setattr(Database, "__init__", fail)
+        result = attmemo("inspect", database)
+        assert result.exit_code == 1
+        assert "error: unexpected RuntimeError: the first line\n" in result.stderr
+        assert console.TRACEBACK in result.stderr
+        monkeypatch.setenv(console.TRACEBACK, "1")
+        assert isinstance(attmemo("inspect", database).exception, RuntimeError)
+
+    @pytest.mark.parametrize(
+        ("error", "said", "following"),
+        [
+            (DataError("no rows", "give some"), "no rows", "give some"),
+            (AttmemoError("odd"), "odd", "--help"),
+            (OSError(errno.ENOSPC, "No space left on device", "db/x"), "disk is full at db/x", "free space"),
+            (PermissionError(errno.EACCES, "Permission denied", "db"), "db: Permission denied", "permissions"),
+            (KeyError("heads"), "unexpected KeyError", console.TRACEBACK),
+            (ValueError(), "unexpected ValueError", console.TRACEBACK),
+        ],
+    )
+    def test_every_error_has_a_next_step(self, error: Exception, said: str, following: str) -> None:
+        what, _, hint = console.describe(error).partition("\n  Next: ")
+        assert said in what
+        assert following in hint
+
+    def test_interrupted_anywhere(self, monkeypatch: pytest.MonkeyPatch, database: Path) -> None:
+        def interrupt(self: Database, path: Path) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Database, "__init__", interrupt)
+        result = attmemo("check", database)
+        assert result.exit_code == 130
+        assert "interrupted" in result.stderr
+
+
+class TestWork:
+    def test_the_whole_way(self, database: Path, logs: dict[str, Path], tmp_path: Path) -> None:
+        tuned = json.loads(
+            succeed("tune", database, "--data", logs["tune"], "--budget", "0.2", "--allow-uncertified", "--json", "-")
+        )
+        assert len(tuned["thresholds"]) == 2
+        out = succeed(
+            "evaluate", database, "--data", logs["ask"], "--report", tmp_path / "report", "--repeats", "1",
+            "--json", tmp_path / "result.json", "--exhaustive", "20",
+        )  # fmt: skip
+        assert "Summary" in out
+        assert str(tmp_path / "report" / "report.html") in out
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["threshold_source"].startswith("tuned")
+        assert {file.name for file in (tmp_path / "report").iterdir()} == {"report.html", "report.png", "result.json"}
+        assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
+
+    def test_parts_can_be_left_out(self, database: Path, logs: dict[str, Path]) -> None:
+        out = succeed(
+            "evaluate", database, "--data", logs["ask"], "--threshold", "0.5,0.5", "--lookup", "layer", "--limit", "20",
+            "--repeats", "1", "--no-controls", "--no-sweep", "--no-gate", "--exhaustive", "0", "--json", "-",
+        )  # fmt: skip
+        result = json.loads(out)
+        assert result["lookup"] == "layer"
+        assert result["data"]["sequences"] == 20
+        assert not result.get("controls")
+        assert not result.get("sweep")
+
+    def test_inspect(self, database: Path, logs: dict[str, Path], tiny_bert: str) -> None:
+        found = json.loads(succeed("inspect", database, "--json", "-"))
+        assert found["model"]["family"] == "bert"
+        assert found["records"] == 300
+        assert sum(found["lengths"].values()) == 300
+        assert 0 < found["held_out"] < 100
+        assert found["not_indexed"] == 0
+        assert found["embedder"]["backend"] == "flat"
+        assert found["tuning"] is None
+        out = succeed("inspect", database)
+        assert logs["build"].name in out
+        assert found["model"]["fingerprint"] in out
+        succeed("build-database", "--model", tiny_bert, "--data", logs["tune"], "--output", database, "--limit", "7")
+        assert json.loads(succeed("inspect", database, "--json", "-"))["not_indexed"] == 7
+        assert f"attmemo train-embedder {database}" in succeed("inspect", database)
+
+    def test_check(self, database: Path) -> None:
+        assert succeed("check", database) == f"{database}: 1,200 slots, all checksums match\n"
+        found = json.loads(succeed("check", database, "--json", "-"))
+        assert found == {"path": str(database), "slots": 1200, "ok": True, "findings": []}
+
+    def test_json_leaves_other_text_to_standard_error(self, database: Path) -> None:
+        result = attmemo("inspect", database, "--json", "-")
+        json.loads(result.stdout)
+        assert "fingerprint" in result.stderr
+
+    def test_quiet_says_nothing(self, database: Path, tmp_path: Path) -> None:
+        result = attmemo("check", database, "--quiet", "--json", tmp_path / "check.json")
+        assert (result.exit_code, result.output) == (0, "")
+        assert json.loads((tmp_path / "check.json").read_text())["ok"]
+        assert "Next:" in refuse("check", tmp_path / "none", "--quiet")
+
+    def test_training_without_the_model(self, database: Path) -> None:
+        report = json.loads(succeed("train-embedder", database, "--steps", "0", "--no-profile", "--json", "-"))
+        assert report["profile"] is None
+        assert report["backend"] == "faiss"
+        assert read_manifest(database).profile is None
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            "gather --heads 2 --length 16 --batch 2 --width 8 --repeats 1 --dtype float32",
+            "search --records 100 --dimension 8 --queries 4 --repeats 1 --backend flat",
+            "layer --hidden 16 --heads 2 --length 16 --batch 2 --layers 1 --repeats 1",
+        ],
+    )
+    def test_bench(self, args: str) -> None:
+        out = succeed("bench", *shlex.split(args))
+        assert "Conditions" in out
+        found = json.loads(succeed("bench", *shlex.split(args), "--json", "-"))
+        assert found["rows"]
+        assert set(found["rows"][0]) <= set(out.split())
+
+
+class TestConsole:
+    def test_numbers_that_json_does_not_have(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with console.output("-", quiet=True) as out:
+            out.result({"a": [float("nan"), 1.5, {"b": float("inf")}], 3: Path("x")})
+        assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, {"b": None}], "3": "x"}
+
+    def test_markup_in_names_is_left_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with console.output(None, quiet=False) as out:
+            out.say("a [bold]file[/bold].log and :smile:")
+            out.table("[red]title", ("[b]x",), [("[/]",), ("1",)])
+        shown = capsys.readouterr().out
+        for text in ("a [bold]file[/bold].log and :smile:", "[red]title", "[b]x", "[/]"):
+            assert text in shown
+
+    def test_a_long_line_is_not_broken(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with console.output(None, quiet=False) as out:
+            out.say("attmemo train-embedder " + "x" * 500)
+        assert capsys.readouterr().out.count("\n") == 1
+
+    def test_progress_stays_out_of_standard_output(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with console.output(None, quiet=False) as out:
+            for done in range(4):
+                out.stages("first", done, 3)
+            out.stages("second", 0, 0)
+            out.stages("third", 1, 9)  # left unfinished, as by an error
+        assert capsys.readouterr().out == ""
+
+    @given(st.dictionaries(st.integers(1, 4096), st.integers(1, 10**6), min_size=1))
+    def test_histogram_loses_no_record(self, lengths: dict[int, int]) -> None:
+        rows = histogram(lengths)
+        assert len(rows) <= 8
+        assert sum(int(count.replace(",", "")) for *_, count in rows) == sum(lengths.values())
