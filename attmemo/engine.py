@@ -288,30 +288,31 @@ class Engine:
         if site.layer == 0:
             forward.reset()
         if site.module.training:
-            return self._ineligible(site, "training mode", args, kwargs), []
+            return self._ineligible("training mode", args, kwargs)
         if forward.exact_only is not None:
-            return self._ineligible(site, forward.exact_only, args, kwargs), []
+            return self._ineligible(forward.exact_only, args, kwargs)
         call = self.adapter.read(site.module, args, kwargs)
         if isinstance(call, str):
-            return self._ineligible(site, call, args, kwargs), []
+            return self._ineligible(call, args, kwargs)
         hidden = call.hidden
         if torch.is_grad_enabled() and hidden.requires_grad:
-            return self._ineligible(site, "gradients are recorded (use torch.inference_mode)", args, kwargs), []
+            return self._ineligible("gradients are recorded (use torch.inference_mode)", args, kwargs)
         if hidden.device.type != "cpu":
-            return self._ineligible(site, f"the model is on {hidden.device.type}", args, kwargs), []
+            return self._ineligible(f"the model is on {hidden.device.type}", args, kwargs)
         batch, length = int(hidden.shape[0]), int(hidden.shape[1])
         # All layers of a forward get the same mask object: read it once. Holding it keeps its identity from reuse.
         if forward.size != (batch, length) or forward.mask is not call.mask:
             forward.lengths = self.adapter.valid_lengths(call.mask, batch, length) if batch else None
             forward.mask, forward.size = call.mask, (batch, length)
         if forward.lengths is None:
-            return self._ineligible(site, "the mask is not plain padding at the end", args, kwargs), []
+            return self._ineligible("the mask is not plain padding at the end", args, kwargs)
         return call, forward.lengths
 
-    def _ineligible(self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _ineligible(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, list[int]]:
         hidden = args[0] if args else kwargs.get("hidden_states")
         rows = int(hidden.shape[0]) if isinstance(hidden, Tensor) and hidden.dim() else 1
         self.ineligible[reason] += rows
+        return None, []
 
     def begin_forward(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: outputs that only the exact path can give make the whole forward exact."""

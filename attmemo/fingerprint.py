@@ -43,7 +43,7 @@ def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
 def tensor_digest(tensor: Tensor) -> bytes:
     """SHA-256 of a tensor's bytes, row-major."""
     flat = tensor.detach().to("cpu").contiguous().flatten()
-    return hashlib.sha256(flat.view(torch.uint8).numpy()).digest() if flat.numel() else b""
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""
 
 
 def model_fields(model: nn.Module) -> dict[str, str]:

@@ -57,7 +57,7 @@ class Memoization:
         self._hook = self._base.register_forward_pre_hook(self.engine.begin_forward, with_kwargs=True)
         for site in self._sites:
             self._before.append(site.module.__dict__.get("forward"))
-            site.module.forward = _served(self.engine, site, site.module.forward)  # type: ignore[method-assign]
+            site.module.forward = _served(self.engine, site, site.module.forward)
 
     def disable(self) -> None:
         """Put the original `forward` of every layer back; nothing of the engine is left in the way."""
@@ -69,7 +69,7 @@ class Memoization:
             if before is None:
                 del site.module.forward  # the class's own method shows through again
             else:
-                site.module.forward = before  # type: ignore[method-assign]
+                site.module.forward = before
         self._before.clear()
 
     def reset_stats(self) -> None:
@@ -217,11 +217,12 @@ def unmemoize(model: Model) -> Model:
 
 
 def _served(engine: Engine, site: Site, exact: Callable[..., Any]) -> Callable[..., Any]:
-    @torch.compiler.disable  # a lookup is not traceable; under torch.compile this is a graph break, not an error
     def forward(*args: Any, **kwargs: Any) -> Any:
         return engine.attend(site, exact, args, kwargs)
 
-    return forward
+    # A lookup is not traceable; under torch.compile this is a graph break, not an error.
+    untraced: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    return untraced
 
 
 def _open(

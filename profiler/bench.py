@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site, adapter_for
 from attmemo.db import BACKENDS, KIND_MAP, Backend, Database, DatabaseWriter, FlatIndex, ModelInfo, Provenance
-from attmemo.db.format import DTYPES
+from attmemo.db.format import DTYPES, SlotClass
 from attmemo.db.index import VectorIndex, build_index
 from attmemo.embed.train import TrainOptions, build_indexes, train
 from attmemo.engine import Lookup
@@ -165,7 +165,8 @@ def bench_gather(
     tell = progress or _silent
     where = conditions()
     shape, kind = (heads, length, length), DTYPES[dtype]
-    layout = SlotLayout.paged(shape, kind, slots=2 * batch)
+    # As in a database: where slots begin decides which pages a window over them can have.
+    layout = SlotClass.make(KIND_MAP, length, shape, dtype).layout.with_slots(2 * batch)
     nbytes = batch * layout.nbytes
     generator = torch.Generator().manual_seed(_SEED)
     # A fresh copy, a kept one and the maps that are there already; huge pages hold the arena a second time.
@@ -201,7 +202,7 @@ def bench_gather(
 
                 found = _interleave(jobs, repeats, before=put_there, tell=tell)
                 notice = None if arena.notice is None else arena.notice.replace(str(file), "the arena")
-                notes = [] if notice is None else [notice]
+                notes = _busy(where) + ([] if notice is None else [notice])
                 if mapped.fallbacks:
                     notes.append(f"{mapped.fallbacks} batches of 'map' were copied instead: {mapped.fallback_reason}")
                 if not arena.mapping.layout.dense:
@@ -250,6 +251,7 @@ def bench_gather(
 def _write_maps(file: Path, layout: SlotLayout, generator: torch.Generator, tell: Progress) -> None:
     """Random probability maps, one in each slot."""
     with file.open("wb") as stream:
+        stream.write(bytes(layout.header))
         for slot in range(layout.slots):
             tell("records", slot, layout.slots)
             apm = torch.randn(layout.shape, generator=generator).mul_(2.0).softmax(-1).to(layout.dtype)
@@ -373,7 +375,7 @@ def bench_search(
         chosen = vectors[generator.integers(records, size=queries)]
         asked.append(chosen + 0.05 * generator.standard_normal((queries, dimension), np.float32))
 
-    notes: list[str] = []
+    notes = _busy(where)
     indexes: dict[str, VectorIndex] = {}
     build_seconds: dict[str, float] = {}
     wanted = list(dict.fromkeys(backends))
@@ -527,8 +529,9 @@ def bench_layer(
     if storage == "auto":  # as attmemo.profiler.build does
         storage = "bfloat16" if dtype == "bfloat16" else "float16"
     tell = progress or _silent
-    notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
     where = conditions()
+    notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
+    notes += _busy(where)
     records = max(2 * batch, _LEAST_RECORDS)
     items = heads * length * length + length * hidden
     stored = records * layers * items * DTYPES[storage].itemsize
@@ -829,6 +832,13 @@ def _interleave(
                 times[name].faults.append(faults)
     tell("measure", 1 + repeats, 1 + repeats)
     return times
+
+
+def _busy(where: Mapping[str, Any]) -> list[str]:
+    """A note if the machine had other work: variants that wait for all threads often then lose most."""
+    if where["load"] < where["cores"]:
+        return []
+    return [f"the machine was busy when this began (load {where['load']:g} on {where['cores']} cores): repeat it idle"]
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def build_database(
                         for item, (maps, inputs) in zip(batch, captured, strict=True):
                             if (
                                 options.max_bytes is not None
-                                and writer.bytes + writer.cost(len(item)) > options.max_bytes
+                                and writer.stored_bytes + writer.cost(len(item)) > options.max_bytes
                             ):
                                 stopped = f"--max-bytes {options.max_bytes} reached"
                                 break
@@ -140,7 +140,8 @@ def build_database(
         if writer.records == 0:
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
         writer.publish()
-        return BuildResult(path, writer.records, added, skipped, held, writer.bytes, time.monotonic() - start, stopped)
+        spent = time.monotonic() - start
+        return BuildResult(path, writer.records, added, skipped, held, writer.stored_bytes, spent, stopped)
 
 
 def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[Tokens]:

@@ -317,7 +317,7 @@ def _similarities(
     best = np.full((layers, count), np.nan)
     true: list[list[float]] = [[] for _ in range(layers)]
     served = np.zeros(layers)
-    unmemoized = loaded.model.attmemo  # type: ignore[union-attr]
+    unmemoized = loaded.model.attmemo
     unmemoized.disable()  # type: ignore[union-attr,operator]
     done = 0
     try:
@@ -409,7 +409,7 @@ def _duplicates(loaded: LoadedModel, database: Database, asked: Asked, options: 
         for item in sample:
             keep: list[Tensor] = []
             hook = sites[0].module.register_forward_pre_hook(
-                lambda _m, args, kwargs, keep=keep: keep.append(args[0] if args else kwargs["hidden_states"]),  # type: ignore[misc]
+                lambda _m, args, kwargs, keep=keep: keep.append(args[0] if args else kwargs["hidden_states"]),
                 with_kwargs=True,
             )
             try:
@@ -419,7 +419,7 @@ def _duplicates(loaded: LoadedModel, database: Database, asked: Asked, options: 
                 hook.remove()
             yield keep[0][0]
 
-    handle = loaded.model.attmemo  # type: ignore[union-attr]
+    handle = loaded.model.attmemo
     handle.disable()  # type: ignore[union-attr,operator]
     try:
         share = duplicate_share(database, inputs())

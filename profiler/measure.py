@@ -116,7 +116,7 @@ def _timed(sites: list[Site]) -> Iterator[list[float]]:
 
     before = [site.module.__dict__.get("forward") for site in sites]
     for site in sites:
-        site.module.forward = wrap(site.layer, site.module.forward)  # type: ignore[method-assign]
+        site.module.forward = wrap(site.layer, site.module.forward)
     try:
         yield spent
     finally:
@@ -124,7 +124,7 @@ def _timed(sites: list[Site]) -> Iterator[list[float]]:
             if old is None:
                 del site.module.forward
             else:
-                site.module.forward = old  # type: ignore[method-assign]
+                site.module.forward = old
 
 
 def _time_exact(loaded: LoadedModel, inputs: dict[str, Tensor]) -> list[float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from attmemo.db import Database, DatabaseWriter
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import TuningError
 from attmemo.memoization import Memoization, memoize, unmemoize
-from attmemo.perfmodel import choose_from_counts
-from attmemo.perfmodel.policy import choose_policy
+from attmemo.perfmodel import choose_from_counts, choose_policy, split_halves
 from attmemo.profiler.answers import Batch, ask, changed, harm, prepare
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.open import open_model, open_texts
@@ -113,13 +113,11 @@ def _tune_sequence(
         # Beyond the calibrated distances a score is unknown: such a record is never served.
         reach = min(float(curve.distances[-1]) for curve in engine.curves)
         distances = np.where(distances <= reach, distances, np.inf)
-        groups = _groups(loaded, engine, prepared, exact, distances, tell)
+        groups = _groups(loaded, engine, prepared, exact, distances, options.seed, tell)
         outcome = np.zeros((len(groups), total), bool)
         for k in range(len(groups)):
             _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
-            given = ask(
-                loaded, prepared, progress=lambda done, k=k: tell(f"layers {k + 1}/{len(groups)}", done, total)
-            )  # type: ignore[misc]
+            given = ask(loaded, prepared, progress=partial(_tell_done, tell, f"layers {k + 1}/{len(groups)}", total))
             outcome[k] = changed(loaded.kind, exact, given, options.min_cosine).numpy()
         curves = engine.curves
     sizes = [len(group) for group in groups]
@@ -221,17 +219,19 @@ def _groups(
     prepared: Sequence[Batch],
     exact: torch.Tensor,
     distances: npt.NDArray[np.float64],
+    seed: int,
     tell: Progress,
 ) -> list[list[int]]:
-    """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does."""
-    probed: list[Batch] = []
-    for batch in prepared[:: max(1, len(prepared) // max(1, PROBE // max(1, len(prepared[0][0]))))]:
-        probed.append(batch)
-    rows = [item.row for batch, _ in probed for item in batch]
-    # Answers of a part of the batches, in the rows' own numbering: `ask` fills by row, so renumber.
-    renumbered = [
-        ([Tokens(place, t.ids, t.segments) for place, t in _places(batch, rows)], inputs) for batch, inputs in probed
-    ]
+    """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does.
+
+    Judged on sequences of the selection half only: what orders the layers must not certify them.
+    """
+    chosen_on, _ = split_halves(len(distances), seed)
+    rows = chosen_on[np.linspace(0, len(chosen_on) - 1, min(PROBE, len(chosen_on))).round().astype(int)].tolist()
+    by_row = {item.row: item for batch, _ in prepared for item in batch}
+    # `ask` gives answers by row, so the probed texts are numbered anew.
+    probed = [Tokens(place, by_row[row].ids, by_row[row].segments) for place, row in enumerate(rows)]
+    renumbered = prepare(loaded, probed, len(prepared[0][0]))
     known = np.isfinite(distances[rows])
     harms = []
     for layer in range(engine.layers):
@@ -245,9 +245,8 @@ def _groups(
     return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, engine.layers))]
 
 
-def _places(batch: Sequence[Tokens], rows: Sequence[int]) -> list[tuple[int, Tokens]]:
-    where = {row: place for place, row in enumerate(rows)}
-    return [(where[item.row], item) for item in batch]
+def _tell_done(tell: Progress, what: str, total: int, done: int) -> None:
+    tell(what, done, total)
 
 
 def _gains(database: Database, groups: Sequence[Sequence[int]], mean_length: float) -> list[float]:

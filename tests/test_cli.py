@@ -228,7 +228,6 @@ class TestOptions:
             ("tune db --data a --min-cosine 2", "--min-cosine"),
             ("evaluate db --data a --threshold 95", "--threshold"),
             ("evaluate db --data a --repeats 0", "--repeats"),
-            ("bench layer --hidden 100 --heads 12", "--heads"),
             ("bench gather --length 0", "--length"),
             ("observe db", "observe"),
         ],
@@ -371,7 +370,7 @@ class TestBadInput:
         assert not (tmp_path / "new").exists()
 
     def test_a_missing_model(self, tmp_path: Path, service_log: Path) -> None:
-        stderr = refuse("build-database", "--model", tmp_path / "none", "--data", service_log, "--output", tmp_path / "d")
+        stderr = refuse("build-database", "--model", tmp_path / "none", "--data", service_log)
         assert "no model in" in stderr
 
     def test_a_model_of_an_unknown_family(self, tmp_path: Path, service_log: Path, tiny_bert: str) -> None:
@@ -503,8 +502,9 @@ class TestWork:
 
     def test_parts_can_be_left_out(self, database: Path, logs: dict[str, Path]) -> None:
         out = succeed(
-            "evaluate", database, "--data", logs["ask"], "--threshold", "0.5,0.5", "--lookup", "layer", "--limit", "20",
-            "--repeats", "1", "--no-controls", "--no-sweep", "--no-gate", "--exhaustive", "0", "--json", "-",
+            "evaluate", database, "--data", logs["ask"], "--threshold", "0.5,0.5", "--lookup", "layer",
+            "--limit", "20", "--repeats", "1", "--no-controls", "--no-sweep", "--no-gate", "--exhaustive", "0",
+            "--json", "-",
         )  # fmt: skip
         result = json.loads(out)
         assert result["lookup"] == "layer"
@@ -563,7 +563,11 @@ class TestWork:
         assert "Conditions" in out
         found = json.loads(succeed("bench", *shlex.split(args), "--json", "-"))
         assert found["rows"]
-        assert set(found["rows"][0]) <= set(out.split())
+        named, *measured = [key for key in found["rows"][0] if key not in found["conditions"]]
+        assert {*measured, *(row[named] for row in found["rows"])} <= set(out.split())
+
+    def test_bench_of_a_shape_that_is_none(self) -> None:
+        assert "multiple of heads" in refuse("bench", "layer", "--hidden", "100", "--heads", "12")
 
 
 class TestConsole:

@@ -56,7 +56,7 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
         Names the first layer that is not reproduced; nothing has been changed.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    vocabulary = int(getattr(model.config, "vocab_size", 100))  # type: ignore[union-attr]
+    vocabulary = int(getattr(model.config, "vocab_size", 100))
     longest = max(CHECK_LENGTHS)
     # Ids from the middle of the vocabulary: no special token, no dependence on a random generator the user seeded.
     ids = (

@@ -138,9 +138,11 @@ def _bench(run: Callable[..., dict[str, Any]], repeats: int, max_bytes: int, jso
             found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
         except ValueError as error:
             raise AttmemoError(f"{error}.", "see --help for what the options take") from error
+        # What is measured is many, what is compared is few: a column for each row of the result.
         rows: list[dict[str, Any]] = found["rows"]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        out.table("", columns, [[cell(row.get(key)) for key in columns] for row in rows])
+        named, *keys = dict.fromkeys(key for row in rows for key in row if key not in found["conditions"])
+        lines = [(key, *(cell(row.get(key)) for row in rows)) for key in keys]
+        out.table("", ("", *(cell(row[named]) for row in rows)), lines)
         for note in found.get("notes") or ():
             out.say(f"Note: {note}")
         out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])

@@ -95,7 +95,7 @@ def build_database(
         from attmemo.profiler.models import load_model
 
         files = data_files(data, more)
-        read_texts(files, text_column=text_column, limit=limit)  # refuses bad files before the model is loaded
+        next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
         options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column)
         out.say(f"Loading {model}")
         loaded = load_model(model, model_dtype, device)

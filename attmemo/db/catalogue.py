@@ -106,7 +106,7 @@ class Catalogue:
 
     def _open(self, write: bool) -> Any:
         # Format 0.9 is what every lmdb reads; readers on a read-only file system cannot take the reader lock.
-        options = {"map_size": _MAP_BYTES, "subdir": True, "max_dbs": 0}
+        options: dict[str, Any] = {"map_size": _MAP_BYTES, "subdir": True, "max_dbs": 0}
         if write:
             return lmdb.open(str(self._path), **options)
         try:

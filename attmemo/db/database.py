@@ -109,7 +109,8 @@ class Database:
 
     def slots_of(self, kind: str, layer: int, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slot numbers of a kind and layer for record ids."""
-        return self.records.slots[records, KINDS.index(kind), layer]
+        found: npt.NDArray[np.int64] = self.records.slots[records, KINDS.index(kind), layer]
+        return found
 
     def arena(self, kind: str, length: int) -> Arena:
         """The arena of a slot class, opened at the first use."""
@@ -221,12 +222,12 @@ class Database:
                     self.derived(ref)
                 except DatabaseCorruptError as error:
                     yield Finding(ref.file, error.what)
-            for layer in embedder.indexes:
+            for name in embedder.indexes:
                 with suppress(DatabaseCorruptError):  # a wrong digest is already reported
                     try:
-                        self.index(int(layer))
+                        self.index(int(name))
                     except EmbedderMissingError as error:
-                        yield Finding(f"index {layer}", error.what)
+                        yield Finding(f"index {name}", error.what)
 
     # -- do
 

@@ -109,7 +109,7 @@ class DatabaseWriter:
         return self._manifest.records + len(self._pending)
 
     @property
-    def bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of all arena files, unpublished slots included."""
         return sum(found.layout.file_bytes for found in self._classes.values())
 

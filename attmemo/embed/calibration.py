@@ -13,7 +13,7 @@ score at or above the prediction for the stated share of held-out retrievals (sp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,7 @@ class Calibration:
         raise DatabaseCorruptError(f"{where} is not a calibration curve", "attmemo train-embedder DB")
 
 
-def fit_calibration(
-    distances: Sequence[float] | Floats, scores: Sequence[float] | Floats, coverage: float = COVERAGE
-) -> Calibration:
+def fit_calibration(distances: npt.ArrayLike, scores: npt.ArrayLike, coverage: float = COVERAGE) -> Calibration:
     """Fit the curve on held-out retrievals.
 
     Parameters

