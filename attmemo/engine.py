@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from attmemo.adapters import Adapter, Call, Site
 from attmemo.db import SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
+from attmemo.errors import DatabaseCorruptError
 from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import Batch, FetcherName
 from attmemo.perfmodel import Gate, Profile
@@ -69,6 +70,7 @@ class _Forward(threading.local):
 
     def __init__(self) -> None:  # called anew in every thread
         self.reset()
+        self.inside = False  # between the model's own pre-hook and its hook
         self.exact_only: str | None = None
 
     def reset(self) -> None:
@@ -77,6 +79,9 @@ class _Forward(threading.local):
         self.lengths: list[int] | None = None
         self.looked_up = False
         self.found: Found | None = None
+        self.last: Found | None = None
+        # Rows of a forward that the first layer decided to leave alone, 0 otherwise: later layers need not read it.
+        self.left_exact = 0
 
 
 class Engine:
@@ -125,6 +130,11 @@ class Engine:
         )
         used = [SEQUENCE] if lookup == "sequence" else range(layers)
         for layer in used:
+            if layer not in self._embedders:
+                raise DatabaseCorruptError(
+                    f"{database.path}: there is no embedder for layer {layer}.",
+                    f"attmemo train-embedder {database.path}",
+                )
             database.index(layer)  # now, so that a damaged index is an error here and not in the first request
         self.curves = [self._curve(ref.calibration, layer) for layer in range(layers)]
         self.set_thresholds(self.thresholds)
@@ -145,6 +155,12 @@ class Engine:
 
     def attend(self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of one attention layer: `exact(*args, **kwargs)`, or the same from stored maps."""
+        forward = self._forward
+        if site.layer == 0:
+            forward.reset()
+        elif forward.left_exact:
+            self.stats[site.layer].rows += forward.left_exact
+            return exact(*args, **kwargs)
         call, lengths = self._read(site, args, kwargs)
         if call is None:
             return exact(*args, **kwargs)
@@ -153,6 +169,8 @@ class Engine:
         if not self._worth_trying(site.layer, lengths, call):
             return exact(*args, **kwargs)
         found = self._look_up(site.layer, call, lengths)
+        if site.layer == self.layers - 1:
+            forward.looked_up, forward.found = False, None  # what was found is for this forward's layers only
         rows = self._accept(site.layer, found, lengths)
         if not len(rows):
             return exact(*args, **kwargs)
@@ -170,10 +188,15 @@ class Engine:
         if not forward.looked_up:
             forward.looked_up = True
             forward.found = None
-            # Only the first layer's input can be looked up; a forward that starts elsewhere stays exact.
-            if layer == 0 and self.gate.worth_trying(SEQUENCE, lengths, padded):
-                forward.found = self._search(SEQUENCE, call, lengths)
+            # Only the first layer's input can be looked up, and what it finds serves the layers behind it in the same
+            # forward of the model. Layers that are called by hand could be fed anything: they stay exact.
+            if layer == 0 and forward.inside and self.gate.worth_trying(SEQUENCE, lengths, padded):
+                forward.last = forward.found = self._search(SEQUENCE, call, lengths)
                 self._record_sequence(forward.found, lengths)
+                served = (forward.found.records >= 0) & (forward.found.distances <= max(self.radii))
+                forward.left_exact = 0 if served.any() else len(lengths)
+            elif forward.inside:
+                forward.left_exact = len(lengths)
         return forward.found is not None and self.gate.serves(layer, lengths, padded)
 
     def _look_up(self, layer: int, call: Call, lengths: list[int]) -> Found:
@@ -204,7 +227,9 @@ class Engine:
         index = self.database.index(layer)
         records = np.full(len(lengths), -1, np.int64)
         distances = np.full(len(lengths), np.inf, np.float32)
-        rows = [row for row, n in enumerate(lengths) if n in index.lengths]
+        # Beyond the longest record it was trained on the embedder sees no token: such a distance says nothing.
+        longest = self._embedders[layer].longest
+        rows = [row for row, n in enumerate(lengths) if n <= longest and n in index.lengths]
         if rows:
             kept = [lengths[row] for row in rows]
             if len(rows) < len(lengths):
@@ -285,8 +310,6 @@ class Engine:
     def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, list[int]]:
         """The call and its valid lengths, or None if it must stay exact."""
         forward = self._forward
-        if site.layer == 0:
-            forward.reset()
         if site.module.training:
             return self._ineligible("training mode", args, kwargs)
         if forward.exact_only is not None:
@@ -295,7 +318,7 @@ class Engine:
         if isinstance(call, str):
             return self._ineligible(call, args, kwargs)
         hidden = call.hidden
-        if torch.is_grad_enabled() and hidden.requires_grad:
+        if torch.is_grad_enabled() and _records_gradients(site.module, hidden):
             return self._ineligible("gradients are recorded (use torch.inference_mode)", args, kwargs)
         if hidden.device.type != "cpu":
             return self._ineligible(f"the model is on {hidden.device.type}", args, kwargs)
@@ -316,17 +339,25 @@ class Engine:
 
     def begin_forward(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: outputs that only the exact path can give make the whole forward exact."""
-        self._forward.exact_only = None
+        self._forward.reset()
+        self._forward.inside, self._forward.exact_only = True, None
         config = getattr(_model, "config", None)
         for wanted in ("output_attentions", "output_hidden_states"):
             given = kwargs.get(wanted)
             if given if given is not None else getattr(config, wanted, False):
                 self._forward.exact_only = wanted
 
+    def end_forward(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        """Forward hook of the model, called after an error too: nothing found serves what is called later."""
+        forward = self._forward
+        last = forward.last
+        forward.reset()
+        forward.last, forward.inside, forward.exact_only = last, False, None
+
     @property
     def last_found(self) -> Found | None:
         """What the once-per-sequence lookup of this thread's last forward found; None if none was made."""
-        return self._forward.found
+        return self._forward.last
 
     # -- counters
 
@@ -352,6 +383,11 @@ class Engine:
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""
         self.maps.close()
+
+
+def _records_gradients(module: nn.Module, hidden: Tensor) -> bool:
+    """Whether autograd would follow this call; stored maps carry no gradient to the query and key weights."""
+    return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
 def _multiply(maps: Batch, values: Tensor, context: Tensor, rows: list[int]) -> None:

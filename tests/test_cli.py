@@ -91,7 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_bert: str, logs: dict
     path = tmp_path_factory.mktemp("database") / "db"
     out = succeed("build-database", "--model", tiny_bert, "--data", logs["build"], "--output", path)
     assert f"attmemo train-embedder {path}" in out
-    out = succeed("train-embedder", path, "--steps", "5", "--backend", "flat")
+    out = succeed("train-embedder", path, "--steps", "0", "--backend", "flat", "--no-profile")
     assert f"attmemo tune {path}" in out
     return path
 
@@ -491,7 +491,7 @@ class TestWork:
         assert len(tuned["thresholds"]) == 2
         out = succeed(
             "evaluate", database, "--data", logs["ask"], "--report", tmp_path / "report", "--repeats", "1",
-            "--json", tmp_path / "result.json", "--exhaustive", "20",
+            "--json", tmp_path / "result.json", "--exhaustive", "20", "--limit", "40",
         )  # fmt: skip
         assert "Summary" in out
         assert str(tmp_path / "report" / "report.html") in out
@@ -544,11 +544,16 @@ class TestWork:
         assert json.loads((tmp_path / "check.json").read_text())["ok"]
         assert "Next:" in refuse("check", tmp_path / "none", "--quiet")
 
-    def test_training_without_the_model(self, database: Path) -> None:
-        report = json.loads(succeed("train-embedder", database, "--steps", "0", "--no-profile", "--json", "-"))
-        assert report["profile"] is None
+    def test_training_measures_unless_told_not_to(self, tmp_path: Path, tiny_bert: str, logs: dict[str, Path]) -> None:
+        path = tmp_path / "db"
+        succeed("build-database", "--model", tiny_bert, "--data", logs["build"], "--limit", "60", "--output", path)
+        report = json.loads(succeed("train-embedder", path, "--steps", "2", "--json", "-"))
         assert report["backend"] == "faiss"
-        assert read_manifest(database).profile is None
+        assert report["profile"] is not None
+        assert "measured on" in succeed("inspect", path)
+        report = json.loads(succeed("train-embedder", path, "--steps", "2", "--no-profile", "--json", "-"))
+        assert report["profile"] is None
+        assert "not measured" in succeed("inspect", path)
 
     @pytest.mark.parametrize(
         "args",

@@ -256,7 +256,7 @@ class Database:
         try:
             size = file.stat().st_size
             with file.open("rb") as stream:
-                header = stream.read(found.header)
+                header = stream.read(fmt.HEADER_BYTES)
         except OSError as error:
             raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._restore()) from error
         if size < found.layout.file_bytes:

@@ -30,7 +30,7 @@ from attmemo.errors import (
     DatabaseNotFoundError,
     FormatVersionError,
 )
-from attmemo.mmap import SlotLayout, page_size, round_up
+from attmemo.mmap import HUGE_PAGE, SlotLayout
 
 FORMAT: Final = "attmemo-database"
 VERSION: Final = 1
@@ -43,6 +43,7 @@ KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hid
 KINDS: Final = (KIND_MAP, KIND_INPUT)
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ARENA_MAGIC: Final = b"ATTMEMO1"
+HEADER_BYTES: Final = 512  # of an arena file; zeros, or a hole, follow up to the first slot
 MAX_MANIFEST_BYTES: Final = 256 << 20
 SEQUENCE: Final = -1  # the "layer" of the once-per-sequence embedder and index
 
@@ -76,8 +77,14 @@ class SlotClass:
 
     @classmethod
     def make(cls, kind: str, length: int, shape: tuple[int, ...], dtype: str) -> SlotClass:
-        """An empty class with the smallest stride this machine can map."""
+        """An empty class with the smallest stride this machine can map.
+
+        Slots of 2 MiB and more begin at a multiple of 2 MiB: some file systems then give huge pages by themselves.
+        The header's unused part is a hole in the file.
+        """
         layout = SlotLayout.paged(shape, DTYPES[dtype], slots=0, header=1)
+        if layout.nbytes >= HUGE_PAGE:
+            layout = SlotLayout.paged(shape, DTYPES[dtype], slots=0, header=HUGE_PAGE)
         return cls(kind, length, shape, dtype, layout.stride, layout.header, 0)
 
 
@@ -270,7 +277,7 @@ class _Parser:
             shape=expected,
             dtype=dtype,
             stride=self.count(data, "stride", at, 1),
-            header=self.count(data, "header", at, len(ARENA_MAGIC) + 64),
+            header=self.count(data, "header", at, HEADER_BYTES),
             slots=self.count(data, "slots", at, 0, 1 << 40),
         )
         try:
@@ -306,10 +313,10 @@ def slot_shape(kind: str, length: int, model: ModelInfo) -> tuple[int, ...]:
 
 
 def arena_header(uuid: str, found: SlotClass) -> bytes:
-    """The header page of an arena file: it binds the file to its database and class, against swapped files."""
+    """The first bytes of an arena file: they bind it to its database and class, against swapped files."""
     name = found.name.encode()
     body = ARENA_MAGIC + struct.pack("<II", VERSION, len(name)) + bytes.fromhex(uuid) + name
-    return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(found.header, b"\0")
+    return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(HEADER_BYTES, b"\0")
 
 
 def slot_checksum(uuid: str, name: str, slot: int, payload: Any) -> int:
@@ -380,11 +387,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def header_bytes() -> int:
-    """Bytes of an arena header on this machine: one page."""
-    return round_up(1, page_size())
 
 
 def _checksum(text: str) -> str:

@@ -74,7 +74,14 @@ class FaissIndex:
         faiss = _faiss()
         index = faiss.IndexHNSWFlat(vectors.shape[1], LINKS)
         index.hnsw.efConstruction = EF_CONSTRUCTION
-        index.add(np.ascontiguousarray(vectors, np.float32))
+        # A parallel build links nodes in the order of the clock; one thread gives the same graph every time. The
+        # number is put back: faiss may share its OpenMP runtime with torch, whose matmuls would slow down for good.
+        threads = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(1)
+        try:
+            index.add(np.ascontiguousarray(vectors, np.float32))
+        finally:
+            faiss.omp_set_num_threads(threads)
         return cls(index)
 
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
@@ -241,9 +248,6 @@ def _padded(order: Ids, distances: npt.NDArray[Any], k: int) -> tuple[Ids, Vecto
 def _faiss() -> Any:
     import faiss
 
-    # faiss brings an OpenMP runtime of its own: two pools on the same cores slow both down, and a parallel build
-    # is not deterministic. Our batches are small; one thread is enough.
-    faiss.omp_set_num_threads(1)
     return faiss
 
 

