@@ -5,17 +5,31 @@ model = memoize(model, threshold=0.95)
 print(model.attmemo.stats())
 """
 
-from attmemo.db import Database
-from attmemo.errors import (
-    AdapterCheckError,
-    AttmemoError,
-    DatabaseError,
-    DataError,
-    StaleDatabaseError,
-    UnsupportedModelError,
-)
-from attmemo.memoization import Memoization, memoize, unmemoize
-from attmemo.similarity import similarity_score
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attmemo.db import Database
+    from attmemo.errors import (
+        AdapterCheckError,
+        AttmemoError,
+        DatabaseError,
+        DataError,
+        StaleDatabaseError,
+        UnsupportedModelError,
+    )
+    from attmemo.memoization import Memoization, memoize, unmemoize
+    from attmemo.similarity import similarity_score
+
+_HOMES = {
+    "Database": "db",
+    "Memoization": "memoization",
+    "memoize": "memoization",
+    "unmemoize": "memoization",
+    "similarity_score": "similarity",
+}
 
 __version__ = "0.1.0"
 
@@ -32,3 +46,11 @@ __all__ = [
     "similarity_score",
     "unmemoize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at the first use: importing torch takes a second, and `attmemo --help` does not need it.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    return value

@@ -70,7 +70,7 @@ class _Forward(threading.local):
 
     def __init__(self) -> None:  # called anew in every thread
         self.reset()
-        self.inside = False  # between the model's own pre-hook and its hook
+        self.inside = False  # in a forward of the model, not of one layer called by hand
         self.exact_only: str | None = None
 
     def reset(self) -> None:
@@ -338,7 +338,7 @@ class Engine:
         return None, []
 
     def begin_forward(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: outputs that only the exact path can give make the whole forward exact."""
+        """Before a forward of the model: outputs that only the exact path can give make the whole forward exact."""
         self._forward.reset()
         self._forward.inside, self._forward.exact_only = True, None
         config = getattr(_model, "config", None)
@@ -347,8 +347,8 @@ class Engine:
             if given if given is not None else getattr(config, wanted, False):
                 self._forward.exact_only = wanted
 
-    def end_forward(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        """Forward hook of the model, called after an error too: nothing found serves what is called later."""
+    def end_forward(self) -> None:
+        """After a forward of the model, or an error in it: nothing that was found serves what is called later."""
         forward = self._forward
         last = forward.last
         forward.reset()

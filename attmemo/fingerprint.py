@@ -113,9 +113,7 @@ def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path 
         if old == new:
             continue
         if name == "config":
-            a, b = json.loads(old or "{}"), json.loads(new or "{}")
-            key = next(k for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k))
-            detail = f"config.{key}: database {a.get(key)!r}, model {b.get(key)!r}"
+            detail = _config_difference(old, new)
         elif name == "dtype":
             detail = f"dtype: database {old}, model {new}"
         else:
@@ -124,3 +122,14 @@ def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path 
             f"{path} was built for another model; {detail}.",
             "load the model the database was built for, or build one: attmemo build-database --model … --data …",
         )
+
+
+def _config_difference(old: str, new: str) -> str:
+    try:
+        a, b = dict(json.loads(old or "{}")), dict(json.loads(new or "{}"))
+    except (ValueError, TypeError):
+        return f"config: database {old[:40]!r}, model {new[:40]!r}"
+    for key in sorted(set(a) | set(b)):
+        if a.get(key) != b.get(key):
+            return f"config.{key}: database {a.get(key)!r}, model {b.get(key)!r}"
+    return "config: the same settings, written differently"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ from torch import nn
 from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
 from attmemo.db import Database, find_database
 from attmemo.engine import Engine, Lookup
-from attmemo.errors import DatabaseError, StaleDatabaseError, UnsupportedModelError
+from attmemo.errors import AttmemoError, DatabaseError, StaleDatabaseError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
@@ -38,39 +39,37 @@ class Memoization:
         self.engine = engine
         self.database = engine.database
         self.lookup: Lookup = engine.lookup
-        self.threshold = engine.thresholds
         self.threshold_source = source
         self._base: nn.Module = getattr(model, "base_model", model)
         self._sites = list(sites)
-        self._before: list[Callable[..., Any] | None] = []
-        self._hook: Any = None
+        self._served: list[_Served] = []
+        self._undone = False
+
+    @property
+    def threshold(self) -> list[float]:
+        """Similarity score that a hit needs, one per layer."""
+        return self.engine.thresholds
 
     @property
     def enabled(self) -> bool:
         """Whether the model is being served."""
-        return self._hook is not None
+        return bool(self._served)
 
     def enable(self) -> None:
         """Serve from the database."""
         if self.enabled:
             return
-        self._hook = self._base.register_forward_pre_hook(self.engine.begin_forward, with_kwargs=True)
-        for site in self._sites:
-            self._before.append(site.module.__dict__.get("forward"))
-            site.module.forward = _served(self.engine, site, site.module.forward)
+        if self._undone:
+            raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
+        layers = [(site.module, _ServedLayer(self, site)) for site in self._sites]
+        for module, served in [*layers, (self._base, _ServedModel(self, self._base))]:
+            module.forward = served
+            self._served.append(served)
 
     def disable(self) -> None:
         """Put the original `forward` of every layer back; nothing of the engine is left in the way."""
-        if not self.enabled:
-            return
-        self._hook.remove()
-        self._hook = None
-        for site, before in zip(self._sites, self._before, strict=True):
-            if before is None:
-                del site.module.forward  # the class's own method shows through again
-            else:
-                site.module.forward = before
-        self._before.clear()
+        while self._served:
+            self._served.pop().remove()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -129,9 +128,14 @@ class Memoization:
             "layers": layers,
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        # A copied model shares nothing with the engine: its copied `forward`s would still serve the old modules.
-        return None
+    def undo(self) -> None:
+        """Disable for good, and give windows back; what `unmemoize` does."""
+        self.disable()
+        self._undone = True
+        self.engine.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied or pickled model is a bare one
 
     def __repr__(self) -> str:
         state = "on" if self.enabled else "off"
@@ -183,7 +187,34 @@ def memoize(
         There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
     """
     encoder = encoder_of(model)
+    serving = [handle for handle in _handles(encoder) if handle.enabled]
+    for earlier in serving:
+        earlier.disable()  # the checks look at the bare model
+    try:
+        handle = _prepare(encoder, threshold, database, lookup, gate, fetch, residency)
+    except BaseException:
+        for earlier in serving:
+            earlier.enable()
+        raise
     unmemoize(model)
+    handle.enable()
+    # A plain attribute, not a module: state_dict and save_pretrained do not see it.
+    object.__setattr__(encoder, "attmemo", handle)
+    if model is not encoder:
+        object.__setattr__(model, "attmemo", handle)
+    return model
+
+
+def _prepare(
+    encoder: nn.Module,
+    threshold: Threshold,
+    database: str | os.PathLike[str] | Database | None,
+    lookup: Lookup | None,
+    gate: bool,
+    fetch: FetcherName,
+    residency: Residency,
+) -> Memoization:
+    """Check everything that can be wrong and make the handle; the model is not changed yet."""
     adapter, sites = adapter_for(encoder)
     device = next(encoder.parameters()).device
     if device.type != "cpu":
@@ -195,34 +226,94 @@ def memoize(
     check_adapter(adapter, encoder, sites)
     values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
     engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
-    handle = Memoization(encoder, sites, engine, source)
-    handle.enable()
-    # A plain attribute, not a module: state_dict and save_pretrained do not see it.
-    object.__setattr__(encoder, "attmemo", handle)
-    if model is not encoder:
-        object.__setattr__(model, "attmemo", handle)
-    return model
+    return Memoization(encoder, sites, engine, source)
+
+
+def _handles(encoder: nn.Module) -> list[Memoization]:
+    """Whatever serves this model or layers in it, also if it was put in through a model around or inside this one."""
+    found = {encoder.__dict__.get("attmemo")}
+    for module in encoder.modules():
+        forward = module.__dict__.get("forward")
+        found.add(forward.handle if isinstance(forward, _Served) else None)
+    return [handle for handle in found if isinstance(handle, Memoization)]
 
 
 def unmemoize(model: Model) -> Model:
     """Undo `memoize`; a model that is not memoized is left as it is."""
     encoder = encoder_of(model)
-    handle = encoder.__dict__.get("attmemo")
-    if isinstance(handle, Memoization):
-        handle.disable()
-        handle.engine.close()
+    for handle in _handles(encoder):
+        handle.undo()
     for holder in (encoder, model):
         holder.__dict__.pop("attmemo", None)
     return model
 
 
-def _served(engine: Engine, site: Site, exact: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return engine.attend(site, exact, args, kwargs)
+class _Served:
+    """A `forward` that is in the way of a module's own.
 
-    # A lookup is not traceable; under torch.compile this is a graph break, not an error.
-    untraced: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-    return untraced
+    Copying or pickling a model must not take the engine along: the copy would go on serving the weights of the
+    modules it was copied from. So what is copied is the `forward` that was there before.
+    """
+
+    def __init__(self, handle: Memoization, module: nn.Module) -> None:
+        self.handle = handle
+        self.__wrapped__: Callable[..., Any] = module.forward  # where `inspect.signature` looks
+        self._module = module
+        self._before = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Put back what was there before."""
+        if self._before is None:
+            del self._module.forward  # the class's own method shows through again
+        else:
+            self._module.forward = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is not None:
+            return _same, (self._before,)
+        # The module is being copied: here it stands for its copy, whose state does not hold a `forward` yet.
+        return getattr, (self._module, "forward")
+
+
+class _ServedModel(_Served):
+    """Tells the engine where a forward of the model begins and ends; callers of `model.forward` run no hooks."""
+
+    def __init__(self, handle: Memoization, model: nn.Module) -> None:
+        super().__init__(handle, model)
+        engine = handle.engine
+        self._begin: Callable[..., Any] = torch.compiler.disable(engine.begin_forward)  # type: ignore[no-untyped-call]
+        self._end: Callable[..., Any] = torch.compiler.disable(engine.end_forward)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin(self._module, args, kwargs)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            self._end()
+
+
+class _ServedLayer(_Served):
+    """One attention layer."""
+
+    def __init__(self, handle: Memoization, site: Site) -> None:
+        super().__init__(handle, site.module)
+        engine, exact = handle.engine, self.__wrapped__
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return engine.attend(site, exact, args, kwargs)
+
+        # A lookup is not traceable; under torch.compile this is a graph break, not an error.
+        self._forward: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _open(
@@ -271,7 +362,12 @@ def _resolve(
             )
         values = [float(t) for t in tuning["thresholds"]]
         return values, tuned, f"tuned for a budget of {tuning['budget']:g}"
-    values = [float(threshold)] * layers if isinstance(threshold, int | float) else [float(t) for t in threshold]
+    try:
+        values = (
+            [float(threshold)] * layers if isinstance(threshold, int | float | Real) else [float(t) for t in threshold]
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a threshold is a similarity score in [0, 1], got {threshold!r}") from error
     if len(values) != layers:
         raise ValueError(f"expected one threshold or one for each of {layers} layers, got {len(values)}")
     if not all(0.0 <= t <= 1.0 for t in values):

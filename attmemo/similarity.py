@@ -34,7 +34,7 @@ def similarity_score(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[-3:] != b.shape[-3:] or a.dim() < 3 or a.shape[-1] != a.shape[-2]:
         raise ValueError(f"maps must share [heads, n, n]; seen {tuple(a.shape)} and {tuple(b.shape)}")
     distance = (a.float() - b.float()).abs().sum(-1).mul(0.5)  # [..., heads, n]: total variation of each row
-    return 1.0 - distance.mean(dim=(-1, -2))
+    return (1.0 - distance.mean(dim=(-1, -2))).clamp_min(0.0)  # rows sum to 1 but for rounding
 
 
 def similarity_matrix(queries: Tensor, records: Tensor) -> Tensor:
@@ -55,4 +55,4 @@ def similarity_matrix(queries: Tensor, records: Tensor) -> Tensor:
     rows = queries.shape[1] * queries.shape[2]
     # torch.cdist(p=1) streams both operands: 3-4 G differences a second on two cores, no q x r x n x n temporary.
     distance = torch.cdist(queries.flatten(1).float(), records.flatten(1).float(), p=1.0)
-    return 1.0 - distance / (2.0 * rows)
+    return (1.0 - distance / (2.0 * rows)).clamp_min(0.0)

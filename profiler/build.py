@@ -103,7 +103,12 @@ def build_database(
         try:
             with Capture(loaded.model, adapter, sites) as capture:
                 while stopped is None and (chunk := list(islice(rows, CHUNK))):
-                    fresh = [r for r in chunk if r.row not in known.get(numbers[r.source], ())]
+                    fresh = []
+                    for row in chunk:
+                        rows_of = known.setdefault(numbers[row.source], set())
+                        if row.row not in rows_of:
+                            rows_of.add(row.row)  # the same file may have been given twice
+                            fresh.append(row)
                     skipped += len(chunk) - len(fresh)
                     done += len(chunk) - len(fresh)
                     for batch in batches(_tokens(loaded, fresh, max_length), options.batch_size):

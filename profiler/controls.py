@@ -53,11 +53,17 @@ class RandomMaps:
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
         there = np.flatnonzero(self._database.records.lengths == length)
         # A multiplicative hash of the record instead of a generator: all layers must draw the same.
-        drawn = np.asarray([there[(int(r) * 2654435761 + 12345) % len(there)] for r in records], np.int64)
+        drawn = np.asarray([_stranger(int(r), there) for r in records], np.int64)
         return self._stored.fetch(layer, length, drawn)
 
     def close(self) -> None:
         self._stored.close()
+
+
+def _stranger(record: int, there: Ints) -> int:
+    """Any record but this one, if there is another."""
+    place = (record * 2654435761 + 12345) % len(there)
+    return int(there[place] if there[place] != record else there[(place + 1) % len(there)])
 
 
 CONTROLS: dict[str, Callable[[Database], MapSource]] = {"mean map": MeanMaps, "random map": RandomMaps}

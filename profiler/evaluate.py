@@ -340,7 +340,7 @@ def _similarities(
                         maps = captured.maps[layer][:, :, :length, :length]
                         for row, (place, _) in enumerate(part):
                             best[layer, place] = _best(database, layer, maps[row : row + 1], there)
-                            if found.distances[row] <= engine.radii[layer]:
+                            if found.records[row] >= 0 and found.distances[row] <= engine.radii[layer]:
                                 served[layer] += 1
                                 record = database.slot(KIND_MAP, layer, int(found.records[row]))
                                 true[layer].append(float(similarity_score(maps[row], record)))
@@ -348,9 +348,8 @@ def _similarities(
         unmemoized.enable()  # type: ignore[union-attr,operator]
     hits = []
     for layer, row in enumerate(result["layers"]):
-        known = np.nan_to_num(best[layer], nan=0.0)
         row["mean_true_similarity"] = float(np.mean(true[layer])) if true[layer] else None
-        row["exhaustive_hit_rate"] = float((known >= engine.thresholds[layer]).mean())
+        row["exhaustive_hit_rate"] = float((best[layer] >= engine.thresholds[layer]).mean())  # NaN: no
         row["exhaustive_mean_similarity"] = float(np.nanmean(best[layer])) if np.isfinite(best[layer]).any() else None
         row["sample_hit_rate"] = float(served[layer] / count)
         hits.append(row["exhaustive_hit_rate"])

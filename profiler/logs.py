@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from random import Random
@@ -365,7 +365,7 @@ class _Values(dict[str, object]):
         return self._shared[field]
 
 
-def generate_log(lines: int, seed: int = 0) -> Iterator[str]:
+def generate_log(lines: int, seed: int = 0, services: Collection[str] = ()) -> Iterator[str]:
     """Invent a log, line by line, in order of time.
 
     Parameters
@@ -374,18 +374,29 @@ def generate_log(lines: int, seed: int = 0) -> Iterator[str]:
         How many lines; none if 0 or less.
     seed : int
         The same seed gives the same lines, and a longer log begins with the shorter one.
+    services : collection of str
+        Only these services of `PREFIXES` write lines; none named: all of them.
+
+    Raises
+    ------
+    ValueError
+        A service that is not one of `PREFIXES`.
 
     Returns
     -------
     iterator of str
         Lines without their newline, about 20 to 60 wordpieces each.
     """
-    return itertools.islice(_stream(Random(seed)), max(lines, 0))
+    unknown = sorted(set(services) - set(PREFIXES))
+    if unknown:
+        raise ValueError(f"unknown service {unknown[0]!r}; expected one of {', '.join(PREFIXES)}")
+    sessions = [session for session in SESSIONS if not services or session.service in services]
+    return itertools.islice(_stream(Random(seed), sessions), max(lines, 0))
 
 
-def _stream(random: Random) -> Iterator[str]:
+def _stream(random: Random, sessions: Sequence[Session]) -> Iterator[str]:
     """Lines without end: sessions begin at random moments and are merged by time."""
-    weights = list(itertools.accumulate(session.weight for session in SESSIONS))
+    weights = list(itertools.accumulate(session.weight for session in sessions))
     waiting: list[tuple[datetime, int, str]] = []
     order = itertools.count()
     now = _START
@@ -393,7 +404,7 @@ def _stream(random: Random) -> Iterator[str]:
         now += timedelta(seconds=random.expovariate(_SESSIONS_PER_SECOND))
         while waiting and waiting[0][0] <= now:
             yield heapq.heappop(waiting)[2]
-        (session,) = random.choices(SESSIONS, cum_weights=weights)
+        (session,) = random.choices(sessions, cum_weights=weights)
         for when, line in _play(session, now, random):
             heapq.heappush(waiting, (when, next(order), line))
 

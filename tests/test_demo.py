@@ -66,7 +66,7 @@ class TestRun:
         found = json.loads((output.parent / "result.json").read_text())
         parts = [(output / f"{name}.log").read_text().splitlines() for name in ("build", "tune", "ask")]
         assert [len(part) for part in parts] == [180, 60, 60]
-        assert list(chain(*parts)) == list(generate_log(300, seed=0))
+        assert list(chain(*parts)) == list(generate_log(300, seed=0, services=("login",)))
         assert found["evaluation"]["data"]["sequences"] == 60
         assert found["evaluation"]["threshold_source"].startswith("tuned")
         with Database(output / "database") as database:

@@ -21,10 +21,13 @@ ENDS = {"|", "||", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&"}
 
 
 def shell_lines(text: str) -> Iterator[str]:
-    """The lines of all fenced blocks, those that a backslash continues joined, prompts taken off."""
-    for block in re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield line.strip().removeprefix("$ ")
+    """The lines of all blocks of shell or of no language, those that a backslash continues joined, without prompts."""
+    for language, block in re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        if language in ("", "sh", "bash", "shell", "console", "text"):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield line.strip().removeprefix("$ ")
+    for line in re.findall(r"^(?: {4}|\t)(attmemo .*)$", text, re.MULTILINE):
+        yield line
 
 
 def inline(text: str) -> Iterator[str]:
@@ -71,9 +74,9 @@ def check_options(words: list[str]) -> None:
     }  # fmt: skip
     if hasattr(command, "commands"):
         assert not rest or rest[0].startswith("-"), f"no command {' '.join(words)!r}"
-    for word in rest:
+    for word in (word.strip("[]()") for word in rest):
         if re.match(r"--?[a-z]", word):
-            assert word.strip("[]").split("=")[0] in known, f"attmemo {' '.join(words)}: no option {word}"
+            assert word.split("=")[0] in known, f"attmemo {' '.join(words)}: no option {word}"
 
 
 def check_parse(words: list[str]) -> None:

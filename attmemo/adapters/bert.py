@@ -25,6 +25,12 @@ from attmemo.adapters.base import (
     take_batch,
 )
 
+# What `forward` is called with that does not change a map. Anything else might (is_causal, cu_seq_lens_q, …).
+HARMLESS = {
+    "hidden_states", "attention_mask", "past_key_values", "encoder_hidden_states", "encoder_attention_mask",
+    "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+}  # fmt: skip
+
 
 class BertAdapter(Adapter):
     """`encoder.layer.i.attention.self` of BERT-shaped encoders."""
@@ -55,11 +61,16 @@ class BertAdapter(Adapter):
             return "cross-attention"
         if kwargs.get("output_attentions"):
             return "output_attentions"
+        for name, value in kwargs.items():
+            if name not in HARMLESS and value is not None and value is not False:
+                return f"the argument {name}"
         return Call(hidden, mask)
 
     def valid_lengths(self, mask: Tensor | None, batch: int, length: int) -> list[int] | None:
         if mask is None:
             return [length] * batch
+        if not isinstance(mask, Tensor):  # a BlockMask of flex attention
+            return None
         if mask.dim() != 4 or mask.shape[-1] != length or mask.shape[1] != 1 or mask.shape[0] not in (1, batch):
             return None
         if not is_row_invariant(mask):
@@ -67,6 +78,8 @@ class BertAdapter(Adapter):
         row = mask[:, 0, 0, :]
         if row.dtype is torch.bool:
             valid = row
+        elif not row.is_floating_point():
+            return None
         else:
             # Additive mask: 0 attends, the dtype's lowest value does not; anything between is a bias we do not know.
             valid = row == 0

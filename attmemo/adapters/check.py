@@ -73,18 +73,21 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
 
     handles = [site.module.register_forward_hook(keep(site.layer), with_kwargs=True) for site in sites]
     base: nn.Module = getattr(model, "base_model", model)
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     try:
         model.eval()
         with torch.no_grad(), adapter.capturing(model) as extra:
             base(input_ids=ids.to(_device(model)), attention_mask=mask.long().to(_device(model)), **extra)
     finally:
-        model.train(training)
+        for module in training:  # one by one: a model may be in training mode in parts
+            module.training = True
         for handle in handles:
             handle.remove()
 
     worst = 0.0
     for site in sites:
+        if site.layer not in calls:
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) is not called in a forward of this model.")
         args, kwargs, output = calls[site.layer]
         wanted = dict(kwargs) | {"output_attentions": False}
         call = adapter.read(site.module, args[:2], {k: v for k, v in wanted.items() if k != "output_attentions"})
@@ -96,6 +99,8 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
                 f"layer {site.layer} ({site.name}): the mask reads as lengths {lengths}, not {list(CHECK_LENGTHS)}."
             )
         apm, expected = adapter.map_of(output), adapter.context_of(output)
+        if not isinstance(apm, Tensor):
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) gives no attention map.")
         with torch.no_grad():
             tokens = torch.cat([call.hidden[b, :n] for b, n in enumerate(lengths)])
             contexts = context_from_maps(
@@ -103,7 +108,9 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
             )
         scale = float(expected.abs().max()) or 1.0
         for b, n in enumerate(lengths):
-            worst = max(worst, float((contexts[b] - expected[b, :n]).abs().max()) / scale)
+            difference = float((contexts[b] - expected[b, :n]).abs().max()) / scale
+            if not difference <= worst:  # NaN too: it fails below
+                worst = difference
         if not worst <= TOLERANCE.get(dtype, 1e-5):
             raise AdapterCheckError(
                 f"layer {site.layer} ({site.name}): a hit on the layer's own map differs from the exact output by "

@@ -7,8 +7,11 @@ environment: lookups then never touch LMDB, and no reader transaction can go sta
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,19 @@ from typing import Any
 import lmdb
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from attmemo.db.format import CATALOGUE
+from attmemo.db.lmdbfile import check_environment
 from attmemo.errors import DatabaseCorruptError, DatabaseError, StorageFullError
 
 _HEAD = struct.Struct("<IIQB")  # length, source, row, split
 _KEY = struct.Struct(">Q")
 # An upper bound on the file, not an allocation: LMDB reserves address space and grows the file as it is used.
 _MAP_BYTES = 64 << 30
+_LOCK_BYTES = 8192  # LMDB's reader table for its default of 126 readers
+# A process may have an environment open only once; threads that open databases take turns.
+_ENVIRONMENT = threading.RLock()
 SPLIT_TRAIN = 0
 SPLIT_HELD_OUT = 1
 
@@ -84,31 +92,55 @@ class Catalogue:
         Shape of every entry.
     write : bool
         Open for appending; creates it if needed.
+    check : bool
+        Look at the file's structure first, without which a damaged file would end the process. A builder that holds
+        the lock need not look twice.
 
     Raises
     ------
+    DatabaseCorruptError
+        It is missing or damaged.
     DatabaseError
         It cannot be opened.
     """
 
-    def __init__(self, path: Path, kinds: int, layers: int, *, write: bool = False) -> None:
+    def __init__(self, path: Path, kinds: int, layers: int, *, write: bool = False, check: bool = True) -> None:
         self._path = path / CATALOGUE
         self._kinds, self._layers = kinds, layers
-        if not write and not (self._path / "data.mdb").is_file():
+        file = self._path / "data.mdb"
+        if not write and not file.is_file():
             raise DatabaseCorruptError(
                 f"{self._path} is missing: the records cannot be found without their catalogue.",
                 "restore the database from a copy, or build it again with attmemo build-database",
             )
+        if check and (not write or file.exists()):
+            try:
+                check_environment(file)
+            except ValueError as error:
+                raise self._corrupt(str(error)) from error
+            except OSError as error:
+                raise self._corrupt(f"it cannot be read: {error.strerror}") from error
+        _ENVIRONMENT.acquire()
         try:
             self._env = self._open(write)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
+            _ENVIRONMENT.release()
             raise self._named(error) from error
+        except BaseException:
+            _ENVIRONMENT.release()
+            raise
 
     def _open(self, write: bool) -> Any:
         # Format 0.9 is what every lmdb reads; readers on a read-only file system cannot take the reader lock.
         options: dict[str, Any] = {"map_size": _MAP_BYTES, "subdir": True, "max_dbs": 0}
         if write:
+            self._path.mkdir(exist_ok=True)
+            self._reserve_lock()
             return lmdb.open(str(self._path), **options)
+        try:
+            self._reserve_lock()
+        except OSError:
+            return lmdb.open(str(self._path), readonly=True, create=False, lock=False, **options)
         try:
             return lmdb.open(str(self._path), readonly=True, create=False, **options)
         except lmdb.ReadonlyError:
@@ -117,6 +149,15 @@ class Catalogue:
             if "Read-only" in str(error) or "Permission" in str(error):
                 return lmdb.open(str(self._path), readonly=True, create=False, lock=False, **options)
             raise
+
+    def _reserve_lock(self) -> None:
+        """Give LMDB's lock file its blocks. LMDB maps it and writes: on a full disk that would be SIGBUS."""
+        fd = os.open(self._path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if os.fstat(fd).st_blocks * 512 < _LOCK_BYTES:
+                os.posix_fallocate(fd, 0, _LOCK_BYTES)
+        finally:
+            os.close(fd)
 
     def append(self, first: int, records: Sequence[Record]) -> None:
         """Store records under consecutive ids in one durable transaction.
@@ -144,15 +185,16 @@ class Catalogue:
         except lmdb.Error as error:
             raise self._named(error) from error
 
-    def entries(self, records: int) -> Iterator[tuple[int, Record]]:
+    def entries(self, records: int, digest: str | None = None) -> Iterator[tuple[int, Record]]:
         """The first `records` entries in order.
 
         Raises
         ------
         DatabaseCorruptError
-            An entry is missing or has the wrong size.
+            An entry is missing or has the wrong size; or, after the last one, they do not have the digest.
         """
         expected = 0
+        state = b""
         try:
             with self._env.begin() as transaction:
                 for key, raw in transaction.cursor():
@@ -160,8 +202,10 @@ class Catalogue:
                         break
                     if len(key) != _KEY.size or _KEY.unpack(key)[0] != expected:
                         raise self._corrupt(f"record {expected} of {records} is missing")
+                    raw = bytes(raw)
+                    state = _chain(state, raw)
                     try:
-                        record = Record.parse(bytes(raw), self._kinds, self._layers)
+                        record = Record.parse(raw, self._kinds, self._layers)
                     except ValueError as error:
                         raise self._corrupt(f"record {expected}: {error}") from error
                     yield expected, record
@@ -170,13 +214,18 @@ class Catalogue:
             raise self._named(error) from error
         if expected != records:
             raise self._corrupt(f"it holds {expected} records, the manifest says {records}")
+        if digest is not None and state.hex() != digest:
+            raise self._corrupt(f"its records have digest {state.hex()[:16]}…, expected {digest[:16]}…")
 
-    def snapshot(self, records: int) -> Snapshot:
+    def snapshot(self, records: int, digest: str | None = None) -> Snapshot:
         """The first `records` entries as arrays."""
+        held = int(self._env.stat()["entries"])
+        if held < records:  # before there is memory for as many as a damaged manifest likes
+            raise self._corrupt(f"it holds {held} records, the manifest says {records}")
         heads = np.zeros((records, 4), np.int64)
         slots = np.zeros((records, self._kinds, self._layers), np.int64)
         checksums = np.zeros((records, self._kinds, self._layers), np.uint64)
-        for number, record in self.entries(records):
+        for number, record in self.entries(records, digest):
             if record.row >= 1 << 62 or int(record.slots.max(initial=0)) >= 1 << 62:
                 raise self._corrupt(f"record {number} has an impossible row or slot number")
             heads[number] = record.length, record.source, record.row, record.split
@@ -187,6 +236,7 @@ class Catalogue:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+        _ENVIRONMENT.release()
 
     def _corrupt(self, why: str) -> DatabaseCorruptError:
         return DatabaseCorruptError(
@@ -195,10 +245,27 @@ class Catalogue:
 
     def _named(self, error: Exception) -> DatabaseError:
         text = str(error)
-        if isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in text:
+        full = isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in text
+        if not full and "Input/output error" in text:  # what LMDB makes of a write that ended early
+            with suppress(OSError):
+                room = os.statvfs(self._path)
+                full = room.f_bavail * room.f_frsize < _LOCK_BYTES
+        if full:
             return StorageFullError(f"{self._path}: no room for the catalogue ({text}).", "free space and run again")
         if isinstance(
             error, lmdb.CorruptedError | lmdb.InvalidError | lmdb.PageNotFoundError | lmdb.VersionMismatchError
         ):
             return self._corrupt(f"LMDB says {text}")
         return DatabaseError(f"{self._path}: LMDB says {text}.", "attmemo check " + str(self._path.parent))
+
+
+def extend_digest(digest: str, records: Iterable[Record]) -> str:
+    """Digest of a catalogue's entries after more of them were appended; the digest of none is empty."""
+    state = bytes.fromhex(digest)
+    for record in records:
+        state = _chain(state, record.dump())
+    return state.hex()
+
+
+def _chain(state: bytes, raw: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(state + raw)

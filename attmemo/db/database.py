@@ -20,8 +20,8 @@ from attmemo.db.format import KIND_MAP, KINDS, Manifest, SlotClass
 from attmemo.db.index import LayerIndex
 from attmemo.errors import (
     DatabaseCorruptError,
+    DatabaseError,
     DatabaseNotFoundError,
-    DatabaseTruncatedError,
     EmbedderMissingError,
     PageSizeError,
 )
@@ -78,10 +78,10 @@ class Database:
             )
         self._classes = {(c.kind, c.length): c for c in self.manifest.classes}
         for found in self.manifest.classes:
-            self._check_file(found)
+            fmt.check_arena(self.path, self.manifest.uuid, found)
         catalogue = Catalogue(self.path, len(KINDS), self.manifest.model.layers)
         try:
-            self.records: Snapshot = catalogue.snapshot(self.manifest.records)
+            self.records: Snapshot = catalogue.snapshot(self.manifest.records, self.manifest.records_digest)
         finally:
             catalogue.close()
         self._check_references()
@@ -251,25 +251,6 @@ class Database:
 
     # -- inside
 
-    def _check_file(self, found: SlotClass) -> None:
-        file = self.path / found.file
-        try:
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                header = stream.read(fmt.HEADER_BYTES)
-        except OSError as error:
-            raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._restore()) from error
-        if size < found.layout.file_bytes:
-            raise DatabaseTruncatedError(
-                f"{file} is {size} bytes long, the manifest says at least {found.layout.file_bytes} "
-                f"({found.slots} slots of {found.stride} bytes).",
-                self._restore(),
-            )
-        if header != fmt.arena_header(self.manifest.uuid, found):
-            raise DatabaseCorruptError(
-                f"{file} does not begin with the header of slot class {found.name} of this database.", self._restore()
-            )
-
     def _check_references(self) -> None:
         records, layers = self.records, self.manifest.model.layers
         for length in np.unique(records.lengths).tolist():
@@ -291,9 +272,13 @@ class Database:
 
     def _check_padding(self, found: SlotClass) -> Iterator[Finding]:
         spare = found.stride - found.layout.nbytes
-        if not spare:
-            return
         with (self.path / found.file).open("rb") as stream:
+            stream.seek(fmt.HEADER_BYTES)
+            gap = found.header - fmt.HEADER_BYTES
+            if stream.read(gap).count(0) != gap:
+                yield Finding(found.file, "the bytes between the header and the first slot are not zero")
+            if not spare:
+                return
             for slot in range(found.slots):
                 stream.seek(found.layout.offset(slot) + found.layout.nbytes)
                 if stream.read(spare).count(0) != spare:
@@ -330,7 +315,7 @@ def find_database(fingerprint: str) -> Path:
     for file in sorted(folder.glob(f"*/{fmt.MANIFEST}")):
         try:
             manifest = fmt.read_manifest(file.parent)
-        except (DatabaseCorruptError, DatabaseNotFoundError):
+        except DatabaseError:  # damaged, or of another version: not the one we look for
             continue
         if manifest.model.fingerprint == fingerprint and (best is None or manifest.records > best[0]):
             best = manifest.records, file.parent

@@ -13,6 +13,7 @@ Every field read from a manifest is untrusted until `Manifest.parse` has looked 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -28,9 +29,10 @@ from attmemo.errors import (
     DatabaseCorruptError,
     DatabaseError,
     DatabaseNotFoundError,
+    DatabaseTruncatedError,
     FormatVersionError,
 )
-from attmemo.mmap import HUGE_PAGE, SlotLayout
+from attmemo.mmap import HUGE_PAGE, SlotLayout, round_up
 
 FORMAT: Final = "attmemo-database"
 VERSION: Final = 1
@@ -143,6 +145,7 @@ class Manifest:
     model: ModelInfo
     storage: str
     records: int
+    records_digest: str | None = None  # of the catalogue's entries; None: written before there was one, not checked
     classes: tuple[SlotClass, ...] = ()
     sources: tuple[Source, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
@@ -178,7 +181,7 @@ class Manifest:
         if rest or checksum != _checksum(text):
             raise _corrupt(path, f"checksum {checksum[:16]!r}, expected {_checksum(text)}")
         try:
-            body = json.loads(text)
+            body = json.loads(text, parse_constant=_not_a_number)
         except (ValueError, RecursionError) as error:
             raise _corrupt(path, f"not JSON: {error}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -203,6 +206,11 @@ class _Parser:
         value = data[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
             raise _corrupt(self.path, f"the field {where}{key} has the wrong type: {type(value).__name__}")
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:  # half a surrogate pair: JSON can escape it, no file name or terminal
+                raise _corrupt(self.path, f"the field {where}{key} is not text: {error.reason}") from error
         return value
 
     def count(self, data: Any, key: str, where: str = "", low: int = 0, high: int = 1 << 48) -> int:
@@ -220,25 +228,44 @@ class _Parser:
     def manifest(self, body: dict[str, Any]) -> Manifest:
         model = self.model(self.get(body, "model", dict))
         storage = self.choice(body, "storage", DTYPES)
-        classes = tuple(self.slot_class(entry, model) for entry in self.get(body, "classes", list))
+        page = self.count(body, "page_size", low=512, high=1 << 30)
+        if page & (page - 1):
+            raise _corrupt(self.path, f"the field page_size is {page}, not a power of two")
+        uuid: str = self.get(body, "uuid", str)
+        if not re.fullmatch("[0-9a-f]{32}", uuid):
+            raise _corrupt(self.path, f"the field uuid is {uuid[:40]!r}, not 32 hexadecimal digits")
+        records = self.count(body, "records", high=1 << 40)
+        digest: str | None = None
+        if body.get("records_digest") is not None:
+            digest = self.get(body, "records_digest", str)
+            if not re.fullmatch("([0-9a-f]{32})?", digest):
+                raise _corrupt(self.path, f"the field records_digest is {digest[:40]!r}, not a digest")
+        classes = tuple(self.slot_class(entry, model, storage, page) for entry in self.get(body, "classes", list))
         if len({c.name for c in classes}) != len(classes):
             raise _corrupt(self.path, "two slot classes have the same kind and length")
+        for kind in KINDS:
+            slots = sum(c.slots for c in classes if c.kind == kind)
+            if slots != records * model.layers:
+                raise _corrupt(
+                    self.path, f"{slots} slots of kind {kind}, expected {records} records of {model.layers} layers"
+                )
         sources = tuple(
             Source(self.get(s, "name", str, "sources."), self.get(s, "digest", str, "sources."))
             for s in self.get(body, "sources", list)
         )
         embedder = self.get(body, "embedder", (dict, type(None)))
         return Manifest(
-            uuid=self.get(body, "uuid", str),
+            uuid=uuid,
             generation=self.count(body, "generation"),
-            page_size=self.count(body, "page_size", low=512, high=1 << 30),
+            page_size=page,
             model=model,
             storage=storage,
-            records=self.count(body, "records", high=1 << 40),
+            records=records,
+            records_digest=digest,
             classes=classes,
             sources=sources,
             settings=self.get(body, "settings", dict),
-            embedder=None if embedder is None else self.embedder(embedder),
+            embedder=None if embedder is None else self.embedder(embedder, model, records),
             profile=self.get(body, "profile", (dict, type(None))),
             tuning=self.get(body, "tuning", (dict, type(None))),
         )
@@ -262,7 +289,7 @@ class _Parser:
             tokenizer=self.get(data, "tokenizer", (str, type(None)), at),
         )
 
-    def slot_class(self, data: Any, model: ModelInfo) -> SlotClass:
+    def slot_class(self, data: Any, model: ModelInfo, storage: str, page: int) -> SlotClass:
         at = "classes."
         kind = self.choice(data, "kind", KINDS, at)
         length = self.count(data, "length", at, 1, 1 << 24)
@@ -270,20 +297,21 @@ class _Parser:
         expected = slot_shape(kind, length, model)
         if shape != expected:
             raise _corrupt(self.path, f"classes.shape of {kind} {length} is {shape}, expected {expected}")
-        dtype = self.choice(data, "dtype", DTYPES, at)
+        dtype = self.choice(data, "dtype", (storage,), at)
+        # Nothing that can be computed is believed: a wrong stride would read one slot's bytes as another's.
+        stride = round_up(math.prod(expected) * DTYPES[dtype].itemsize, page)
         found = SlotClass(
             kind=kind,
             length=length,
             shape=expected,
             dtype=dtype,
-            stride=self.count(data, "stride", at, 1),
-            header=self.count(data, "header", at, HEADER_BYTES),
+            stride=self.count(data, "stride", at, stride, stride),
+            header=self.count(data, "header", at, page, max(page, HUGE_PAGE)),
             slots=self.count(data, "slots", at, 0, 1 << 40),
         )
-        try:
-            layout = found.layout
-        except ValueError as error:
-            raise _corrupt(self.path, f"slot class {found.name}: {error}") from error
+        if found.header % page:
+            raise _corrupt(self.path, f"classes.header of {found.name} is {found.header}, not in pages of {page}")
+        layout = found.layout
         if layout.file_bytes > 1 << 56:
             raise _corrupt(self.path, f"slot class {found.name} claims {layout.file_bytes} bytes")
         return found
@@ -295,15 +323,23 @@ class _Parser:
             raise _corrupt(self.path, f"the field {where}file is not a file name of this format: {name[:80]!r}")
         return FileRef(name, self.get(data, "digest", str, where))
 
-    def embedder(self, data: dict[str, Any]) -> EmbedderRef:
-        indexes = self.get(data, "indexes", dict, "embedder.")
+    def embedder(self, data: dict[str, Any], model: ModelInfo, records: int) -> EmbedderRef:
+        at = "embedder."
+        indexes = self.get(data, "indexes", dict, at)
+        known = {str(layer) for layer in range(SEQUENCE, model.layers)}
+        for key in indexes:
+            if key not in known:
+                raise _corrupt(self.path, f"embedder.indexes names layer {key[:20]!r} of {model.layers}")
+        report = self.get(data, "report", dict, at)
+        if "dimension" in report:
+            self.count(report, "dimension", "embedder.report.", 1, 1 << 16)
         return EmbedderRef(
-            weights=self.file(self.get(data, "weights", dict, "embedder."), "embedder.weights."),
-            backend=self.get(data, "backend", str, "embedder."),
-            records=self.count(data, "records", "embedder."),
+            weights=self.file(self.get(data, "weights", dict, at), "embedder.weights."),
+            backend=self.get(data, "backend", str, at),
+            records=self.count(data, "records", at, 0, records),
             indexes={key: self.file(value, f"embedder.indexes.{key}.") for key, value in indexes.items()},
-            calibration=self.get(data, "calibration", dict, "embedder."),
-            report=self.get(data, "report", dict, "embedder."),
+            calibration=self.get(data, "calibration", dict, at),
+            report=report,
         )
 
 
@@ -317,6 +353,33 @@ def arena_header(uuid: str, found: SlotClass) -> bytes:
     name = found.name.encode()
     body = ARENA_MAGIC + struct.pack("<II", VERSION, len(name)) + bytes.fromhex(uuid) + name
     return (body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))).ljust(HEADER_BYTES, b"\0")
+
+
+def check_arena(path: Path, uuid: str, found: SlotClass) -> None:
+    """Check that the arena file of a slot class is there, long enough, and of this database.
+
+    Raises
+    ------
+    DatabaseTruncatedError, DatabaseCorruptError
+    """
+    file = path / found.file
+    hint = "restore the database from a copy, or build it again with attmemo build-database"
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = stream.read(HEADER_BYTES)
+    except OSError as error:
+        raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", hint) from error
+    if size < found.layout.file_bytes:
+        raise DatabaseTruncatedError(
+            f"{file} is {size} bytes long, the manifest says at least {found.layout.file_bytes} "
+            f"({found.slots} slots of {found.stride} bytes).",
+            hint,
+        )
+    if header != arena_header(uuid, found):
+        raise DatabaseCorruptError(
+            f"{file} does not begin with the header of slot class {found.name} of this database.", hint
+        )
 
 
 def slot_checksum(uuid: str, name: str, slot: int, payload: Any) -> int:
@@ -372,11 +435,25 @@ def write_manifest(path: Path, manifest: Manifest) -> Manifest:
 def write_durably(file: Path, content: bytes) -> None:
     """Replace a file so that a crash leaves the old one or the new one, whole."""
     temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk it would be the first thing in the way
+        raise
+    sync_directory(file.parent)
+
+
+def sync_file(file: Path) -> None:
+    """Make a file that was written elsewhere durable, and its name."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
     sync_directory(file.parent)
 
 
@@ -391,6 +468,10 @@ def sync_directory(path: Path) -> None:
 
 def _checksum(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _not_a_number(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _corrupt(path: Path, why: str) -> DatabaseCorruptError:

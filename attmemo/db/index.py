@@ -33,6 +33,9 @@ Ids = npt.NDArray[np.int64]
 class VectorIndex(Protocol):
     """Vectors under consecutive positions, searched by Euclidean distance."""
 
+    def __len__(self) -> int:
+        """Number of vectors."""
+
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
         """Positions and distances ``[q, k]``, nearest first; missing neighbours are position -1, distance inf."""
 
@@ -47,6 +50,9 @@ class FlatIndex:
         self.vectors = np.ascontiguousarray(vectors, np.float32)
         self._norms = (self.vectors**2).sum(1)
 
+    def __len__(self) -> int:
+        return len(self.vectors)
+
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
         squares = (queries**2).sum(1)[:, None] - 2.0 * queries @ self.vectors.T + self._norms
         order = np.argsort(squares, axis=1, kind="stable")[:, :k]
@@ -59,6 +65,8 @@ class FlatIndex:
 
     @classmethod
     def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FlatIndex:
+        if raw.nbytes % (4 * dimension):
+            raise DatabaseCorruptError("an index has another dimension or kind", "attmemo train-embedder DB")
         return cls(np.frombuffer(raw.tobytes(), np.float32).reshape(-1, dimension))
 
 
@@ -68,6 +76,9 @@ class FaissIndex:
     def __init__(self, index: Any) -> None:
         index.hnsw.efSearch = EF_SEARCH
         self._index = index
+
+    def __len__(self) -> int:
+        return int(self._index.ntotal)
 
     @classmethod
     def build(cls, vectors: Vectors) -> FaissIndex:
@@ -111,6 +122,9 @@ class HnswlibIndex:
         index.set_ef(EF_SEARCH)
         index.set_num_threads(1)
         self._index = index
+
+    def __len__(self) -> int:
+        return int(self._index.get_current_count())
 
     @classmethod
     def build(cls, vectors: Vectors) -> HnswlibIndex:
@@ -217,7 +231,7 @@ class LayerIndex:
             raise DatabaseCorruptError(f"{file}: unknown index backend {backend!r}", "attmemo train-embedder DB")
         try:
             tensors = load_file(str(file))
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise DatabaseCorruptError(
                 f"{file}: not an index container: {error}", "attmemo train-embedder DB"
             ) from error
@@ -227,13 +241,21 @@ class LayerIndex:
             if part != "index":
                 continue
             ids = tensors.get(f"{length}.ids")
-            if not length.isdigit() or ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
+            if not length.isdecimal() or raw.dtype != np.uint8 or raw.ndim != 1:
+                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", "attmemo train-embedder DB")
+            if ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
                 raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", "attmemo train-embedder DB")
             if ids.min() < 0 or ids.max() >= records:
                 raise DatabaseCorruptError(
                     f"{file}: names record {ids.max()} of {records}", "attmemo train-embedder DB"
                 )
-            found[int(length)] = load_index(raw, dimension, backend), ids  # type: ignore[arg-type]
+            index = load_index(raw, dimension, backend)  # type: ignore[arg-type]
+            if len(index) != len(ids):
+                raise DatabaseCorruptError(
+                    f"{file}: {len(index)} vectors of length {length} for {len(ids)} records",
+                    "attmemo train-embedder DB",
+                )
+            found[int(length)] = index, ids
         return cls(found)
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from attmemo.db import format as fmt
-from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record
-from attmemo.db.format import KINDS, Manifest, ModelInfo, SlotClass, Source
+from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, extend_digest
+from attmemo.db.format import KINDS, EmbedderRef, Manifest, ModelInfo, SlotClass, Source
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
 from attmemo.mmap import page_size
 
@@ -67,11 +67,11 @@ class DatabaseWriter:
         self._lock_fd = -1
         if storage not in fmt.DTYPES:
             raise ValueError(f"storage must be one of {', '.join(fmt.DTYPES)}, got {storage!r}")
-        if path.exists() and not path.is_dir():
-            raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
-        if path.is_dir() and any(path.iterdir()) and not (path / fmt.MANIFEST).exists() and not _is_begun(path):
-            raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
         try:
+            if path.exists() and not path.is_dir():
+                raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
+            if path.is_dir() and not (path / fmt.MANIFEST).exists() and not _is_begun(path):
+                raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
             (path / fmt.ARENA).mkdir(parents=True, exist_ok=True)
             self._lock()
             if (path / fmt.MANIFEST).exists():
@@ -84,9 +84,13 @@ class DatabaseWriter:
                     model=model,
                     storage=storage,
                     records=0,
+                    records_digest="",
                     settings=dict(settings or {}),
                 )
-            with self._catalogue() as catalogue:
+                # Nothing was ever published: what a killed builder began may not even be whole.
+                for name in ("data.mdb", "lock.mdb"):
+                    (path / fmt.CATALOGUE / name).unlink(missing_ok=True)
+            with self._catalogue(check=True) as catalogue:
                 catalogue.truncate(self._manifest.records)
         except OSError as error:
             self._unlock()
@@ -117,7 +121,7 @@ class DatabaseWriter:
         """Data rows already stored, by source number: what a resumed build skips."""
         rows: dict[int, set[int]] = {}
         with self._catalogue() as catalogue:
-            for _, record in catalogue.entries(self._manifest.records):
+            for _, record in catalogue.entries(self._manifest.records, self._manifest.records_digest):
                 rows.setdefault(record.source, set()).add(record.row)
         return rows
 
@@ -151,7 +155,8 @@ class DatabaseWriter:
         Raises
         ------
         DatabaseCorruptError
-            A map is not one: values outside [0, 1], not finite, or rows that do not sum to 1. Nothing is stored.
+            A map is not one: values outside [0, 1], not finite, or rows that do not sum to 1. Or a hidden state is
+            not finite in the storage type. Nothing is stored.
         StorageFullError
             The disk is full; what was published stays.
         """
@@ -159,11 +164,12 @@ class DatabaseWriter:
         length = int(maps[0].shape[-1])
         if len(maps) != model.layers or len(inputs) != model.layers:
             raise ValueError(f"expected {model.layers} maps and inputs, got {len(maps)} and {len(inputs)}")
-        for layer, apm in enumerate(maps):
+        for layer, (apm, hidden) in enumerate(zip(maps, inputs, strict=True)):
             _check_map(apm, layer, provenance)
+            _check_input(hidden, layer, provenance, self._manifest.storage)
         slots = np.zeros((len(KINDS), model.layers), np.uint64)
         checksums = np.zeros((len(KINDS), model.layers), np.uint64)
-        grown: list[SlotClass] = []
+        grown: dict[str, SlotClass] = {}
         for k, (kind, tensors) in enumerate(zip(KINDS, (maps, inputs), strict=True)):
             expected = fmt.slot_shape(kind, length, model)
             found = self._class(kind, length)
@@ -178,10 +184,11 @@ class DatabaseWriter:
                 body += payload
                 body += bytes(found.stride - len(payload))
             self._write(found, bytes(body))
-            grown.append(replace(found, slots=found.slots + model.layers))
-        # Only now, with every kind written: a full disk half-way leaves the counts as they were.
-        self._classes.update((found.name, found) for found in grown)
-        self._pending.append(Record(length, provenance.source, provenance.row, provenance.split, slots, checksums))
+            grown[found.name] = replace(found, slots=found.slots + model.layers)
+        record = Record(length, provenance.source, provenance.row, provenance.split, slots, checksums)
+        # Only now, with every kind written: a full disk half-way leaves the counts as they were. And in one statement:
+        # Ctrl-C falls before it or behind it, so no slot is ever counted without its record.
+        self._classes, self._pending = self._classes | grown, [*self._pending, record]
         return self.records - 1
 
     def publish(self, **changes: Any) -> Manifest:
@@ -196,19 +203,26 @@ class DatabaseWriter:
             for fd in self._files.values():
                 os.fdatasync(fd)
             fmt.sync_directory(self.path / fmt.ARENA)
+            embedder = changes.get("embedder")
+            if isinstance(embedder, EmbedderRef):
+                for ref in (embedder.weights, *embedder.indexes.values()):
+                    fmt.sync_file(self.path / ref.file)
             if self._pending:
                 with self._catalogue() as catalogue:
                     catalogue.append(self._manifest.records, self._pending)
+                fmt.sync_directory(self.path / fmt.CATALOGUE)
+            digest = self._manifest.records_digest
             following = replace(
                 self._manifest,
                 records=self.records,
+                records_digest=None if digest is None else extend_digest(digest, self._pending),
                 classes=tuple(self._classes[name] for name in sorted(self._classes)),
                 **changes,
             )
-            self._manifest = fmt.write_manifest(self.path, following)
+            # One statement again: after Ctrl-C a second publication must not append the same records twice.
+            self._manifest, self._pending = fmt.write_manifest(self.path, following), []
         except OSError as error:
             raise _named(error, self.path) from error
-        self._pending.clear()
         return self._manifest
 
     def close(self) -> None:
@@ -228,9 +242,9 @@ class DatabaseWriter:
 
     # -- inside
 
-    def _catalogue(self) -> closing[Catalogue]:
+    def _catalogue(self, check: bool = False) -> closing[Catalogue]:
         # Opened for each use: LMDB must not be open twice in a process, and a trainer reads what it holds the lock of.
-        return closing(Catalogue(self.path, len(KINDS), self._manifest.model.layers, write=True))
+        return closing(Catalogue(self.path, len(KINDS), self._manifest.model.layers, write=True, check=check))
 
     def _resume(self, model: ModelInfo, storage: str, settings: dict[str, Any]) -> Manifest:
         manifest = fmt.read_manifest(self.path)
@@ -253,6 +267,10 @@ class DatabaseWriter:
             raise DatabaseError(
                 f"{self.path} was built for pages of {manifest.page_size} bytes, this machine has {page_size()}."
             )
+        for found in manifest.classes:  # appending to a short file would fill the gap with zeros, and hide it
+            fmt.check_arena(self.path, manifest.uuid, found)
+        if not (self.path / fmt.CATALOGUE / "data.mdb").exists():
+            Catalogue(self.path, len(KINDS), manifest.model.layers).close()  # says that it is missing
         return manifest
 
     def _class(self, kind: str, length: int) -> SlotClass:
@@ -269,12 +287,16 @@ class DatabaseWriter:
             fd = self._files.get(found.name)
             if fd is None:
                 fd = os.open(self.path / found.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    if found.slots == 0:
+                        os.ftruncate(fd, 0)
+                        _write_all(fd, fmt.arena_header(self._manifest.uuid, found), 0)
+                    else:
+                        os.ftruncate(fd, layout.file_bytes)  # slots that a killed builder never published
+                except BaseException:
+                    os.close(fd)  # the next attempt begins with the header again
+                    raise
                 self._files[found.name] = fd
-                if found.slots == 0:
-                    os.ftruncate(fd, 0)
-                    _write_all(fd, fmt.arena_header(self._manifest.uuid, found), 0)
-                else:
-                    os.ftruncate(fd, layout.file_bytes)  # slots that a killed builder never published
             # pwrite, not a store through a mapping: a full disk is then an error code and not a signal.
             _write_all(fd, body, layout.file_bytes)
         except OSError as error:
@@ -285,7 +307,7 @@ class DatabaseWriter:
         self._lock_fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -304,6 +326,16 @@ class DatabaseWriter:
 def _is_begun(path: Path) -> bool:
     """Whether a directory holds only what a builder makes before its first publication."""
     return {entry.name for entry in path.iterdir()} <= {fmt.ARENA, fmt.CATALOGUE, fmt.LOCK, fmt.MANIFEST + ".tmp"}
+
+
+def _check_input(hidden: Tensor, layer: int, provenance: Provenance, storage: str) -> None:
+    if bool(torch.isfinite(hidden.to(fmt.DTYPES[storage])).all()):
+        return
+    raise DatabaseCorruptError(
+        f"row {provenance.row} of the data, layer {layer}: the hidden states are not finite in {storage}; "
+        "nothing was stored.",
+        "store in a type of wider range: --dtype bfloat16 or float32",
+    )
 
 
 def _payload(tensor: Tensor, dtype: torch.dtype) -> bytes:

@@ -112,9 +112,10 @@ def fit_calibration(distances: npt.ArrayLike, scores: npt.ArrayLike, coverage: f
     knots = np.unique(np.concatenate([[0.0], np.quantile(d, np.linspace(0.0, 1.0, KNOTS))]))
     lower = mean(knots) - max(margin, 0.0) * spread(knots)
     # Isotonic curves have plateaus, on which a score would not tell distances apart: tilt them, downwards, so that a
-    # threshold stands for one distance. The floor keeps scores of far records above 0, which accepts anything.
+    # threshold stands for one distance. The floor keeps scores of far records above 0, which accepts anything; the
+    # ceiling keeps all scores below 1, since no bound is certain: a threshold of 1 serves nothing.
     tilt = 1e-3 * knots / max(float(knots[-1]), 1e-12)
-    lower = np.minimum.accumulate(np.clip(lower, 0.0, 1.0)) - tilt
+    lower = np.minimum.accumulate(np.clip(lower, 0.0, 1.0 - 1e-6)) - tilt
     return Calibration(knots, np.maximum(lower, 2e-3 - tilt))
 
 

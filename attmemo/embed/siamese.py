@@ -46,7 +46,8 @@ class SiameseEmbedder:
     def __init__(self, token: Tensor, bias: Tensor, position: Tensor, output: Tensor) -> None:
         self.token, self.bias = token, bias
         self.position, self.output = position, output
-        self._folded = (position @ output).contiguous()  # [N * p, d]
+        with torch.autocast("cpu", enabled=False):
+            self._folded = (position @ output).contiguous()  # [N * p, d]
 
     @property
     def channels(self) -> int:
@@ -81,11 +82,12 @@ class SiameseEmbedder:
         batch, length, _ = hidden.shape
         # Longer than any record: only rows within reach are ever asked for, so the tail is padding.
         length = min(length, self.longest)
-        channels = hidden[:, :length].to(torch.float32) @ self.token + self.bias  # [B, L, p]
-        if min(lengths) < length:
-            kept = torch.arange(length) < torch.tensor(lengths)[:, None]
-            channels = channels * kept[..., None]
-        return channels.reshape(batch, -1) @ self._folded[: length * self.channels]
+        with torch.autocast("cpu", enabled=False):  # the model's precision is not the distances'
+            channels = hidden[:, :length].to(torch.float32) @ self.token + self.bias  # [B, L, p]
+            if min(lengths) < length:
+                kept = torch.arange(length) < torch.tensor(lengths)[:, None]
+                channels = channels * kept[..., None]
+            return channels.reshape(batch, -1) @ self._folded[: length * self.channels]
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name."""

@@ -359,7 +359,8 @@ def _gradient(
         drawn = torch.randint(0, len(left), (options.batch,))
         used, where = torch.cat([left[drawn], right[drawn]]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = (reduced[used] @ weights[0]).flatten(1) @ weights[1] @ weights[2]
-        first, second = flat[where[: options.batch]], flat[where[options.batch :]]
+        # index_select: the gradient of plain indexing is summed up in whatever order the threads arrive.
+        first, second = flat.index_select(0, where[: options.batch]), flat.index_select(0, where[options.batch :])
         distance = ((first - second).square().sum(1) + 1e-9).sqrt()
         loss = F.smooth_l1_loss(distance, 1.0 - wanted[drawn], beta=0.05)
         optimizer.zero_grad()

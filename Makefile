@@ -1,0 +1,84 @@
+# One command for each job, on a fresh Debian or Ubuntu with Python 3.11 or newer and a C compiler.
+#
+#   make demo               set everything up and run the demo      LOG=my.log make demo: on your own log
+#   make test               set everything up, lint, type-check and test
+#   make help               the other jobs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+LOG ?=
+OUTPUT ?= demo-output
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+# How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Whoever sets it keeps what they set.
+export GOMP_SPINCOUNT ?= 10000
+
+.PHONY: demo test lint bench install clean help
+
+demo: $(READY)  ## build, train, tune and evaluate on log lines (LOG=file: yours); ends with a table and a report
+	@$(BIN)/attmemo demo $(if $(LOG),"$(LOG)") --output "$(OUTPUT)"
+
+test: lint  ## everything that has to pass: lint, types, tests
+	@$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	# profiler/ is installed as attmemo.profiler: types are checked on a tree that looks as it is installed.
+	rm -rf .mypy_cache/tree && mkdir -p .mypy_cache/tree/attmemo
+	ln -s "$$PWD"/attmemo/* .mypy_cache/tree/attmemo/
+	ln -s "$$PWD"/profiler .mypy_cache/tree/attmemo/profiler
+	cd .mypy_cache/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ..
+
+bench: $(READY)  ## what fetching maps, searching and serving a layer cost on this machine
+	@$(BIN)/attmemo bench gather
+	$(BIN)/attmemo bench search
+	$(BIN)/attmemo bench layer
+	$(BIN)/attmemo bench layer --family deberta-v2
+
+install: $(READY)  ## only set up .venv
+
+# torch first and by itself, so that what the package asks for finds it there. Done again when what is built changes.
+$(READY): pyproject.toml setup.py $(wildcard native/*)
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	  echo "error: Python 3.11 or newer is needed; $(or $(PYTHON),none) was found" >&2
+	  echo "  Next: sudo apt-get install python3.11 python3.11-venv python3.11-dev, or make PYTHON=/path/to/python3" >&2
+	  exit 1
+	fi
+	version=$$("$(PYTHON)" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+	if ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then
+	  echo "error: $(PYTHON) cannot make a virtual environment" >&2
+	  echo "  Next: sudo apt-get install $$version-venv" >&2
+	  exit 1
+	fi
+	if ! command -v "$${CC:-cc}" >/dev/null && ! command -v gcc >/dev/null; then
+	  echo "error: there is no C compiler" >&2
+	  echo "  Next: sudo apt-get install build-essential" >&2
+	  exit 1
+	fi
+	if ! "$(PYTHON)" -c 'import os, sysconfig as s; open(os.path.join(s.get_paths()["include"], "Python.h"))' 2>/dev/null
+	then
+	  echo "error: the C headers of $(PYTHON) are missing (Python.h)" >&2
+	  echo "  Next: sudo apt-get install $$version-dev" >&2
+	  exit 1
+	fi
+	echo "Setting up .venv with $$("$(PYTHON)" --version); the first time this downloads torch and takes minutes"
+	[ -x $(BIN)/python ] || "$(PYTHON)" -m venv .venv
+	$(PIP) install torch==2.13.0
+	$(PIP) install --editable '.[dev]'
+	touch $@
+
+clean:  ## remove what was built, .venv and the demo's output
+	@rm -rf .venv build *.egg-info attmemo/_native*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	if [ -e "$(OUTPUT)/.attmemo-demo" ]; then rm -rf "$(OUTPUT)"; fi
+
+help:  ## this list
+	@echo "make JOB, where JOB is one of"
+	sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12

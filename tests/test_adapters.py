@@ -1,0 +1,507 @@
+"""Which models are known, what a call of theirs is read as, and what the self-check refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BertConfig,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
+    CamembertConfig,
+    CamembertForSequenceClassification,
+    CamembertModel,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    DebertaV2Model,
+    DistilBertConfig,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    ElectraModel,
+    GPT2Config,
+    GPT2Model,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
+
+from attmemo import AdapterCheckError, UnsupportedModelError, memoize, unmemoize
+from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
+from attmemo.adapters.base import prefix_lengths, take_batch
+from attmemo.adapters.bert import BertAdapter
+from attmemo.adapters.deberta_v2 import DebertaV2Adapter
+
+LAYERS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # the default gives maps so uniform that any map passes for any other
+}
+
+BERT_LIKE: dict[str, tuple[type[Any], type[Any], type[Any]]] = {
+    "bert": (BertConfig, BertModel, BertForSequenceClassification),
+    "roberta": (RobertaConfig, RobertaModel, RobertaForSequenceClassification),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel, XLMRobertaForSequenceClassification),
+    "electra": (ElectraConfig, ElectraModel, ElectraForSequenceClassification),
+    "camembert": (CamembertConfig, CamembertModel, CamembertForSequenceClassification),
+}
+DEBERTA: dict[str, dict[str, Any]] = {
+    "as v3": {
+        "position_buckets": 16,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+    "as v2": {"position_buckets": 16, "share_att_key": True, "conv_kernel_size": 3, "conv_act": "gelu"},
+    "own position keys": {"position_buckets": 16, "share_att_key": False},
+    "no buckets": {"position_buckets": -1, "share_att_key": True},
+    "own keys, no buckets": {"position_buckets": -1, "share_att_key": False},
+    "c2p": {"position_buckets": 16, "share_att_key": False, "pos_att_type": ["c2p"]},
+    "p2c": {"position_buckets": 16, "share_att_key": False, "pos_att_type": ["p2c"]},
+    "not relative": {"relative_attention": False, "pos_att_type": []},
+}
+
+
+def make_bert_like(family: str, *, head: bool, **more: Any) -> nn.Module:
+    config_class, model_class, head_class = BERT_LIKE[family]
+    torch.manual_seed(1)
+    own = {"embedding_size": 16} if family == "electra" else {}
+    config = config_class(**SIZES | own | more)
+    model: nn.Module = (head_class if head else model_class)(config).eval()
+    return model
+
+
+def make_deberta(*, head: bool = False, **more: Any) -> nn.Module:
+    torch.manual_seed(1)
+    defaults = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+    config = DebertaV2Config(**SIZES | defaults | more)
+    model: nn.Module = (DebertaV2ForSequenceClassification if head else DebertaV2Model)(config).eval()
+    return model
+
+
+KNOWN: dict[str, Callable[[], nn.Module]] = {
+    f"{family}{' classifier' if head else ''}": lambda family=family, head=head: make_bert_like(family, head=head)  # type: ignore[misc]
+    for family in BERT_LIKE
+    for head in (False, True)
+}
+KNOWN |= {f"deberta-v2 {name}": lambda more=more: make_deberta(**more) for name, more in DEBERTA.items()}  # type: ignore[misc]
+KNOWN |= {"deberta-v2 classifier": lambda: make_deberta(head=True, **DEBERTA["as v3"])}
+
+UNKNOWN: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=120, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64)),
+    "t5": lambda: T5EncoderModel(T5Config(vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
+    "distilbert": lambda: DistilBertModel(
+        DistilBertConfig(vocab_size=120, dim=32, hidden_dim=48, n_layers=LAYERS, n_heads=4)
+    ),
+    "albert": lambda: AlbertModel(AlbertConfig(**SIZES | {"embedding_size": 16})),
+    "bert decoder": lambda: BertModel(BertConfig(**SIZES, is_decoder=True)),
+    "bert decoder with cross-attention": lambda: BertModel(
+        BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    ),
+    "bert language model": lambda: BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)),
+}
+
+
+def state_of(model: nn.Module) -> list[tuple[str, set[str], bool, int]]:
+    """What patching a model would change: attributes, training flags and hooks of every module."""
+    return [
+        (name, set(m.__dict__), m.training, len(m._forward_hooks) + len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    ]
+
+
+def refused(model: nn.Module, error: type[Exception], match: str, call: Callable[[], object]) -> None:
+    """`call` raises, and leaves the model as it is, its configuration included."""
+    before, implementation = state_of(model), model.config._attn_implementation  # type: ignore[union-attr]
+    with pytest.raises(error, match=match):
+        call()
+    assert state_of(model) == before
+    assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
+
+
+def attention_of(model: nn.Module, layer: int) -> nn.Module:
+    base: Any = model.base_model
+    found: nn.Module = base.encoder.layer[layer].attention.self
+    return found
+
+
+@pytest.fixture(params=KNOWN, name="known")
+def _known(request: pytest.FixtureRequest) -> nn.Module:
+    return KNOWN[request.param]()
+
+
+class TestKnownFamilies:
+    def test_every_layer_is_found_once_and_in_order(self, known: nn.Module) -> None:
+        adapter, sites = adapter_for(known)
+        assert adapter.family == ("deberta-v2" if "Deberta" in type(known).__name__ else "bert")
+        assert [site.layer for site in sites] == list(range(LAYERS))
+        assert [site.module for site in sites] == [attention_of(known, layer) for layer in range(LAYERS)]
+
+    def test_the_check_passes_and_changes_nothing(self, known: nn.Module) -> None:
+        adapter, sites = adapter_for(known)
+        before, implementation = state_of(known), known.config._attn_implementation  # type: ignore[union-attr]
+        assert 0.0 < check_adapter(adapter, known, sites) <= 1e-5
+        assert state_of(known) == before
+        assert known.config._attn_implementation == implementation  # type: ignore[union-attr]
+
+    def test_the_check_would_notice_another_map(self, known: nn.Module) -> None:
+        adapter, sites = adapter_for(known)
+
+        class Uniform(type(adapter)):  # type: ignore[misc]
+            def map_of(self, output: Any) -> Tensor:
+                apm: Tensor = super().map_of(output)
+                return torch.full_like(apm, 1.0 / apm.shape[-1])
+
+        with pytest.raises(AdapterCheckError, match="layer 0"):
+            check_adapter(Uniform(), known, sites)
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_the_check_passes_whatever_computes_attention(self, implementation: str) -> None:
+        model = make_bert_like("bert", head=False, attn_implementation=implementation)
+        check_adapter(*_arguments(model))
+        assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
+
+    def test_the_check_does_not_draw_from_the_users_random_numbers(self) -> None:
+        model = make_bert_like("bert", head=True)
+        torch.manual_seed(5)
+        wanted = torch.rand(1)
+        torch.manual_seed(5)
+        check_adapter(*_arguments(model))
+        assert torch.equal(torch.rand(1), wanted)
+
+    def test_the_check_keeps_a_model_that_is_in_training_mode_only_in_parts(self) -> None:
+        model = make_bert_like("bert", head=True)
+        attention_of(model, 1).train()
+        before = state_of(model)
+        check_adapter(*_arguments(model))
+        assert state_of(model) == before
+
+    def test_bfloat16_is_judged_by_its_own_precision(self) -> None:
+        check_adapter(*_arguments(make_bert_like("bert", head=False).to(torch.bfloat16)))
+
+
+def _arguments(model: nn.Module) -> tuple[Adapter, nn.Module, list[Site]]:
+    adapter, sites = adapter_for(model)
+    return adapter, model, sites
+
+
+class TestRefusedModels:
+    @pytest.mark.parametrize("name", UNKNOWN)
+    def test_a_family_nobody_knows_is_refused_by_name_and_left_alone(self, name: str) -> None:
+        torch.manual_seed(1)
+        model = UNKNOWN[name]().eval()
+        refused(
+            model,
+            UnsupportedModelError,
+            r"no adapter knows .* found bert: \d of .*deberta-v2: ",
+            lambda: memoize(model),
+        )
+
+    def test_what_is_not_a_model_at_all_is_refused(self) -> None:
+        for thing in (nn.Linear(2, 2), "bert-base-uncased", None):
+            with pytest.raises(UnsupportedModelError, match=r"holds no transformers model"):
+                memoize(thing)
+
+    def test_a_layer_whose_value_is_not_a_plain_projection_is_not_taken_for_one(self) -> None:
+        model = make_bert_like("bert", head=False)
+
+        class Adapted(nn.Linear):
+            """As a low-rank adapter wraps it."""
+
+        attention_of(model, 1).value = Adapted(32, 32)
+        refused(model, UnsupportedModelError, "bert: 2 of 3 layers", lambda: adapter_for(model))
+
+    @pytest.mark.parametrize(
+        "make", [lambda: make_bert_like("bert", head=True), lambda: make_deberta(**DEBERTA["as v3"])]
+    )
+    @pytest.mark.parametrize("factor", [1.001, float("nan")])
+    def test_a_changed_attention_is_refused(self, make: Callable[[], nn.Module], factor: float) -> None:
+        model = make()
+        module = attention_of(model, 1)
+        own = module.forward
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            context, apm = own(*args, **kwargs)
+            return context * factor, apm
+
+        module.forward = scaled
+        with torch.no_grad():
+            assert scaled is module.forward
+            refused(model, AdapterCheckError, "layer 1 ", lambda: check_adapter(*_arguments(model)))
+        assert module.forward is scaled
+
+    def test_a_model_that_does_not_call_its_layers_is_refused(self) -> None:
+        model = make_bert_like("bert", head=False)
+        layer = model.encoder.layer[2]  # type: ignore[union-attr,index]
+        layer.forward = lambda hidden, *args, **kwargs: hidden
+        refused(model, AdapterCheckError, "layer 2 .* is not called", lambda: check_adapter(*_arguments(model)))
+
+    def test_a_lookalike_whose_layer_goes_on_after_attention_is_refused(self) -> None:
+        torch.manual_seed(1)  # ALBERT with one layer: the same names, but projection and residual are inside
+        model = AlbertModel(AlbertConfig(**SIZES | {"embedding_size": 16, "num_hidden_layers": 1})).eval()
+        refused(model, AdapterCheckError, "layer 0 ", lambda: check_adapter(*_arguments(model)))
+
+    def test_attention_that_gives_no_map_is_refused(self) -> None:
+        model = make_bert_like("bert", head=False)
+        module = attention_of(model, 0)
+        own = module.forward
+        module.forward = lambda *args, **kwargs: (own(*args, **kwargs)[0], None)
+        refused(model, AdapterCheckError, "layer 0 .* no attention map", lambda: check_adapter(*_arguments(model)))
+
+    def test_a_mask_that_is_read_wrongly_is_refused(self) -> None:
+        model = make_bert_like("bert", head=False)
+
+        class Blind(BertAdapter):
+            def valid_lengths(self, mask: Tensor | None, batch: int, length: int) -> list[int] | None:
+                return [length] * batch
+
+        with pytest.raises(AdapterCheckError, match="reads as lengths"):
+            check_adapter(Blind(), model, adapter_for(model)[1])
+
+    def test_undoing_what_was_never_done_changes_nothing(self) -> None:
+        model = make_bert_like("bert", head=True)
+        before = state_of(model)
+        assert unmemoize(model) is model
+        assert state_of(model) == before
+
+
+class TestFindingTheModel:
+    def test_a_model_is_its_own(self) -> None:
+        model = make_bert_like("bert", head=True)
+        assert encoder_of(model) is model
+
+    def test_a_wrapper_is_looked_into(self) -> None:
+        model = make_bert_like("bert", head=False)
+
+        class Wrapper(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.auto_model = model
+
+        assert encoder_of(Wrapper()) is model
+        assert encoder_of(nn.Sequential(Wrapper(), nn.Identity())) is model
+
+
+def mask_of(lengths: list[int], length: int) -> Tensor:
+    """``[B, L]``, True where a token is valid."""
+    return torch.arange(length)[None] < torch.tensor(lengths)[:, None]
+
+
+def additive(valid: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[B, 1, L, L]`` as eager attention gets it."""
+    mask = torch.zeros(valid.shape, dtype=dtype).masked_fill(~valid, torch.finfo(dtype).min)
+    return mask[:, None, None, :].expand(-1, 1, valid.shape[1], -1)
+
+
+def boolean(valid: Tensor) -> Tensor:
+    """``[B, 1, L, L]`` as fused attention gets it."""
+    return valid[:, None, None, :].expand(-1, 1, valid.shape[1], -1)
+
+
+def outer(valid: Tensor) -> Tensor:
+    """``[B, 1, L, L]`` as DeBERTa makes it."""
+    return (valid[:, :, None] & valid[:, None, :])[:, None].long()
+
+
+FORMS: dict[str, tuple[Adapter, Callable[[Tensor], Tensor]]] = {
+    "float": (BertAdapter(), additive),
+    "half": (BertAdapter(), lambda valid: additive(valid, torch.float16)),
+    "float, own memory": (BertAdapter(), lambda valid: additive(valid).contiguous()),
+    "float, one row": (BertAdapter(), lambda valid: additive(valid)[:, :, :1]),
+    "bool": (BertAdapter(), boolean),
+    "bool, own memory": (BertAdapter(), lambda valid: boolean(valid).contiguous()),
+    "outer product": (DebertaV2Adapter(), outer),
+    "outer product, float": (DebertaV2Adapter(), lambda valid: outer(valid).float()),
+    "outer product, bool": (DebertaV2Adapter(), lambda valid: outer(valid).bool()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+class TestMasks:
+    @settings(derandomize=True, deadline=None, max_examples=30)
+    @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), more=st.integers(0, 4))
+    def test_padding_at_the_end_reads_as_its_lengths(self, form: str, lengths: list[int], more: int) -> None:
+        adapter, make = FORMS[form]
+        length = max(lengths) + more
+        assert adapter.valid_lengths(make(mask_of(lengths, length)), len(lengths), length) == lengths
+
+    @settings(derandomize=True, deadline=None, max_examples=60)
+    @given(valid=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
+    def test_any_other_padding_stays_exact(self, form: str, valid: list[list[bool]]) -> None:
+        adapter, make = FORMS[form]
+        counts = [sum(row) for row in valid]
+        plain = all(row == [True] * n + [False] * (5 - n) and n > 0 for row, n in zip(valid, counts, strict=True))
+        found = adapter.valid_lengths(make(torch.tensor(valid)), len(valid), 5)
+        assert found == (counts if plain else None)
+
+    def test_a_mask_of_another_batch_or_length_stays_exact(self, form: str) -> None:
+        adapter, make = FORMS[form]
+        mask = make(mask_of([3, 5], 5))
+        assert adapter.valid_lengths(mask, 3, 5) is None
+        assert adapter.valid_lengths(mask, 2, 6) is None
+        assert adapter.valid_lengths(mask[:, 0], 2, 5) is None
+        assert adapter.valid_lengths(mask.repeat(1, 4, 1, 1), 2, 5) is None
+
+
+class TestOddMasks:
+    @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
+    def test_no_mask_means_that_every_token_is_valid(self, adapter: Adapter) -> None:
+        assert adapter.valid_lengths(None, 2, 7) == [7, 7]
+
+    def test_one_mask_for_all_rows_counts_for_each(self) -> None:
+        assert BertAdapter().valid_lengths(boolean(mask_of([3], 5)), 4, 5) == [3, 3, 3, 3]
+
+    @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
+    def test_a_causal_mask_stays_exact(self, adapter: Adapter) -> None:
+        assert adapter.valid_lengths(torch.ones(5, 5).tril().bool().expand(2, 1, 5, 5), 2, 5) is None
+
+    @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
+    def test_blocks_of_packed_sequences_stay_exact(self, adapter: Adapter) -> None:
+        blocks = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool().expand(2, 1, 5, 5)
+        assert adapter.valid_lengths(blocks, 2, 5) is None
+
+    @pytest.mark.parametrize("bias", [-1e4, -3.0, 1e-6, float("nan")])
+    def test_a_bias_is_not_taken_for_padding(self, bias: float) -> None:
+        mask = additive(mask_of([5], 5)).clone()
+        mask[..., 4] = bias
+        assert BertAdapter().valid_lengths(mask, 1, 5) is None
+
+    def test_minus_infinity_is_padding(self) -> None:
+        mask = torch.zeros(1, 1, 1, 5)
+        mask[..., 3:] = float("-inf")
+        assert BertAdapter().valid_lengths(mask, 1, 5) == [3]
+
+    @pytest.mark.parametrize("mask", [torch.ones(1, 1, 5, 5, dtype=torch.long), object()])
+    def test_what_is_neither_bool_nor_float_stays_exact(self, mask: Any) -> None:
+        assert BertAdapter().valid_lengths(mask, 1, 5) is None
+
+    def test_a_row_without_a_single_token_stays_exact(self) -> None:
+        assert prefix_lengths(torch.tensor([[True, False], [False, False]])) is None
+
+    def test_a_mask_that_differs_between_queries_of_real_tokens_only_is_noticed(self) -> None:
+        allowed = outer(mask_of([4], 6)).bool()
+        allowed[0, 0, 1, 3] = False
+        assert DebertaV2Adapter().valid_lengths(allowed, 1, 6) is None
+
+
+HIDDEN = torch.zeros(2, 5, 32)
+
+
+class TestReading:
+    @pytest.mark.parametrize(
+        ("more", "reason"),
+        [
+            ({"past_key_values": object()}, "key-value cache"),
+            ({"encoder_hidden_states": HIDDEN}, "cross-attention"),
+            ({"output_attentions": True}, "output_attentions"),
+            ({"is_causal": True}, "is_causal"),
+            ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q"),
+            ({"position_bias": HIDDEN}, "position_bias"),
+        ],
+    )
+    def test_a_bert_call_that_a_map_cannot_stand_for_says_why(self, more: dict[str, Any], reason: str) -> None:
+        read = BertAdapter().read(
+            nn.Identity(), (HIDDEN,), {"attention_mask": None, "encoder_hidden_states": None} | more
+        )
+        assert isinstance(read, str)
+        assert reason in read
+
+    @pytest.mark.parametrize(
+        ("args", "more", "reason"),
+        [
+            ((HIDDEN, None, True), {}, "output_attentions"),
+            ((HIDDEN, None), {"output_attentions": True}, "output_attentions"),
+            ((HIDDEN, None, False, HIDDEN), {}, "query states"),
+            ((HIDDEN, None), {"query_states": HIDDEN}, "query states"),
+        ],
+    )
+    def test_a_deberta_call_that_a_map_cannot_stand_for_says_why(
+        self, args: tuple[Any, ...], more: dict[str, Any], reason: str
+    ) -> None:
+        read = DebertaV2Adapter().read(nn.Identity(), args, more)
+        assert isinstance(read, str)
+        assert reason in read
+
+    @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
+    @pytest.mark.parametrize("hidden", [None, torch.zeros(5, 32), torch.zeros(2, 1, 5, 32)])
+    def test_hidden_states_of_another_shape_stay_exact(self, adapter: Adapter, hidden: Any) -> None:
+        assert isinstance(adapter.read(nn.Identity(), (hidden, None), {}), str)
+
+    @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
+    def test_arguments_are_found_by_position_and_by_name(self, adapter: Adapter) -> None:
+        mask = boolean(mask_of([3, 5], 5))
+        for call in (
+            adapter.read(nn.Identity(), (HIDDEN, mask), {}),
+            adapter.read(nn.Identity(), (HIDDEN,), {"attention_mask": mask}),
+            adapter.read(nn.Identity(), (), {"hidden_states": HIDDEN, "attention_mask": mask}),
+        ):
+            assert not isinstance(call, str)
+            assert call.hidden is HIDDEN
+            assert call.mask is mask
+
+
+class TestTakingRows:
+    def test_only_what_belongs_to_the_batch_is_cut(self) -> None:
+        rows = torch.tensor([2, 0])
+        batch = torch.arange(3.0)[:, None]
+        assert take_batch(batch, 3, rows).tolist() == [[2.0], [0.0]]
+        for shared in (None, "x", torch.tensor(3.0), torch.zeros(1, 5), torch.zeros(4, 5)):
+            assert take_batch(shared, 3, rows) is shared
+
+    def test_deberta_keeps_positions_that_look_like_a_batch(self) -> None:
+        batch = 3
+        hidden, mask = torch.randn(batch, 5, 32), torch.ones(batch, 1, 5, 5)
+        positions, embeddings = torch.zeros(batch, 5, 5), torch.randn(batch, 32)
+        rows = torch.tensor([1])
+        for args, kwargs in (
+            ((hidden, mask, False, None, positions, embeddings), {}),
+            ((hidden, mask), {"relative_pos": positions, "rel_embeddings": embeddings}),
+        ):
+            taken, named = DebertaV2Adapter().take_rows(args, kwargs, rows)
+            given = dict(enumerate(taken)) | named
+            assert torch.equal(given[0], hidden[rows])
+            assert torch.equal(given[1], mask[rows])
+            assert given[4 if len(args) > 2 else "relative_pos"] is positions
+            assert given[5 if len(args) > 2 else "rel_embeddings"] is embeddings
+
+    @pytest.mark.parametrize(
+        "name", ["bert", "deberta-v2 as v3", "deberta-v2 as v2", "electra", "deberta-v2 no buckets"]
+    )
+    def test_a_cut_call_gives_the_rows_of_the_whole_one(self, name: str) -> None:
+        model = KNOWN[name]()
+        adapter, sites = adapter_for(model)
+        calls: list[tuple[Any, Any, Any]] = []
+        handle = sites[1].module.register_forward_hook(
+            lambda _m, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
+        )
+        ids = torch.arange(4 * 11).view(4, 11) % 100 + 5
+        valid = mask_of([11, 7, 3, 9], 11)
+        base: Any = model.base_model
+        with torch.no_grad():
+            base(input_ids=ids, attention_mask=valid.long())
+            handle.remove()
+            args, kwargs, output = calls[0]
+            some_args, some_kwargs = adapter.take_rows(args, kwargs, torch.tensor([3, 1]))
+            part = adapter.context_of(sites[1].module(*some_args, **some_kwargs))
+        whole = adapter.context_of(output)
+        assert torch.allclose(part[0, :9], whole[3, :9], atol=1e-5)
+        assert torch.allclose(part[1, :7], whole[1, :7], atol=1e-5)

@@ -1,0 +1,259 @@
+"""A builder that is killed, and a disk that is really full: what is left opens, is whole, and can be finished."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_db_tools import (
+    LENGTHS,
+    MODEL,
+    Contents,
+    contents,
+    end_of,
+    fill,
+    findings,
+    in_child,
+    memory_directory,
+    sequence,
+    start_child,
+)
+
+from attmemo.db import Database, DatabaseWriter, Provenance
+from attmemo.errors import DatabaseCorruptError, DatabaseNotFoundError, StorageFullError
+
+SHORT = LENGTHS[:5]
+WRITES = ("pwrite", "fdatasync", "fsync", "ftruncate", "replace")
+
+
+def _die_at(at: int, after: bool) -> None:
+    """From now on the at-th system call of the builder ends it: before its effect, or half-way through a write."""
+    calls = 0
+
+    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls - 1 == at:
+                if after:
+                    half = arguments[1][: len(arguments[1]) // 2] if name == "pwrite" else None
+                    call(*arguments) if half is None else call(arguments[0], half, arguments[2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments)
+
+        return wrapper
+
+    for name in WRITES:
+        setattr(os, name, wrapped(name, getattr(os, name)))
+
+
+def _acknowledging(path: Path, oracle: Path) -> None:
+    """Build, and tell what was published to a file that outlives the process."""
+    with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
+        source = writer.add_source("synthetic.log", "d" * 32)
+        for row, length in list(enumerate(SHORT))[writer.records :]:
+            writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+            manifest = writer.publish() if row % 2 or row == len(SHORT) - 1 else None
+            if manifest is not None:
+                told.write(f"{manifest.generation} {manifest.records}\n")
+                told.flush()
+
+
+def _check_left(path: Path, oracle: Path, expected: Contents) -> None:
+    """What was acknowledged is there and exact; at most the publication under way is there too, whole."""
+    lines = oracle.read_text().split("\n")[:-1] if oracle.exists() else []
+    generation, records = map(int, lines[-1].split()) if lines else (0, 0)
+    try:
+        with Database(path) as database:
+            assert generation <= database.manifest.generation <= generation + 1
+            assert len(database) >= records
+            assert (len(database) == records) == (database.manifest.generation == generation)
+    except DatabaseNotFoundError:
+        assert generation == 0
+        return
+    seen = contents(path)
+    assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
+    assert findings(path) == []
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "half-way or after"])
+def test_a_builder_killed_at_any_call(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL at the i-th call for every i: the last generation is whole, and a resumed build ends the same."""
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=7))  # so that whole files can be compared
+    with memory_directory() as folder:
+        straight, oracle = folder / "straight", folder / "told"
+        _acknowledging(straight, oracle)
+        expected = contents(straight)
+        files = {file.name: file.read_bytes() for file in (straight / "arena").iterdir()}
+        at = 0
+        while True:
+            path = folder / f"db{at}"
+            oracle.unlink(missing_ok=True)
+
+            def build(path: Path = path, at: int = at) -> None:
+                _die_at(at, after)
+                _acknowledging(path, oracle)
+
+            code = in_child(build)
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL
+            _check_left(path, oracle, expected)
+            fill(path, SHORT)
+            assert contents(path) == expected
+            assert findings(path) == []
+            assert {file.name: file.read_bytes() for file in (path / "arena").iterdir()} == files
+            at += 1
+        assert at > 30
+
+
+def test_a_builder_killed_at_any_time() -> None:
+    """SIGKILL by the clock, inside LMDB's commit too, again and again on one database, until a build gets through."""
+    generator = random.Random(0)
+    lengths = [generator.randint(2, 9) for _ in range(60)]
+    with memory_directory() as folder:
+        expected = contents(fill(folder / "straight", lengths, every=1))
+        path, seen = folder / "db", 0
+        for _ in range(15):
+            pid = start_child(lambda: fill(path, lengths, every=1))
+            time.sleep(generator.uniform(0.0, 0.04))
+            os.kill(pid, signal.SIGKILL)
+            assert end_of(pid) in (0, -signal.SIGKILL)
+            if (path / "MANIFEST.json").exists():
+                left = contents(path)
+                assert len(left) >= seen, "a published record is gone"
+                assert left == {key: expected[key] for key in sorted(expected)[: len(left)]}
+                assert findings(path) == []
+                seen = len(left)
+        fill(path, lengths, every=1)
+        assert contents(path) == expected
+
+
+def test_the_builder_died_between_catalogue_and_manifest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The catalogue is one publication ahead of the manifest: legal, opens, and is cut off by the next builder."""
+    path = fill(tmp_path / "db", SHORT[:2])
+
+    def build() -> None:
+        monkeypatch.setattr("attmemo.db.format.write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        fill(path, (*SHORT[:2], 9, 9))
+
+    assert in_child(build) == -signal.SIGKILL
+    assert sorted(contents(path)) == [(0, 0), (0, 1)]
+    assert findings(path) == []
+    fill(path, SHORT)
+    assert contents(path) == contents(fill(tmp_path / "straight", SHORT))
+
+
+# -- a real full disk: a small tmpfs in a namespace of its own
+
+
+class _Tmpfs:
+    """For a forked child: a private tmpfs, which may be resized and made read-only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.libc = ctypes.CDLL(None, use_errno=True)
+
+    def unshare(self) -> None:
+        owner, group = os.getuid(), os.getgid()
+        if self.libc.unshare(0x10000000 | 0x00020000):  # CLONE_NEWUSER | CLONE_NEWNS
+            raise PermissionError(ctypes.get_errno(), "unshare")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {owner} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+    def mount(self, options: str, flags: int = 0) -> None:
+        if self.libc.mount(b"tmpfs", os.fsencode(self.folder), b"tmpfs", flags, options.encode()):
+            raise PermissionError(ctypes.get_errno(), "mount")
+
+    def unmount(self) -> None:
+        assert self.libc.umount2(os.fsencode(self.folder), 0) == 0
+
+
+REMOUNT, READ_ONLY = 32, 1
+
+
+def _need_tmpfs(folder: Path) -> _Tmpfs:
+    tmpfs = _Tmpfs(folder)
+    if in_child(lambda: tmpfs.mount("size=64k"), quiet=True, first=tmpfs.unshare):
+        pytest.skip("a tmpfs cannot be mounted here: unshare or mount is not permitted")
+    return tmpfs
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    """A tmpfs of every size up to what is needed: no signal, a named error, the rest as after any ENOSPC."""
+    tmpfs, path = _need_tmpfs(tmp_path), tmp_path / "db"
+    lengths = LENGTHS[:6]
+
+    def sizes() -> None:
+        tmpfs.mount("size=64m")
+        expected = contents(fill(path, lengths))
+        tmpfs.unmount()
+        failed, kib = 0, 4
+        while failed == (kib - 4) // 4:
+            tmpfs.mount(f"size={kib}k")
+            try:
+                fill(path, lengths)
+            except StorageFullError:
+                failed += 1
+                if (path / "MANIFEST.json").exists():
+                    seen = contents(path)
+                    assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
+                    assert findings(path) == []
+                assert not (path / "MANIFEST.json.tmp").exists()
+                tmpfs.mount("size=64m", REMOUNT)
+                fill(path, lengths)
+            assert contents(path) == expected
+            assert findings(path) == []
+            tmpfs.unmount()
+            kib += 4
+        assert failed > 20, failed
+
+    assert in_child(sizes, first=tmpfs.unshare) == 0
+
+
+def test_a_reader_needs_to_write(tmp_path: Path) -> None:
+    """A database copied without LMDB's lock file opens on a read-only disk, and on one without a free byte."""
+    tmpfs, path = _need_tmpfs(tmp_path), tmp_path / "db"
+
+    def look() -> None:
+        tmpfs.mount("size=1m")
+        expected = contents(fill(path))
+        (path / "catalogue" / "lock.mdb").unlink()
+        with (tmp_path / "ballast").open("wb", buffering=0) as stream:
+            try:
+                while True:
+                    stream.write(b"x" * 4096)
+            except OSError:
+                pass
+        assert contents(path) == expected
+        tmpfs.mount("size=1m", REMOUNT | READ_ONLY)
+        assert contents(path) == expected
+        assert findings(path) == []
+
+    assert in_child(look, first=tmpfs.unshare) == 0
+
+
+def test_a_damaged_catalogue_ends_the_builder(tmp_path: Path) -> None:
+    """A builder that resumes on a truncated catalogue gets an error, not SIGBUS."""
+    path = fill(tmp_path / "db")
+    file = path / "catalogue" / "data.mdb"
+    size = file.stat().st_size
+
+    def resume() -> None:
+        for cut in (0, 100, 4096, 8192, 12288, size - 4096):
+            whole = file.read_bytes()
+            os.truncate(file, cut)
+            with pytest.raises(DatabaseCorruptError, match="catalogue"):
+                fill(path, (*LENGTHS, 3))
+            file.write_bytes(whole)
+
+    assert in_child(resume) == 0

@@ -1,0 +1,298 @@
+"""The manifest is untrusted until it has been looked at: every field, with a checksum that fits the lie."""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_db_tools import fill, train_by_hand
+
+from attmemo.db import Database, read_manifest
+from attmemo.db import format as fmt
+from attmemo.db.format import MANIFEST, Manifest
+from attmemo.errors import DatabaseCorruptError, DatabaseError, FormatVersionError, PageSizeError
+
+Body = dict[str, Any]
+Path_ = tuple[str | int, ...]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small database with embedders and indexes."""
+    path = train_by_hand(fill(tmp_path_factory.mktemp("manifest") / "db"))
+    (path / "original").write_bytes((path / MANIFEST).read_bytes())
+    return path
+
+
+@pytest.fixture
+def body(whole: Path) -> Iterator[Body]:
+    """Its manifest as JSON, to be changed; the file is put back afterwards."""
+    raw = (whole / "original").read_bytes()
+    yield json.loads(raw.decode().rsplit("\n", 2)[0])
+    (whole / MANIFEST).write_bytes(raw)
+
+
+def sealed(body: object) -> bytes:
+    """A manifest with a checksum that fits."""
+    text = body if isinstance(body, str) else json.dumps(body, indent=1, sort_keys=True)
+    return f"{text}\n{xxhash.xxh3_64_hexdigest(text.encode())}\n".encode()
+
+
+def use(path: Path) -> None:
+    """Open, load the indexes, check."""
+    with Database(path) as database:
+        if database.trained:
+            for layer in range(-1, database.manifest.model.layers):
+                database.index(layer)
+        list(database.check())
+
+
+def refuse(whole: Path, body: object, words: str, kind: type[DatabaseError] = DatabaseCorruptError) -> None:
+    (whole / MANIFEST).write_bytes(sealed(body))
+    with pytest.raises(kind, match=words) as caught:
+        use(whole)
+    assert caught.value.hint
+
+
+def test_a_manifest_does_not_survive_itself(whole: Path) -> None:
+    """What dump writes, parse reads, field by field."""
+    manifest = read_manifest(whole)
+    assert Manifest.parse(manifest.dump(), whole) == manifest
+    assert manifest.dump() == (whole / "original").read_bytes()
+    assert manifest.slot_class("map", 8) is not None
+    assert manifest.slot_class("map", 7) is None
+
+
+def _leaves(data: Any, at: Path_ = ()) -> Iterator[Path_]:
+    """Every place in nested JSON that the parser looks at by name."""
+    if at and at[-1] in ("settings", "calibration", "layers") and isinstance(data, dict):
+        return
+    if at:
+        yield at
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _leaves(value, (*at, key))
+    elif isinstance(data, list) and at[-1] != "shape":
+        for index, value in enumerate(data[:1]):
+            yield from _leaves(value, (*at, index))
+
+
+def _put(data: Any, at: Path_, value: Any) -> None:
+    for key in at[:-1]:
+        data = data[key]
+    data[at[-1]] = value
+
+
+def _drop(data: Any, at: Path_) -> None:
+    for key in at[:-1]:
+        data = data[key]
+    del data[at[-1]]
+
+
+OPTIONAL = {("records_digest",), ("embedder", "report", "dimension"), ("embedder", "report", "layers")}
+
+
+def test_a_field_is_missing(whole: Path, body: Body) -> None:
+    """Each field left out in turn: refused, and named."""
+    fields = [at for at in _leaves(body) if isinstance(at[-1], str) and at not in OPTIONAL]
+    assert len(fields) > 50
+    for at in fields:
+        if at[:2] == ("model", "fields") and len(at) == 3:
+            continue  # what a fingerprint is made of is the fingerprint's matter
+        short = copy.deepcopy(body)
+        _drop(short, at)
+        (whole / MANIFEST).write_bytes(sealed(short))
+        if at[:2] == ("embedder", "indexes") and len(at) == 3:
+            with pytest.raises(DatabaseError, match="no index for layer"):
+                use(whole)
+            continue
+        with pytest.raises(DatabaseError) as caught:
+            use(whole)
+        assert str(at[-1]) in str(caught.value) or "format" in str(caught.value), (at, str(caught.value))
+
+
+@pytest.mark.parametrize("wrong", [None, True, -1, 0, 1.5, 1 << 70, "x", "\ud800", [], {}, [[]], {"a": None}])
+def test_a_field_has_another_type(whole: Path, body: Body, wrong: object) -> None:
+    """Each field in turn is something else: an error of this library, or nothing was wrong with it."""
+    for at in list(_leaves(body)):
+        changed = copy.deepcopy(body)
+        _put(changed, at, wrong)
+        (whole / MANIFEST).write_bytes(sealed(changed))
+        with suppress(DatabaseError):
+            use(whole)
+
+
+def test_a_sealed_lie_is_a_traceback(whole: Path, body: Body) -> None:
+    """Hypothesis mutates several fields at once and seals the result: only errors of this library, little memory."""
+    places = list(_leaves(body))
+    numbers = st.one_of(st.integers(-2, 70), st.sampled_from([2**31, 2**32, 2**40, 2**48, 2**63, 2**64, -(2**63)]))
+    texts = st.sampled_from(["", "float16", "map", "../../etc/passwd", "/etc/passwd", "-1", "2", "hnswlib", "\0"])
+    values = st.recursive(
+        st.one_of(st.none(), st.booleans(), numbers, texts, st.floats(allow_nan=False)),
+        lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(texts, inner, max_size=2)),
+        max_leaves=3,
+    )
+
+    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(st.sampled_from(places), values), min_size=1, max_size=3))
+    def mutate(changes: list[tuple[Path_, Any]]) -> None:
+        changed = copy.deepcopy(body)
+        for at, value in changes:
+            try:
+                _put(changed, at, value)
+            except (KeyError, TypeError, IndexError):
+                continue  # an earlier change removed the place
+        (whole / MANIFEST).write_bytes(sealed(changed))
+        with suppress(DatabaseError):
+            use(whole)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mutate()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+NUMBERS: list[tuple[str, Callable[[Body], object], str]] = [
+    ("negative records", lambda b: b.update(records=-1), "records is -1"),
+    ("a million records more", lambda b: b.update(records=1_000_008), "slots of kind"),
+    ("a trillion records", lambda b: b.update(records=1 << 40), "slots of kind"),
+    ("too many records to count", lambda b: b.update(records=1 << 63), "records is"),
+    ("fewer records than slots", lambda b: b.update(records=7), "slots of kind"),
+    ("no layers", lambda b: b["model"].update(layers=0), "layers is 0"),
+    ("other layers", lambda b: b["model"].update(layers=4), "expected 8 records of 4 layers"),
+    ("other heads", lambda b: b["model"].update(heads=4), "shape of"),
+    ("other hidden size", lambda b: b["model"].update(hidden=1 << 20), "shape of"),
+    ("pages of no power of two", lambda b: b.update(page_size=5000), "power of two"),
+    ("slots at half the stride", lambda b: b["classes"][0].update(stride=2048), "stride is 2048"),
+    ("slots at twice the stride", lambda b: b["classes"][0].update(stride=8192), "stride is 8192"),
+    ("a stride that wraps", lambda b: b["classes"][0].update(stride=1 << 63), "stride is"),
+    ("no header", lambda b: b["classes"][0].update(header=0), "header is 0"),
+    ("a header of another size", lambda b: b["classes"][0].update(header=8192), "bytes long|checksum"),
+    ("an endless header", lambda b: b["classes"][0].update(header=1 << 47), "header is"),
+    ("negative slots", lambda b: b["classes"][0].update(slots=-2), "slots is -2"),
+    ("slots that wrap", lambda b: b["classes"][0].update(slots=1 << 62), "slots is"),
+    ("another storage type", lambda b: b.update(storage="float16"), "dtype is 'float32'"),
+    ("another type of one class", lambda b: b["classes"][0].update(dtype="float16"), "dtype is 'float16'"),
+    ("a class twice", lambda b: b["classes"].append(b["classes"][0]), "same kind and length"),
+    ("no classes", lambda b: b.update(classes=[]), "0 slots of kind map"),
+    ("an uuid that is none", lambda b: b.update(uuid="../../etc"), "uuid"),
+    ("an uuid that is no hex", lambda b: b.update(uuid="g" * 32), "uuid"),
+    ("another uuid", lambda b: b.update(uuid="0" * 32), "header"),
+    ("an index of more records", lambda b: b["embedder"].update(records=9), "embedder.records is 9"),
+    ("an index of fewer records", lambda b: b["embedder"].update(records=3), r"names record \d of 3"),
+    ("an index of a layer that is none", lambda b: b["embedder"]["indexes"].update({"2": {}}), "layer '2' of 2"),
+    ("an index of no number", lambda b: b["embedder"]["indexes"].update({"x": {}}), "layer 'x'"),
+    ("another index library", lambda b: b["embedder"].update(backend="annoy"), "backend 'annoy'"),
+    ("another dimension", lambda b: b["embedder"]["report"].update(dimension=5), "another dimension"),
+    ("a dimension that is none", lambda b: b["embedder"]["report"].update(dimension="x"), "dimension has the wrong"),
+    ("other catalogue", lambda b: b.update(records_digest="0" * 32), "records have digest"),
+    ("no catalogue", lambda b: b.update(records_digest=""), "records have digest"),
+    ("a digest that is none", lambda b: b.update(records_digest="xyz"), "records_digest"),
+    ("half a letter", lambda b: b["model"].update(name="\ud800"), "model.name is not text"),
+]
+
+
+@pytest.mark.parametrize(("lie", "words"), [n[1:] for n in NUMBERS], ids=[n[0] for n in NUMBERS])
+def test_a_lie_is_believed(whole: Path, body: Body, lie: Callable[[Body], object], words: str) -> None:
+    """One number or name that does not fit the rest: refused with the field or the file it contradicts."""
+    lie(body)
+    refuse(whole, body, words, DatabaseError)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../db/embedder.safetensors",
+        "/etc/passwd",
+        "a/../../b.safetensors",
+        "a/b/c.safetensors",
+        "..",
+        "",
+        "A.safetensors",
+        "embedder-000005.safetensors\n",
+        "embedder-000005.safetensors/",
+        "./embedder-000005.safetensors",
+        "a\0.safetensors",
+    ],
+)
+def test_a_path_leads_out_of_the_database(whole: Path, body: Body, name: str) -> None:
+    """A derived file has a name that this library gives; any other is refused before it is opened."""
+    for place in (body["embedder"]["weights"], body["embedder"]["indexes"]["0"]):
+        before, place["file"] = place["file"], name
+        refuse(whole, body, "is not a file name of this format")
+        place["file"] = before
+
+
+def test_another_version_is_read(whole: Path, body: Body) -> None:
+    """A database of a later format is refused by both version numbers, not as corrupt."""
+    for version in (0, fmt.VERSION + 1, "1.5", None):
+        body["version"] = version
+        refuse(whole, body, rf"format version {version!r}.*reads version {fmt.VERSION}", FormatVersionError)
+
+
+def test_another_page_size_is_mapped(whole: Path, body: Body) -> None:
+    """Slots in pages of 512 bytes cannot be mapped here: refused by name."""
+    body["page_size"] = 512
+    body["classes"] = []
+    body["records"] = 0
+    body["embedder"] = None
+    refuse(whole, body, "built for pages of 512", PageSizeError)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        "1",
+        '"x"',
+        "{",
+        '{"format": "attmemo-database"}',
+        "[" * 100_000,
+        '{"a": NaN}',
+        "9" * 5000,
+    ],
+)
+def test_other_json_is_a_traceback(whole: Path, body: Body, text: str) -> None:
+    """Whatever else is in the file, sealed: refused by name, deep nesting and endless numbers too."""
+    refuse(whole, text, "", DatabaseError)
+
+
+def test_not_a_number_is_published(whole: Path, body: Body) -> None:
+    """NaN is no JSON: a manifest with one could never be written again."""
+    body["profile"] = {"cost": float("nan")}
+    refuse(whole, body, "NaN is not a JSON number")
+
+
+@pytest.mark.parametrize("raw", [b"", b"\n", b"\n\n", b"\xff\xfe\n\n", b"{}\n0\n", b"{}", b"\0" * 5000])
+def test_other_bytes_are_a_traceback(whole: Path, body: Body, raw: bytes) -> None:
+    """No seal, no text, nothing."""
+    (whole / MANIFEST).write_bytes(raw)
+    with pytest.raises(DatabaseCorruptError):
+        use(whole)
+
+
+def test_an_endless_manifest_is_read(whole: Path, body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is looked at before it is read."""
+    monkeypatch.setattr(fmt, "MAX_MANIFEST_BYTES", 100)
+    (whole / MANIFEST).write_bytes(sealed(body))
+    with pytest.raises(DatabaseCorruptError, match="at most 100 expected"):
+        read_manifest(whole)
+
+
+def test_a_database_from_before_the_digest(whole: Path, body: Body) -> None:
+    """A manifest without the catalogue's digest opens: its records are then as safe as LMDB alone."""
+    del body["records_digest"]
+    (whole / MANIFEST).write_bytes(sealed(body))
+    use(whole)
+    assert read_manifest(whole).records_digest is None

@@ -1,0 +1,212 @@
+"""What the tests of the database share: synthetic records, a small whole database, children that may die."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attmemo.db import SEQUENCE, Database, DatabaseWriter, EmbedderRef, FileRef, LayerIndex, ModelInfo, Provenance
+from attmemo.db.format import KINDS, file_digest
+from attmemo.embed.siamese import SiameseEmbedder, save_embedders
+
+MODEL = ModelInfo(
+    name="synthetic",
+    family="bert",
+    mask_kind="padding",
+    layers=2,
+    heads=2,
+    hidden=8,
+    dtype="float32",
+    max_length=64,
+    fingerprint="f" * 64,
+    fields={"config": '{"hidden_size": 8}', "dtype": "float32", "weights": "0" * 64},
+    tokenizer=None,
+)
+LENGTHS = (3, 5, 3, 8, 5, 3, 8, 4)
+Contents = dict[tuple[int, int], tuple[int, int, bytes]]
+
+
+def sequence(number: int, length: int, model: ModelInfo = MODEL) -> tuple[list[Tensor], list[Tensor]]:
+    """Maps and inputs of a record: the same for the same number, different for another."""
+    generator = torch.Generator().manual_seed(number)
+    maps = [
+        (3 * torch.randn((model.heads, length, length), generator=generator)).softmax(-1) for _ in range(model.layers)
+    ]
+    return maps, [torch.randn((length, model.hidden), generator=generator) for _ in range(model.layers)]
+
+
+def fill(path: Path, lengths: Sequence[int] = LENGTHS, every: int = 2, storage: str = "float32") -> Path:
+    """Build, or resume, a database of the records 0, 1, … of these lengths; a generation every so many rows."""
+    with DatabaseWriter(path, MODEL, storage) as writer:
+        source = writer.add_source("synthetic.log", "d" * 32)
+        known = writer.stored_rows().get(source, set())
+        for row, length in enumerate(lengths):
+            if row not in known:
+                writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+            if row % every == every - 1 and writer.records > writer.manifest.records:
+                writer.publish()
+        if writer.records > writer.manifest.records:
+            writer.publish()
+    return path
+
+
+def train_by_hand(path: Path, seed: int = 0) -> Path:
+    """Give a database random embedders and real indexes: everything a reader can open, in milliseconds."""
+    generator = torch.Generator().manual_seed(seed)
+    with Database(path) as database, DatabaseWriter(path, database.manifest.model, "float32") as writer:
+        model, generation = database.manifest.model, database.manifest.generation + 1
+        layers = [SEQUENCE, *range(model.layers)]
+        embedders = {
+            layer: SiameseEmbedder(
+                torch.randn((model.hidden, 2), generator=generator),
+                torch.zeros(2),
+                torch.randn((model.max_length * 2, 4), generator=generator),
+                torch.eye(4),
+            )
+            for layer in layers
+        }
+        weights = path / f"embedder-{generation:06d}.safetensors"
+        save_embedders(embedders, weights)
+        folder = path / f"index-{generation:06d}"
+        folder.mkdir()
+        indexes = {}
+        for layer in layers:
+            vectors = torch.randn((len(database), 4), generator=generator).numpy()
+            file = folder / ("sequence.safetensors" if layer == SEQUENCE else f"layer-{layer:03d}.safetensors")
+            LayerIndex.build(vectors, database.records.lengths, "faiss").save(file)
+            indexes[str(layer)] = FileRef(str(file.relative_to(path)), file_digest(file))
+        curve = {"distances": [0.0, 1.0], "scores": [1.0, 0.5]}
+        writer.publish(
+            embedder=EmbedderRef(
+                weights=FileRef(weights.name, file_digest(weights)),
+                backend="faiss",
+                records=len(database),
+                indexes=indexes,
+                calibration={str(layer): {str(layer): curve} for layer in layers},
+                report={"dimension": 4, "layers": {}},
+            )
+        )
+    return path
+
+
+def contents(path: Path) -> Contents:
+    """What a reader sees: by source and row the length, the split and the bytes of every slot. No row twice."""
+    found: Contents = {}
+    with Database(path) as database:
+        for record in range(len(database)):
+            length = int(database.records.lengths[record])
+            body = b"".join(
+                bytes(database.arena(kind, length).slot_bytes(int(database.records.slots[record, k, layer])))
+                for k, kind in enumerate(KINDS)
+                for layer in range(database.manifest.model.layers)
+            )
+            key = int(database.records.sources[record]), int(database.records.rows[record])
+            assert key not in found, f"row {key} is stored twice"
+            found[key] = length, int(database.records.splits[record]), body
+    return found
+
+
+def findings(path: Path) -> list[str]:
+    """Everything `check` finds."""
+    with Database(path) as database:
+        return [f"{finding.where}: {finding.what}" for finding in database.check()]
+
+
+def start_child(
+    body: Callable[[], object], seconds: int = 60, quiet: bool = False, first: Callable[[], object] | None = None
+) -> int:
+    """Run in a forked child, whose pid is returned: it exits with 0, or 1 after an exception.
+
+    `first` runs while the child has one thread only.
+    """
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of fork in a process with threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.alarm(seconds)
+            if first is not None:
+                first()
+            torch.set_num_threads(1)  # OpenMP's threads did not come along: waiting for them would be for ever
+            body()
+            os._exit(0)
+        except BaseException:
+            if not quiet:
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(1)
+    return pid
+
+
+def end_of(pid: int) -> int:
+    """Wait for a child: its exit code, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_child(
+    body: Callable[[], object], seconds: int = 60, quiet: bool = False, first: Callable[[], object] | None = None
+) -> int:
+    """Run in a forked child to its end: 0, 1 after an exception, negative for a signal."""
+    return end_of(start_child(body, seconds, quiet, first))
+
+
+@contextmanager
+def changed(file: Path, at: int, new: bytes) -> Iterator[None]:
+    """Bytes of a file replaced, and put back afterwards."""
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        old = stream.read(len(new))
+        stream.seek(at)
+        stream.write(new)
+    try:
+        yield
+    finally:
+        with file.open("r+b") as stream:
+            stream.seek(at)
+            stream.write(old)
+
+
+@contextmanager
+def memory_directory() -> Iterator[Path]:
+    """A directory in memory where there is one: a killed process loses nothing there either, and syncs are free."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.mkdtemp(prefix="attmemo-test-", dir=parent)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_dead_child_is_seen() -> None:
+    """If the tools took a signal for success, no crash test below would ever fail."""
+    assert in_child(lambda: None) == 0
+    assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
+    assert in_child(lambda: [][0], quiet=True) == 1
+
+
+def test_records_are_distinguishable() -> None:
+    """If two synthetic records were alike, a swap would go unseen."""
+    bodies = [torch.cat([t.flatten() for part in sequence(n, 4) for t in part]).numpy() for n in range(4)]
+    assert all(not np.array_equal(bodies[a], bodies[b]) for a in range(4) for b in range(a))
+
+
+def test_the_small_database_is_whole(tmp_path: Path) -> None:
+    """If the database that the damage tests start from were damaged, they would prove nothing."""
+    path = train_by_hand(fill(tmp_path / "db"))
+    assert findings(path) == []
+    assert sorted(contents(path)) == [(0, row) for row in range(len(LENGTHS))]

@@ -1,0 +1,506 @@
+"""The writer's promises: what is stored comes back bit for bit, and only what was published is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import linecache
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_db_tools import (
+    LENGTHS,
+    MODEL,
+    contents,
+    end_of,
+    fill,
+    findings,
+    in_child,
+    memory_directory,
+    sequence,
+    start_child,
+)
+
+from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, read_manifest
+from attmemo.db import writer as writer_module
+from attmemo.db.format import DTYPES
+from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
+
+# -- round trip
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    storage=st.sampled_from(sorted(DTYPES)),
+    lengths=st.lists(st.integers(1, 37), min_size=1, max_size=6),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    hidden=st.integers(1, 9),
+    every=st.integers(1, 3),
+)
+def test_a_stored_map_comes_back_changed(
+    storage: str, lengths: list[int], layers: int, heads: int, hidden: int, every: int
+) -> None:
+    """Any storage type, odd lengths, several records of one length: each slot is exactly what was given."""
+    model = dataclasses.replace(MODEL, layers=layers, heads=heads, hidden=hidden)
+    dtype = DTYPES[storage]
+    with memory_directory() as folder:
+        with DatabaseWriter(folder / "db", model, storage) as writer:
+            for row, length in enumerate(lengths):
+                assert writer.add(*sequence(row, length, model), Provenance(0, row)) == row
+                if row % every == 0:
+                    writer.publish()
+            writer.publish()
+        with Database(folder / "db") as database:
+            assert database.records.lengths.tolist() == lengths
+            for row, length in enumerate(lengths):
+                maps, inputs = sequence(row, length, model)
+                for layer in range(layers):
+                    for kind, given_tensor in ((KIND_MAP, maps[layer]), (KIND_INPUT, inputs[layer])):
+                        stored = database.slot(kind, layer, row)
+                        assert stored.dtype == dtype
+                        assert torch.equal(stored, given_tensor.to(dtype))
+            assert list(database.check()) == []
+
+
+def test_a_bfloat16_map_is_rounded_again(tmp_path: Path) -> None:
+    """A map that already has the storage type is stored as it is, whatever its memory layout."""
+    maps, inputs = sequence(0, 6)
+    given_maps = [m.bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for m in maps]
+    with DatabaseWriter(tmp_path / "db", MODEL, "bfloat16") as writer:
+        writer.add(given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
+        writer.publish()
+    with Database(tmp_path / "db") as database:
+        assert all(torch.equal(database.slot(KIND_MAP, layer, 0), given_maps[layer]) for layer in range(2))
+
+
+# -- visibility
+
+
+def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
+    """Readers see generations, never what the builder is at; each publication counts one."""
+    path = tmp_path / "db"
+    with DatabaseWriter(path, MODEL, "float32") as writer:
+        assert writer.manifest.generation == 0
+        for generation in (1, 2, 3):
+            writer.add(*sequence(generation, 5), Provenance(0, generation))
+            before = generation - 1
+            if before:
+                with Database(path) as database:
+                    assert (len(database), database.manifest.generation) == (before, before)
+            else:
+                with pytest.raises(DatabaseError, match=r"no MANIFEST\.json"):
+                    Database(path)
+            assert writer.records == generation
+            writer.publish()
+            with Database(path) as database:
+                assert (len(database), database.manifest.generation) == (generation, generation)
+        writer.add(*sequence(4, 5), Provenance(0, 4))
+    assert sorted(contents(path)) == [(0, 1), (0, 2), (0, 3)]
+
+
+def test_orphan_slots_survive_a_resume(tmp_path: Path) -> None:
+    """A killed builder left slots behind the published ones; the next one writes over them, and nothing is damaged."""
+    path = fill(tmp_path / "db", LENGTHS[:4])
+    with DatabaseWriter(path, MODEL, "float32") as writer:
+        for row in range(4, 8):
+            writer.add(*sequence(100 + row, LENGTHS[row]), Provenance(0, row))
+    sizes = {file.name: file.stat().st_size for file in (path / "arena").iterdir()}
+    assert findings(path) == []
+    fill(path)
+    fill(tmp_path / "straight")
+    assert contents(path) == contents(tmp_path / "straight")
+    assert findings(path) == []
+    assert {file.name: file.stat().st_size for file in (path / "arena").iterdir()} == sizes
+
+
+def test_a_reader_loses_what_it_had_open(tmp_path: Path) -> None:
+    """A reader keeps its generation, byte for byte, while the builder resumes and appends."""
+    path = fill(tmp_path / "db", LENGTHS[:3])
+    with Database(path) as database:
+        before = [database.slot(KIND_MAP, 1, r).clone() for r in range(3)]
+        held = [database.slot(KIND_MAP, 1, r) for r in range(3)]
+        fill(path)
+        assert len(database) == 3
+        assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
+        assert all(torch.equal(before[r], database.slot(KIND_MAP, 1, r)) for r in range(3))
+
+
+def test_an_old_manifest_does_not_open(tmp_path: Path) -> None:
+    """Published generations are immutable: put an old manifest back and its generation is there, whole."""
+    path = tmp_path / "db"
+    manifests = []
+    for count in range(1, len(LENGTHS) + 1):
+        fill(path, LENGTHS[:count], every=1)
+        manifests.append((path / "MANIFEST.json").read_bytes())
+    everything = contents(path)
+    for count, manifest in enumerate(manifests, 1):
+        (path / "MANIFEST.json").write_bytes(manifest)
+        assert contents(path) == {key: everything[key] for key in sorted(everything)[:count]}
+        assert findings(path) == []
+
+
+def test_a_source_is_listed_twice(tmp_path: Path) -> None:
+    """A data file is known by its content, under whatever name it comes back."""
+    with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
+        assert [writer.add_source(n, d) for n, d in (("a", "1"), ("b", "2"), ("c", "1"))] == [0, 1, 0]
+
+
+# -- what is refused
+
+
+def _broken(maps: list[torch.Tensor], how: str) -> None:
+    apm = maps[1]
+    if how == "NaN":
+        apm[1, 2, 0] = float("nan")
+    elif how == "infinite":
+        apm[0, 0, 0] = float("inf")
+    elif how == "negative":
+        apm[1, 0, 0] -= 2 * apm[1, 0, 0]
+        apm[1, 0, 1] += 1 - apm[1, 0].sum()
+    elif how == "row of zeros":
+        apm[0, 1] = 0
+    elif how == "row sums to 2":
+        apm[0, 1] *= 2
+
+
+@pytest.mark.parametrize("how", ["NaN", "infinite", "negative", "row of zeros", "row sums to 2"])
+def test_a_map_that_is_none_is_stored(tmp_path: Path, how: str) -> None:
+    """Overflow in the model must not become a record: refused with row and layer, and the counts stay."""
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    with DatabaseWriter(path, MODEL, "float32") as writer:
+        maps, inputs = sequence(7, 5)
+        _broken(maps, how)
+        with pytest.raises(DatabaseCorruptError, match=r"row 7 of the data, layer 1: .*nothing was stored"):
+            writer.add(maps, inputs, Provenance(0, 7))
+        assert writer.records == 2
+        writer.publish()
+    assert sorted(contents(path)) == [(0, 0), (0, 1)]
+    assert findings(path) == []
+
+
+@pytest.mark.parametrize(("storage", "value"), [("float16", 1e6), ("float32", float("nan"))])
+def test_a_hidden_state_becomes_infinite(tmp_path: Path, storage: str, value: float) -> None:
+    """Large activations overflow float16: refused, not stored as infinity that spoils the embedder of the layer."""
+    maps, inputs = sequence(0, 5)
+    inputs[1][2, 3] = value
+    with DatabaseWriter(tmp_path / "db", MODEL, storage) as writer:
+        with pytest.raises(DatabaseCorruptError, match=rf"layer 1: the hidden states are not finite in {storage}"):
+            writer.add(maps, inputs, Provenance(0, 0))
+        assert writer.records == 0
+
+
+def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
+    """A caller's mistake is a ValueError, and the next record lies where it should."""
+    with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
+        maps, inputs = sequence(0, 5)
+        with pytest.raises(ValueError, match="shape"):
+            writer.add(maps, [x[:4] for x in inputs], Provenance(0, 0))
+        with pytest.raises(ValueError, match="expected 2 maps"):
+            writer.add(maps[:1], inputs, Provenance(0, 0))
+        writer.add(maps, inputs, Provenance(0, 0))
+        writer.publish()
+    assert findings(tmp_path / "db") == []
+    assert list(contents(tmp_path / "db")) == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "storage", "words"),
+    [
+        ({}, "bfloat16", "storage = 'float32'; asked: 'bfloat16'"),
+        ({"max_length": 32}, "float32", "max_length = 64; asked: 32"),
+        ({"name": "other", "fingerprint": "e" * 64}, "float32", "another model.*synthetic.*other"),
+    ],
+)
+def test_a_resume_mixes_settings(tmp_path: Path, change: dict[str, Any], storage: str, words: str) -> None:
+    """Half a database of one model or type and half of another would serve wrong maps."""
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    before = (path / "MANIFEST.json").read_bytes()
+    with pytest.raises(DatabaseError, match=words):
+        DatabaseWriter(path, dataclasses.replace(MODEL, **change), storage)
+    assert (path / "MANIFEST.json").read_bytes() == before
+    fill(path)  # the lock was given back
+
+
+def test_other_settings_are_taken(tmp_path: Path) -> None:
+    """What the caller calls settings is compared by name too."""
+    with DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}) as writer:
+        writer.publish()
+    with pytest.raises(DatabaseError, match="windows = 4; asked: 5"):
+        DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 5})
+    DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}).close()
+
+
+def test_a_users_folder_is_taken_for_a_database(tmp_path: Path) -> None:
+    """--output pointed at the user's own files: refused, and not a byte of them is changed."""
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "chapter.txt").write_text("mine")
+    with pytest.raises(DatabaseError, match="not empty and is not a database"):
+        DatabaseWriter(mine, MODEL, "float32")
+    with pytest.raises(DatabaseError, match="is a file"):
+        DatabaseWriter(mine / "chapter.txt", MODEL, "float32")
+    assert [f.name for f in mine.iterdir()] == ["chapter.txt"]
+    with pytest.raises(ValueError, match="storage must be one of"):
+        DatabaseWriter(tmp_path / "db", MODEL, "int4")
+
+
+def test_a_short_arena_is_filled_with_zeros(tmp_path: Path) -> None:
+    """Resuming on a truncated file must not stretch it back: zeros would look like maps."""
+    path = fill(tmp_path / "db", LENGTHS[:4])
+    file = path / "arena" / "map-00003.slots"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    with pytest.raises(DatabaseError, match="bytes long, the manifest says at least"):
+        DatabaseWriter(path, MODEL, "float32")
+    assert file.stat().st_size == size - 1
+
+
+def test_a_lost_catalogue_is_made_anew(tmp_path: Path) -> None:
+    """Resuming without the catalogue would publish an empty one over the records."""
+    path = fill(tmp_path / "db", LENGTHS[:4])
+    (path / "catalogue" / "data.mdb").unlink()
+    with pytest.raises(DatabaseCorruptError, match="catalogue is missing"):
+        DatabaseWriter(path, MODEL, "float32")
+
+
+def test_the_first_build_died_while_it_began(tmp_path: Path) -> None:
+    """Killed before anything was published: whatever lies there, the same command starts over."""
+    path = tmp_path / "db"
+    (path / "catalogue").mkdir(parents=True)
+    (path / "catalogue" / "data.mdb").write_bytes(b"\0" * 4096)
+    (path / "MANIFEST.json.tmp").write_bytes(b"half")
+    fill(path)
+    fill(tmp_path / "straight")
+    assert contents(path) == contents(tmp_path / "straight")
+
+
+# -- one writer
+
+
+def test_two_builders_write_at_once(tmp_path: Path) -> None:
+    """The second one is refused and told who holds the database; it works once the first has closed."""
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    with (
+        DatabaseWriter(path, MODEL, "float32"),
+        pytest.raises(DatabaseLockedError, match=rf"pid {os.getpid()}"),
+    ):
+        DatabaseWriter(path, MODEL, "float32")
+    DatabaseWriter(path, MODEL, "float32").close()
+
+
+def test_a_dead_builder_keeps_the_lock(tmp_path: Path) -> None:
+    """The holder is another process: its pid is named; when it is killed nobody has to clean up."""
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    ready, tell = os.pipe()
+
+    def hold() -> None:
+        DatabaseWriter(path, MODEL, "float32").add(*sequence(9, 5), Provenance(0, 9))
+        os.write(tell, b"x")
+        signal.pause()
+
+    pid = start_child(hold)
+    os.close(tell)
+    try:
+        assert os.read(ready, 1) == b"x"
+        with pytest.raises(DatabaseLockedError, match=rf"pid {pid}\b"):
+            DatabaseWriter(path, MODEL, "float32")
+    finally:
+        os.close(ready)
+        os.kill(pid, signal.SIGKILL)
+        assert end_of(pid) == -signal.SIGKILL
+    fill(path)
+    assert sorted(contents(path)) == [(0, row) for row in range(len(LENGTHS))]
+
+
+def test_a_file_system_without_locks_is_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOLCK is not somebody else's pid."""
+
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(DatabaseError, match="No locks available") as caught:
+        DatabaseWriter(tmp_path / "db", MODEL, "float32")
+    assert not isinstance(caught.value, DatabaseLockedError)
+
+
+# -- a full disk
+
+SHORT = LENGTHS[:5]
+
+
+class _Disk:
+    """Runs out at the n-th call: once or from then on; a write may still take its first half."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, forever: bool) -> None:
+        self.calls, self.at, self.forever = 0, at, forever
+        for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "replace"):
+            monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
+
+    def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any) -> Any:
+            self.calls += 1
+            if self.calls - 1 == self.at and name == "pwrite" and len(arguments[1]) > 1:
+                return call(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
+            if self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return call(*arguments)
+
+        return wrapper
+
+    @property
+    def full(self) -> bool:
+        return self.calls - 1 >= self.at if self.forever else self.calls - 1 in (self.at, self.at + 1)
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
+def test_a_full_disk_costs_what_was_published(forever: bool) -> None:
+    """ENOSPC at the i-th call, for every i: a named error, the last generation whole, and the build resumes."""
+    with memory_directory() as folder:
+        expected = contents(fill(folder / "straight", SHORT))
+        at = 0
+        while True:
+            path = folder / f"db{at}"
+            with pytest.MonkeyPatch.context() as patch:
+                disk, said = _Disk(patch, at, forever), ""
+                try:
+                    fill(path, SHORT)
+                except StorageFullError as error:
+                    said = str(error)
+                if not said:
+                    assert not disk.full, f"call {at} failed and nobody said so"
+                    break
+                assert "disk is full" in said
+                assert "run the same command again" in said
+            if (path / "MANIFEST.json").exists():
+                seen = contents(path)
+                assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
+                assert findings(path) == []
+            assert not (path / "MANIFEST.json.tmp").exists()
+            fill(path, SHORT)
+            assert contents(path) == expected
+            assert findings(path) == []
+            at += 1
+        assert at > 30
+
+
+def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk was full for a moment and the same writer tries the record again: no header, no slot is missing."""
+    with memory_directory() as folder:
+        expected = contents(fill(folder / "straight", SHORT))
+        for at in range(40):
+            path = folder / f"db{at}"
+            with DatabaseWriter(path, MODEL, "float32") as writer, pytest.MonkeyPatch.context() as patch:
+                source = writer.add_source("synthetic.log", "d" * 32)
+                _Disk(patch, at, forever=False)
+                for row, length in enumerate(SHORT):
+                    for _ in range(3):
+                        try:
+                            if row == writer.records:
+                                writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                            if row % 2:
+                                writer.publish()
+                            break
+                        except StorageFullError:
+                            continue
+                writer.publish()
+            assert contents(path) == expected
+            assert findings(path) == []
+
+
+# -- Ctrl-C
+
+
+def test_ctrl_c_between_two_lines_tears_a_record() -> None:
+    """KeyboardInterrupt at every line of `add` and `publish` in turn; then, as the builder does, a publication."""
+    watched = {
+        code: name
+        for name in ("add", "publish", "_write")
+        if (code := getattr(writer_module.DatabaseWriter, name).__code__)
+    }
+    with memory_directory() as folder:
+        expected = contents(fill(folder / "straight", SHORT))
+        at, stride = 0, 3
+        while True:
+            path, left = folder / f"db{at}", [at]
+
+            def line(frame: FrameType, event: str, _: Any, left: list[int] = left) -> Any:
+                text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                # The end of a `with` is a line to the tracer, but no signal is handled there.
+                if event == "line" and not text.strip().startswith("with "):
+                    left[0] -= 1
+                    if left[0] == -1:
+                        raise KeyboardInterrupt
+                return line
+
+            done = False
+            with DatabaseWriter(path, MODEL, "float32") as writer:
+                source = writer.add_source("synthetic.log", "d" * 32)
+                before = sys.gettrace()
+                sys.settrace(lambda frame, event, _, line=line: line if frame.f_code in watched else None)
+                try:
+                    for row, length in enumerate(SHORT):
+                        writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                        if row % 2:
+                            writer.publish()
+                    done = True
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    sys.settrace(before)
+                writer.publish()
+            seen = contents(path)
+            assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
+            assert findings(path) == []
+            fill(path, SHORT)
+            assert contents(path) == expected
+            if done:
+                break
+            at += stride
+        assert at > 100
+
+
+def test_the_size_is_counted_wrong(tmp_path: Path) -> None:
+    """`cost` is what one more record takes, to the byte: --max-bytes relies on it."""
+    with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
+        for row, length in enumerate(LENGTHS):
+            before, cost = writer.stored_bytes, writer.cost(length)
+            writer.add(*sequence(row, length), Provenance(0, row))
+            assert writer.stored_bytes == before + cost
+        writer.publish()
+        assert sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir()) == writer.stored_bytes
+    with Database(tmp_path / "db") as database:
+        assert database.bytes == sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir())
+
+
+def test_the_manifest_forgets(tmp_path: Path) -> None:
+    """A publication of new records keeps what an earlier one said about profile and tuning."""
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    with DatabaseWriter(path, MODEL, "float32") as writer:
+        writer.publish(profile={"a": 1}, tuning={"b": [0.5]})
+    fill(path)
+    manifest = read_manifest(path)
+    assert (manifest.profile, manifest.tuning, manifest.records) == ({"a": 1}, {"b": [0.5]}, len(LENGTHS))
+
+
+def test_a_forked_child_breaks_the_parents_writer(tmp_path: Path) -> None:
+    """A child of fork exits with the writer open: file, lock and what the parent then publishes are as they were."""
+    path = tmp_path / "db"
+    with DatabaseWriter(path, MODEL, "float32") as writer:
+        writer.add(*sequence(0, 5), Provenance(0, 0))
+        assert in_child(lambda: None) == 0
+        with pytest.raises(DatabaseLockedError):
+            DatabaseWriter(path, MODEL, "float32")
+        writer.publish()
+    assert findings(path) == []

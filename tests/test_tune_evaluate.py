@@ -1,0 +1,496 @@
+"""Choosing thresholds and judging what they do, on small real models: numbers that add up, and honest words."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attmemo import Database, DataError, memoize
+from attmemo.db import KIND_MAP
+from attmemo.embed.train import TrainOptions
+from attmemo.errors import EmbedderMissingError, TuningError
+from attmemo.profiler.answers import ask, changed, cosine, harm, prepare, time_passes
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.capture import Capture
+from attmemo.profiler.controls import CONTROLS, MeanMaps, RandomMaps, duplicate_share, serving_control
+from attmemo.profiler.evaluate import EvaluateOptions, evaluate
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import LoadedModel, batches, collate, load_model, tokenize
+from attmemo.profiler.report import write_report
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
+
+QUICK = EvaluateOptions(repeats=1, exhaustive=20, limit=48, batch_size=16, threshold=0.5, gate=False, sweep=False)
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Lines of the same services that are not in the database, to tune on and to ask."""
+    folder = tmp_path_factory.mktemp("later")
+    lines = list(generate_log(700, seed=5))
+    files = {"tune": lines[300:420], "ask": lines[500:600]}
+    for name, part in files.items():
+        (folder / f"{name}.log").write_text("".join(f"{line}\n" for line in part))
+    return {name: folder / f"{name}.log" for name in files}
+
+
+@pytest.fixture(scope="module", params=["bert", "deberta"])
+def tuned(
+    request: pytest.FixtureRequest, later: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A database after a tuning run, and what the run said."""
+    path = shutil.copytree(
+        request.getfixturevalue(f"{request.param}_database"), tmp_path_factory.mktemp("tuned") / "db"
+    )
+    return path, tune(path, [later["tune"]], TuneOptions(budget=0.5))
+
+
+@pytest.fixture
+def loaded(tiny_bert: str) -> LoadedModel:
+    return load_model(tiny_bert)
+
+
+class TestTune:
+    def test_result_is_complete_and_can_be_written_as_json(self, tuned: tuple[Path, dict[str, Any]]) -> None:
+        result = json.loads(json.dumps(tuned[1], allow_nan=False))
+        assert len(result["thresholds"]) == 2
+        assert all(0.0 < t <= 1.0 for t in result["thresholds"])
+        assert sorted(sum(result["groups"], [])) == [0, 1]
+        assert (result["lookup"], result["budget"], result["confidence"]) == ("sequence", 0.5, 0.95)
+        assert result["certified"] is True
+        assert result["observed"] <= result["upper_bound"] <= 0.5
+        assert 0.0 < result["served"] <= 1.0
+        assert result["total"] == 120
+        assert result["data"] == ["tune.log"]
+        assert "%" in result["sentence"]
+        assert result["min_cosine"] is None, "a classifier's answers are classes"
+
+    def test_the_database_then_has_an_automatic_threshold(self, tuned: tuple[Path, dict[str, Any]]) -> None:
+        path, result = tuned
+        with Database(path) as database:
+            assert database.manifest.tuning is not None
+            model: Any = load_model(database.manifest.model.name).model
+            memoize(model, "auto", database)
+            assert model.attmemo.threshold == result["thresholds"]
+            assert model.attmemo.lookup == "sequence"
+
+    def test_what_was_certified_holds_when_it_is_served(
+        self, tuned: tuple[Path, dict[str, Any]], later: dict[str, Path]
+    ) -> None:
+        """Served share and changed answers on the tuning data are those that the result speaks of."""
+        path, result = tuned
+        with Database(path) as database:
+            loaded = load_model(database.manifest.model.name)
+            tokens = tokenize(loaded, later["tune"].read_text().splitlines(), 48)
+            prepared = prepare(loaded, tokens, 16)
+            exact = ask(loaded, prepared)
+            memoize(loaded.model, "auto", database, gate=False)
+            given = ask(loaded, prepared)
+            stats: dict[str, Any] = loaded.model.attmemo.stats()  # type: ignore[union-attr,operator,assignment]
+        assert abs(stats["hit_rate"] - result["served"]) < 0.15  # `served` is counted on one half
+        assert float(changed("classifier", exact, given, 0.98).float().mean()) <= result["upper_bound"]
+
+    def test_a_budget_too_small_to_certify_says_so_and_serves_nothing(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        result = tune(path, [later["tune"]], TuneOptions(budget=0.001, limit=60))
+        assert result["certified"] is False
+        assert result["thresholds"] == [1.0, 1.0]
+        assert result["needed"] > 60
+        loaded = load_model(path_model(path))
+        memoize(loaded.model, "auto", path, gate=False)
+        ask(loaded, prepare(loaded, tokenize(loaded, later["ask"].read_text().splitlines(), 48), 16))
+        assert loaded.model.attmemo.stats()["hits"] == 0  # type: ignore[union-attr,operator]
+
+    def test_a_lookup_in_every_layer_is_tuned_by_trying(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        result = tune(path, [later["tune"]], TuneOptions(budget=0.5, lookup="layer", limit=40))
+        assert json.loads(json.dumps(result, allow_nan=False))["lookup"] == "layer"
+        assert len(set(result["thresholds"])) == 1
+        assert result["certified"] is True
+        model: Any = load_model(path_model(path)).model
+        memoize(model, database=path)
+        assert model.attmemo.lookup == "layer"
+
+    def test_the_model_is_bare_afterwards_and_tells_its_progress(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import attmemo.profiler.tune as module
+
+        models: list[LoadedModel] = []
+        opening = module.open_model
+
+        def watched(*args: Any) -> LoadedModel:
+            models.append(opening(*args))
+            return models[-1]
+
+        monkeypatch.setattr(module, "open_model", watched)
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        told: list[tuple[str, int, int]] = []
+        tune(path, [later["tune"]], TuneOptions(budget=0.5, limit=40), lambda *step: told.append(step))
+        assert {what for what, _, _ in told} >= {"exact answers", "sensitivity", "layers 1/2", "layers 2/2"}
+        assert all(0 <= done <= total for _, done, total in told)
+        (model,) = (found.model for found in models)
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def test_data_that_is_in_the_database_is_refused(self, bert_database: Path, service_log: Path) -> None:
+        with pytest.raises(DataError, match="every text would find itself"):
+            tune(bert_database, [service_log], TuneOptions())
+
+    def test_a_copy_under_another_name_is_refused_too(
+        self, bert_database: Path, service_log: Path, tmp_path: Path
+    ) -> None:
+        shutil.copy(service_log, tmp_path / "other.log")
+        for call in (
+            lambda: tune(bert_database, [tmp_path / "other.log"], TuneOptions()),
+            lambda: evaluate(bert_database, [tmp_path / "other.log"], QUICK),
+        ):
+            with pytest.raises(DataError, match=r"other\.log is what the database was built from"):
+                call()
+
+    @pytest.mark.parametrize("budget", [0.0, 1.0, -0.1, float("nan")])
+    def test_a_budget_that_is_none_is_refused(
+        self, bert_database: Path, later: dict[str, Path], budget: float
+    ) -> None:
+        with pytest.raises(TuningError):
+            tune(bert_database, [later["tune"]], TuneOptions(budget=budget, limit=20))
+
+    def test_an_untrained_database_is_refused(
+        self, loaded: LoadedModel, service_log: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        build_database(loaded, [service_log], tmp_path / "db", BuildOptions(max_length=48, limit=20))
+        with pytest.raises(EmbedderMissingError, match="attmemo train-embedder"):
+            tune(tmp_path / "db", [later["tune"]], TuneOptions())
+
+    def test_training_again_forgets_the_tuning(self, tuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+        path = Path(shutil.copytree(tuned[0], tmp_path / "db"))
+        train_database(path, TrainOptions(steps=0), profile=False)
+        with Database(path) as database:
+            assert database.manifest.tuning is None
+
+
+def path_model(path: Path) -> str:
+    with Database(path) as database:
+        return database.manifest.model.name
+
+
+@pytest.fixture(scope="module")
+def result(bert_database: Path, later: dict[str, Path]) -> dict[str, Any]:
+    """An evaluation with everything in it."""
+    options = EvaluateOptions(**QUICK.__dict__ | {"sweep": True, "lookup": "sequence"})
+    return evaluate(bert_database, [later["ask"]], options)
+
+
+class TestEvaluate:
+    def test_result_has_every_part_and_can_be_written_as_json(self, result: dict[str, Any]) -> None:
+        again = json.loads(json.dumps(result, allow_nan=False))
+        assert again == result
+        assert result["schema"] == "attmemo.evaluate/1"
+        assert result.keys() >= {
+            "verdict", "notes", "database", "data", "conditions", "threshold", "threshold_source", "lookup", "hit_rate",
+            "exhaustive_hit_rate", "exhaustive_sample", "ineligible", "quality", "layers", "time", "controls", "sweep",
+        }  # fmt: skip
+        assert (result["threshold"], result["lookup"], result["ineligible"]) == (0.5, "sequence", 0)
+        assert result["data"]["sequences"] == 48
+        assert result["database"]["records"] == 300
+
+    def test_numbers_agree_with_each_other(self, result: dict[str, Any]) -> None:
+        rates = [row["hit_rate"] for row in result["layers"]]
+        assert result["hit_rate"] == pytest.approx(np.mean(rates))
+        assert 0.0 < result["hit_rate"] <= result["data"]["length_stored"]
+        assert result["exhaustive_hit_rate"] == pytest.approx(
+            np.mean([row["exhaustive_hit_rate"] for row in result["layers"]])
+        )
+        quality = result["quality"]
+        assert quality["agreement"] + quality["changed"] == pytest.approx(1.0)
+        assert quality["cosine_min"] <= quality["cosine_p1"] <= quality["cosine_mean"] <= 1.0 + 1e-6
+        for row in result["layers"]:
+            if row["mean_true_similarity"] is not None:
+                assert row["mean_true_similarity"] <= row["exhaustive_mean_similarity"] + 0.1
+                assert row["mean_true_similarity"] >= 0.5
+        parts = result["time"]["parts_ms"]
+        assert all(value >= 0.0 for value in parts.values())
+        assert result["time"]["best_exact"] == "stock"
+        assert result["time"]["speedup_low"] <= result["time"]["speedup"] <= result["time"]["speedup_high"]
+
+    def test_controls_stand_beside_what_is_measured(self, result: dict[str, Any]) -> None:
+        rows = {row["name"]: row for row in result["controls"]}
+        assert list(rows) == ["memoized", "mean map", "random map", "duplicate cache"]
+        assert rows["memoized"]["agreement"] == result["quality"]["agreement"]
+        assert rows["memoized"]["hit_rate"] == result["hit_rate"]
+        for name in ("mean map", "random map"):  # the same texts and layers are served, only with other maps
+            assert rows[name]["hit_rate"] == pytest.approx(result["hit_rate"], abs=0.1)
+            assert rows[name]["logit_distance_mean"] != rows["memoized"]["logit_distance_mean"]
+        assert rows["random map"]["logit_distance_mean"] > rows["memoized"]["logit_distance_mean"]
+        assert rows["duplicate cache"]["agreement"] == 1.0
+
+    def test_a_stricter_threshold_serves_no_more(self, result: dict[str, Any]) -> None:
+        rows = result["sweep"]
+        assert [row["threshold"] for row in rows] == sorted(row["threshold"] for row in rows)
+        rates = [row["hit_rate"] for row in rows]
+        assert rates == sorted(rates, reverse=True)
+        assert all(row["agreement"] + row["changed"] == pytest.approx(1.0) for row in rows)
+
+    def test_a_report_can_be_made_of_it(self, result: dict[str, Any], tmp_path: Path) -> None:
+        page, plot, numbers = write_report(result, tmp_path)
+        assert result["verdict"].split(":")[0] in page.read_text()
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        assert json.loads(numbers.read_text()) == result
+
+    @pytest.mark.parametrize("lookup", ["layer", "sequence"])
+    @pytest.mark.parametrize("family", ["bert", "deberta"])
+    def test_where_nothing_hits_every_answer_is_exact_and_the_verdict_says_it_does_not_pay(
+        self, request: pytest.FixtureRequest, later: dict[str, Path], family: str, lookup: str
+    ) -> None:
+        options = EvaluateOptions(
+            **QUICK.__dict__ | {"threshold": 1.0, "lookup": lookup, "controls": False, "exhaustive": 5}
+        )
+        found = evaluate(request.getfixturevalue(f"{family}_database"), [later["ask"]], options)
+        assert found["hit_rate"] == 0.0
+        assert found["quality"]["agreement"] == 1.0
+        assert found["quality"]["logit_distance_mean"] == 0.0
+        assert "does not pay" in found["verdict"]
+        assert "100.0 %" in found["verdict"]
+        assert all(row["mean_true_similarity"] is None for row in found["layers"])
+
+    @pytest.mark.parametrize("threshold", [0.0, [0.4, 1.0]])
+    def test_thresholds_of_zero_and_of_every_layer_are_reported_as_given(
+        self, bert_database: Path, later: dict[str, Path], threshold: Any
+    ) -> None:
+        options = EvaluateOptions(**QUICK.__dict__ | {"threshold": threshold, "controls": False})
+        found = evaluate(bert_database, [later["ask"]], options)
+        assert found["threshold"] == threshold
+        if threshold == 0.0:
+            assert found["hit_rate"] == pytest.approx(found["data"]["length_stored"])
+            # A text of a length that is not stored has nothing to find, whatever it would accept.
+            assert found["exhaustive_hit_rate"] <= 1.0
+        else:
+            assert found["layers"][1]["hits"] == 0
+
+    def test_records_added_after_training_cannot_be_found_and_do_no_harm(
+        self, loaded: LoadedModel, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """A length that only they have is stored, but in no index."""
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        extra, asked = tmp_path / "extra.log", tmp_path / "asked.log"
+        extra.write_text("short line number one\nshort line number two\n")
+        asked.write_text("short line number six\n" + later["ask"].read_text())
+        build_database(loaded, [extra], path, BuildOptions(max_length=48, storage="float32"))
+        with Database(path) as database:
+            (only,) = {len(t) for t in tokenize(loaded, ["short line number six"], 48)}
+            assert only in database.lengths
+        found = evaluate(path, [asked], EvaluateOptions(**QUICK.__dict__ | {"threshold": 0.0, "limit": 20}))
+        assert found["layers"][0]["hits"] < found["layers"][0]["rows"]
+
+    def test_labels_give_the_accuracy_of_both(self, bert_database: Path, tmp_path: Path, loaded: LoadedModel) -> None:
+        lines = list(generate_log(40, seed=91))
+        exact = ask(loaded, prepare(loaded, tokenize(loaded, lines, 48), 16)).argmax(1).tolist()
+        labels = [answer if number % 4 else (answer + 1) % 5 for number, answer in enumerate(exact)]
+        options = EvaluateOptions(
+            **QUICK.__dict__ | {"label_column": "label", "text_column": "text", "exhaustive": 0, "threshold": 1.0}
+        )
+        for name, shown in (("number", str), ("name", lambda label: f"LABEL_{label}")):
+            file = tmp_path / f"{name}.csv"
+            write_csv(file, lines, [shown(label) for label in labels])
+            found = evaluate(bert_database, [file], options)
+            assert found["quality"]["accuracy_exact"] == pytest.approx(0.75)
+            assert found["quality"]["accuracy_memoized"] == pytest.approx(0.75)
+            assert [row["accuracy"] for row in found["controls"][:3]] == pytest.approx([0.75] * 3)
+
+    def test_labels_that_are_not_the_models_are_refused(self, bert_database: Path, tmp_path: Path) -> None:
+        file = tmp_path / "wrong.csv"
+        write_csv(file, list(generate_log(12, seed=91)), ["spam"] * 12)
+        options = EvaluateOptions(**QUICK.__dict__ | {"label_column": "label", "text_column": "text"})
+        with pytest.raises(DataError, match="'spam', expected one of LABEL_0"):
+            evaluate(bert_database, [file], options)
+
+    def test_without_a_tuning_run_there_is_no_automatic_threshold(
+        self, bert_database: Path, later: dict[str, Path]
+    ) -> None:
+        from attmemo import DatabaseError
+
+        options = EvaluateOptions(**QUICK.__dict__ | {"threshold": "auto"})
+        with pytest.raises(DatabaseError, match="attmemo tune"):
+            evaluate(bert_database, [later["ask"]], options)
+
+    def test_a_profile_gives_the_gate_something_to_say(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        report = train_database(path, TrainOptions(steps=0, backend="flat"))
+        assert json.loads(json.dumps(report, allow_nan=False))["profile"]["costs"]
+        options = EvaluateOptions(**QUICK.__dict__ | {"gate": True, "controls": False, "exhaustive": 0})
+        found = evaluate(path, [later["ask"]], options)
+        assert {row["gate"] for row in found["layers"]} <= {"on", "off"}
+        assert all(row["why"] for row in found["layers"])
+
+
+def write_csv(file: Path, texts: list[str], labels: list[str]) -> None:
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["text", "label"])
+        writer.writerows(zip(texts, labels, strict=True))
+
+
+class TestAnswers:
+    def test_are_in_the_order_of_the_texts_whatever_the_batches(
+        self, loaded: LoadedModel, log_lines: list[str]
+    ) -> None:
+        tokens = tokenize(loaded, log_lines[:21], 48)
+        whole = ask(loaded, prepare(loaded, tokens, 4))
+        assert whole.shape == (21, 5)
+        for item in tokens[:5]:
+            alone = ask(loaded, [([type(item)(0, item.ids, item.segments)], collate(loaded, [item]))])
+            assert torch.allclose(whole[item.row], alone[0], atol=1e-4)
+        assert ask(loaded, []).shape == (0, 1)
+
+    def test_batches_hold_texts_of_similar_length_and_each_once(
+        self, loaded: LoadedModel, log_lines: list[str]
+    ) -> None:
+        tokens = tokenize(loaded, log_lines[:50], 96)
+        parts = list(batches(tokens, 8))
+        lengths = [len(item) for part in parts for item in part]
+        assert lengths == sorted(lengths)
+        assert sorted(item.row for part in parts for item in part) == list(range(50))
+
+    def test_an_embedding_leaves_padding_out(self, tiny_bert: str, log_lines: list[str]) -> None:
+        loaded = load_model(tiny_bert)
+        loaded.model, loaded.kind = loaded.model.base_model, "encoder"  # type: ignore[assignment]
+        tokens = tokenize(loaded, log_lines[:6], 96)
+        together = ask(loaded, prepare(loaded, tokens, 6))
+        assert torch.allclose(together.norm(dim=1), torch.ones(6), atol=1e-5)
+        one = ask(loaded, [([type(tokens[0])(0, tokens[0].ids, tokens[0].segments)], collate(loaded, tokens[:1]))])
+        assert torch.allclose(together[0], one[0], atol=1e-5)
+
+    def test_a_change_is_another_class_or_a_turned_embedding(self) -> None:
+        exact = torch.tensor([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+        given = torch.tensor([[3.0, 2.9], [1.0, 0.0], [1.0, 0.1]])
+        assert changed("classifier", exact, given, 0.98).tolist() == [False, True, False]
+        assert changed("encoder", exact, given, 0.98).tolist() == [True, True, False]
+        assert cosine(exact, exact).tolist() == pytest.approx([1.0] * 3)
+        assert harm("classifier", exact, exact).tolist() == pytest.approx([0.0] * 3)
+        assert (harm("encoder", exact, given) >= -1e-6).all()
+        assert float(harm("classifier", torch.tensor([[99.0, 0.0]]), torch.tensor([[0.0, 99.0]]))) == pytest.approx(
+            1.0
+        )
+
+    def test_timing_asks_every_path_for_every_batch(self, loaded: LoadedModel, log_lines: list[str]) -> None:
+        prepared = prepare(loaded, tokenize(loaded, log_lines[:9], 48), 4)
+        asked: list[str] = []
+
+        def path(name: str) -> Callable[[], None]:
+            return lambda: asked.append(name)
+
+        spent = time_passes(loaded, prepared, {"a": path("a"), "b": path("b")}, 2)
+        assert {name: len(seconds) for name, seconds in spent.items()} == {"a": 2, "b": 2}
+        assert asked.count("a") == asked.count("b") == 1 + 2 * len(prepared)
+        assert asked[2:6] != ["a", "b", "a", "b"], "one path always runs on the other's warm caches"
+
+
+class TestControls:
+    def test_serve_their_own_maps_and_give_way_again(
+        self, loaded: LoadedModel, bert_database: Path, log_lines: list[str]
+    ) -> None:
+        prepared = prepare(loaded, tokenize(loaded, log_lines[:16], 48), 8)
+        model: Any = memoize(loaded.model, 0.0, bert_database, gate=False)
+        before = ask(loaded, prepared)
+        found = {}
+        for name in CONTROLS:
+            with serving_control(model.attmemo.engine, name):
+                found[name] = ask(loaded, prepared)
+            assert torch.equal(ask(loaded, prepared), before)
+        with pytest.raises(RuntimeError), serving_control(model.attmemo.engine, "mean map"):
+            raise RuntimeError
+        assert torch.equal(ask(loaded, prepared), before)
+        assert not torch.allclose(found["mean map"], before, atol=1e-3)
+        assert not torch.allclose(found["random map"], before, atol=1e-3)
+
+    def test_a_mean_map_is_a_distribution_and_the_same_for_every_record(self, bert_database: Path) -> None:
+        with Database(bert_database) as database:
+            records = np.flatnonzero(database.records.lengths == 48)[:3].astype(np.int64)
+            with MeanMaps(database).fetch(1, 48, records) as maps:
+                assert torch.equal(maps[0], maps[2])
+                assert torch.allclose(maps[0].sum(-1), torch.ones(4, 48), atol=1e-4)
+
+    def test_a_random_map_is_a_strangers(self, bert_database: Path) -> None:
+        with Database(bert_database) as database:
+            control = RandomMaps(database)
+            for length, count in database.lengths.items():
+                records = np.flatnonzero(database.records.lengths == length).astype(np.int64)
+                for layer in (0, 1):
+                    with control.fetch(layer, length, records) as maps:
+                        own = [database.slot(KIND_MAP, layer, int(record)) for record in records]
+                        assert all(
+                            count == 1 or maps[place].data_ptr() != slot.data_ptr() for place, slot in enumerate(own)
+                        )
+            control.close()
+
+    def test_duplicates_are_counted_by_what_enters_the_first_layer(
+        self, loaded: LoadedModel, bert_database: Path, log_lines: list[str]
+    ) -> None:
+        fresh = list(generate_log(10, seed=1234))
+        with Database(bert_database) as database:
+
+            def share(texts: list[str]) -> float:
+                items = tokenize(loaded, texts, 48)
+                base: Any = loaded.model.base_model
+                with torch.inference_mode():
+                    return duplicate_share(
+                        database, (base.embeddings(input_ids=torch.tensor([item.ids]))[0] for item in items)
+                    )
+
+            assert share(log_lines[:12]) == 1.0
+            assert share([]) == 0.0
+            assert share(["no such thing"]) == 0.0
+            assert share([*log_lines[:5], *fresh[:5]]) <= 0.9
+
+
+class TestCapture:
+    @pytest.mark.parametrize("family", ["bert", "deberta"])
+    def test_gives_what_each_layer_saw_and_made_and_leaves_the_model_alone(
+        self, request: pytest.FixtureRequest, log_lines: list[str], family: str
+    ) -> None:
+        from attmemo.adapters import adapter_for, check_adapter
+
+        loaded = load_model(request.getfixturevalue(f"tiny_{family}"))
+        adapter, sites = adapter_for(loaded.model)
+        check_adapter(adapter, loaded.model, sites)
+        implementation = loaded.model.config._attn_implementation  # type: ignore[union-attr]
+        items = sorted(tokenize(loaded, log_lines[:4], 96), key=len)
+        with Capture(loaded.model, adapter, sites) as capture:
+            captured = capture.run(collate(loaded, items))
+            alone = capture.run(collate(loaded, items[:1]))
+        assert captured.lengths == [len(item) for item in items]
+        for item, (maps, inputs) in zip(items, captured, strict=True):
+            n = len(item)
+            assert [m.shape for m in maps] == [(4, n, n)] * 2
+            assert [x.shape for x in inputs] == [(n, 32)] * 2
+            assert all(torch.allclose(m.sum(-1), torch.ones(4, n), atol=1e-4) for m in maps)
+        for ours, theirs in zip(captured.sequence(0)[0], alone.sequence(0)[0], strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5), "padding changed a map"
+        assert loaded.model.config._attn_implementation == implementation  # type: ignore[union-attr]
+        assert not any(module._forward_hooks for module in loaded.model.modules())
+
+    def test_of_padding_in_front_is_refused(self, loaded: LoadedModel, log_lines: list[str]) -> None:
+        from attmemo import UnsupportedModelError
+        from attmemo.adapters import adapter_for
+
+        adapter, sites = adapter_for(loaded.model)
+        inputs = collate(loaded, sorted(tokenize(loaded, log_lines[:30], 96), key=len)[::29])
+        flipped = {name: value.flip(1) for name, value in inputs.items()}
+        with (
+            Capture(loaded.model, adapter, sites) as capture,
+            pytest.raises(UnsupportedModelError, match="not plain padding"),
+        ):
+            capture.run(flipped)
