@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
@@ -248,7 +249,7 @@ def unmemoize(model: Model) -> Model:
     return model
 
 
-class _Served:
+class _Served(ABC):
     """A `forward` that is in the way of a module's own.
 
     Copying or pickling a model must not take the engine along: the copy would go on serving the weights of the
@@ -261,8 +262,9 @@ class _Served:
         self._module = module
         self._before = module.__dict__.get("forward")
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """The module's `forward`, served."""
 
     def remove(self) -> None:
         """Put back what was there before."""

@@ -136,7 +136,8 @@ def build_database(
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
-            writer.publish()
+            if writer.records > writer.manifest.records:
+                writer.publish()
             raise
         if stopped is not None and writer.records == 0:
             raise StorageFullError(

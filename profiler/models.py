@@ -91,6 +91,8 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
 
 def tokenize(loaded: LoadedModel, texts: Sequence[str], max_length: int, first_row: int = 0) -> list[Tokens]:
     """Token ids of texts, cut to `max_length`, without padding."""
+    if not texts:
+        return []  # the tokenizer raises an IndexError
     encoded = loaded.tokenizer(list(texts), truncation=True, max_length=max_length)
     segments = encoded.get("token_type_ids")
     return [

@@ -38,7 +38,7 @@ class Case:
     """One row: what is built from, asked with, and at which threshold."""
 
     model: str
-    threshold: float
+    threshold: float | None  # None: only tuned
     build: list[dict[str, Any]]
     tune: list[dict[str, Any]]
     ask: list[dict[str, Any]]
@@ -91,7 +91,7 @@ def deberta_case(shared: Path) -> Case:
     known = set(json.loads((model / "config.json").read_text())["label2id"])
     asked = [[w for w in windows(folder, a, b) if w["label"] in known] for a, b in ((0.7, 0.85), (0.85, 1.0))]
     stored = pd.DataFrame(windows(folder, 0.0, 0.7)).sample(1500, random_state=0).to_dict("records")
-    return Case(str(model), 0.6, stored, asked[0], asked[1], 128, labels=True, compile=True)
+    return Case(str(model), None, stored, asked[0], asked[1], 128, labels=True, compile=True)
 
 
 CASES: dict[str, Callable[[Path], Case]] = {
@@ -133,16 +133,17 @@ def run(name: str, case: Case, output: Path) -> list[dict[str, Any]]:
     built = BuildOptions(max_length=case.max_length, text_column="text", max_bytes=8 << 30)
     print(" ", build_database(load_model(case.model), [build], database, built), file=sys.stderr)
     train_database(database, progress=told("train"))
-    common: dict[str, Any] = {"text_column": "text", "label_column": label, "compile": case.compile}
+    common: dict[str, Any] = {"text_column": "text", "label_column": label, "compile": case.compile, "sweep": False}
     results = []
-    fixed = EvaluateOptions(threshold=case.threshold, **common)
-    asked = both if not case.labels else ask
-    results.append(evaluate(database, [asked], fixed, told(f"threshold {case.threshold}")))
-    write_report(results[-1], folder / "fixed")
+    if case.threshold is not None:
+        fixed = EvaluateOptions(threshold=case.threshold, **common)
+        asked = both if not case.labels else ask
+        results.append(evaluate(database, [asked], fixed, told(f"threshold {case.threshold}")))
+        write_report(results[-1], folder / "fixed")
     tuned = tune(database, [tuning], TuneOptions(text_column="text"), told("tune"))
     (folder / "tune.json").write_text(json.dumps(tuned, indent=1))
     print("  " + tuned["sentence"], file=sys.stderr)
-    auto = EvaluateOptions(threshold="auto", sweep=False, **common)
+    auto = EvaluateOptions(threshold="auto", **common)
     results.append(evaluate(database, [ask], auto, told("auto")))
     write_report(results[-1], folder / "auto")
     shutil.rmtree(database)

@@ -77,7 +77,12 @@ def make_result(layers: int = 4) -> Result:
                 "name": name, "hit_rate": 0.7, "agreement": 0.8, "accuracy": 0.75, "cosine_mean": cosine,
                 "logit_distance_mean": 0.4,
             }
-            for name, cosine in (("memoized", 0.998), ("mean map", 0.9), ("random map", -0.2), ("duplicate cache", 1.0))
+            for name, cosine in (
+                ("memoized", 0.998),
+                ("mean map", 0.9),
+                ("random map", -0.2),
+                ("duplicate cache", 1.0),
+            )
         ],
         "sweep": [
             {

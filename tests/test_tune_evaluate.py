@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class TestTune:
         result = json.loads(json.dumps(tuned[1], allow_nan=False))
         assert len(result["thresholds"]) == 2
         assert all(0.0 < t <= 1.0 for t in result["thresholds"])
-        assert sorted(sum(result["groups"], [])) == [0, 1]
+        assert sorted(chain.from_iterable(result["groups"])) == [0, 1]
         assert (result["lookup"], result["budget"], result["confidence"]) == ("sequence", 0.5, 0.95)
         assert result["certified"] is True
         assert result["observed"] <= result["upper_bound"] <= 0.5
@@ -198,8 +199,9 @@ class TestEvaluate:
         assert again == result
         assert result["schema"] == "attmemo.evaluate/1"
         assert result.keys() >= {
-            "verdict", "notes", "database", "data", "conditions", "threshold", "threshold_source", "lookup", "hit_rate",
-            "exhaustive_hit_rate", "exhaustive_sample", "ineligible", "quality", "layers", "time", "controls", "sweep",
+            "verdict", "notes", "database", "data", "conditions", "threshold", "threshold_source", "lookup",
+            "hit_rate", "exhaustive_hit_rate", "exhaustive_sample", "ineligible", "quality", "layers", "time",
+            "controls", "sweep",
         }  # fmt: skip
         assert (result["threshold"], result["lookup"], result["ineligible"]) == (0.5, "sequence", 0)
         assert result["data"]["sequences"] == 48
@@ -344,6 +346,9 @@ def write_csv(file: Path, texts: list[str], labels: list[str]) -> None:
 
 
 class TestAnswers:
+    def test_no_texts_are_no_tokens(self, loaded: LoadedModel) -> None:
+        assert tokenize(loaded, [], 48) == []
+
     def test_are_in_the_order_of_the_texts_whatever_the_batches(
         self, loaded: LoadedModel, log_lines: list[str]
     ) -> None:

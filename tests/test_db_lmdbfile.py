@@ -1,0 +1,141 @@
+"""The guard in front of LMDB: it lets every file pass that LMDB wrote, and none that could end the process."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+import threading
+from pathlib import Path
+
+import lmdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_db_tools import in_child, memory_directory
+
+from attmemo.db.lmdbfile import check_environment
+
+KEY = struct.Struct(">Q")
+
+
+def _write(folder: Path, batches: list[tuple[int, int, int]], nbytes: int) -> None:
+    """Batches of (first, count, cut): entries are put, then everything from `cut` on is deleted, as a builder does."""
+    for first, count, cut in batches:
+        with lmdb.open(str(folder), map_size=1 << 28) as environment:
+            with environment.begin(write=True) as transaction:
+                for number in range(first, first + count):
+                    transaction.put(KEY.pack(number), bytes([number % 251]) * nbytes)
+            with environment.begin(write=True) as transaction:
+                cursor = transaction.cursor()
+                found = cursor.set_range(KEY.pack(cut))
+                while found:
+                    found = cursor.delete()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    batches=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 500)), min_size=1, max_size=6),
+    nbytes=st.sampled_from([1, 17, 40, 401, 1999, 2033, 2050, 4096, 9000]),
+)
+def test_a_sound_file_is_refused(batches: list[tuple[int, int, int]], nbytes: int) -> None:
+    """Appending, overwriting and cutting, values in the page and on pages of their own: all of it passes."""
+    with memory_directory() as folder:
+        _write(folder, batches, nbytes)
+        check_environment(folder / "data.mdb")
+
+
+@pytest.mark.parametrize("nbytes", [17, 401, 5000])
+def test_a_hostile_file_passes(nbytes: int, tmp_path: Path) -> None:
+    """Whatever passes after random damage, LMDB can walk, cut and extend without a signal."""
+    _write(tmp_path, [(0, 200, 190), (190, 60, 220), (100, 20, 200)], nbytes)
+    body = (tmp_path / "data.mdb").read_bytes()
+    (tmp_path / "damaged").mkdir()
+    file = tmp_path / "damaged" / "data.mdb"
+
+    def damage() -> None:
+        generator = random.Random(nbytes)
+        refused = 0
+        for _ in range(400):
+            hostile = bytearray(body)
+            for _ in range(generator.randint(1, 3)):
+                page = generator.randrange(len(body) // 4096)
+                place = page * 4096 + generator.randrange(generator.choice((160, 160, 4096)))
+                hostile[place] = generator.choice((hostile[place] ^ 1 << generator.randrange(8), 0, 255))
+            if generator.random() < 0.1:
+                del hostile[generator.randrange(len(hostile)) :]
+            file.write_bytes(hostile)
+            try:
+                check_environment(file)
+            except ValueError:
+                refused += 1
+                continue
+            try:
+                _write(tmp_path / "damaged", [(0, 0, 150), (150, 60, 400)], nbytes)
+                with lmdb.open(str(tmp_path / "damaged"), map_size=1 << 28) as e, e.begin() as transaction:
+                    assert sum(1 for _ in transaction.cursor()) < 10_000
+            except lmdb.Error:
+                pass
+        assert refused > 40, refused
+
+    assert in_child(damage) == 0
+
+
+def test_a_cycle_is_walked_for_ever(tmp_path: Path) -> None:
+    """A branch that points back at itself, or at a page that another branch has: refused."""
+    _write(tmp_path, [(0, 2000, 3000)], 100)
+    file = tmp_path / "data.mdb"
+    body = file.read_bytes()
+    branches = [p for p in range(2, len(body) // 4096) if struct.unpack_from("<H", body, p * 4096 + 10)[0] == 1]
+    assert branches
+    seen = 0
+    for page in branches:
+        (node,) = struct.unpack_from("<H", body, page * 4096 + 16)
+        for child in (page, branches[0], 0, 1, len(body) // 4096, 1 << 31):
+            hostile = bytearray(body)
+            struct.pack_into("<HH", hostile, page * 4096 + node, child & 0xFFFF, child >> 16)
+            file.write_bytes(hostile)
+            try:
+                check_environment(file)
+            except ValueError:
+                seen += 1
+    assert seen >= 6  # pages that are not in use any more may point where they like
+
+
+@pytest.mark.parametrize("body", [b"", b"\0" * 500, b"\0" * 8192, b"\xff" * 8192, b"\0" * 100_000])
+def test_a_file_of_nothing_passes(body: bytes, tmp_path: Path) -> None:
+    """Empty, zeros, ones."""
+    (tmp_path / "data.mdb").write_bytes(body)
+    with pytest.raises(ValueError, match="bytes"):
+        check_environment(tmp_path / "data.mdb")
+
+
+def test_a_commit_under_way_looks_like_damage(tmp_path: Path) -> None:
+    """While another process's builder commits, the file is read again until it stands still: never a false alarm."""
+    _write(tmp_path, [(0, 500, 600)], 100)
+    done = threading.Event()
+
+    def commit() -> None:
+        generator = random.Random(8)
+        with lmdb.open(str(tmp_path), map_size=1 << 28, sync=False) as environment:
+            while not done.is_set():
+                with environment.begin(write=True) as transaction:
+                    for _ in range(30):
+                        transaction.put(KEY.pack(generator.randrange(800)), generator.randbytes(100))
+                done.wait(0.0005)
+
+    builder = threading.Thread(target=commit)
+    builder.start()
+    try:
+        for _ in range(100):
+            check_environment(tmp_path / "data.mdb")
+    finally:
+        done.set()
+        builder.join()
+
+
+def test_a_copy_of_a_sound_file(tmp_path: Path) -> None:
+    """A file system copy of an environment passes too: nothing depends on its lock file."""
+    _write(tmp_path, [(0, 50, 40)], 100)
+    shutil.copy(tmp_path / "data.mdb", tmp_path / "copy.mdb")
+    check_environment(tmp_path / "copy.mdb")
