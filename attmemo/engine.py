@@ -18,6 +18,7 @@ decided per sequence, from its own hidden states alone; rows of padding behind a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,10 +34,12 @@ from torch import Tensor, nn
 from attmemo.adapters import Adapter, Call, Site
 from attmemo.db import SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
-from attmemo.errors import DatabaseCorruptError
+from attmemo.errors import AttmemoError, DatabaseCorruptError
 from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import Batch, FetcherName
 from attmemo.perfmodel import Gate, Profile
+
+_LOG = logging.getLogger("attmemo")
 
 Lookup = Literal["layer", "sequence"]
 Exact = Callable[..., Any]
@@ -174,7 +177,12 @@ class Engine:
         rows = self._accept(site.layer, found, lengths)
         if not len(rows):
             return exact(*args, **kwargs)
-        context = self._serve(site, call, lengths, rows, found.records[rows])
+        try:
+            context = self._serve(site, call, lengths, rows, found.records[rows])
+        except (AttmemoError, OSError, MemoryError) as error:
+            # A file that went away or a machine out of descriptors must cost time, not requests.
+            self._give_up(site.layer, len(rows), error)
+            return exact(*args, **kwargs)
         if len(rows) < len(lengths):
             self._compute_misses(site, exact, args, kwargs, rows, context)
         return self.adapter.finish(site.module, context)
@@ -293,6 +301,14 @@ class Engine:
             stats.saved_ms += exact_ms - 1e3 * spent
         return context
 
+    def _give_up(self, layer: int, rows: int, error: Exception) -> None:
+        """Count hits whose maps could not be read as what they become: exact rows, by the reason."""
+        self.stats[layer].hits -= rows
+        reason = f"maps could not be read ({type(error).__name__})"
+        if not self.failures[reason]:
+            _LOG.warning("attmemo: %s, layer %d stays exact: %s", reason, layer, error)
+        self.failures[reason] += rows
+
     def _compute_misses(
         self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any], hits: Ints, context: Tensor
     ) -> None:
@@ -324,7 +340,7 @@ class Engine:
             return self._ineligible(f"the model is on {hidden.device.type}", args, kwargs)
         batch, length = int(hidden.shape[0]), int(hidden.shape[1])
         # All layers of a forward get the same mask object: read it once. Holding it keeps its identity from reuse.
-        if forward.size != (batch, length) or forward.mask is not call.mask:
+        if not forward.inside or forward.size != (batch, length) or forward.mask is not call.mask:
             forward.lengths = self.adapter.valid_lengths(call.mask, batch, length) if batch else None
             forward.mask, forward.size = call.mask, (batch, length)
         if forward.lengths is None:
@@ -365,6 +381,7 @@ class Engine:
         """Start counting anew."""
         self.stats = [LayerStats() for _ in range(self.layers)]
         self.ineligible: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
 
     def _record_sequence(self, found: Found, lengths: list[int]) -> None:
         """Tell the gate what one lookup yields: how many rows will be served, in the mean over layers."""

@@ -23,7 +23,8 @@ CONFIG_KEYS = (
     "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim",
     "embedding_size", "hidden_act", "layer_norm_eps", "rms_norm_eps", "max_position_embeddings",
     "position_embedding_type", "relative_attention", "position_buckets", "max_relative_positions", "pos_att_type",
-    "share_att_key", "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "is_decoder", "type_vocab_size",
+    "share_att_key", "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "conv_act", "conv_groups",
+    "is_decoder", "type_vocab_size",
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
 )  # fmt: skip
 # What comes after the last attention map cannot change one, so a classifier and a bare encoder share a database.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ class StoredMaps:
     """
 
     def __init__(self, database: Database, fetch: FetcherName = "auto") -> None:
+        if fetch not in get_args(FetcherName):
+            raise ValueError(f"fetch must be one of {', '.join(get_args(FetcherName))}, got {fetch!r}")
         self._database, self._name = database, fetch
         self._fetchers: dict[int, Fetcher] = {}
         self._lock = threading.Lock()

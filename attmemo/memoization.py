@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
 from attmemo.db import Database, find_database
 from attmemo.engine import Engine, Lookup
-from attmemo.errors import AttmemoError, DatabaseError, StaleDatabaseError, UnsupportedModelError
+from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, StaleDatabaseError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
@@ -125,6 +125,7 @@ class Memoization:
             "calls": calls,
             "hits": sum(s.hits for s in engine.stats),
             "ineligible": ineligible,
+            "failures": dict(engine.failures),
             "gate": gates.get(SEQUENCE, {}),
             "layers": layers,
         }
@@ -356,14 +357,13 @@ def _resolve(
                 f"{database.path} was never tuned, so there is no 'auto' threshold.",
                 f"attmemo tune {database.path} --data FILE --budget 0.01, or give threshold=0.9",
             )
-        tuned: Lookup = tuning["lookup"]
+        tuned, values, budget = _read_tuning(tuning, database, layers)
         if lookup is not None and lookup != tuned:
             raise DatabaseError(
                 f"{database.path} was tuned for lookup={tuned!r}, not {lookup!r}.",
                 f"attmemo tune {database.path} --data FILE --lookup {lookup}",
             )
-        values = [float(t) for t in tuning["thresholds"]]
-        return values, tuned, f"tuned for a budget of {tuning['budget']:g}"
+        return values, tuned, f"tuned for a budget of {budget:g}"
     try:
         values = (
             [float(threshold)] * layers if isinstance(threshold, int | float | Real) else [float(t) for t in threshold]
@@ -375,3 +375,21 @@ def _resolve(
     if not all(0.0 <= t <= 1.0 for t in values):
         raise ValueError(f"a threshold is a similarity score in [0, 1], got {threshold!r}")
     return values, lookup or "sequence", "given"
+
+
+def _read_tuning(tuning: dict[str, Any], database: Database, layers: int) -> tuple[Lookup, list[float], float]:
+    """Lookup, thresholds and budget that `tune` stored; DatabaseCorruptError if they are none."""
+    lookup, thresholds, budget = (tuning.get(key) for key in ("lookup", "thresholds", "budget"))
+    fine = (
+        lookup in ("layer", "sequence")
+        and isinstance(thresholds, list)
+        and len(thresholds) == layers
+        and all(isinstance(t, int | float) and 0.0 <= t <= 1.0 for t in thresholds)
+        and isinstance(budget, int | float)
+    )
+    if not fine:
+        raise DatabaseCorruptError(
+            f"{database.path}: the stored tuning has no lookup, budget and {layers} thresholds in [0, 1].",
+            f"attmemo tune {database.path} --data FILE --budget 0.01",
+        )
+    return cast(Lookup, lookup), [float(t) for t in cast("list[float]", thresholds)], float(cast(float, budget))

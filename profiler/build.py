@@ -121,7 +121,7 @@ def build_database(
                                 stopped = f"--max-bytes {options.max_bytes} reached"
                                 break
                             row = fresh[item.row]
-                            split = _split(row.row, options.held_out)
+                            split = _split(numbers[row.source], row.row, options.held_out)
                             writer.add(maps, inputs, Provenance(numbers[row.source], row.row, split))
                             added += 1
                             held += split == SPLIT_HELD_OUT
@@ -154,9 +154,12 @@ def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[T
     return tokenize(loaded, [row.text for row in rows], max_length) if rows else []
 
 
-def _split(row: int, held_out: float) -> int:
-    """Stretches of 20 rows, the last of every few held out: decided by the row alone, so a resumed build agrees."""
+def _split(source: int, row: int, held_out: float) -> int:
+    """Stretches of 20 rows, every few held out: decided by file and row alone, so that a resumed build agrees.
+
+    Files are offset against each other, so that many short ones hold out their share too.
+    """
     if held_out <= 0.0:
         return SPLIT_TRAIN
     period = max(2, round(1.0 / held_out))
-    return SPLIT_HELD_OUT if (row // 20) % period == period - 1 else SPLIT_TRAIN
+    return SPLIT_HELD_OUT if (row // 20 + source) % period == period - 1 else SPLIT_TRAIN

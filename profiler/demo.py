@@ -78,7 +78,11 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
     files = _split(lines, output)
     loaded = load_model(name)
     built = build_database(
-        loaded, [files["build"]], database, BuildOptions(), lambda done, total: tell("capturing", done, total)
+        loaded,
+        [files["build"]],
+        database,
+        BuildOptions(max_length=128, max_bytes=4 << 30),
+        lambda done, total: tell("capturing", done, total),
     )
     training = train_database(database, progress=tell)
     # A short log cannot certify the budget: then by what was observed, and the sentence says so.

@@ -101,7 +101,7 @@ def evaluate(
             result["hit_rate"], result["ineligible"] = stats["hit_rate"], sum(stats["ineligible"].values())
             result["quality"] = _quality(loaded, exact, given, labels, options)
             result["layers"] = [_layer_row(row) for row in stats["layers"]]
-            result["time"] = _time(loaded, handle, prepared, options, tell, total)
+            result["time"] = _time(loaded, handle, prepared, options, tell, total, result["notes"])
             _similarities(loaded, handle.engine, asked, options, result, tell)
             if options.controls:
                 result["controls"] = _controls(loaded, handle, prepared, exact, labels, result, options, tell)
@@ -228,6 +228,7 @@ def _time(
     options: EvaluateOptions,
     tell: Progress,
     total: int,
+    notes: list[str],
 ) -> dict[str, Any]:
     """End-to-end time per sequence of every path, and where the memoized one spends it."""
 
@@ -242,9 +243,13 @@ def _time(
     paths: dict[str, Callable[[], nn.Module | None]] = {"stock": exact_path, "memoized": memoized}
     if options.compile:
         handle.disable()
-        compiled = _compile(loaded, prepared, tell)
+        try:
+            compiled = _compile(loaded, prepared, tell)
+        except (RuntimeError, OSError) as error:  # no C++ compiler, or a model that cannot be traced
+            notes.append(f"torch.compile could not be timed: {str(error).splitlines()[0][:200]}")
+        else:
+            paths["compile"] = lambda: compiled
         handle.enable()
-        paths["compile"] = lambda: compiled
     handle.reset_stats()
     done = 0
 

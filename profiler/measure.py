@@ -41,7 +41,8 @@ def measure(
     """
     tell = progress or (lambda what, done, total: None)
     layers = database.manifest.model.layers
-    sizes = _sizes(database)
+    longest = trained.longest
+    sizes = _sizes(database, longest)
     exact: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
     hit: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
     lookup: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
@@ -68,7 +69,7 @@ def measure(
         LayerCosts(CostModel.fit(exact[layer]), CostModel.fit(hit[layer]), CostModel.fit(lookup[layer]))
         for layer in range(layers)
     ]
-    stored = list(database.lengths)
+    stored = [length for length in database.lengths if length <= longest]
     return Profile(
         costs=costs,
         rates=HitRates(held_out_scores(trained, "layer"), stored),
@@ -79,9 +80,9 @@ def measure(
     )
 
 
-def _sizes(database: Database) -> list[tuple[int, int]]:
+def _sizes(database: Database, longest: int) -> list[tuple[int, int]]:
     """Batches and lengths to measure: lengths spread over the records', small work first."""
-    lengths = np.sort(database.records.lengths)
+    lengths = np.sort(database.records.lengths[database.records.lengths <= longest])
     chosen = sorted({int(np.quantile(lengths, q, method="nearest")) for q in (0.05, 0.5, 0.95, 1.0)})
     sizes = [(b, n) for b in BATCHES for n in chosen if b * n <= MOST_TOKENS]
     return sorted(sizes, key=lambda size: size[0] * size[1] ** 2) or [(1, chosen[0])]

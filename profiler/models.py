@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
@@ -80,7 +81,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             loader = AutoModelForSequenceClassification if classifies else AutoModel
             model = loader.from_pretrained(path, dtype=DTYPES[dtype]).eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         kind = DataError if isinstance(error, OSError) else UnsupportedModelError
         raise kind(
@@ -146,7 +147,7 @@ def collate(loaded: LoadedModel, batch: Sequence[Tokens]) -> dict[str, Tensor]:
 
 def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
     """What the user gets, float32: logits ``[B, C]``, or mean-pooled embeddings of unit length ``[B, H]``."""
-    output = (model or loaded.model)(**inputs)
+    output = (loaded.model if model is None else model)(**inputs)
     if loaded.kind == "classifier":
         logits: Tensor = output.logits
         return logits.float()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attmemo.db import Database, DatabaseWriter
+from attmemo.db import Database, DatabaseWriter, read_manifest
 from attmemo.embed.train import TrainOptions, build_indexes, remove_stale, train
-from attmemo.errors import AttmemoError
+from attmemo.errors import DataError
 from attmemo.profiler.measure import measure
 from attmemo.profiler.open import open_model
 
@@ -45,27 +45,39 @@ def train_database(
     ------
     DatabaseError
         Too few records, another writer, or a full disk. What was published stays.
+    StaleDatabaseError
+        The model is another one than the database was built for.
+    DataError
+        There is no model where `model` says.
     """
     start = time.monotonic()
     notes: list[str] = []
-    with Database(path) as database:
-        manifest = database.manifest
-        with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
-            trained = train(database, options, progress)
-            embedder = build_indexes(database, trained, progress)
-            # A threshold tuned for other embeddings means nothing; a profile measured with them neither.
-            writer.publish(embedder=embedder, profile=None, tuning=None)
-            remove_stale(path, embedder)
-            measured = None
-            if profile:
-                try:
-                    loaded = open_model(manifest.model, model)
-                except AttmemoError as error:
-                    notes.append(f"not profiled, so the gate will always try: {error.what}")
-                else:
-                    with Database(path) as fresh:
-                        measured = measure(loaded, fresh, trained, progress).to_dict()
-                    writer.publish(profile=measured)
+    info = read_manifest(path).model
+    # A model that was named must be the right one; one that is merely no longer where it was costs only the profile.
+    loaded = open_model(info, model) if profile and model is not None else None
+    manifest = read_manifest(path)
+    with (
+        DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer,
+        Database(path) as database,
+    ):
+        before = writer.manifest.embedder
+        trained = train(database, options, progress)
+        embedder = build_indexes(database, trained, progress)
+        # A threshold tuned for other embeddings means nothing; a profile measured with them neither.
+        writer.publish(embedder=embedder, profile=None, tuning=None)
+        remove_stale(path, embedder, before)
+        if any(report["held_out"] == 0 for report in embedder.report["layers"].values()):
+            notes.append("fewer than 20 held-out records: calibrated on training records, which flatters; store more")
+        measured = None
+        if profile and loaded is None:
+            try:
+                loaded = open_model(info)
+            except DataError as error:
+                notes.append(f"not profiled, so the gate will always try: {error.what}")
+        if loaded is not None:
+            with Database(path) as fresh:
+                measured = measure(loaded, fresh, trained, progress).to_dict()
+            writer.publish(profile=measured)
         return {
             "records": len(database),
             "lengths": len(database.lengths),

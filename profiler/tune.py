@@ -22,7 +22,7 @@ import torch
 
 from attmemo.db import Database, DatabaseWriter
 from attmemo.engine import Engine, Lookup
-from attmemo.errors import TuningError
+from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.memoization import Memoization, memoize, unmemoize
 from attmemo.perfmodel import choose_from_counts, choose_policy, split_halves
 from attmemo.profiler.answers import Batch, ask, changed, harm, prepare
@@ -85,6 +85,8 @@ def tune(
         choose = _tune_sequence if options.lookup == "sequence" else _tune_layer
         outcome = choose(loaded, database, prepared, exact, options, tell)
         manifest = database.manifest
+    if outcome["reached"] is None:
+        raise TuningError(outcome["sentence"], "give more texts, a larger --budget, or --allow-uncertified")
     outcome |= {
         "lookup": options.lookup,
         "budget": options.budget,
@@ -93,6 +95,11 @@ def tune(
         "data": [Path(file).name for file in files],
     }
     with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
+        if writer.manifest.embedder != manifest.embedder:
+            raise StaleDatabaseError(
+                f"{path} was trained again while it was being tuned; the thresholds are for the embedder before.",
+                "run tune again",
+            )
         writer.publish(tuning=outcome)
     return outcome
 

@@ -16,7 +16,7 @@ import pytest
 from test_db_tools import LENGTHS, MODEL, changed, contents, fill, findings, in_child, train_by_hand
 
 from attmemo.db import SEQUENCE, Database, read_manifest
-from attmemo.db.format import HEADER_BYTES, Manifest
+from attmemo.db.format import HEADER_BYTES, Manifest, slot_checksum
 from attmemo.embed.siamese import load_embedders
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
 
@@ -253,6 +253,12 @@ def test_a_slot_copied_over_another_is_served(whole: Path) -> None:
         for a, b in ((0, 1), (found.slots - 1, 0), (found.slots - 2, found.slots - 1)):
             with changed(file, layout.offset(b), body[layout.offset(a) : layout.offset(a) + layout.stride]):
                 assert len(findings(whole)) == 1, (found.name, a, b)
+
+
+def test_a_checksum_is_of_the_bytes_alone() -> None:
+    """The same bytes in another slot, class or database have another checksum."""
+    places = [(u, n, s) for u in ("0" * 32, "1" * 32) for n in ("map-00003", "input-00003") for s in (0, 1, 10)]
+    assert len({slot_checksum(*place, b"the same bytes") for place in places}) == len(places)
 
 
 def test_two_arena_files_are_swapped(copy: Path, whole: Path, tmp_path: Path) -> None:

@@ -81,25 +81,77 @@ def test_a_hostile_file_passes(nbytes: int, tmp_path: Path) -> None:
     assert in_child(damage) == 0
 
 
+def _root(body: bytes | bytearray) -> int:
+    """Page number of the root of the tree of entries: from the newer meta page."""
+    metas = [at for at in (0, 4096) if struct.unpack_from("<I", body, at + 16)[0] == 0xBEEFC0DE]
+    newest = max(metas, key=lambda at: int(struct.unpack_from("<Q", body, at + 144)[0]))
+    return int(struct.unpack_from("<Q", body, newest + 128)[0])
+
+
+def _nodes(body: bytes | bytearray, page: int) -> tuple[int, ...]:
+    (lower,) = struct.unpack_from("<H", body, page * 4096 + 12)
+    return struct.unpack_from(f"<{(lower - 16) // 2}H", body, page * 4096 + 16)
+
+
+def _refused(file: Path, body: bytes | bytearray) -> bool:
+    file.write_bytes(body)
+    try:
+        check_environment(file)
+    except ValueError:
+        return True
+    return False
+
+
 def test_a_cycle_is_walked_for_ever(tmp_path: Path) -> None:
-    """A branch that points back at itself, or at a page that another branch has: refused."""
+    """A branch that points at itself, at a meta page, behind the end, or where its sister points: refused."""
     _write(tmp_path, [(0, 2000, 3000)], 100)
     file = tmp_path / "data.mdb"
     body = file.read_bytes()
-    branches = [p for p in range(2, len(body) // 4096) if struct.unpack_from("<H", body, p * 4096 + 10)[0] == 1]
-    assert branches
-    seen = 0
-    for page in branches:
-        (node,) = struct.unpack_from("<H", body, page * 4096 + 16)
-        for child in (page, branches[0], 0, 1, len(body) // 4096, 1 << 31):
-            hostile = bytearray(body)
-            struct.pack_into("<HH", hostile, page * 4096 + node, child & 0xFFFF, child >> 16)
-            file.write_bytes(hostile)
-            try:
-                check_environment(file)
-            except ValueError:
-                seen += 1
-    assert seen >= 6  # pages that are not in use any more may point where they like
+    root = _root(body)
+    assert struct.unpack_from("<H", body, root * 4096 + 10)[0] == 1, "one page was enough: no branch to damage"
+    first, second = _nodes(body, root)[:2]
+    low, high = struct.unpack_from("<HH", body, root * 4096 + second)
+    for child in (root, 0, 1, len(body) // 4096, 1 << 31, low | high << 16):
+        hostile = bytearray(body)
+        struct.pack_into("<HH", hostile, root * 4096 + first, child & 0xFFFF, child >> 16)
+        assert _refused(file, hostile), child
+    assert not _refused(file, body)
+
+
+def test_nodes_lie_over_each_other(tmp_path: Path) -> None:
+    """Two entries that share their bytes would underflow when LMDB deletes one: refused. So are gaps."""
+    _write(tmp_path, [(0, 10, 20)], 100)
+    file = tmp_path / "data.mdb"
+    body = file.read_bytes()
+    leaf = _root(body)
+    nodes = _nodes(body, leaf)
+    assert len(nodes) == 10
+    for place, node in ((0, nodes[1]), (3, nodes[3] + 2), (9, nodes[0])):
+        hostile = bytearray(body)
+        struct.pack_into("<H", hostile, leaf * 4096 + 16 + 2 * place, node)
+        assert _refused(file, hostile), place
+    hostile = bytearray(body)
+    struct.pack_into("<H", hostile, leaf * 4096 + nodes[5], 98)  # a value two bytes shorter
+    assert _refused(file, hostile)
+
+
+def test_a_torn_read_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read while two commits went by: the meta pages are others now, so it is read again; else it is damage."""
+    _write(tmp_path, [(0, 10, 20)], 100)
+    file = tmp_path / "data.mdb"
+    before = bytearray(file.read_bytes())
+    before[_root(before) * 4096 + 10] = 77
+    _write(tmp_path, [(10, 10, 30)], 100)
+    reads = [bytes(before), file.read_bytes()]
+    monkeypatch.setattr(Path, "read_bytes", lambda _: reads.pop(0))
+    check_environment(file)
+    assert reads == []
+    torn = bytearray(file.open("rb").read())
+    torn[_root(torn) * 4096 + 10] = 77
+    file.write_bytes(torn)
+    reads.append(bytes(torn))
+    with pytest.raises(ValueError, match="has flags 77"):
+        check_environment(file)
 
 
 @pytest.mark.parametrize("body", [b"", b"\0" * 500, b"\0" * 8192, b"\xff" * 8192, b"\0" * 100_000])

@@ -424,14 +424,10 @@ def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ctrl_c_between_two_lines_tears_a_record() -> None:
     """KeyboardInterrupt at every line of `add` and `publish` in turn; then, as the builder does, a publication."""
-    watched = {
-        code: name
-        for name in ("add", "publish", "_write")
-        if (code := getattr(writer_module.DatabaseWriter, name).__code__)
-    }
+    watched = {getattr(writer_module.DatabaseWriter, name).__code__ for name in ("add", "publish", "_write")}
     with memory_directory() as folder:
-        expected = contents(fill(folder / "straight", SHORT))
-        at, stride = 0, 3
+        expected = contents(fill(folder / "straight", LENGTHS[:3]))
+        at = 0
         while True:
             path, left = folder / f"db{at}", [at]
 
@@ -444,13 +440,16 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
                         raise KeyboardInterrupt
                 return line
 
+            def call(frame: FrameType, event: str, _: Any, line: Any = line) -> Any:
+                return line if frame.f_code in watched else None
+
             done = False
             with DatabaseWriter(path, MODEL, "float32") as writer:
                 source = writer.add_source("synthetic.log", "d" * 32)
                 before = sys.gettrace()
-                sys.settrace(lambda frame, event, _, line=line: line if frame.f_code in watched else None)
+                sys.settrace(call)
                 try:
-                    for row, length in enumerate(SHORT):
+                    for row, length in enumerate(LENGTHS[:3]):
                         writer.add(*sequence(row, length), Provenance(source, row, row % 2))
                         if row % 2:
                             writer.publish()
@@ -463,11 +462,11 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
             seen = contents(path)
             assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
             assert findings(path) == []
-            fill(path, SHORT)
+            fill(path, LENGTHS[:3])
             assert contents(path) == expected
             if done:
                 break
-            at += stride
+            at += 1
         assert at > 100
 
 

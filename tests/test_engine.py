@@ -447,7 +447,7 @@ class TestHits:
 
     @pytest.mark.parametrize("lookup", LOOKUPS)
     def test_a_batch_of_hits_and_misses_gives_each_row_what_it_gets_alone(self, case: Case, lookup: str) -> None:
-        items = [case.stored[0], case.short[0], case.stored[7], case.short[1], case.short[3], case.stored[30]]
+        items = [case.stored[0], case.short[0], case.fresh[7], case.short[1], case.short[3], case.fresh[0]]
         inputs = case.inputs(items)
         model = case.serve(0.0, lookup=lookup)
         for implementation in implementations(case):
@@ -616,6 +616,21 @@ class TestNothingIsStale:
         inputs["attention_mask"][0, 20:] = 0  # now a text of 20 tokens, of which there is none
         assert torch.equal(logits(model, inputs), logits(case.bare.model, inputs))
 
+    def test_a_mask_of_a_layer_called_by_hand_is_read_anew(self, case: Case, lookup: str) -> None:
+        model, exact = case.serve(0.0, lookup=lookup), case.model()
+        hidden = torch.randn(1, MAX_LENGTH, 32, generator=torch.Generator().manual_seed(4))
+        logits(model, case.inputs(case.stored[:1]))
+        mask = torch.ones(1, 1, MAX_LENGTH, MAX_LENGTH, dtype=torch.bool)
+        with torch.inference_mode():
+            self._layer(model, 1, hidden, mask)
+            changed = mask.clone()
+            for part in (mask, changed):  # the same mask with other values, and another one of the same shape
+                part[..., 20:] = False
+                if case.family == "deberta":
+                    part[..., 20:, :] = False
+                ours, theirs = self._layer(model, 1, hidden, part), self._layer(exact, 1, hidden, part)
+                assert torch.equal(ours, theirs), "there is no record of 20 tokens"
+
     def test_an_error_in_the_middle_does_not_reach_the_next_forward(self, case: Case, lookup: str) -> None:
         model, want = case.serve(0.0, lookup=lookup), case.serve(0.0, lookup=lookup)
         first, second = case.inputs(case.stored[:3]), case.inputs(case.fresh[:3])
@@ -664,6 +679,7 @@ class TestNothingIsStale:
             for item in [item for item in case.stored if len(item) == MAX_LENGTH][:2]
         ]
         found: dict[str, list[Tensor]] = {}
+        logits(model, case.inputs(case.fresh[:1]))
         with torch.inference_mode():
             for name, one in (("memoized", model), ("exact", exact)):
                 first = [self._layer(one, 0, hidden) for hidden in pair]
@@ -699,11 +715,11 @@ class TestNothingIsStale:
         assert not wrong
 
     @staticmethod
-    def _layer(model: Any, layer: int, hidden: Tensor) -> Tensor:
+    def _layer(model: Any, layer: int, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """One layer, called as a user's own loop would."""
         encoder = model.base_model.encoder
         if hasattr(encoder, "get_rel_pos"):
-            mask = torch.ones(hidden.shape[0], 1, hidden.shape[1], hidden.shape[1])
+            mask = torch.ones(hidden.shape[0], 1, hidden.shape[1], hidden.shape[1]) if mask is None else mask
             output = encoder.layer[layer](
                 hidden,
                 mask,
@@ -711,7 +727,7 @@ class TestNothingIsStale:
                 rel_embeddings=encoder.get_rel_embedding(),
             )
         else:
-            output = encoder.layer[layer](hidden)
+            output = encoder.layer[layer](hidden, mask)
         found: Tensor = output[0] if isinstance(output, tuple) else output
         return found
 

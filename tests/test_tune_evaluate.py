@@ -286,7 +286,9 @@ class TestEvaluate:
         """A length that only they have is stored, but in no index."""
         path = Path(shutil.copytree(bert_database, tmp_path / "db"))
         extra, asked = tmp_path / "extra.log", tmp_path / "asked.log"
-        extra.write_text("short line number one\nshort line number two\n")
+        extra.write_text(
+            "short line number one\nshort line number two\na line that has a word or two more than that\n"
+        )
         asked.write_text("short line number six\n" + later["ask"].read_text())
         build_database(loaded, [extra], path, BuildOptions(max_length=48, storage="float32"))
         with Database(path) as database:

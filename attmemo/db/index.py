@@ -191,10 +191,15 @@ class LayerIndex:
         return frozenset(self._indexes)
 
     @classmethod
-    def build(cls, vectors: Vectors, lengths: Ids, backend: Backend) -> LayerIndex:
-        """Index record embeddings ``[R, d]``, records numbered by position, by their token lengths ``[R]``."""
+    def build(cls, vectors: Vectors, lengths: Ids, backend: Backend, longest: int | None = None) -> LayerIndex:
+        """Index record embeddings ``[R, d]``, records numbered by position, by their token lengths ``[R]``.
+
+        Records longer than `longest` are left out.
+        """
         found: dict[int, tuple[VectorIndex, Ids]] = {}
         for length in np.unique(lengths).tolist():
+            if longest is not None and length > longest:
+                continue
             ids = np.flatnonzero(lengths == length).astype(np.int64)
             found[length] = build_index(vectors[ids], backend), ids
         return cls(found)

@@ -86,6 +86,11 @@ class Trained:
     layers: dict[int, TrainedLayer]
     options: TrainOptions
 
+    @property
+    def longest(self) -> int:
+        """Greatest number of tokens that can be embedded: that of the longest training record."""
+        return min(found.embedder.longest for found in self.layers.values())
+
 
 def train(database: Database, options: TrainOptions | None = None, progress: Progress | None = None) -> Trained:
     """Train and calibrate all embedders of a database.
@@ -114,7 +119,7 @@ def train(database: Database, options: TrainOptions | None = None, progress: Pro
         )
     generator = np.random.default_rng(options.seed)
     torch.manual_seed(options.seed)
-    chosen = _sample(train_ids, options.most_records, generator)
+    chosen = _sample(database, train_ids, options.most_records, generator)
     pairs = _draw_pairs(database, chosen, options, generator)
     labels = _label_pairs(database, chosen, pairs, lambda done: tell("similarities", done, layers))  # [layers, P]
     trained = {}
@@ -138,14 +143,17 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     save_embedders({layer: found.embedder for layer, found in trained.layers.items()}, weights)
-    everything = np.arange(len(database))
+    # Held-out records may be longer than any that trained: their last positions have no weights, so they cannot serve.
+    longest = trained.longest
+    reached = np.flatnonzero(database.records.lengths <= longest).astype(np.int64)
     indexes = {}
     for step, (layer, found) in enumerate(sorted(trained.layers.items())):
         tell("indexes", step, len(trained.layers))
-        vectors = embed_records(database, layer, everything, found.embedder)
+        vectors = np.zeros((len(database), found.embedder.dimension), np.float32)
+        vectors[reached] = embed_records(database, layer, reached, found.embedder)
         name = "sequence" if layer == SEQUENCE else f"layer-{layer:03d}"
         file = folder / f"{name}.safetensors"
-        LayerIndex.build(vectors, database.records.lengths, trained.options.backend).save(file)
+        LayerIndex.build(vectors, database.records.lengths, trained.options.backend, longest).save(file)
         indexes[str(layer)] = FileRef(str(file.relative_to(path)), file_digest(file))
     tell("indexes", len(trained.layers), len(trained.layers))
     return EmbedderRef(
@@ -165,13 +173,12 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
     )
 
 
-def remove_stale(path: Path, keep: EmbedderRef) -> None:
-    """Delete embedders and indexes of earlier generations, once a manifest names the new ones.
+def remove_stale(path: Path, *keep: EmbedderRef | None) -> None:
+    """Delete embedders and indexes that none of the generations to keep names.
 
-    A reader that opened the earlier generation has loaded, or mapped, what it uses; one that loads an index later
-    finds it missing and says so.
+    Keep the new generation and the one before: a reader may have opened that one and load its files only now.
     """
-    kept = {keep.weights.file.split("/")[0], *(ref.file.split("/")[0] for ref in keep.indexes.values())}
+    kept = {ref.file.split("/")[0] for found in keep if found for ref in (found.weights, *found.indexes.values())}
     for entry in path.iterdir():
         if entry.name.startswith(("embedder-", "index-")) and entry.name not in kept:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -198,8 +205,12 @@ def _splits(database: Database) -> tuple[Ints, Ints]:
     return train_ids, held_ids
 
 
-def _sample(ids: Ints, most: int, generator: np.random.Generator) -> Ints:
-    return ids if len(ids) <= most else np.sort(generator.choice(ids, most, replace=False))
+def _sample(database: Database, ids: Ints, most: int, generator: np.random.Generator) -> Ints:
+    """At most `most` of the records, the longest among them: what is not reached in training cannot be embedded."""
+    if len(ids) <= most:
+        return ids
+    longest = ids[np.argmax(database.records.lengths[ids])]
+    return np.unique(np.append(generator.choice(ids, most - 1, replace=False), longest))
 
 
 def _by_length(database: Database, records: Ints) -> dict[int, Ints]:
@@ -290,7 +301,8 @@ def _train_one(
     found = outcomes[best]
     calibrations, held = _calibrate(found, database.manifest.model.layers, layer, options.coverage)
     report = {f"held_out_similarity_{name}": value for name, value in quality.items()}
-    report |= {"held_out": float(len(asked)), "trained_kept": float(best == "trained")}
+    held_out = len(held_ids) if asked is held_ids else 0
+    report |= {"held_out": float(held_out), "trained_kept": float(best == "trained")}
     return TrainedLayer(candidates[best], calibrations, held, report)
 
 
@@ -445,5 +457,6 @@ def held_out_scores(trained: Trained, lookup: LookupName) -> dict[tuple[int, int
     for found in sources:
         for layer, values in found.held_scores.items():
             for length, score in values:
-                scores.setdefault((layer, length), []).append(score)
+                if length <= trained.longest:
+                    scores.setdefault((layer, length), []).append(score)
     return scores
