@@ -181,7 +181,7 @@ class Engine:
             context = self._serve(site, call, lengths, rows, found.records[rows])
         except (AttmemoError, OSError, MemoryError) as error:
             # A file that went away or a machine out of descriptors must cost time, not requests.
-            self._give_up(site.layer, len(rows), error)
+            self._give_up(site.layer, found.distances[rows], error)
             return exact(*args, **kwargs)
         if len(rows) < len(lengths):
             self._compute_misses(site, exact, args, kwargs, rows, context)
@@ -301,9 +301,11 @@ class Engine:
             stats.saved_ms += exact_ms - 1e3 * spent
         return context
 
-    def _give_up(self, layer: int, rows: int, error: Exception) -> None:
+    def _give_up(self, layer: int, distances: Floats, error: Exception) -> None:
         """Count hits whose maps could not be read as what they become: exact rows, by the reason."""
+        rows = len(distances)
         self.stats[layer].hits -= rows
+        self.stats[layer].predicted -= float(self.curves[layer].predict(distances).sum())
         reason = f"maps could not be read ({type(error).__name__})"
         if not self.failures[reason]:
             _LOG.warning("attmemo: %s, layer %d stays exact: %s", reason, layer, error)

@@ -22,6 +22,7 @@ from attmemo import Database, Memoization, memoize, unmemoize
 from attmemo.db import KIND_MAP
 from attmemo.embed.train import TrainOptions
 from attmemo.engine import Engine
+from attmemo.errors import WindowError
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model, tokenize
@@ -741,6 +742,31 @@ class TestNothingIsStale:
             logits(model, inputs)
         finally:
             hook.remove()
+
+
+class TestMapsThatCannotBeRead:
+    def test_leave_their_rows_exact_and_are_counted_as_what_they_became(self, case: Case) -> None:
+        inputs = case.inputs([*case.stored[:3], case.short[0]])
+        model = case.serve(0.0)
+        maps = handle_of(model).engine.maps
+        fetch, broken = maps.fetch, iter([True, False])
+
+        def sometimes(layer: int, length: int, records: Any) -> Any:
+            if layer == 0 and next(broken, False):
+                raise WindowError("no room")
+            return fetch(layer, length, records)
+
+        maps.fetch = sometimes  # type: ignore[method-assign]
+        logits(model, inputs)
+        stats = handle_of(model).stats()
+        assert [row["hits"] for row in stats["layers"]] == [0, 3]
+        assert stats["layers"][0]["mean_predicted_similarity"] is None
+        assert stats["hit_rate"] == stats["hits"] / stats["calls"] == 3 / 8
+        assert sum(stats["failures"].values()) == 3
+        logits(model, inputs)
+        first = handle_of(model).stats()["layers"][0]
+        assert first["hits"] == 3
+        assert first["mean_predicted_similarity"] <= 1.0, "predictions of hits that were none are still in the sum"
 
 
 class TestFinding:
