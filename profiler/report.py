@@ -196,11 +196,9 @@ def _draw_controls(axes: Axes, result: Result) -> bool:
 
 
 _PARTS = (
-    ("embed", "embed", _ORANGE),
-    ("search", "search", "#e3aa72"),
-    ("fetch_and_av", "fetch and A·V", _GREEN),
-    ("value", "V", "#93bfa5"),
-    ("exact_attention", "exact attention (misses)", _BLUE),
+    ("lookup", "embed and search", _ORANGE),
+    ("fetch_and_av", "V, fetch and A·V", _GREEN),
+    ("misses_in_mixed_batches", "exact attention (misses)", _BLUE),
     ("other", "the rest of the model", _GREY),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
 import threading
@@ -47,7 +48,7 @@ class Case:
 
     def model(self, implementation: str | None = None) -> nn.Module:
         """A bare model of one's own."""
-        model = load_model(self.bare.name).model
+        model = copy.deepcopy(self.bare.model)
         if implementation is not None:
             model.set_attn_implementation(implementation)  # type: ignore[operator]
         return model
@@ -425,6 +426,24 @@ class TestHits:
                 model = case.serve(0.0, lookup=lookup, database=database, fetch=fetch)
                 assert close(logits(model, inputs), logits(case.bare.model, inputs), tolerance)
                 assert handle_of(model).stats()["hit_rate"] == 1.0
+
+    def test_a_model_in_bfloat16_is_served_in_its_own_precision(
+        self, case: Case, tmp_path: Path, service_log: Path
+    ) -> None:
+        loaded = load_model(case.bare.name, "bfloat16")
+        bare = copy.deepcopy(loaded.model)
+        build_database(loaded, [service_log], tmp_path / "db", BuildOptions(max_length=MAX_LENGTH, limit=40))
+        train_database(tmp_path / "db", TrainOptions(steps=0, backend="flat"), profile=False)
+        inputs = case.inputs([*case.stored[:6], case.short[0]])
+        with Database(tmp_path / "db") as database:
+            for fetch in ("map", "view"):
+                model = case.serve(0.0, model=loaded.model, database=database, fetch=fetch)
+                found = logits(model, inputs)
+                assert found.dtype == torch.bfloat16
+                assert close(found.float(), logits(bare, inputs).float(), 5e-2)
+                assert handle_of(model).stats()["hits"] == 2 * 6
+            case.serve(1.0, model=loaded.model, database=database)
+            assert torch.equal(logits(loaded.model, inputs), logits(bare, inputs))
 
     @pytest.mark.parametrize("lookup", LOOKUPS)
     def test_what_is_served_is_the_map_of_the_record_that_was_found(self, case: Case, lookup: str) -> None:
