@@ -14,7 +14,7 @@ from attmemo.errors import AttmemoError, DataError
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import load_model
+from attmemo.profiler.models import greatest_length, load_model
 from attmemo.profiler.report import write_report
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
@@ -23,6 +23,7 @@ Progress = Callable[[str, int, int], None]
 
 LINES: Final = 3500  # three to four minutes on two cores; a fifth is enough to certify the budget
 FEWEST: Final = 200
+LONGEST: Final = 128  # tokens; longer lines are cut, so that a log of stack traces ends in time too
 BUDGET: Final = 0.01
 MARK: Final = ".attmemo-demo"  # says that a directory is a demo's and may be overwritten
 _PARTS: Final = {"build": 0.6, "tune": 0.2, "ask": 0.2}
@@ -81,7 +82,7 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
         loaded,
         [files["build"]],
         database,
-        BuildOptions(max_length=128, max_bytes=4 << 30),
+        BuildOptions(max_length=min(LONGEST, greatest_length(loaded, None)), max_bytes=4 << 30),
         lambda done, total: tell("capturing", done, total),
     )
     training = train_database(database, progress=tell)
