@@ -56,7 +56,6 @@ class EvaluateOptions:
     exhaustive: int = 200
     min_cosine: float = 0.98
     model: str | None = None
-    model_dtype: str | None = None
 
 
 def evaluate(
@@ -79,7 +78,7 @@ def evaluate(
     tell = progress or (lambda what, done, total: None)
     with Database(path, options.residency) as database:
         info = database.manifest.model
-        loaded = open_model(info, options.model, options.model_dtype)
+        loaded = open_model(info, options.model)
         asked = open_texts(loaded, database, files, options.text_column, options.label_column, options.limit)
         if not asked.tokens:
             raise DataError("there is no text to evaluate on.", "check the files and --text-column")
@@ -449,7 +448,7 @@ def _sweep(
     reference = exact[rows]
     database, lookup = handle.database, handle.lookup
     found = []
-    before = handle.threshold, handle.threshold_source
+    before = handle.threshold
     for number, threshold in enumerate(SWEEP):
         tell("threshold sweep", number, len(SWEEP))
         memoize(loaded.model, threshold, database, lookup=lookup, gate=False, fetch=options.fetch)
@@ -474,7 +473,7 @@ def _sweep(
             }
         )
     tell("threshold sweep", len(SWEEP), len(SWEEP))
-    memoize(loaded.model, before[0], database, lookup=lookup, gate=options.gate, fetch=options.fetch)
+    memoize(loaded.model, before, database, lookup=lookup, gate=options.gate, fetch=options.fetch)
     return found
 
 

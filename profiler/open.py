@@ -21,7 +21,7 @@ class Asked:
     tokens: list[Tokens]
 
 
-def open_model(info: ModelInfo, name: str | None = None, dtype: str | None = None) -> LoadedModel:
+def open_model(info: ModelInfo, name: str | None = None) -> LoadedModel:
     """The model of a database, in the precision it was built in, checked against the fingerprint.
 
     Raises
@@ -32,7 +32,7 @@ def open_model(info: ModelInfo, name: str | None = None, dtype: str | None = Non
         It, or its tokenizer, is another one.
     """
     try:
-        loaded = load_model(name or info.name, dtype or info.dtype)
+        loaded = load_model(name or info.name, info.dtype)
     except DataError as error:
         raise DataError(error.what, "give its place with --model") from error
     check_fields(info.fields, model_fields(loaded.model), "the database")

@@ -52,10 +52,9 @@ def train_database(
     """
     start = time.monotonic()
     notes: list[str] = []
-    info = read_manifest(path).model
-    # A model that was named must be the right one; one that is merely no longer where it was costs only the profile.
-    loaded = open_model(info, model) if profile and model is not None else None
     manifest = read_manifest(path)
+    # A model that was named must be the right one; one that is merely no longer where it was costs only the profile.
+    loaded = open_model(manifest.model, model) if profile and model is not None else None
     with (
         DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer,
         Database(path) as database,
@@ -71,7 +70,7 @@ def train_database(
         measured = None
         if profile and loaded is None:
             try:
-                loaded = open_model(info)
+                loaded = open_model(manifest.model)
             except DataError as error:
                 notes.append(f"not profiled, so the gate will always try: {error.what}")
         if loaded is not None:
