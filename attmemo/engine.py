@@ -6,7 +6,7 @@
       embed ─ search ─ accept (same length, predicted similarity ≥ threshold)
                           │ hits
                           ▼
-             fetch (window or view over the arena, no copy) ─ A·V ─ output
+             A·V, the map read where it lies in the arena ─ output
 
 Source: AttMEMO, section 4 and Fig. 8 (seed 004_17cf05913cb31f45.txt). Where the paper looks up in every layer, this
 engine can also look up once per sequence and reuse the record's maps in every layer whose calibrated score reaches
@@ -31,12 +31,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Call, Site
+from attmemo.adapters import Adapter, Call, Rows, Site
 from attmemo.db import SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
 from attmemo.errors import AttmemoError, DatabaseCorruptError
 from attmemo.maps import Ints, MapSource, StoredMaps
-from attmemo.mmap import Batch, FetcherName
+from attmemo.mmap import FetcherName
 from attmemo.perfmodel import Gate, Profile
 
 _LOG = logging.getLogger("attmemo")
@@ -44,6 +44,8 @@ _LOG = logging.getLogger("attmemo")
 Lookup = Literal["layer", "sequence"]
 Exact = Callable[..., Any]
 Floats = npt.NDArray[np.float32]
+
+_WHOLE = 0.8  # share of a batch's tokens from which projecting them all costs less than gathering those that hit
 
 
 @dataclass(slots=True)
@@ -85,6 +87,16 @@ class _Forward(threading.local):
         self.last: Found | None = None
         # Rows of a forward that the first layer decided to leave alone, 0 otherwise: later layers need not read it.
         self.left_exact = 0
+        self.misses: Rows | None = None
+
+    def missed(self, batch: int, hits: Ints) -> Rows:
+        """The rows that did not hit; layers that miss the same ones share what was taken out of the mask for them."""
+        kept = np.ones(batch, bool)
+        kept[hits] = False
+        rows = np.flatnonzero(kept)
+        if self.misses is None or self.misses.batch != batch or not np.array_equal(self.misses.rows, rows):
+            self.misses = Rows(batch, rows, self.mask)
+        return self.misses
 
 
 class Engine:
@@ -104,8 +116,8 @@ class Engine:
         One lookup in each layer, or one per sequence.
     gated : bool
         Ask the performance model before every lookup; False tries always.
-    fetch : {"auto", "map", "view", "copy"}
-        How maps are read; "auto" takes what measures fastest for the pages that the arena got.
+    fetch : {"auto", "direct", "map", "view", "copy"}
+        How maps are read (`maps.StoredMaps`).
     """
 
     def __init__(
@@ -126,6 +138,14 @@ class Engine:
         self.lookup: Lookup = lookup
         profile = database.manifest.profile
         self.profile = None if profile is None else Profile.from_dict(profile)
+        if gated and self.profile is not None and self.profile.threads != torch.get_num_threads():
+            _LOG.warning(
+                "attmemo: costs were measured with %d threads, this process has %d: the gate may err "
+                "(attmemo train-embedder %s measures again)",
+                self.profile.threads,
+                torch.get_num_threads(),
+                database.path,
+            )
         self.gate = Gate(self.profile if gated else None, self.thresholds, lookup, layers, always=not gated)
         ref = database.embedder_ref()
         self._embedders: dict[int, SiameseEmbedder] = load_embedders(
@@ -162,7 +182,10 @@ class Engine:
         if site.layer == 0:
             forward.reset()
         elif forward.left_exact:
-            self.stats[site.layer].rows += forward.left_exact
+            stats = self.stats[site.layer]
+            stats.rows += forward.left_exact
+            if forward.last is not None:  # looked up by the first layer, which found nothing near enough
+                stats.queries += forward.left_exact
             return exact(*args, **kwargs)
         call, lengths = self._read(site, args, kwargs)
         if call is None:
@@ -273,25 +296,13 @@ class Engine:
         heads, width = adapter.shape(site.module)
         order = np.argsort([lengths[row] for row in rows], kind="stable")
         rows, records = rows[order], records[order]
-        counts = [lengths[row] for row in rows]
-        if counts[0] == padded and len(rows) == batch:
-            tokens = hidden.reshape(batch * padded, -1)  # every row, whole: nothing to gather
-        else:
-            tokens = torch.cat([hidden[row, :n] for row, n in zip(rows.tolist(), counts, strict=True)])
-        values = adapter.value(site.module, tokens)  # [sum n, h * d]
+        counts = np.asarray([lengths[row] for row in rows.tolist()], np.int64)
+        tokens, starts = _gather(hidden, rows, counts)
+        values = adapter.value(site.module, tokens)  # [N, h * d]
         context = values.new_empty(batch, padded, heads * width)
-        first = token = 0
-        while first < len(rows):
-            n = counts[first]
-            last = first + counts.count(n)
-            group = slice(first, last)
-            v = values[token : token + (last - first) * n].view(last - first, n, heads, width)
-            with self.maps.fetch(site.layer, n, records[group]) as maps:
-                _multiply(maps, v, context, rows[group].tolist())
-            first, token = last, token + (last - first) * n
-        if counts[0] < padded:
-            for row, n in zip(rows.tolist(), counts, strict=True):
-                context[row, n:] = 0
+        for n in np.unique(counts).tolist():
+            group = slice(*np.searchsorted(counts, (n, n + 1)))
+            self.maps.multiply(site.layer, n, records[group], values, starts[group], context, rows[group])
         stats = self.stats[site.layer]
         spent = perf_counter() - start
         stats.serve_seconds += spent
@@ -316,11 +327,9 @@ class Engine:
     ) -> None:
         """Run the original code on the rows that missed, as a smaller batch, and put them in their places."""
         start = perf_counter()
-        missed = np.ones(context.shape[0], bool)
-        missed[hits] = False
-        rows = torch.from_numpy(np.flatnonzero(missed))
+        rows = self._forward.missed(context.shape[0], hits)
         some_args, some_kwargs = self.adapter.take_rows(args, kwargs, rows)
-        context[rows] = self.adapter.context_of(exact(*some_args, **some_kwargs))
+        context[torch.from_numpy(rows.rows)] = self.adapter.context_of(exact(*some_args, **some_kwargs))
         self.stats[site.layer].exact_seconds += perf_counter() - start
 
     # -- reading a call
@@ -409,22 +418,12 @@ def _records_gradients(module: nn.Module, hidden: Tensor) -> bool:
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
-def _multiply(maps: Batch, values: Tensor, context: Tensor, rows: list[int]) -> None:
-    """A·V of one length: maps ``[g, h, n, n]``, values ``[g, n, h, d]``, into ``context[rows, :n]``.
-
-    One tensor is multiplied at once only if it is contiguous and of the right type: `torch.matmul` would silently
-    copy a batch with an irregular stride. Otherwise one sequence at a time, whose converted map stays in the cache.
-    """
-    count, n, heads, width = values.shape
-    stacked = maps.stacked
-    if stacked is not None and stacked.dtype == values.dtype and stacked.is_contiguous():
-        products = torch.matmul(stacked, values.transpose(1, 2))  # [g, h, n, d]
-        for place, row in enumerate(rows):
-            context[row, :n].view(n, heads, width).copy_(products[place].transpose(0, 1))
-        return
-    for place in range(count):
-        apm = maps[place]
-        if apm.dtype != values.dtype:
-            apm = apm.to(values.dtype)
-        product = torch.matmul(apm, values[place].transpose(0, 1))  # [h, n, d]
-        context[rows[place], :n].view(n, heads, width).copy_(product.transpose(0, 1))
+def _gather(hidden: Tensor, rows: Ints, counts: Ints) -> tuple[Tensor, Ints]:
+    """Tokens that need V, ``[N, H]``, and where each row's begin; of ``[B, L, H]``, the first `counts` of `rows`."""
+    batch, padded, size = hidden.shape
+    if counts.sum() >= _WHOLE * batch * padded:
+        return hidden.reshape(batch * padded, size), rows * padded
+    starts = np.cumsum(counts) - counts
+    if counts[0] == padded:  # the least of them
+        return hidden[torch.from_numpy(rows)].view(-1, size), starts
+    return torch.cat([hidden[row, :n] for row, n in zip(rows.tolist(), counts.tolist(), strict=True)]), starts

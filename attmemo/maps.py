@@ -3,42 +3,66 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Protocol, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from attmemo.db import KIND_MAP, Database
-from attmemo.mmap import Batch, Fetcher, FetcherName, choose_fetcher
+from attmemo.mmap import Batch, Fetcher, FetcherName, can_multiply, choose_fetcher, multiply
 
 Ints = npt.NDArray[np.int64]
 
 
-class MapSource(Protocol):
-    """Gives maps for records of one token length."""
+class MapSource(ABC):
+    """Gives maps for records of one token length, or only their product with V."""
 
+    @abstractmethod
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
         """Maps ``[h, n, n]`` of these records in this layer, to be read inside the ``with`` block."""
 
+    def multiply(
+        self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
+    ) -> None:
+        """A·V of these records in this layer, in place.
+
+        Parameters
+        ----------
+        values : Tensor
+            V, ``[N, h * d]``; n rows from ``starts[i]`` on are those of record i.
+        context : Tensor
+            ``[B, L, h * d]``; ``context[rows[i], :n]`` becomes the product, the rest of the row zero.
+        """
+        with self.fetch(layer, length, records) as maps:
+            _multiply(maps, length, values, starts, context, rows)
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back."""
 
 
-class StoredMaps:
+class StoredMaps(MapSource):
     """The records' own maps, where they lie in the arena: no copy.
 
     Parameters
     ----------
     database : Database
-    fetch : {"auto", "map", "view", "copy"}
-        "auto" takes what measures fastest for the pages that the arena got.
+    fetch : {"auto", "direct", "map", "view", "copy"}
+        "direct" multiplies from the arena without fetching; values that its kernel does not take (bfloat16) are
+        served as with "auto". "auto" is "direct" where that can be, else what measures fastest for the pages that the
+        arena got.
     """
 
     def __init__(self, database: Database, fetch: FetcherName = "auto") -> None:
         if fetch not in get_args(FetcherName):
             raise ValueError(f"fetch must be one of {', '.join(get_args(FetcherName))}, got {fetch!r}")
-        self._database, self._name = database, fetch
+        self._database = database
+        self._direct = fetch in ("auto", "direct")
+        self._name: FetcherName = "auto" if fetch == "direct" else fetch
         self._fetchers: dict[int, Fetcher] = {}
         self._lock = threading.Lock()
 
@@ -46,6 +70,15 @@ class StoredMaps:
         arena = self._database.arena(KIND_MAP, length)
         slots = self._database.slots_of(KIND_MAP, layer, records)
         return self._fetcher(arena.window_page_bytes).fetch(arena, slots)
+
+    def multiply(
+        self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
+    ) -> None:
+        arena = self._database.arena(KIND_MAP, length)
+        if self._direct and can_multiply(arena.layout.dtype, values.dtype):
+            multiply(arena, self._database.slots_of(KIND_MAP, layer, records), values, starts, context, rows)
+        else:
+            super().multiply(layer, length, records, values, starts, context, rows)
 
     def close(self) -> None:
         for fetcher in self._fetchers.values():
@@ -58,3 +91,28 @@ class StoredMaps:
             with self._lock:
                 fetcher = self._fetchers.setdefault(page_bytes, choose_fetcher(self._name, page_bytes))
         return fetcher
+
+
+def _multiply(maps: Batch, n: int, values: Tensor, starts: Ints, context: Tensor, rows: Ints) -> None:
+    """`MapSource.multiply` by torch.
+
+    One tensor is multiplied at once only if it is contiguous and of the right type: `torch.matmul` would silently
+    copy a batch with an irregular stride. Otherwise one sequence at a time, whose converted map stays in the cache.
+    """
+    stacked = maps.stacked
+    heads = (stacked if stacked is not None else maps[0]).shape[-3]
+    if stacked is not None and stacked.dtype == values.dtype and stacked.is_contiguous():
+        v = torch.stack([values[start : start + n] for start in starts.tolist()]).view(len(rows), n, heads, -1)
+        products = torch.matmul(stacked, v.transpose(1, 2))  # [g, h, n, d]
+        for place, row in enumerate(rows.tolist()):
+            context[row, :n].view(n, heads, -1).copy_(products[place].transpose(0, 1))
+    else:
+        for place, (start, row) in enumerate(zip(starts.tolist(), rows.tolist(), strict=True)):
+            apm = maps[place]
+            if apm.dtype != values.dtype:
+                apm = apm.to(values.dtype)
+            v = values[start : start + n].view(n, heads, -1)
+            context[row, :n].view(n, heads, -1).copy_(torch.matmul(apm, v.transpose(0, 1)).transpose(0, 1))
+    if n < context.shape[1]:
+        for row in rows.tolist():
+            context[row, n:] = 0

@@ -36,8 +36,9 @@ class Memoization:
     database : Database
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[Site], engine: Engine, source: str) -> None:
+    def __init__(self, model: nn.Module, sites: Sequence[Site], engine: Engine, source: str, owned: bool) -> None:
         self.engine = engine
+        self._owned = owned  # whether the database was opened for this memoization alone
         self.database = engine.database
         self.lookup: Lookup = engine.lookup
         self.threshold_source = source
@@ -135,6 +136,8 @@ class Memoization:
         self.disable()
         self._undone = True
         self.engine.close()
+        if self._owned:
+            self.database.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or pickled model is a bare one
@@ -170,8 +173,8 @@ def memoize(
         ``"sequence"``.
     gate : bool
         Ask the performance model (Eq. 3) before every lookup; False tries always.
-    fetch : {"auto", "map", "view", "copy"}
-        How maps are read from the arena; the results are identical.
+    fetch : {"auto", "direct", "map", "view", "copy"}
+        How maps are read from the arena; the results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from.
 
@@ -228,7 +231,7 @@ def _prepare(
     check_adapter(adapter, encoder, sites)
     values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
     engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
-    return Memoization(encoder, sites, engine, source)
+    return Memoization(encoder, sites, engine, source, owned=opened is not database)
 
 
 def _handles(encoder: nn.Module) -> list[Memoization]:

@@ -75,6 +75,7 @@ def time_passes(
     paths: dict[str, Callable[[], nn.Module | None]],
     repeats: int,
     tick: Callable[[], None] | None = None,
+    started: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of a pass over all batches, per path and repeat, interleaved batch by batch.
 
@@ -83,12 +84,18 @@ def time_passes(
     paths : dict of callable
         Called before a path's turn; switches it on, and returns the model to ask (None: `loaded.model`).
         The order alternates from batch to batch, so that no path always runs on the other's warm caches.
+    tick : callable, optional
+        Called after each repeat.
+    started : callable, optional
+        Called once, after the uncounted round and before the first that counts.
     """
     spent = {name: [0.0] * repeats for name in paths}
     names = list(paths)
     with torch.inference_mode():
         for name in names:  # once around, uncounted
             answers(loaded, prepared[0][1], paths[name]())
+        if started is not None:
+            started()
         for repeat in range(repeats):
             for turn, (_, inputs) in enumerate(prepared):
                 shift = (turn + repeat) % len(names)

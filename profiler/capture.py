@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site
+from attmemo.adapters.check import UNKNOWN
 from attmemo.errors import UnsupportedModelError
 
 
@@ -68,11 +69,13 @@ class Capture:
             kwargs = {k: v for k, v in kwargs.items() if k != "output_attentions"}
             call = self._adapter.read(site.module, args[:2], kwargs)
             if isinstance(call, str):
-                raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {call}.")
+                raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {call}.", UNKNOWN)
             batch, length = call.hidden.shape[:2]
             lengths = self._adapter.valid_lengths(call.mask, batch, length)
             if lengths is None:
-                raise UnsupportedModelError(f"layer {site.layer} cannot be captured: the mask is not plain padding.")
+                raise UnsupportedModelError(
+                    f"layer {site.layer} cannot be captured: the mask is not plain padding.", UNKNOWN
+                )
             states.append(call.hidden)
             maps.append(self._adapter.map_of(output))
         self._calls.clear()

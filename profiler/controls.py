@@ -21,7 +21,7 @@ from attmemo.mmap import Batch
 MEAN_OF = 64  # records that a mean map averages
 
 
-class MeanMaps:
+class MeanMaps(MapSource):
     """For every record the mean map of its length."""
 
     def __init__(self, database: Database) -> None:
@@ -44,7 +44,7 @@ class MeanMaps:
         return found
 
 
-class RandomMaps:
+class RandomMaps(MapSource):
     """For every record the maps of another one of its length; the same stranger in every layer."""
 
     def __init__(self, database: Database) -> None:

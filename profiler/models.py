@@ -67,7 +67,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
     if dtype not in DTYPES:
-        raise AttmemoError(f"model type {dtype!r} is not supported; expected one of {', '.join(DTYPES)}.")
+        raise AttmemoError(f"precision {dtype!r} is not supported.", f"one of {', '.join(DTYPES)}")
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
     path = str(Path(name).expanduser()) if looks_local else name
     if looks_local and not (Path(path) / "config.json").is_file():
@@ -79,7 +79,8 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             config = AutoConfig.from_pretrained(path)
             classifies = any("ForSequenceClassification" in a for a in config.architectures or [])
             loader = AutoModelForSequenceClassification if classifies else AutoModel
-            model = loader.from_pretrained(path, dtype=DTYPES[dtype]).eval().to(device)
+            model, report = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
+            model = model.eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -87,6 +88,13 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
         raise kind(
             f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
         ) from error
+    absent = sorted(report["missing_keys"])
+    if classifies and any(not key.startswith(model.base_model_prefix + ".") for key in absent):
+        raise UnsupportedModelError(
+            f"the model {name} says it is a classifier, but has no weights for {', '.join(absent[:3])}: "
+            "its answers would be random.",
+            "give a model whose classifier was trained, or save the bare encoder without its head",
+        )
     return LoadedModel(name, model, tokenizer, "classifier" if classifies else "encoder", dtype)
 
 

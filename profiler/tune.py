@@ -26,6 +26,7 @@ from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.memoization import Memoization, memoize, unmemoize
 from attmemo.perfmodel import choose_from_counts, choose_policy, split_halves
 from attmemo.profiler.answers import Batch, ask, changed, harm, prepare
+from attmemo.profiler.data import digest
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.open import open_model, open_texts
 
@@ -93,6 +94,7 @@ def tune(
         "confidence": options.confidence,
         "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
         "data": [Path(file).name for file in files],
+        "digests": [digest(file) for file in files],
     }
     with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
         if writer.manifest.embedder != manifest.embedder:

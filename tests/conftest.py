@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -22,7 +24,20 @@ from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model
 from attmemo.profiler.train import train_database
 
+pytest.register_assert_rewrite("helpers")
+
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TINY: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 96,
+    "num_labels": 5,
+    "initializer_range": 0.3,  # large enough that attention is not uniform
+}
 
 
 def shared(relative: str) -> Path:
@@ -48,14 +63,20 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
-    """A small WordPiece tokenizer trained on the lines, with BERT's special tokens."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(lines, trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
+    """A small WordPiece tokenizer with BERT's special tokens: the lines' characters and most frequent words.
+
+    Made without the trainer, which gives another vocabulary in every process.
+    """
+    normalizer, cutter = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words = Counter(word for line in lines for word, _ in cutter.pre_tokenize_str(normalizer.normalize_str(line)))
+    characters = sorted({character for word in words for character in word})
+    frequent = sorted((word for word in words if len(word) > 1), key=lambda word: (-words[word], word))
+    pieces = [*SPECIAL, *characters, *(f"##{character}" for character in characters), *frequent]
+    vocabulary = {piece: number for number, piece in enumerate(pieces[: TINY["vocab_size"]])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, cutter
     tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", tokenizer.token_to_id("[SEP]")), ("[CLS]", tokenizer.token_to_id("[CLS]"))
+        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -64,7 +85,7 @@ def make_tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
         cls_token="[CLS]",
         sep_token="[SEP]",
         mask_token="[MASK]",
-        model_max_length=96,
+        model_max_length=TINY["max_position_embeddings"],
     )
 
 
@@ -89,19 +110,10 @@ def _save(model: torch.nn.Module, lines: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> str:
-    """Directory of a random two-layer BERT classifier; weights large enough that attention is not uniform."""
+    """Directory of a random two-layer BERT classifier."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=600,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=96,
-        num_labels=5,
-        initializer_range=0.3,
-    )
-    return _save(BertForSequenceClassification(config), log_lines, tmp_path_factory.mktemp("bert"))
+    model = BertForSequenceClassification(BertConfig(**TINY))
+    return _save(model, log_lines, tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="session")
@@ -109,14 +121,7 @@ def tiny_deberta(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str])
     """Directory of a random two-layer DeBERTa-v2 classifier, shaped as v3."""
     torch.manual_seed(0)
     config = DebertaV2Config(
-        vocab_size=600,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=96,
-        num_labels=5,
-        initializer_range=0.3,
+        **TINY,
         relative_attention=True,
         position_buckets=16,
         norm_rel_ebd="layer_norm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ from transformers import (
 
 from attmemo import AdapterCheckError, UnsupportedModelError, memoize, unmemoize
 from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
-from attmemo.adapters.base import prefix_lengths, take_batch
+from attmemo.adapters.base import Rows, prefix_lengths
 from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
 
@@ -461,11 +462,17 @@ class TestReading:
 
 class TestTakingRows:
     def test_only_what_belongs_to_the_batch_is_cut(self) -> None:
-        rows = torch.tensor([2, 0])
-        batch = torch.arange(3.0)[:, None]
-        assert take_batch(batch, 3, rows).tolist() == [[2.0], [0.0]]
-        for shared in (None, "x", torch.tensor(3.0), torch.zeros(1, 5), torch.zeros(4, 5)):
-            assert take_batch(shared, 3, rows) is shared
+        mask = torch.arange(3.0)[:, None]
+        for rows in (Rows(3, np.array([2, 0])), Rows(3, np.array([2, 0]), mask)):
+            assert rows.of(mask).tolist() == rows.of(mask.clone()).tolist() == [[2.0], [0.0]]
+            for shared in (None, "x", torch.tensor(3.0), torch.zeros(1, 5), torch.zeros(4, 5)):
+                assert rows.of(shared) is shared
+
+    def test_what_was_taken_from_one_mask_is_not_given_for_another(self) -> None:
+        first, second = torch.arange(3.0), torch.arange(3.0) + 5
+        rows = Rows(3, np.array([1]), first)
+        assert rows.of(first) is rows.of(first)
+        assert (rows.of(first).item(), rows.of(second).item()) == (1.0, 6.0)
 
     def test_deberta_keeps_positions_that_look_like_a_batch(self) -> None:
         batch = 3
@@ -476,7 +483,7 @@ class TestTakingRows:
             ((hidden, mask, False, None, positions, embeddings), {}),
             ((hidden, mask), {"relative_pos": positions, "rel_embeddings": embeddings}),
         ):
-            taken, named = DebertaV2Adapter().take_rows(args, kwargs, rows)
+            taken, named = DebertaV2Adapter().take_rows(args, kwargs, Rows(batch, rows.numpy()))
             given = dict(enumerate(taken)) | named
             assert torch.equal(given[0], hidden[rows])
             assert torch.equal(given[1], mask[rows])
@@ -500,7 +507,7 @@ class TestTakingRows:
             base(input_ids=ids, attention_mask=valid.long())
             handle.remove()
             args, kwargs, output = calls[0]
-            some_args, some_kwargs = adapter.take_rows(args, kwargs, torch.tensor([3, 1]))
+            some_args, some_kwargs = adapter.take_rows(args, kwargs, Rows(4, np.array([3, 1])))
             part = adapter.context_of(sites[1].module(*some_args, **some_kwargs))
         whole = adapter.context_of(output)
         assert torch.allclose(part[0, :9], whole[3, :9], atol=1e-5)

@@ -17,8 +17,7 @@ import torch
 
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.mmap import Batch, ViewFetcher, page_size
-from attmemo.profiler import bench
-from attmemo.profiler.bench import bench_gather, bench_layer, bench_search
+from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
 from attmemo.profiler.conditions import conditions
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
@@ -30,7 +29,7 @@ FETCHED = ("copy", "copy_reused", "map", "view")
 @pytest.fixture(autouse=True)
 def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every benchmark leaves threads, random state and the folder for temporary files as they were."""
-    monkeypatch.setattr(bench.tempfile, "tempdir", str(tmp_path))  # type: ignore[attr-defined]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = torch.get_num_threads(), torch.random.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
     yield
     assert torch.get_num_threads() == before[0]
@@ -104,7 +103,7 @@ def test_gather_refuses_variants_that_differ(monkeypatch: pytest.MonkeyPatch) ->
         def fetch(self, arena: Any, slots: Any) -> Batch:
             return super().fetch(arena, np.roll(slots, 1))
 
-    monkeypatch.setattr(bench, "ViewFetcher", Wrong)
+    monkeypatch.setattr(gather, "ViewFetcher", Wrong)
     with pytest.raises(AttmemoError, match="'view' gave other maps"):
         bench_gather(**GATHER)
 
@@ -174,11 +173,11 @@ def test_layer_serves_every_row(family: Any, dtype: str) -> None:
 
 def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
     with torch.random.fork_rng(devices=[]):
-        model = bench._random_model("bert", 32, 2, 16, 1, "float32")
-    inputs = bench._inputs(torch.Generator().manual_seed(1), 3, 16)
+        model = layer._random_model("bert", 32, 2, 16, 1, "float32")
+    inputs = layer._inputs(torch.Generator().manual_seed(1), 3, 16)
     with torch.inference_mode():
         before = model(**inputs).last_hidden_state
-        twin = bench._ceiling_model(model, inputs)
+        twin = layer._ceiling_model(model, inputs)
         after = model(**inputs).last_hidden_state
         served = twin(**inputs).last_hidden_state
     assert torch.equal(before, after)
@@ -190,8 +189,8 @@ def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
 
 
 def test_layer_refuses_a_ceiling_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bench._hit_only
-    monkeypatch.setattr(bench, "_hit_only", lambda adapter, module, apm: right(adapter, module, apm.flip(-1)))
+    right = layer._hit_only
+    monkeypatch.setattr(layer, "_hit_only", lambda adapter, module, apm: right(adapter, module, apm.flip(-1)))
     with pytest.raises(AttmemoError, match="another output"):
         bench_layer(**LAYER)
 
@@ -202,9 +201,9 @@ def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
     from attmemo.profiler.capture import Capture
 
     with torch.random.fork_rng(devices=[]):
-        model = bench._random_model("deberta-v2", 128, 2, 32, 2, "float32")
+        model = layer._random_model("deberta-v2", 128, 2, 32, 2, "float32")
     with Capture(model, *adapter_for(model)) as capture:
-        maps = capture.run(bench._inputs(torch.Generator().manual_seed(1), 4, 32)).maps
+        maps = capture.run(layer._inputs(torch.Generator().manual_seed(1), 4, 32)).maps
     for apm in maps:
         highest = float(apm.max(-1).values.mean())
         assert 3 / 32 < highest < 0.9
@@ -277,6 +276,6 @@ def test_a_full_disk_is_said_before_anything_is_written(monkeypatch: pytest.Monk
     class Usage:
         free = 10
 
-    monkeypatch.setattr(bench.shutil, "disk_usage", lambda _path: Usage)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: Usage)
     with pytest.raises(StorageFullError, match="0 MiB are free in the folder for temporary files"):
         bench_gather(**GATHER)

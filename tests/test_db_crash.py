@@ -8,11 +8,11 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import SHORT, Write, check_published, intercept_writes
 from test_db_tools import (
     LENGTHS,
     MODEL,
@@ -30,29 +30,21 @@ from test_db_tools import (
 from attmemo.db import Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseCorruptError, DatabaseNotFoundError, StorageFullError
 
-SHORT = LENGTHS[:5]
-WRITES = ("pwrite", "fdatasync", "fsync", "ftruncate", "replace")
-
 
 def _die_at(at: int, after: bool) -> None:
     """From now on the at-th system call of the builder ends it: before its effect, or half-way through a write."""
     calls = 0
 
-    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls - 1 == at:
-                if after:
-                    half = arguments[1][: len(arguments[1]) // 2] if name == "pwrite" else None
-                    call(*arguments) if half is None else call(arguments[0], half, arguments[2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments)
+    def die(write: Write) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == at:
+            if after:
+                write.half() if write.name == "pwrite" else write.do()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write.do()
 
-        return wrapper
-
-    for name in WRITES:
-        setattr(os, name, wrapped(name, getattr(os, name)))
+    intercept_writes(pytest.MonkeyPatch(), die)
 
 
 def _acknowledging(path: Path, oracle: Path) -> None:
@@ -79,9 +71,7 @@ def _check_left(path: Path, oracle: Path, expected: Contents) -> None:
     except DatabaseNotFoundError:
         assert generation == 0
         return
-    seen = contents(path)
-    assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
-    assert findings(path) == []
+    check_published(path, expected)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "half-way or after"])
@@ -128,11 +118,9 @@ def test_a_builder_killed_at_any_time() -> None:
             os.kill(pid, signal.SIGKILL)
             assert end_of(pid) in (0, -signal.SIGKILL)
             if (path / "MANIFEST.json").exists():
-                left = contents(path)
-                assert len(left) >= seen, "a published record is gone"
-                assert left == {key: expected[key] for key in sorted(expected)[: len(left)]}
-                assert findings(path) == []
-                seen = len(left)
+                left = check_published(path, expected)
+                assert left >= seen, "a published record is gone"
+                seen = left
         fill(path, lengths, every=1)
         assert contents(path) == expected
 
@@ -205,9 +193,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
             except StorageFullError:
                 failed += 1
                 if (path / "MANIFEST.json").exists():
-                    seen = contents(path)
-                    assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
-                    assert findings(path) == []
+                    check_published(path, expected)
                 assert not (path / "MANIFEST.json.tmp").exists()
                 tmpfs.mount("size=64m", REMOUNT)
                 fill(path, lengths)

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from attmemo.db import BACKENDS, Backend, FlatIndex, LayerIndex
+from attmemo.db import index as db_index
 from attmemo.db.index import build_index, load_index
 from attmemo.errors import DatabaseCorruptError, DatabaseError
+
+
+@pytest.fixture(autouse=True)
+def graphs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers hold what the backend builds, however few the vectors, except where a test says otherwise."""
+    monkeypatch.setattr(db_index, "EXACT_BELOW", 0)
 
 Vectors = npt.NDArray[np.float32]
 Found = tuple[npt.NDArray[np.int64], Vectors]
@@ -210,16 +217,16 @@ def test_another_librarys_bytes(backend: Backend, raw: bytes) -> None:
     if backend == "flat" and len(raw) % (4 * DIMENSION) == 0:
         assert len(load_index(body, DIMENSION, backend)) == 0
         return
-    with pytest.raises(DatabaseCorruptError):
+    with pytest.raises(ValueError, match="index"):
         load_index(body, DIMENSION, backend)
 
 
 def test_another_dimension_is_searched() -> None:
     """An index of other vectors: refused at load, not at the first search."""
     raw = build_index(clustered(20), "faiss").dump()
-    with pytest.raises(DatabaseCorruptError, match="another dimension"):
+    with pytest.raises(ValueError, match="another dimension"):
         load_index(raw, DIMENSION + 1, "faiss")
-    with pytest.raises(DatabaseCorruptError, match="another dimension"):
+    with pytest.raises(ValueError, match="another dimension"):
         load_index(build_index(clustered(20), "flat").dump(), 7, "flat")
 
 
@@ -251,3 +258,34 @@ def test_building_slows_torch_down() -> None:
     before = faiss.omp_get_max_threads()
     build_index(clustered(50), "faiss")
     assert faiss.omp_get_max_threads() == before
+
+
+def test_a_stored_vector_is_missed_where_records_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph misses one now and then; below the limit every stored vector is found, whatever the backend."""
+    monkeypatch.setattr(db_index, "EXACT_BELOW", 200)
+    vectors = np.concatenate([clustered(150), clustered(250)])
+    lengths = np.repeat(np.array([3, 4]), [150, 250])
+    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container")
+    kinds = {name for name in load_file(str(tmp_path / "container")) if not name.endswith("ids")}
+    assert kinds == {"3.flat", "4.index"}
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "faiss", 400)
+    found, distances = loaded.search(3, vectors[:150])
+    assert np.array_equal(vectors[found[:, 0]], vectors[:150])
+    assert (distances[:, 0] == 0.0).all()
+
+
+def test_two_indexes_for_one_length_are_refused(tmp_path: Path) -> None:
+    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one")
+    tensors = load_file(str(tmp_path / "one"))
+    save_file(tensors | {"4.index": tensors["4.flat"]}, str(tmp_path / "two"))
+    with pytest.raises(DatabaseCorruptError, match="two indexes for length 4"):
+        LayerIndex.load(tmp_path / "two", DIMENSION, "flat", 30)
+
+
+def test_the_nearest_depends_on_the_company_it_is_asked_in() -> None:
+    """Vectors far from the origin and close together: the expanded square would cancel to noise."""
+    vectors = clustered(300) * np.float32(1e-3) + np.float32(50.0)
+    index = FlatIndex(vectors)
+    together = index.search(vectors[:40], 1)[0][:, 0]
+    assert together.tolist() == [int(index.search(vectors[i : i + 1], 1)[0][0, 0]) for i in range(40)]
+    assert np.array_equal(vectors[together], vectors[:40])

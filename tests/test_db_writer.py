@@ -9,13 +9,13 @@ import linecache
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from helpers import SHORT, Write, check_published, intercept_writes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_db_tools import (
@@ -337,27 +337,21 @@ def test_a_file_system_without_locks_is_called_busy(tmp_path: Path, monkeypatch:
 
 # -- a full disk
 
-SHORT = LENGTHS[:5]
-
 
 class _Disk:
     """Runs out at the n-th call: once or from then on; a write may still take its first half."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, forever: bool) -> None:
         self.calls, self.at, self.forever = 0, at, forever
-        for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "replace"):
-            monkeypatch.setattr(os, name, self.wrapped(name, getattr(os, name)))
+        intercept_writes(monkeypatch, self.write)
 
-    def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*arguments: Any) -> Any:
-            self.calls += 1
-            if self.calls - 1 == self.at and name == "pwrite" and len(arguments[1]) > 1:
-                return call(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
-            if self.full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return call(*arguments)
-
-        return wrapper
+    def write(self, write: Write) -> Any:
+        self.calls += 1
+        if self.calls - 1 == self.at and write.name == "pwrite" and len(write.arguments[1]) > 1:
+            return write.half()
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write.do()
 
     @property
     def full(self) -> bool:
@@ -384,9 +378,7 @@ def test_a_full_disk_costs_what_was_published(forever: bool) -> None:
                 assert "disk is full" in said
                 assert "run the same command again" in said
             if (path / "MANIFEST.json").exists():
-                seen = contents(path)
-                assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
-                assert findings(path) == []
+                check_published(path, expected)
             assert not (path / "MANIFEST.json.tmp").exists()
             fill(path, SHORT)
             assert contents(path) == expected
@@ -459,9 +451,7 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
                 finally:
                     sys.settrace(before)
                 writer.publish()
-            seen = contents(path)
-            assert seen == {key: expected[key] for key in sorted(expected)[: len(seen)]}
-            assert findings(path) == []
+            check_published(path, expected)
             fill(path, LENGTHS[:3])
             assert contents(path) == expected
             if done:

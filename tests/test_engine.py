@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attmemo import Database, Memoization, memoize, unmemoize
+from attmemo.adapters.base import Rows
 from attmemo.db import KIND_MAP
 from attmemo.embed.train import TrainOptions
 from attmemo.engine import Engine
@@ -389,7 +390,7 @@ def small_databases(case: Case, tmp_path_factory: pytest.TempPathFactory, servic
 
 class TestHits:
     @pytest.mark.parametrize("lookup", LOOKUPS)
-    @pytest.mark.parametrize("fetch", ["auto", "map", "view", "copy"])
+    @pytest.mark.parametrize("fetch", ["auto", "direct", "map", "view", "copy"])
     def test_a_stored_text_asked_again_gives_the_exact_output(self, case: Case, lookup: str, fetch: str) -> None:
         items = case.stored[:40]
         inputs = case.inputs(items, MAX_LENGTH + 3)
@@ -404,12 +405,14 @@ class TestHits:
             assert stats["hits"] == 2 * 2 * len(items)
 
     @pytest.mark.parametrize("lookup", LOOKUPS)
-    def test_the_three_ways_to_fetch_give_the_same_output(self, case: Case, lookup: str) -> None:
+    def test_every_way_to_fetch_gives_the_same_output(self, case: Case, lookup: str) -> None:
         for items in ([*case.fresh[:9], *case.short[:2]], [i for i in case.stored if len(i) == MAX_LENGTH][:8]):
             inputs = case.inputs(items)
             served = {
-                fetch: states(case.serve(0.0, lookup=lookup, fetch=fetch), inputs) for fetch in ("map", "view", "copy")
+                fetch: states(case.serve(0.0, lookup=lookup, fetch=fetch), inputs)
+                for fetch in ("direct", "map", "view", "copy")
             }
+            assert close(served["direct"], served["copy"], 1e-6)
             assert close(served["map"], served["copy"], 1e-6)
             assert close(served["view"], served["copy"], 1e-6)
             for fetch, found in served.items():
@@ -503,7 +506,8 @@ class TestHits:
             assert handle.stats()["layers"][0]["hits"] == 2
             handle.disable()
             args, kwargs, output = seen[0]
-            args, kwargs = handle.engine.adapter.take_rows(args, kwargs, missed)
+            rows = Rows(len(output[0]), np.asarray(missed))
+            args, kwargs = handle.engine.adapter.take_rows(args, kwargs, rows)
             with torch.inference_mode():
                 assert torch.equal(output[0][missed], module(*args, **kwargs)[0])
 
@@ -768,14 +772,14 @@ class TestMapsThatCannotBeRead:
         inputs = case.inputs([*case.stored[:3], case.short[0]])
         model = case.serve(0.0)
         maps = handle_of(model).engine.maps
-        fetch, broken = maps.fetch, iter([True, False])
+        multiply, broken = maps.multiply, iter([True, False])
 
-        def sometimes(layer: int, length: int, records: Any) -> Any:
+        def sometimes(layer: int, *arguments: Any) -> None:
             if layer == 0 and next(broken, False):
                 raise WindowError("no room")
-            return fetch(layer, length, records)
+            multiply(layer, *arguments)
 
-        maps.fetch = sometimes  # type: ignore[method-assign]
+        maps.multiply = sometimes  # type: ignore[method-assign]
         logits(model, inputs)
         stats = handle_of(model).stats()
         assert [row["hits"] for row in stats["layers"]] == [0, 3]

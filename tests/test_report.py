@@ -22,8 +22,9 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from attmemo.errors import AttmemoError
-from attmemo.profiler import report
-from attmemo.profiler.report import PANELS, Panel, draw_overview, make_tables, write_report
+from attmemo.profiler import plots
+from attmemo.profiler.plots import PANELS, Panel, draw_overview
+from attmemo.profiler.report import make_tables, write_report
 
 Result = dict[str, Any]
 Key = tuple[str | int, ...]
@@ -224,9 +225,9 @@ def test_an_empty_result_stops_the_report(empty: Result, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("part", ["layers", "time", "quality", "controls", "sweep"])
 def test_one_part_alone_does_not_render(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_DPI", 60)
+    monkeypatch.setattr(plots, "_DPI", 60)
     full = make_result()
-    assert_not_blank(draw_overview({part: full[part]}))
+    assert_not_blank(draw_overview({part: full[part]}, "A heading"))
     assert make_tables({part: full[part]})
 
 

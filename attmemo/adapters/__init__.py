@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from attmemo.adapters.base import Adapter, Call, Site
+from attmemo.adapters.base import Adapter, Call, Rows, Site
 from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.check import check_adapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
@@ -17,7 +17,7 @@ from attmemo.errors import UnsupportedModelError
 
 ADAPTERS: tuple[Adapter, ...] = (BertAdapter(), DebertaV2Adapter())
 
-__all__ = ["ADAPTERS", "Adapter", "Call", "Site", "adapter_for", "check_adapter", "encoder_of"]
+__all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "adapter_for", "check_adapter", "encoder_of"]
 
 
 def encoder_of(model: Any) -> nn.Module:

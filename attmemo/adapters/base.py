@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,36 @@ class Call:
 
     hidden: Tensor  # [B, L, H], as the module sees it
     mask: Tensor | None
+
+
+class Rows:
+    """Some rows of a batch, to be taken out of a call's arguments.
+
+    Parameters
+    ----------
+    batch : int
+        B, the rows that there are.
+    rows : array of int
+        Which to take.
+    mask : Tensor, optional
+        An argument that many layers share: its rows are taken once.
+    """
+
+    def __init__(self, batch: int, rows: npt.NDArray[np.int64], mask: Tensor | None = None) -> None:
+        self.batch, self.rows = batch, rows
+        self._index = torch.from_numpy(rows)
+        self._mask = mask
+        self._of_mask: Tensor | None = None
+
+    def of(self, value: Any) -> Any:
+        """Rows of a tensor whose first dimension is the batch; anything else belongs to all rows alike."""
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != self.batch or self.batch == 1:
+            return value
+        if value is not self._mask:
+            return value[self._index]
+        if self._of_mask is None:
+            self._of_mask = value[self._index]
+        return self._of_mask
 
 
 class Adapter(ABC):
@@ -82,8 +114,8 @@ class Adapter(ABC):
         """The attention map ``[B, h, L, L]`` inside what `forward` returned while capturing."""
 
     @abstractmethod
-    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Arguments:
-        """The same call for a subset of the batch (int64 row numbers)."""
+    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Rows) -> Arguments:
+        """The same call for some rows of the batch."""
 
     @abstractmethod
     def shape(self, module: nn.Module) -> tuple[int, int]:
@@ -108,13 +140,6 @@ def prefix_lengths(valid: Tensor) -> list[int] | None:
 def is_row_invariant(mask: Tensor) -> bool:
     """True if a ``[B, 1, L, L]`` mask is the same for every query row (an expanded view costs nothing to check)."""
     return mask.shape[-2] == 1 or mask.stride(-2) == 0 or bool((mask == mask[..., :1, :]).all())
-
-
-def take_batch(value: Any, batch: int, rows: Tensor) -> Any:
-    """Rows of a tensor whose first dimension is the batch; anything else is shared by all rows."""
-    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch and batch > 1:
-        return value.index_select(0, rows)
-    return value
 
 
 def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str, nn.Module]]:

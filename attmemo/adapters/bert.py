@@ -18,11 +18,11 @@ from attmemo.adapters.base import (
     Adapter,
     Arguments,
     Call,
+    Rows,
     Site,
     is_row_invariant,
     layers_named,
     prefix_lengths,
-    take_batch,
 )
 
 # What `forward` is called with that does not change a map. Anything else might (is_causal, cu_seq_lens_q, …).
@@ -102,12 +102,8 @@ class BertAdapter(Adapter):
         probabilities: Tensor = output[1]
         return probabilities
 
-    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Arguments:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        batch = hidden.shape[0]
-        taken = tuple(take_batch(value, batch, rows) for value in args)
-        named = {name: take_batch(value, batch, rows) for name, value in kwargs.items()}
-        return taken, named
+    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Rows) -> Arguments:
+        return tuple(map(rows.of, args)), {name: rows.of(value) for name, value in kwargs.items()}
 
     def shape(self, module: nn.Module) -> tuple[int, int]:
         return int(module.num_attention_heads), int(module.attention_head_size)  # type: ignore[arg-type]

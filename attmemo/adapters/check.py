@@ -14,6 +14,7 @@ from attmemo.errors import AdapterCheckError
 
 # Two lengths, so that padding, the mask and the row order are all exercised.
 CHECK_LENGTHS = (7, 11)
+UNKNOWN = "the model's attention was changed in a way this version does not know; leave it unmemoized"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-9}
 
 
@@ -59,7 +60,8 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     vocabulary = int(getattr(model.config, "vocab_size", 100))
     longest = max(CHECK_LENGTHS)
-    # Ids from the middle of the vocabulary: no special token, no dependence on a random generator the user seeded.
+    # Ids all over the vocabulary, special ones perhaps among them: to a layer they are numbers like others. Not drawn:
+    # the user may have seeded the generator.
     ids = (
         torch.arange(len(CHECK_LENGTHS) * longest).view(len(CHECK_LENGTHS), longest) * 7919 + vocabulary // 3
     ) % vocabulary
@@ -88,20 +90,23 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     worst = 0.0
     for site in sites:
         if site.layer not in calls:
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) is not called in a forward of this model.")
+            raise AdapterCheckError(
+                f"layer {site.layer} ({site.name}) is not called in a forward of this model.", UNKNOWN
+            )
         args, kwargs, output = calls[site.layer]
         wanted = dict(kwargs) | {"output_attentions": False}
         call = adapter.read(site.module, args[:2], {k: v for k, v in wanted.items() if k != "output_attentions"})
         if isinstance(call, str):
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be memoized: {call}.")
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be memoized: {call}.", UNKNOWN)
         lengths = adapter.valid_lengths(call.mask, len(CHECK_LENGTHS), longest)
         if lengths != list(CHECK_LENGTHS):
             raise AdapterCheckError(
-                f"layer {site.layer} ({site.name}): the mask reads as lengths {lengths}, not {list(CHECK_LENGTHS)}."
+                f"layer {site.layer} ({site.name}): the mask reads as lengths {lengths}, not {list(CHECK_LENGTHS)}.",
+                UNKNOWN,
             )
         apm, expected = adapter.map_of(output), adapter.context_of(output)
         if not isinstance(apm, Tensor):
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) gives no attention map.")
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) gives no attention map.", UNKNOWN)
         with torch.no_grad():
             tokens = torch.cat([call.hidden[b, :n] for b, n in enumerate(lengths)])
             contexts = context_from_maps(
@@ -118,7 +123,7 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
             raise AdapterCheckError(
                 f"layer {site.layer} ({site.name}): a hit on the layer's own map differs from the exact output by "
                 f"{worst:.2e} of its range (allowed {TOLERANCE.get(dtype, 1e-5):.0e}).",
-                "the model's attention was changed in a way this version does not know; leave it unmemoized",
+                UNKNOWN,
             )
     return worst
 

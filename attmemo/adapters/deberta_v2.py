@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Arguments, Call, Site, layers_named, prefix_lengths, take_batch
+from attmemo.adapters.base import Adapter, Arguments, Call, Rows, Site, layers_named, prefix_lengths
 
 
 class DebertaV2Adapter(Adapter):
@@ -70,14 +70,12 @@ class DebertaV2Adapter(Adapter):
         probabilities: Tensor = output[1]
         return probabilities
 
-    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Arguments:
+    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Rows) -> Arguments:
         # relative_pos [1, L, L] and rel_embeddings [2 * span, H] belong to the layer, not to the batch: a batch of
         # as many rows must not cut them.
         shared = ("relative_pos", "rel_embeddings")
-        hidden = args[0] if args else kwargs["hidden_states"]
-        batch = hidden.shape[0]
-        taken = tuple(value if place >= 4 else take_batch(value, batch, rows) for place, value in enumerate(args))
-        named = {k: v if k in shared else take_batch(v, batch, rows) for k, v in kwargs.items()}
+        taken = tuple(value if place >= 4 else rows.of(value) for place, value in enumerate(args))
+        named = {name: value if name in shared else rows.of(value) for name, value in kwargs.items()}
         return taken, named
 
     def shape(self, module: nn.Module) -> tuple[int, int]:

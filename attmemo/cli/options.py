@@ -126,7 +126,7 @@ MinCosine = Annotated[
     ),
 ]
 Fetch = Annotated[
-    Literal["auto", "map", "view", "copy"],
+    Literal["auto", "direct", "map", "view", "copy"],
     typer.Option(help="How maps are read; all give the same answers. auto: the fastest for the page size."),
 ]
 Residency = Annotated[

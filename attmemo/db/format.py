@@ -418,9 +418,9 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} {what}.", f"attmemo build-database --model … --data … --output {path}"
         ) from error
     except NotADirectoryError as error:
-        raise DatabaseNotFoundError(f"{path} is a file; a database is a directory.") from error
+        raise DatabaseNotFoundError(f"{path} is a file; a database is a directory.", "give the directory") from error
     except OSError as error:
-        raise DatabaseError(f"cannot read {file}: {error.strerror}") from error
+        raise DatabaseError(f"cannot read {file}: {error.strerror}", f"check who may read it: ls -l {file}") from error
     manifest = Manifest.parse(raw, file)
     return manifest
 

@@ -1,9 +1,9 @@
 """Nearest-neighbour search over embeddings: one index per layer and token length.
 
-faiss HNSW by default, hnswlib behind the same face, and an exact flat search that is the oracle of both. An index is
-derived data: it is rebuilt from the records by `attmemo train-embedder`, and it only proposes; the record decides.
-A layer's indexes travel in one safetensors container, whose digest is checked before faiss parses a byte of it:
-neither library validates what it loads.
+faiss HNSW by default, hnswlib behind the same face, and an exact flat search that is the oracle of both and serves
+lengths with few records. An index is derived data: it is rebuilt from the records by `attmemo train-embedder`, and it
+only proposes; the record decides. A layer's indexes travel in one safetensors container, whose digest is checked
+before faiss parses a byte of it: neither library validates what it loads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -25,6 +26,12 @@ BACKENDS: Final = ("faiss", "hnswlib", "flat")
 LINKS: Final = 16  # HNSW M: edges per node
 EF_CONSTRUCTION: Final = 80
 EF_SEARCH: Final = 64
+EXACT_BELOW: Final = 2000
+"""Vectors of one length from which a graph is built; for fewer exact search is as fast, and misses nothing."""
+
+_RECHECKED = 8  # candidates beside those asked for whose distance is computed anew
+
+_FLAT, _GRAPH = "flat", "index"  # what an entry of the container holds
 
 Vectors = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -44,21 +51,30 @@ class VectorIndex(Protocol):
 
 
 class FlatIndex:
-    """Exact search; the oracle, and the fastest choice for a few hundred vectors."""
+    """Exact search; the oracle, and for up to some thousand vectors faster than a graph as well."""
 
     def __init__(self, vectors: Vectors) -> None:
-        self.vectors = np.ascontiguousarray(vectors, np.float32)
-        self._norms = (self.vectors**2).sum(1)
+        self.vectors: Vectors = np.require(vectors, np.float32, ["C", "W"])  # torch warns about read-only memory
+        # About their mean, since what the expansion of |q - v|^2 cancels grows with the distance from the origin.
+        self._mean = self.vectors.mean(0) if len(vectors) else np.zeros(self.vectors.shape[1:], np.float32)
+        self._transposed = torch.from_numpy(self.vectors - self._mean).T
+        self._norms = self._transposed.square().sum(0)
 
     def __len__(self) -> int:
         return len(self.vectors)
 
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
-        squares = (queries**2).sum(1)[:, None] - 2.0 * queries @ self.vectors.T + self._norms
-        order = np.argsort(squares, axis=1, kind="stable")[:, :k]
-        # |q - v| from the difference itself: the expansion above cancels to noise for near-equal vectors.
-        near = np.linalg.norm(queries[:, None] - self.vectors[order], axis=2)
-        return _padded(order, near, k)
+        # By torch, on its threads: numpy's product would wake a second pool that fights the first for the cores.
+        with torch.autocast("cpu", enabled=False):  # the model's precision is not the distances'
+            moved = torch.from_numpy(queries - self._mean)
+            squares = torch.addmm(self._norms, moved, self._transposed, alpha=-2.0)  # [q, R], less |q|^2
+        near = min(k + _RECHECKED, len(self.vectors))
+        some: Ids = squares.topk(near, dim=1, largest=False, sorted=False).indices.sort(dim=1).values.numpy()
+        # |q - v| from the difference itself: the expansion above cancels to noise for near-equal vectors. A sequence's
+        # nearest then does not depend on the batch it is asked in, unless more are equally near than are looked at.
+        distances = np.linalg.norm(queries[:, None] - self.vectors[some], axis=2)
+        order = np.argsort(distances, axis=1, kind="stable")[:, :k]
+        return _padded(np.take_along_axis(some, order, 1), np.take_along_axis(distances, order, 1), k)
 
     def dump(self) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self.vectors.tobytes(), np.uint8)
@@ -66,7 +82,7 @@ class FlatIndex:
     @classmethod
     def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FlatIndex:
         if raw.nbytes % (4 * dimension):
-            raise DatabaseCorruptError("an index has another dimension or kind", "attmemo train-embedder DB")
+            raise ValueError("an index has another dimension or kind")
         return cls(np.frombuffer(raw.tobytes(), np.float32).reshape(-1, dimension))
 
 
@@ -109,9 +125,9 @@ class FaissIndex:
         try:
             index = _faiss().deserialize_index(raw)
         except RuntimeError as error:
-            raise DatabaseCorruptError(f"faiss cannot read an index: {error}", "attmemo train-embedder DB") from error
+            raise ValueError(f"faiss cannot read an index: {error}") from error
         if getattr(index, "d", None) != dimension or not hasattr(index, "hnsw"):
-            raise DatabaseCorruptError("an index has another dimension or kind", "attmemo train-embedder DB")
+            raise ValueError("an index has another dimension or kind")
         return cls(index)
 
 
@@ -155,7 +171,7 @@ class HnswlibIndex:
             try:
                 index.load_index(str(file))
             except RuntimeError as error:
-                raise DatabaseCorruptError(f"hnswlib cannot read an index: {error}") from error
+                raise ValueError(f"hnswlib cannot read an index: {error}") from error
         return cls(index)
 
 
@@ -167,7 +183,7 @@ def build_index(vectors: Vectors, backend: Backend) -> VectorIndex:
 
 
 def load_index(raw: npt.NDArray[np.uint8], dimension: int, backend: Backend) -> VectorIndex:
-    """What `VectorIndex.dump` wrote; only for bytes whose digest was checked."""
+    """What `VectorIndex.dump` wrote, only for bytes whose digest was checked; ValueError if it is something else."""
     if backend == "flat":
         return FlatIndex.load(raw, dimension)
     return FaissIndex.load(raw, dimension) if backend == "faiss" else HnswlibIndex.load(raw, dimension)
@@ -201,7 +217,7 @@ class LayerIndex:
             if longest is not None and length > longest:
                 continue
             ids = np.flatnonzero(lengths == length).astype(np.int64)
-            found[length] = build_index(vectors[ids], backend), ids
+            found[length] = build_index(vectors[ids], backend if len(ids) >= EXACT_BELOW else "flat"), ids
         return cls(found)
 
     def search(self, length: int, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
@@ -217,7 +233,7 @@ class LayerIndex:
         """Write the container."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for length, (index, ids) in self._indexes.items():
-            tensors[f"{length}.index"] = index.dump()
+            tensors[f"{length}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
             tensors[f"{length}.ids"] = ids
         save_file(tensors, str(file))
 
@@ -232,33 +248,35 @@ class LayerIndex:
         DatabaseError
             The backend is not installed.
         """
+        again = f"attmemo train-embedder {file.parent.parent}"
         if backend not in BACKENDS:
-            raise DatabaseCorruptError(f"{file}: unknown index backend {backend!r}", "attmemo train-embedder DB")
+            raise DatabaseCorruptError(f"{file}: unknown index backend {backend!r}", again)
         try:
             tensors = load_file(str(file))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise DatabaseCorruptError(
-                f"{file}: not an index container: {error}", "attmemo train-embedder DB"
-            ) from error
+            raise DatabaseCorruptError(f"{file}: not an index container: {error}", again) from error
         found: dict[int, tuple[VectorIndex, Ids]] = {}
         for name, raw in tensors.items():
             length, _, part = name.partition(".")
-            if part != "index":
+            if part not in (_FLAT, _GRAPH):
                 continue
             ids = tensors.get(f"{length}.ids")
             if not length.isdecimal() or raw.dtype != np.uint8 or raw.ndim != 1:
-                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", "attmemo train-embedder DB")
+                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", again)
             if ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
-                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", "attmemo train-embedder DB")
+                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", again)
+            if int(length) in found:
+                raise DatabaseCorruptError(f"{file}: two indexes for length {length}", again)
             if ids.min() < 0 or ids.max() >= records:
-                raise DatabaseCorruptError(
-                    f"{file}: names record {ids.max()} of {records}", "attmemo train-embedder DB"
-                )
-            index = load_index(raw, dimension, backend)  # type: ignore[arg-type]
+                raise DatabaseCorruptError(f"{file}: names record {ids.max()} of {records}", again)
+            try:
+                index = load_index(raw, dimension, "flat" if part == _FLAT else backend)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise DatabaseCorruptError(f"{file}: {error}", again) from error
             if len(index) != len(ids):
                 raise DatabaseCorruptError(
                     f"{file}: {len(index)} vectors of length {length} for {len(ids)} records",
-                    "attmemo train-embedder DB",
+                    again,
                 )
             found[int(length)] = index, ids
         return cls(found)

@@ -265,7 +265,8 @@ class DatabaseWriter:
                 )
         if manifest.page_size != page_size():
             raise DatabaseError(
-                f"{self.path} was built for pages of {manifest.page_size} bytes, this machine has {page_size()}."
+                f"{self.path} was built for pages of {manifest.page_size} bytes, this machine has {page_size()}.",
+                "append on a machine like the one that built it, or build a new database here",
             )
         for found in manifest.classes:  # appending to a short file would fill the gap with zeros, and hide it
             fmt.check_arena(self.path, manifest.uuid, found)

@@ -111,7 +111,9 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
     try:
         flat = load_file(str(file))
     except (SafetensorError, OSError, ValueError) as error:
-        raise DatabaseCorruptError(f"{file}: not an embedder file: {error}", "attmemo train-embedder DB") from error
+        raise DatabaseCorruptError(
+            f"{file}: not an embedder file: {error}", f"attmemo train-embedder {file.parent}"
+        ) from error
     embedders = {}
     for key in sorted({name.partition(".")[0] for name in flat}):
         try:
@@ -119,7 +121,7 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
             layer = int(key)
         except (KeyError, ValueError) as error:
             raise DatabaseCorruptError(
-                f"{file}: embedder {key!r} is incomplete", "attmemo train-embedder DB"
+                f"{file}: embedder {key!r} is incomplete", f"attmemo train-embedder {file.parent}"
             ) from error
         token, bias, position, output = parts
         fits = (
@@ -135,7 +137,7 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
             shapes = [tuple(p.shape) for p in parts]
             raise DatabaseCorruptError(
                 f"{file}: embedder {layer} has shapes {shapes} for hidden size {hidden}, or infinite values",
-                "attmemo train-embedder DB",
+                f"attmemo train-embedder {file.parent}",
             )
         embedders[layer] = SiameseEmbedder(token, bias, position, output)
     return embedders

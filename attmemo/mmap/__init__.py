@@ -5,13 +5,17 @@
     with fetcher.fetch(arena, [7, 3, 7]) as batch:
         batch.stacked        # [3, 12, 128, 128], or None: then batch[0], batch[1], batch[2]
 
-Imports nothing of attmemo but its errors, and knows nothing of attention. The dangerous part is `native/window.c`.
+or, where only the product with values is wanted, `multiply`.
+
+Imports nothing of attmemo but its errors, and knows nothing of attention. The dangerous part is `native/window.c`,
+the fast one `native/product.c`.
 """
 
 from attmemo.mmap.arena import Arena, Residency
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, FetcherName, MapFetcher, ViewFetcher, choose_fetcher
 from attmemo.mmap.layout import DTYPES, SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size, round_up
+from attmemo.mmap.product import can_multiply, multiply
 from attmemo.mmap.window import Window
 
 __all__ = [
@@ -27,9 +31,11 @@ __all__ = [
     "SlotLayout",
     "ViewFetcher",
     "Window",
+    "can_multiply",
     "choose_fetcher",
     "map_count",
     "max_map_count",
+    "multiply",
     "page_size",
     "round_up",
 ]

@@ -84,7 +84,9 @@ class Mapping:
             try:
                 self._map = mmap.mmap(self.fd, nbytes, flags, mmap.PROT_READ)
             except (OSError, ValueError) as error:
-                raise DatabaseError(f"cannot map {path} ({nbytes} bytes): {error}") from error
+                raise DatabaseError(
+                    f"cannot map {path} ({nbytes} bytes): {error}", "check the limit on addresses: ulimit -v"
+                ) from error
             memory = np.frombuffer(self._map, np.uint8)  # keeps the map from being closed under a tensor
             address = memory.ctypes.data
             self._table = slots_over(address, layout.slots, layout, memory, layout.header)
@@ -99,6 +101,13 @@ class Mapping:
         """Bytes in the pages that a window over these slots gets: small ones if slots begin inside a huge one."""
         whole = self.layout.stride % self.page_bytes == 0 and self.layout.header % self.page_bytes == 0
         return self.page_bytes if whole else pages.page_size()
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The whole file as it is mapped, read-only: byte `offsets()` of it are slots. ValueError without slots."""
+        if self._map is None:
+            raise ValueError(f"{self.path} has no slots")
+        return self._map
 
     def check_whole(self) -> None:
         """Ask the file system whether the file still reaches to its last slot (a microsecond).
@@ -233,7 +242,10 @@ class Arena:
         except FileNotFoundError as error:
             raise DatabaseNotFoundError(f"{self.path} does not exist", f"attmemo check {self.path.parent}") from error
         except OSError as error:
-            raise DatabaseError(f"cannot open {self.path}: {error.strerror}") from error
+            raise DatabaseError(
+                f"cannot open {self.path}: {error.strerror}",
+                "check who may read it, and the limit on open files: ulimit -n",
+            ) from error
         self._layout = layout
         self._mapping = self._settle(self._source, layout)
 
@@ -261,7 +273,9 @@ class Arena:
     def mapping(self) -> Mapping:
         """The present state; hold it for the length of one fetch. Raises `DatabaseError` once closed."""
         if self._mapping is None:
-            raise DatabaseError(f"{self.path} was closed")
+            raise DatabaseError(
+                f"{self.path} was closed", f"open it again: Database({str(self.path.parent.parent)!r})"
+            )
         return self._mapping
 
     @property

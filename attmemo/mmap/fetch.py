@@ -41,7 +41,7 @@ from attmemo.mmap.arena import Arena, Mapping, Slots
 from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count
 from attmemo.mmap.window import Window
 
-FetcherName = Literal["auto", "map", "view", "copy"]
+FetcherName = Literal["auto", "direct", "map", "view", "copy"]
 
 RECOUNT = 1024
 """Fetches of one thread between two looks at how many mappings the process has."""

@@ -220,6 +220,7 @@ def _read(source: int, piece: memoryview, offset: int) -> None:
             count = os.preadv(source, [rest], offset + done)
         if count == 0:
             raise DatabaseTruncatedError(
-                f"an arena file ended at byte {offset + done} while it was read; byte {offset + len(piece)} expected"
+                f"an arena file ended at byte {offset + done} while it was read; byte {offset + len(piece)} expected",
+                "attmemo check on its database",
             )
         done += count

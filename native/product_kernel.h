@@ -1,0 +1,137 @@
+/*
+ * product_kernel.h: the arithmetic of product.c for one instruction set. Included once for each; no guard.
+ *
+ * Before: ISA (suffix of the names), TARGET (attribute of the functions), LANES (floats in a vector), ROWS x COLUMNS
+ * (rows and vectors kept in registers: ROWS * COLUMNS sums, COLUMNS of V and one of A must fit), and HALVES, BRAINS
+ * (LANES float16 or bfloat16 to a vector), or nothing for plain C.
+ */
+
+#define NAME(name) JOIN(name, ISA)
+#define VECTOR NAME(vector)
+
+typedef float VECTOR __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* One row of a map as float32: `count` items, and whatever fits in the last vector. */
+TARGET static inline const float *NAME(unpack)(const char *map, enum form form, size_t first, size_t count, float *out)
+{
+    size_t i = 0;
+    if (form == FLOAT32)
+        return (const float *)map + first;
+    const uint16_t *source = (const uint16_t *)map + first;
+    if (form == FLOAT16) {
+#ifdef HALVES
+        for (; i + LANES <= count; i += LANES)
+            *(VECTOR *)(out + i) = HALVES(source + i);
+#endif
+        for (; i < count; i++)
+            out[i] = from_half(source[i]);
+    } else {
+#ifdef BRAINS
+        for (; i + LANES <= count; i += LANES)
+            *(VECTOR *)(out + i) = BRAINS(source + i);
+#endif
+        for (; i < count; i++)
+            out[i] = from_bits((uint32_t)source[i] << 16);
+    }
+    return out;
+}
+
+/* rows x columns sums in registers; always inlined with constants, so that the loops over them vanish. */
+TARGET static inline __attribute__((always_inline)) void
+NAME(block)(const float *const *a, size_t rows, size_t columns, const float *v, size_t wide, size_t length,
+            float *out, size_t line, size_t width)
+{
+    VECTOR sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (size_t r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (size_t c = 0; c < columns; c++)
+            sum[r][c] = (VECTOR){0};
+    for (size_t k = 0; k < length; k++) {
+        VECTOR value[COLUMNS];
+#pragma GCC unroll 8
+        for (size_t c = 0; c < columns; c++)
+            value[c] = *(const VECTOR *)(v + k * wide + c * LANES);
+#pragma GCC unroll 8
+        for (size_t r = 0; r < rows; r++) {
+            float p = a[r][k];
+#pragma GCC unroll 8
+            for (size_t c = 0; c < columns; c++)
+                sum[r][c] += p * value[c];
+        }
+    }
+#pragma GCC unroll 8
+    for (size_t r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (size_t c = 0; c < columns; c++) {
+            float *to = out + r * line + c * LANES;
+            if ((c + 1) * LANES <= width)
+                *(VECTOR *)to = sum[r][c];
+            else
+                for (size_t i = 0; c * LANES + i < width; i++)
+                    to[i] = sum[r][c][i];
+        }
+}
+
+/* The same for any number of columns; ROWS rows or a single one. */
+TARGET static void NAME(columns)(const float *const *a, size_t rows, const float *v, size_t wide, size_t length,
+                                 float *out, size_t line, size_t width)
+{
+    size_t at = 0;
+    if (rows == ROWS) {
+        for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
+            NAME(block)(a, ROWS, COLUMNS, v + at, wide, length, out + at, line, width - at);
+        for (; at + 2 * LANES <= wide; at += 2 * LANES)
+            NAME(block)(a, ROWS, 2, v + at, wide, length, out + at, line, width - at);
+        for (; at < wide; at += LANES)
+            NAME(block)(a, ROWS, 1, v + at, wide, length, out + at, line, width - at);
+    } else {
+        for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
+            NAME(block)(a, 1, COLUMNS, v + at, wide, length, out + at, line, width - at);
+        for (; at < wide; at += LANES)
+            NAME(block)(a, 1, 1, v + at, wide, length, out + at, line, width - at);
+    }
+}
+
+/* Rows [first, last) of one head of one sequence. */
+TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head, size_t first, size_t last,
+                              float *scratch)
+{
+    const Job *job = pointer;
+    size_t length = job->length, width = job->width, line = job->heads * width;
+    size_t wide = (width + LANES - 1) / LANES * LANES;
+    const char *map =
+        job->maps + job->offsets[sequence] + head * length * length * item_bytes[job->form];
+    const float *values = job->values + (size_t)job->starts[sequence] * line + head * width;
+    float *context = job->context + (size_t)job->rows[sequence] * job->padded * line;
+    float *packed = scratch, *unpacked = scratch + length * wide;
+
+    for (size_t k = 0; k < length; k++) {
+        memcpy(packed + k * wide, values + k * line, width * sizeof(float));
+        for (size_t c = width; c < wide; c++)
+            packed[k * wide + c] = 0;
+    }
+    for (size_t row = first, rows; row < last; row += rows) {
+        rows = last - row < ROWS ? 1 : ROWS;
+        if (rows == 1 && last - first >= ROWS) { /* a few rows again, rather than the last ones one by one */
+            row = last - ROWS;
+            rows = ROWS;
+        }
+        const float *a[ROWS];
+        for (size_t r = 0; r < rows; r++)
+            a[r] = NAME(unpack)(map, job->form, (row + r) * length, length, unpacked + r * length);
+        NAME(columns)(a, rows, packed, wide, length, context + row * line + head * width, line, width);
+    }
+    if (head == 0 && first == 0 && job->padded > length)
+        memset(context + length * line, 0, (job->padded - length) * line * sizeof(float));
+}
+
+#undef NAME
+#undef VECTOR
+#undef ISA
+#undef TARGET
+#undef LANES
+#undef ROWS
+#undef COLUMNS
+#undef HALVES
+#undef BRAINS

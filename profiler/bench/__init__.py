@@ -1,0 +1,18 @@
+"""Micro-benchmarks of this machine, without the user's data: fetching maps, searching embeddings, one forward.
+
+    bench_gather()                       # what fetching costs: copy, window, view; alone and with the A·V that follows
+    bench_search()                       # index backends: time and recall
+    bench_layer(family="deberta-v2")     # a forward served from memory against the exact ones, everything included
+
+What is compared is measured in turns within one run, never one after the other: machines drift by more than the
+differences looked for. Each turn has inputs of its own, so that no variant finds its data in the cache because it
+was asked the same before. Numbers are medians over the turns, the first of which is not counted.
+
+Nothing here sets a number of threads or seeds a generator of the caller's.
+"""
+
+from attmemo.profiler.bench.gather import bench_gather
+from attmemo.profiler.bench.layer import bench_layer
+from attmemo.profiler.bench.search import bench_search
+
+__all__ = ["bench_gather", "bench_layer", "bench_search"]

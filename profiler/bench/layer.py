@@ -1,0 +1,387 @@
+"""A forward served from memory against the exact ones, everything included."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters import Adapter, Site, adapter_for
+from attmemo.db import KIND_MAP, Database, DatabaseWriter, ModelInfo, Provenance
+from attmemo.db.format import DTYPES
+from attmemo.embed.train import TrainOptions, build_indexes, train
+from attmemo.engine import Lookup
+from attmemo.errors import AttmemoError
+from attmemo.fingerprint import fingerprint, model_fields
+from attmemo.memoization import memoize, unmemoize
+from attmemo.mmap import FetcherName, Residency, choose_fetcher
+from attmemo.profiler.bench.timing import (
+    MAX_BYTES,
+    SEED,
+    Job,
+    Progress,
+    busy,
+    check_choice,
+    check_sizes,
+    interleave,
+    silent,
+    temporary_folder,
+    threads_kept,
+)
+from attmemo.profiler.capture import Capture
+from attmemo.profiler.conditions import conditions
+from attmemo.profiler.models import quiet
+
+Family = Literal["bert", "deberta-v2"]
+
+_LEAST_RECORDS: Final = 8  # that an embedder can be trained on
+_VOCABULARY: Final = 1000
+_CEILING_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+
+
+@dataclass
+class _Served:
+    """A model whose attention comes from memory, and what its counters said in each turn."""
+
+    model: nn.Module
+    lookup_ms: list[float] = field(default_factory=list)
+    serve_ms: list[float] = field(default_factory=list)
+    hit_rates: list[float] = field(default_factory=list)
+
+    def note(self) -> None:
+        """Read the counters of the last forward, and start counting anew."""
+        handle: Any = self.model.attmemo
+        stats = handle.stats()
+        handle.reset_stats()
+        layers = stats["layers"]
+        self.lookup_ms.append(sum(row["ms_lookup"] for row in layers) / len(layers))
+        self.serve_ms.append(sum(row["ms_serve"] for row in layers) / len(layers))
+        self.hit_rates.append(stats["hit_rate"])
+
+
+def bench_layer(
+    *,
+    family: Family = "bert",
+    hidden: int = 768,
+    heads: int = 12,
+    length: int = 256,
+    batch: int = 8,
+    dtype: str = "float32",
+    layers: int = 2,
+    repeats: int = 5,
+    compile: bool = False,
+    storage: str = "auto",
+    fetch: FetcherName = "auto",
+    residency: Residency = "page-cache",
+    max_bytes: int = MAX_BYTES,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """One forward of a random-initialised model: exact, and with every sequence served from a database.
+
+    The model has the shape of its family's base model, few layers and a small vocabulary; the database is a real one,
+    built, trained and published by the library's own code. Every row hits (threshold 0), so this is the most that
+    memoization can save here, with lookup, fetch and all of the rest of the model included.
+
+    Parameters
+    ----------
+    family : {"bert", "deberta-v2"}
+    hidden, heads, layers : int
+        Shape of the model; `hidden` is a multiple of `heads`.
+    length, batch : int
+        Inputs are random tokens ``[batch, length]``, without padding; others in each turn.
+    dtype : {"float32", "bfloat16"}
+        What the model computes in.
+    repeats : int
+        Turns counted.
+    compile : bool
+        Measure `torch.compile` of the exact model too; compiling takes up to minutes.
+    storage : {"auto", "float32", "bfloat16", "float16"}
+        How maps are stored; "auto" is what `attmemo build-database` takes.
+    fetch, residency : str
+        As for `attmemo.memoize`.
+    max_bytes : int
+        Most bytes for the temporary database.
+    progress : callable, optional
+        Called with (what, done, total).
+
+    Returns
+    -------
+    dict
+        ``rows``, one for each variant:
+
+        * ``exact``: the stock model, with fused attention (SDPA) where the family has it
+        * ``exact-compiled``: the same through `torch.compile`, if asked
+        * ``memoized-sequence``, ``memoized-layer``: one lookup for all layers, or one in each
+        * ``ceiling``: the hit path without lookup and fetch, on maps that are in contiguous memory already
+
+        with ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one); for
+        the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (in the mean over layers; one
+        lookup for all is divided among them) and ``share_of_ceiling`` (saving over ``exact``, as a share of what the
+        ceiling saves; None where that saves nothing). ``conditions`` and ``notes``.
+
+    Raises
+    ------
+    ValueError
+        A size is not a positive integer or does not fit the others, or a name is not one of those listed.
+    StorageFullError
+        The limit, the disk or the memory has no room for it.
+    AttmemoError
+        The ceiling, given the model's own maps, does not give the model's own output.
+    """
+    sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
+    check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
+    check_choice("family", family, get_args(Family))
+    check_choice("dtype", dtype, tuple(name for name in DTYPES if DTYPES[name] in _CEILING_TOLERANCE))
+    check_choice("storage", storage, ("auto", *DTYPES))
+    check_choice("fetch", fetch, get_args(FetcherName))
+    check_choice("residency", residency, get_args(Residency))
+    if hidden % heads:
+        raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
+    if storage == "auto":  # as attmemo.profiler.build does
+        storage = "bfloat16" if dtype == "bfloat16" else "float16"
+    tell = progress or silent
+    where = conditions()
+    notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
+    notes += busy(where)
+    records = max(2 * batch, _LEAST_RECORDS)
+    items = heads * length * length + length * hidden
+    stored = records * layers * items * DTYPES[storage].itemsize
+    in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * DTYPES[dtype].itemsize
+    with temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
+        model = _random_model(family, hidden, heads, length, layers, dtype)
+        implementation = str(getattr(model.config, "_attn_implementation", "eager"))
+        adapter, sites = adapter_for(model)
+        generator = torch.Generator().manual_seed(SEED)
+        tell("database", 0, 1)
+        path = folder / "database"
+        with threads_kept(notes):
+            _build_database(path, model, adapter, sites, storage, _inputs(generator, records, length), batch)
+        tell("database", 1, 1)
+        inputs = [_inputs(generator, batch, length) for _ in range(1 + repeats)]
+        ceiling = _ceiling_model(model, inputs[0])
+        with Database(path, residency) as database:
+            served: dict[str, _Served] = {}
+            lookups: tuple[Lookup, ...] = ("sequence", "layer")
+            for lookup in lookups:
+                twin = _twin(model)
+                with threads_kept():
+                    memoize(twin, threshold=0.0, database=database, lookup=lookup, gate=False, fetch=fetch)
+                served[f"memoized-{lookup}"] = _Served(twin)
+            try:
+                models: dict[str, Any] = {"exact": model}
+                if compile:
+                    tell("compile", 0, 1)
+                    compiled, why = _compiled(model, inputs[0])
+                    tell("compile", 1, 1)
+                    if compiled is None:
+                        notes.append(f"exact-compiled is left out: {why}")
+                    else:
+                        models["exact-compiled"] = compiled
+                models |= {name: one.model for name, one in served.items()} | {"ceiling": ceiling}
+
+                def read_counters(name: str, turn: int) -> None:
+                    if name in served and turn > 0:
+                        served[name].note()
+                    elif name in served:
+                        served[name].model.attmemo.reset_stats()  # type: ignore[operator,union-attr]
+
+                with torch.inference_mode():
+                    jobs = {name: _forward_job(one, inputs) for name, one in models.items()}
+                    found = interleave(jobs, repeats, after=read_counters, tell=tell)
+            finally:
+                for one in served.values():
+                    unmemoize(one.model)
+            arena = database.arena(KIND_MAP, length)
+            if arena.notice is not None:
+                notes.append(arena.notice.replace(str(path), "the database"))
+            fetcher = choose_fetcher(fetch, arena.window_page_bytes)
+            fetcher.close()
+            facts = {"fetch": fetcher.name, "page_bytes": arena.page_bytes, "residency": arena.residency}
+
+    stock, floor = found["exact"].ms, found["ceiling"].ms
+    best = min(times.ms for name, times in found.items() if name.startswith("exact"))
+    if stock <= floor:
+        notes.append("the ceiling saves nothing over the exact model here: memoization cannot pay at this shape")
+    rows = []
+    for name, times in found.items():
+        row: dict[str, Any] = {
+            "variant": name,
+            "family": family,
+            **sizes,
+            "dtype": dtype,
+            "attention": implementation if name.startswith("exact") else None,
+            "ms": times.ms,
+            "ms_min": min(times.milliseconds),
+            "speedup": stock / times.ms,
+            "speedup_best": best / times.ms,
+            "hit_rate": None,
+            "lookup_ms_per_layer": None,
+            "serve_ms_per_layer": None,
+            "share_of_ceiling": None,
+        }
+        if name in served:
+            one = served[name]
+            row["hit_rate"] = min(one.hit_rates)
+            row["lookup_ms_per_layer"] = median(one.lookup_ms)
+            row["serve_ms_per_layer"] = median(one.serve_ms)
+            row["share_of_ceiling"] = (stock - times.ms) / (stock - floor) if stock > floor else None
+            if row["hit_rate"] < 1.0:
+                notes.append(f"{name}: only {row['hit_rate']:.0%} of the calls were served, so its times are mixed")
+        rows.append(row)
+    where |= {
+        "dtype": dtype,
+        "storage_dtype": storage,
+        "batch_size": batch,
+        "max_length": length,
+        "records": records,
+        "repeats": repeats,
+        "attention": implementation,
+        **facts,
+    }
+    return {"rows": rows, "conditions": where, "notes": notes}
+
+
+def _random_model(family: Family, hidden: int, heads: int, length: int, layers: int, dtype: str) -> nn.Module:
+    """A model of the family's base shape, made under a seed of its own; call it inside `fork_rng`."""
+    from transformers import AutoModel, BertConfig, DebertaV2Config
+
+    shape = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": max(512, length),
+        # Q and K then have a variance of 2, and scores a standard deviation of 2: maps that are neither flat nor
+        # one-hot. The usual 0.02 gives flat ones.
+        "initializer_range": math.sqrt(2.0 / hidden),
+    }
+    config: Any
+    if family == "bert":
+        config = BertConfig(**shape)
+    else:
+        config = DebertaV2Config(
+            **shape,
+            relative_attention=True,
+            position_buckets=256,
+            share_att_key=True,
+            pos_att_type=["p2c", "c2p"],
+            norm_rel_ebd="layer_norm",
+            position_biased_input=False,
+            type_vocab_size=0,
+            layer_norm_eps=1e-7,
+        )
+    torch.manual_seed(SEED)
+    with quiet():
+        model: nn.Module = AutoModel.from_config(config)
+    return model.to(DTYPES[dtype]).eval()
+
+
+def _inputs(generator: torch.Generator, rows: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(10, _VOCABULARY, (rows, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _build_database(
+    path: Path,
+    model: nn.Module,
+    adapter: Adapter,
+    sites: Sequence[Site],
+    storage: str,
+    inputs: Mapping[str, Tensor],
+    batch: int,
+) -> None:
+    """Capture, store, train without gradients, index and publish, as the command line does."""
+    fields = model_fields(model)
+    length = int(inputs["input_ids"].shape[1])
+    info = ModelInfo(
+        name="random weights",
+        family=adapter.family,
+        mask_kind=adapter.mask_kind,
+        layers=len(sites),
+        heads=adapter.shape(sites[0].module)[0],
+        hidden=int(model.config.hidden_size),  # type: ignore[union-attr,arg-type]
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        max_length=length,
+        fingerprint=fingerprint(fields),
+        fields=fields,
+        tokenizer=None,
+    )
+    with DatabaseWriter(path, info, storage) as writer:
+        source = writer.add_source("random tokens", f"seed {SEED}")
+        with Capture(model, adapter, sites) as capture:
+            for start in range(0, len(inputs["input_ids"]), batch):
+                part = {name: tensor[start : start + batch] for name, tensor in inputs.items()}
+                for row, (maps, states) in enumerate(capture.run(part)):
+                    writer.add(maps, states, Provenance(source, start + row))
+        writer.publish()
+    with Database(path) as database, DatabaseWriter(path, info, storage) as writer:
+        # Where the sequences go is all the same here; that something is embedded and searched is not.
+        trained = train(database, TrainOptions(steps=0))
+        writer.publish(embedder=build_indexes(database, trained), profile=None, tuning=None)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A second model over the same weights: a variant must not be faster because its weights are in the cache."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)  # a memo by id, as deepcopy keeps it
+
+
+def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
+    """A twin whose attention is V and A·V on maps held in memory, checked against the model itself."""
+    twin = _twin(model)
+    adapter, sites = adapter_for(twin)
+    with Capture(twin, adapter, sites) as capture:
+        maps = [apm.contiguous() for apm in capture.run(inputs).maps]
+    for site, apm in zip(sites, maps, strict=True):
+        site.module.forward = _hit_only(adapter, site.module, apm)
+    with torch.inference_mode():
+        expected = model(**inputs).last_hidden_state.float()
+        seen = twin(**inputs).last_hidden_state.float()
+    difference = float((seen - expected).norm() / expected.norm())
+    allowed = _CEILING_TOLERANCE[maps[0].dtype]
+    if not difference <= allowed:
+        raise AttmemoError(
+            f"with its own maps the model gives another output: relative difference {difference:.2e}, "
+            f"allowed {allowed:.0e}; the ceiling would not be one."
+        )
+    return twin
+
+
+def _hit_only(adapter: Adapter, module: nn.Module, apm: Tensor) -> Callable[..., Any]:
+    """`forward` of an attention module as a hit has it, with a map ``[B, h, L, L]`` that is already there."""
+    heads, width = adapter.shape(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = adapter.read(module, args, kwargs)
+        if isinstance(call, str):
+            raise AttmemoError(f"the ceiling cannot be measured: {call}.")
+        batch, length, size = call.hidden.shape
+        values = adapter.value(module, call.hidden.reshape(batch * length, size)).view(batch, length, heads, width)
+        products = torch.matmul(apm, values.transpose(1, 2))  # [B, h, L, d]
+        return adapter.finish(module, products.transpose(1, 2).reshape(batch, length, heads * width))
+
+    return forward
+
+
+def _compiled(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any | None, str]:
+    """The model through torch.compile, compiled now; or None and why not."""
+    try:
+        compiled = torch.compile(_twin(model))
+        with torch.inference_mode():
+            compiled(**inputs)
+    except Exception as error:  # compilers fail in many ways, all of which leave the other variants to be measured
+        return None, (str(error).strip() or type(error).__name__).splitlines()[0]
+    return compiled, ""
+
+
+def _forward_job(model: Callable[..., Any], inputs: Sequence[dict[str, Tensor]]) -> Job:
+    return lambda turn: model(**inputs[turn])

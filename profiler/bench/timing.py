@@ -1,0 +1,155 @@
+"""What the benchmarks share: timing in turns, and the checks before anything is allocated."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from attmemo.errors import StorageFullError
+from attmemo.mmap.hugepages import available_memory
+
+Progress = Callable[[str, int, int], None]
+Job = Callable[[int], object]
+
+MAX_BYTES: Final = 8 << 30
+"""Default limit on what a benchmark writes or allocates."""
+
+SEED: Final = 20240229
+
+
+@dataclass
+class Times:
+    """One variant: milliseconds and minor page faults, turn by turn."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        """Median of the milliseconds."""
+        return median(self.milliseconds)
+
+    @property
+    def faults_median(self) -> int:
+        """Median of the faults, of the whole process."""
+        return int(median(self.faults))
+
+
+def interleave(
+    jobs: Mapping[str, Job],
+    repeats: int,
+    *,
+    before: Callable[[int], None] | None = None,
+    after: Callable[[str, int], None] | None = None,
+    tell: Progress,
+) -> dict[str, Times]:
+    """Time jobs in turns: ``1 + repeats`` turns of all of them, the first not counted.
+
+    Parameters
+    ----------
+    jobs : mapping of name to callable
+        Called with the number of the turn.
+    before : callable, optional
+        Called before each turn with its number, not timed.
+    after : callable, optional
+        Called after each job with its name and the turn, not timed.
+    """
+    names = list(jobs)
+    times = {name: Times() for name in names}
+    for turn in range(1 + repeats):
+        tell("measure", turn, 1 + repeats)
+        if before is not None:
+            before(turn)
+        # Rotated and turned round: who ran before leaves the caches in a state that nobody should always get.
+        first = turn % max(1, len(names))
+        order = names[first:] + names[:first]
+        for name in reversed(order) if turn % 2 else order:
+            job = jobs[name]
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            start = time.perf_counter()
+            result = job(turn)
+            spent = time.perf_counter() - start
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+            del result
+            if after is not None:
+                after(name, turn)
+            if turn > 0:
+                times[name].milliseconds.append(1e3 * spent)
+                times[name].faults.append(faults)
+    tell("measure", 1 + repeats, 1 + repeats)
+    return times
+
+
+def busy(where: Mapping[str, Any]) -> list[str]:
+    """A note if the machine had other work: variants that wait for all threads often then lose most."""
+    if where["load"] < where["cores"]:
+        return []
+    return [f"the machine was busy when this began (load {where['load']:g} on {where['cores']} cores): repeat it idle"]
+
+
+@contextmanager
+def threads_kept(notes: list[str] | None = None) -> Iterator[None]:
+    """Put torch's number of threads back if something inside changed it, as loading an index may."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        after = torch.get_num_threads()
+        if after != before:
+            torch.set_num_threads(before)
+            if notes is not None:
+                notes.append(f"loading an index changed torch from {before} to {after} threads; {before} are measured")
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    pass
+
+
+def check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+@contextmanager
+def temporary_folder(on_disk: int, in_memory: int, max_bytes: int) -> Iterator[Path]:
+    """A temporary folder with room for what is to come, or a StorageFullError that says what is missing."""
+    if on_disk > max_bytes:
+        raise _too_large(on_disk, f"the limit is {_mib(max_bytes)}")
+    check_memory(in_memory, None)
+    with tempfile.TemporaryDirectory(prefix="attmemo-bench-") as name:
+        free = shutil.disk_usage(name).free
+        if on_disk > free:
+            raise _too_large(on_disk, f"{_mib(free)} are free in the folder for temporary files")
+        yield Path(name)
+
+
+def check_memory(nbytes: int, max_bytes: int | None) -> None:
+    if max_bytes is not None and nbytes > max_bytes:
+        raise _too_large(nbytes, f"the limit is {_mib(max_bytes)}")
+    room = available_memory()
+    if room is not None and nbytes > room:
+        raise _too_large(nbytes, f"{_mib(room)} of memory are available")
+
+
+def _too_large(nbytes: int, why: str) -> StorageFullError:
+    return StorageFullError(f"the benchmark needs {_mib(nbytes)}; {why}.", "ask for smaller sizes, or more max_bytes")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"

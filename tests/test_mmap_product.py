@@ -1,0 +1,232 @@
+"""A·V read from the arena: right for every instruction set, shape and type, and nothing written elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attmemo import _kernels
+from attmemo.errors import DatabaseTruncatedError
+from attmemo.mmap import Arena, SlotLayout, can_multiply, multiply
+from attmemo.mmap.product import _FORMS
+
+SETS = _kernels.instruction_sets()
+POISON = 7.25
+
+
+def call(**changes: Any) -> torch.Tensor:
+    """One call of the kernel on two maps of 2 heads x 3 tokens, width 4, with something changed."""
+    context = torch.full((3, 5, 8), POISON)
+    arguments: dict[str, Any] = {
+        "maps": np.zeros(3 * 18, np.float32),
+        "offsets": np.array([72, 0], np.int64),
+        "form": 0,
+        "heads": 2,
+        "length": 3,
+        "width": 4,
+        "values": np.ones((6, 8), np.float32),
+        "starts": np.array([0, 3], np.int64),
+        "context": context.numpy(),
+        "rows": np.array([2, 0], np.int64),
+        "padded": 5,
+        "threads": 1,
+    }
+    try:
+        _kernels.multiply(**(arguments | changes))
+    except (ValueError, TypeError, BufferError):
+        assert bool((context == POISON).all()), "refused, but something was written"
+        raise
+    return context
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    isa=st.sampled_from(SETS),
+    dtype=st.sampled_from(sorted(_FORMS, key=str)),
+    heads=st.integers(1, 3),
+    length=st.integers(1, 40),
+    width=st.one_of(st.integers(1, 20), st.sampled_from([32, 48, 64, 80, 128])),
+    padding=st.integers(0, 3),
+    batch=st.integers(1, 4),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_the_product_is_that_of_float64(
+    isa: str,
+    dtype: torch.dtype,
+    heads: int,
+    length: int,
+    width: int,
+    padding: int,
+    batch: int,
+    threads: int,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    maps = torch.rand(5, heads, length, length, generator=generator).mul(4).softmax(-1).to(dtype)
+    stride = maps[0].numel() * maps.element_size()
+    slots = torch.randint(0, 5, (batch,), generator=generator)
+    starts = torch.randperm(batch, generator=generator) * length + 2
+    values = torch.randn(batch * length + 2, heads * width, generator=generator)
+    rows = torch.randperm(batch + 2, generator=generator)[:batch]
+    context = torch.full((batch + 2, length + padding, heads * width), POISON)
+    _kernels.multiply(
+        maps=maps.view(torch.uint8).numpy(),
+        offsets=(slots * stride).numpy(),
+        form=_FORMS[dtype],
+        heads=heads,
+        length=length,
+        width=width,
+        values=values.numpy(),
+        starts=starts.numpy(),
+        context=context.numpy(),
+        rows=rows.numpy(),
+        padded=length + padding,
+        threads=threads,
+        isa=isa,
+    )
+    for slot, start, row in zip(slots.tolist(), starts.tolist(), rows.tolist(), strict=True):
+        v = values[start : start + length].view(length, heads, width).transpose(0, 1).double()
+        expected = (maps[slot].double() @ v).transpose(0, 1).reshape(length, heads * width)
+        assert torch.allclose(context[row, :length].double(), expected, atol=1e-5)
+        assert bool((context[row, length:] == 0).all())
+    untouched = [row for row in range(batch + 2) if row not in rows.tolist()]
+    assert bool((context[untouched] == POISON).all())
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_a_sequence_gives_the_same_bits_in_any_company_and_with_any_number_of_threads(isa: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    heads, length, width, batch = 3, 61, 32, 7
+    maps = torch.rand(batch, heads, length, length, generator=generator).softmax(-1).half()
+    values = torch.randn(batch * length, heads * width, generator=generator)
+    stride, found = maps[0].numel() * 2, {}
+    for threads in (1, 2, 5):
+        for group in ([4], [0, 4], [6, 5, 4, 3, 2, 1, 0]):
+            context = torch.empty(batch, length, heads * width)
+            picked = np.array(group, np.int64)
+            _kernels.multiply(
+                maps.view(torch.uint8).numpy(), picked * stride, 1, heads, length, width, values.numpy(),
+                picked * length, context.numpy(), picked, length, threads, isa,
+            )  # fmt: skip
+            found[threads, len(group)] = context[4].clone()
+    first = found[1, 1]
+    assert all(torch.equal(first, other) for other in found.values())
+
+
+def test_every_half_precision_number_is_read_as_it_is() -> None:
+    """Subnormals, infinities and NaN included: an accidental flush to zero would hide in a tolerance."""
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = bits.view(dtype)
+        for isa in SETS:
+            context = torch.empty(65536, 1, 1)
+            _kernels.multiply(
+                numbers.view(torch.uint8).numpy(), np.arange(65536) * 2, _FORMS[dtype], 1, 1, 1,
+                np.ones((1, 1), np.float32), np.zeros(65536, np.int64), context.numpy(), np.arange(65536), 1, 2, isa,
+            )  # fmt: skip
+            seen, expected = (t.nan_to_num(0.5, 1e38, -1e38) for t in (context.flatten(), numbers.float()))
+            assert torch.equal(seen, expected), (dtype, isa)
+
+
+def test_what_is_not_a_number_in_a_map_does_not_come_out_as_one() -> None:
+    maps = np.zeros(3 * 18, np.float32)
+    maps[0] = np.nan
+    assert bool(call(maps=maps)[0, 0, :4].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"offsets": np.array([72, 148], np.int64)}, "outside the buffer"),
+        ({"offsets": np.array([-4, 0], np.int64)}, "outside the buffer"),
+        ({"offsets": np.array([2, 0], np.int64)}, "not aligned"),
+        ({"offsets": np.array([2**62, 0], np.int64)}, "outside the buffer"),
+        ({"offsets": np.array([0], np.int64)}, "one length"),
+        ({"starts": np.array([0, 4], np.int64)}, "outside the values"),
+        ({"starts": np.array([-1, 0], np.int64)}, "outside the values"),
+        ({"rows": np.array([3, 0], np.int64)}, "outside the context"),
+        ({"rows": np.array([-1, 0], np.int64)}, "outside the context"),
+        ({"rows": np.array([1, 1], np.int64)}, "named twice"),
+        ({"form": 3}, "no such form"),
+        ({"form": -1}, "no such form"),
+        ({"heads": 0}, "must be positive"),
+        ({"heads": 2**40, "width": 2**40}, "below 2"),
+        ({"length": -1}, "must be positive"),
+        ({"padded": 2}, "at least length"),
+        ({"padded": 4}, "whole number of rows"),
+        ({"width": 5}, "whole number of rows"),
+        ({"threads": 0}, "must be positive"),
+        ({"isa": "sse9"}, "no such instruction set"),
+        ({"maps": b""}, "outside the buffer"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_written(changes: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        call(**changes)
+
+
+def test_a_context_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises((TypeError, BufferError)):
+        call(context=bytes(3 * 5 * 8 * 4))
+
+
+def test_no_sequence_is_no_work() -> None:
+    none = np.zeros(0, np.int64)
+    assert bool((call(offsets=none, starts=none, rows=none) == POISON).all())
+
+
+def test_a_library_that_is_not_loaded_or_no_openmp_is_not_used() -> None:
+    assert not _kernels.use_team("/nonexistent/libgomp.so.1")
+    assert not _kernels.use_team(_kernels.__file__)  # loaded, but no OpenMP
+
+
+class TestArena:
+    def make(self, folder: Path, dtype: torch.dtype) -> tuple[Arena, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        layout = SlotLayout.paged((2, 9, 9), dtype, slots=4, header=4096)
+        maps = torch.rand(4, 2, 9, 9, generator=generator).softmax(-1).to(dtype)
+        file = folder / "a.slots"
+        with file.open("wb") as stream:
+            stream.write(bytes(layout.header))
+            for apm in maps:
+                stream.write(apm.view(torch.uint8).numpy().tobytes().ljust(layout.stride, b"\xff"))
+        return Arena(file, layout), maps
+
+    @pytest.mark.parametrize("dtype", sorted(_FORMS, key=str))
+    def test_slots_are_found_where_the_layout_says(self, tmp_path: Path, dtype: torch.dtype) -> None:
+        arena, maps = self.make(tmp_path, dtype)
+        values, context = torch.randn(18, 10), torch.empty(2, 9, 10)
+        with torch.inference_mode():
+            multiply(arena, [3, 1], values, np.array([9, 0]), context, np.array([0, 1]))
+        for row, slot, start in ((0, 3, 9), (1, 1, 0)):
+            v = values[start : start + 9].view(9, 2, 5).transpose(0, 1)
+            expected = (maps[slot].float() @ v).transpose(0, 1).reshape(9, 10)
+            assert torch.allclose(context[row], expected, atol=1e-6)
+
+    def test_a_file_cut_short_is_an_error_and_not_a_signal(self, tmp_path: Path) -> None:
+        arena, _ = self.make(tmp_path, torch.float32)
+        with (tmp_path / "a.slots").open("r+b") as stream:
+            stream.truncate(4096)
+        with pytest.raises(DatabaseTruncatedError, match="truncated"):
+            multiply(arena, [3], torch.randn(9, 10), np.array([0]), torch.empty(1, 9, 10), np.array([0]))
+
+    def test_shapes_and_slots_that_do_not_fit_are_named(self, tmp_path: Path) -> None:
+        arena, _ = self.make(tmp_path, torch.float32)
+        none, context = np.array([0]), torch.empty(1, 9, 10)
+        with pytest.raises(IndexError, match="slot 4"):
+            multiply(arena, [4], torch.randn(9, 10), none, context, none)
+        for values in (torch.randn(9, 11), torch.randn(9, 10).bfloat16(), torch.randn(1, 9, 10)):
+            with pytest.raises(ValueError, match="cannot multiply"):
+                multiply(arena, [0], values, none, context, none)
+
+    def test_values_in_half_precision_are_left_to_torch(self) -> None:
+        assert can_multiply(torch.float16, torch.float32)
+        assert not can_multiply(torch.bfloat16, torch.bfloat16)
+        assert not can_multiply(torch.uint8, torch.float32)
