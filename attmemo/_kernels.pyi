@@ -18,6 +18,7 @@ def multiply(
     rows: Buffer,
     padded: int,
     threads: int,
+    triangle: bool = False,
     isa: str = "",
 ) -> None: ...
 def use_team(path: str, /) -> bool: ...

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Call, Rows, Site
-from attmemo.db import SEQUENCE, Database
+from attmemo.db import KIND_INPUT, SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
-from attmemo.errors import AttmemoError, DatabaseCorruptError
+from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError
 from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import FetcherName
 from attmemo.perfmodel import Gate, Profile
@@ -55,6 +55,7 @@ class LayerStats:
     rows: int = 0
     queries: int = 0
     hits: int = 0
+    declined: int = 0  # near enough, but too few in their batch to pay
     predicted: float = 0.0  # sum over hits
     lookup_seconds: float = 0.0
     serve_seconds: float = 0.0
@@ -147,6 +148,11 @@ class Engine:
                 database.path,
             )
         self.gate = Gate(self.profile if gated else None, self.thresholds, lookup, layers, always=not gated)
+        if lookup == "layer" and database.manifest.layers_kept(KIND_INPUT) < layers:
+            raise DatabaseError(
+                f"{database.path} keeps hidden states of the first layer only: there is no lookup in each layer.",
+                "lookup='sequence', or build with --inputs all",
+            )
         ref = database.embedder_ref()
         self._embedders: dict[int, SiameseEmbedder] = load_embedders(
             database.derived(ref.weights), database.manifest.model.hidden
@@ -181,7 +187,9 @@ class Engine:
         forward = self._forward
         if site.layer == 0:
             forward.reset()
-        elif forward.left_exact:
+            if self.gate.hopeless and forward.inside and forward.exact_only is None:
+                forward.left_exact = _rows(args, kwargs)  # not even the mask need be read
+        if forward.left_exact:
             stats = self.stats[site.layer]
             stats.rows += forward.left_exact
             if forward.last is not None:  # looked up by the first layer, which found nothing near enough
@@ -197,7 +205,7 @@ class Engine:
         found = self._look_up(site.layer, call, lengths)
         if site.layer == self.layers - 1:
             forward.looked_up, forward.found = False, None  # what was found is for this forward's layers only
-        rows = self._accept(site.layer, found, lengths)
+        rows = self._accept(site.layer, found, lengths, call.hidden.shape[1])
         if not len(rows):
             return exact(*args, **kwargs)
         try:
@@ -273,7 +281,7 @@ class Engine:
                 records[at], distances[at] = ids[:, 0], near[:, 0]
         return Found(records, distances)
 
-    def _accept(self, layer: int, found: Found, lengths: list[int]) -> Ints:
+    def _accept(self, layer: int, found: Found, lengths: list[int], padded: int) -> Ints:
         """Rows whose record may serve: the index proposes, the record decides."""
         stats = self.stats[layer]
         # Beyond the radius a score is predicted below the threshold; NaN compares false and is a miss.
@@ -281,6 +289,10 @@ class Engine:
         if len(rows):
             stored = self.database.records.lengths[found.records[rows]]
             rows = rows[stored == np.asarray(lengths)[rows]]
+        if len(rows) and not self.gate.pays(layer, [lengths[row] for row in rows.tolist()], len(lengths), padded):
+            stats.declined += len(rows)
+            rows = rows[:0]
+        if len(rows):
             stats.predicted += float(self.curves[layer].predict(found.distances[rows]).sum())
         stats.queries += len(lengths)
         stats.hits += len(rows)
@@ -359,9 +371,7 @@ class Engine:
         return call, forward.lengths
 
     def _ineligible(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, list[int]]:
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        rows = int(hidden.shape[0]) if isinstance(hidden, Tensor) and hidden.dim() else 1
-        self.ineligible[reason] += rows
+        self.ineligible[reason] += _rows(args, kwargs)
         return None, []
 
     def begin_forward(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -411,6 +421,12 @@ class Engine:
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""
         self.maps.close()
+
+
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Sequences in a call that nobody has read yet."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    return int(hidden.shape[0]) if isinstance(hidden, Tensor) and hidden.dim() else 1
 
 
 def _records_gradients(module: nn.Module, hidden: Tensor) -> bool:

@@ -57,6 +57,14 @@ class DatabaseCorruptError(DatabaseError):
     """A file does not hold what its checksum says it should hold."""
 
 
+class GenerationMismatchError(DatabaseCorruptError):
+    """A file belongs to another generation or another database than the manifest beside it."""
+
+
+class ForkedHandleError(DatabaseError):
+    """A handle was inherited through fork; parent and child would write over each other."""
+
+
 class StaleDatabaseError(DatabaseError):
     """The database was built for another model, tokenizer, precision or embedder."""
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_MAP, Database
-from attmemo.mmap import Batch, Fetcher, FetcherName, can_multiply, choose_fetcher, multiply
+from attmemo.db.forms import unpack
+from attmemo.mmap import Batch, Fetcher, FetcherName, choose_fetcher, is_direct, multiply
 
 Ints = npt.NDArray[np.int64]
 
@@ -23,7 +24,7 @@ class MapSource(ABC):
 
     @abstractmethod
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
-        """Maps ``[h, n, n]`` of these records in this layer, to be read inside the ``with`` block."""
+        """Maps of these records in this layer as they are stored, to be read inside the ``with`` block."""
 
     def multiply(
         self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
@@ -52,9 +53,8 @@ class StoredMaps(MapSource):
     ----------
     database : Database
     fetch : {"auto", "direct", "map", "view", "copy"}
-        "direct" multiplies from the arena without fetching; values that its kernel does not take (bfloat16) are
-        served as with "auto". "auto" is "direct" where that can be, else what measures fastest for the pages that the
-        arena got.
+        "direct" multiplies from the arena without fetching, where that beats torch (`mmap.is_direct`). "auto" does so
+        too, and elsewhere takes what measures fastest for the pages that the arena got, as "direct" does there.
     """
 
     def __init__(self, database: Database, fetch: FetcherName = "auto") -> None:
@@ -75,7 +75,7 @@ class StoredMaps(MapSource):
         self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
     ) -> None:
         arena = self._database.arena(KIND_MAP, length)
-        if self._direct and can_multiply(arena.layout.dtype, values.dtype):
+        if self._direct and is_direct(arena.layout, values.dtype):
             multiply(arena, self._database.slots_of(KIND_MAP, layer, records), values, starts, context, rows)
         else:
             super().multiply(layer, length, records, values, starts, context, rows)
@@ -100,15 +100,15 @@ def _multiply(maps: Batch, n: int, values: Tensor, starts: Ints, context: Tensor
     copy a batch with an irregular stride. Otherwise one sequence at a time, whose converted map stays in the cache.
     """
     stacked = maps.stacked
-    heads = (stacked if stacked is not None else maps[0]).shape[-3]
-    if stacked is not None and stacked.dtype == values.dtype and stacked.is_contiguous():
+    heads = stacked.shape[1] if stacked is not None else maps[0].shape[0]
+    if stacked is not None and stacked.dim() == 4 and stacked.dtype == values.dtype and stacked.is_contiguous():
         v = torch.stack([values[start : start + n] for start in starts.tolist()]).view(len(rows), n, heads, -1)
         products = torch.matmul(stacked, v.transpose(1, 2))  # [g, h, n, d]
         for place, row in enumerate(rows.tolist()):
             context[row, :n].view(n, heads, -1).copy_(products[place].transpose(0, 1))
     else:
         for place, (start, row) in enumerate(zip(starts.tolist(), rows.tolist(), strict=True)):
-            apm = maps[place]
+            apm = unpack(maps[place])
             if apm.dtype != values.dtype:
                 apm = apm.to(values.dtype)
             v = values[start : start + n].view(n, heads, -1)

@@ -84,7 +84,8 @@ class Memoization:
         -------
         dict
             ``hit_rate``: share of attention calls served, Eq. 2 (sequences times layers, ineligible ones included).
-            ``layers``: per layer ``rows`` (sequences seen), ``queries`` (looked up), ``hits``,
+            ``layers``: per layer ``rows`` (sequences seen), ``queries`` (looked up), ``hits``, ``declined`` (near
+            enough, but too few in their batch to pay),
             ``mean_predicted_similarity`` of the hits, ``ms_spent`` (lookup, fetch and A·V), ``ms_saved`` (exact cost
             by the profile less what serving took; None without a profile), and what the gate says.
             ``ineligible``: sequences-times-layers by the reason why they stayed exact.
@@ -103,6 +104,7 @@ class Memoization:
                     "rows": s.rows,
                     "queries": s.queries,
                     "hits": s.hits,
+                    "declined": s.declined,
                     "hit_rate": s.hits / s.rows if s.rows else 0.0,
                     "mean_predicted_similarity": s.predicted / s.hits if s.hits else None,
                     "ms_spent": spent,
@@ -289,16 +291,16 @@ class _ServedModel(_Served):
 
     def __init__(self, handle: Memoization, model: nn.Module) -> None:
         super().__init__(handle, model)
-        engine = handle.engine
-        self._begin: Callable[..., Any] = torch.compiler.disable(engine.begin_forward)  # type: ignore[no-untyped-call]
-        self._end: Callable[..., Any] = torch.compiler.disable(engine.end_forward)  # type: ignore[no-untyped-call]
+        self._begin, self._end = handle.engine.begin_forward, handle.engine.end_forward
+        self._begin_untraced, self._end_untraced = _untraced(self._begin), _untraced(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin(self._module, args, kwargs)
+        traced = torch.compiler.is_compiling()
+        (self._begin_untraced if traced else self._begin)(self._module, args, kwargs)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
-            self._end()
+            (self._end_untraced if traced else self._end)()
 
 
 class _ServedLayer(_Served):
@@ -311,11 +313,21 @@ class _ServedLayer(_Served):
         def forward(*args: Any, **kwargs: Any) -> Any:
             return engine.attend(site, exact, args, kwargs)
 
-        # A lookup is not traceable; under torch.compile this is a graph break, not an error.
-        self._forward: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+        self._forward, self._forward_untraced = forward, _untraced(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._forward_untraced(*args, **kwargs)
         return self._forward(*args, **kwargs)
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile calls without looking inside: a lookup cannot be traced, so this is a graph break.
+
+    It costs microseconds at each call, hence only where something is being compiled.
+    """
+    hidden: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return hidden
 
 
 def _same(value: Any) -> Any:
@@ -328,7 +340,17 @@ def _open(
     if isinstance(database, Database):
         return database
     path = Path(database) if database is not None else find_database(fingerprint(fields))
-    return Database(path, residency)
+    if residency == "page-cache":
+        return Database(path, residency)
+    from tqdm.auto import tqdm
+
+    with tqdm(unit="B", unit_scale=True, desc="loading maps", leave=False, disable=None) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return Database(path, residency, tell)
 
 
 def _check_kind(database: Database, family: str, mask_kind: str, layers: int) -> None:

@@ -46,9 +46,10 @@
 #include <immintrin.h>
 #endif
 
-enum form { FLOAT32, FLOAT16, BFLOAT16, FORMS };
+/* What a map's numbers are. ROOT8: a byte q stands for q^2 / (sum of the row's q^2), see attmemo/db/forms.py. */
+enum form { FLOAT32, FLOAT16, BFLOAT16, ROOT8, FORMS };
 
-static const size_t item_bytes[FORMS] = {4, 2, 2};
+static const size_t item_bytes[FORMS] = {4, 2, 2, 1};
 
 enum { LINE = 64, MOST = 1 << 20 };
 
@@ -60,6 +61,7 @@ typedef struct {
     const int64_t *rows;    /* of each sequence in context */
     size_t count, heads, length, width, padded;
     enum form form;
+    bool triangle;       /* of each map only the lower triangle is stored, row after row */
     const float *values; /* [tokens, heads * width] */
     float *context;      /* [batch, padded, heads * width] */
     size_t parts;        /* each head's rows are split in so many tasks */
@@ -70,6 +72,12 @@ typedef struct {
 } Job;
 
 /* ---- the arithmetic, once for each instruction set -------------------------------------------------------------- */
+
+/* Items of one head before row `row`; of all its rows, if that is the length. */
+static inline size_t items_before(size_t row, size_t length, bool triangle)
+{
+    return triangle ? row * (row + 1) / 2 : row * length;
+}
 
 static inline float from_bits(uint32_t bits)
 {
@@ -106,6 +114,7 @@ static inline float from_half(uint16_t half)
 #define LANES 8
 #define ROWS 6
 #define COLUMNS 2
+#define BYTES(source) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(source))))
 #define HALVES(source) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source)))
 #define BRAINS(source)                                                                                                 \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
@@ -116,6 +125,7 @@ static inline float from_half(uint16_t half)
 #define LANES 16
 #define ROWS 6
 #define COLUMNS 4
+#define BYTES(source) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(source))))
 #define HALVES(source) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(source)))
 #define BRAINS(source)                                                                                                 \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
@@ -186,7 +196,8 @@ static bool check(const Job *job, size_t maps, size_t values, size_t context, si
         !is_fine(starts == job->count && rows == job->count, "offsets, starts and rows must be of one length"))
         return false;
     size_t columns = job->heads * job->width, line = columns * sizeof(float), map, sequence;
-    if (!is_fine(!__builtin_mul_overflow(job->heads * job->length, job->length * item_bytes[job->form], &map) &&
+    size_t items = items_before(job->length, job->length, job->triangle);
+    if (!is_fine(!__builtin_mul_overflow(job->heads * item_bytes[job->form], items, &map) &&
                      !__builtin_mul_overflow(job->padded, line, &sequence),
                  "these sizes do not fit in an address"))
         return false;
@@ -239,7 +250,7 @@ static bool run(Job *job, const Set *set, size_t threads)
 
 PyDoc_STRVAR(multiply_doc,
              "multiply($module, /, maps, offsets, form, heads, length, width, values, starts, context, rows, padded,\n"
-             "         threads, isa='')\n--\n\n"
+             "         threads, triangle=False, isa='')\n--\n\n"
              "context[rows[i], :length] = A.V of the map at byte offsets[i] of `maps` and values[starts[i]:][:length].\n\n"
              "`maps`, `values` (float32 [tokens, heads * width]) and `context` (float32 [batch, padded, heads * width],\n"
              "written) are contiguous buffers; offsets, starts and rows are buffers of int64. Rows of the context from\n"
@@ -247,15 +258,15 @@ PyDoc_STRVAR(multiply_doc,
 
 static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"maps",   "offsets", "form",    "heads", "length", "width",   "values",
-                            "starts", "context", "rows",    "padded", "threads", "isa",   NULL};
+    static char *names[] = {"maps",   "offsets", "form", "heads",  "length",  "width",    "values",
+                            "starts", "context", "rows", "padded", "threads", "triangle", "isa", NULL};
     Py_buffer maps, offsets, values, starts, context, rows;
     Py_ssize_t heads, length, width, padded, threads;
-    int form;
+    int form, triangle = 0;
     const char *isa = "";
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*y*innny*y*w*y*nn|s:multiply", names, &maps, &offsets, &form,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*y*innny*y*w*y*nn|ps:multiply", names, &maps, &offsets, &form,
                                      &heads, &length, &width, &values, &starts, &context, &rows, &padded, &threads,
-                                     &isa))
+                                     &triangle, &isa))
         return NULL;
 
     const Set *set = NULL;
@@ -279,6 +290,7 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, Py
                    .width = (size_t)width,
                    .padded = (size_t)padded,
                    .form = (enum form)form,
+                   .triangle = triangle != 0,
                    .values = values.buf,
                    .context = context.buf};
         done = check(&job, (size_t)maps.len, (size_t)values.len, (size_t)context.len, (size_t)starts.len / 8,

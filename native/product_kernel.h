@@ -2,8 +2,8 @@
  * product_kernel.h: the arithmetic of product.c for one instruction set. Included once for each; no guard.
  *
  * Before: ISA (suffix of the names), TARGET (attribute of the functions), LANES (floats in a vector), ROWS x COLUMNS
- * (rows and vectors kept in registers: ROWS * COLUMNS sums, COLUMNS of V and one of A must fit), and HALVES, BRAINS
- * (LANES float16 or bfloat16 to a vector), or nothing for plain C.
+ * (rows and vectors kept in registers: ROWS * COLUMNS sums, COLUMNS of V and one of A must fit), and HALVES,
+ * BRAINS, BYTES (LANES float16, bfloat16 or bytes to a vector of floats), or nothing for plain C.
  */
 
 #define NAME(name) JOIN(name, ISA)
@@ -11,14 +11,30 @@
 
 typedef float VECTOR __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* One row of a map as float32: `count` items, and whatever fits in the last vector. */
-TARGET static inline const float *NAME(unpack)(const char *map, enum form form, size_t first, size_t count, float *out)
+/* `count` items of a map from item `first` on, as float32; `scale` is what their sums are still to be multiplied with. */
+TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t first, size_t count, float *out,
+                                       float *scale)
 {
     size_t i = 0;
-    if (form == FLOAT32)
-        return (const float *)map + first;
     const uint16_t *source = (const uint16_t *)map + first;
-    if (form == FLOAT16) {
+    *scale = 1;
+    if (form == FLOAT32) {
+        memcpy(out, (const float *)map + first, count * sizeof(float));
+    } else if (form == ROOT8) {
+        const uint8_t *bytes = (const uint8_t *)map + first;
+        uint64_t sum = 0; /* of squares: exact, so it does not depend on the order */
+#ifdef BYTES
+        for (; i + LANES <= count; i += LANES) {
+            VECTOR root = BYTES(bytes + i);
+            *(VECTOR *)(out + i) = root * root;
+        }
+#endif
+        for (; i < count; i++)
+            out[i] = (float)bytes[i] * (float)bytes[i];
+        for (i = 0; i < count; i++)
+            sum += (uint64_t)bytes[i] * bytes[i];
+        *scale = 1 / (float)sum; /* of a row without probability: infinite, and the products are not numbers */
+    } else if (form == FLOAT16) {
 #ifdef HALVES
         for (; i + LANES <= count; i += LANES)
             *(VECTOR *)(out + i) = HALVES(source + i);
@@ -33,13 +49,12 @@ TARGET static inline const float *NAME(unpack)(const char *map, enum form form, 
         for (; i < count; i++)
             out[i] = from_bits((uint32_t)source[i] << 16);
     }
-    return out;
 }
 
 /* rows x columns sums in registers; always inlined with constants, so that the loops over them vanish. */
 TARGET static inline __attribute__((always_inline)) void
-NAME(block)(const float *const *a, size_t rows, size_t columns, const float *v, size_t wide, size_t length,
-            float *out, size_t line, size_t width)
+NAME(block)(const float *const *a, const float *scale, size_t rows, size_t columns, const float *v, size_t wide,
+            size_t length, float *out, size_t line, size_t width)
 {
     VECTOR sum[ROWS][COLUMNS];
 #pragma GCC unroll 8
@@ -65,6 +80,7 @@ NAME(block)(const float *const *a, size_t rows, size_t columns, const float *v, 
 #pragma GCC unroll 8
         for (size_t c = 0; c < columns; c++) {
             float *to = out + r * line + c * LANES;
+            sum[r][c] *= scale[r];
             if ((c + 1) * LANES <= width)
                 *(VECTOR *)to = sum[r][c];
             else
@@ -74,22 +90,22 @@ NAME(block)(const float *const *a, size_t rows, size_t columns, const float *v, 
 }
 
 /* The same for any number of columns; ROWS rows or a single one. */
-TARGET static void NAME(columns)(const float *const *a, size_t rows, const float *v, size_t wide, size_t length,
-                                 float *out, size_t line, size_t width)
+TARGET static void NAME(columns)(const float *const *a, const float *scale, size_t rows, const float *v, size_t wide,
+                                 size_t length, float *out, size_t line, size_t width)
 {
     size_t at = 0;
     if (rows == ROWS) {
         for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
-            NAME(block)(a, ROWS, COLUMNS, v + at, wide, length, out + at, line, width - at);
+            NAME(block)(a, scale, ROWS, COLUMNS, v + at, wide, length, out + at, line, width - at);
         for (; at + 2 * LANES <= wide; at += 2 * LANES)
-            NAME(block)(a, ROWS, 2, v + at, wide, length, out + at, line, width - at);
+            NAME(block)(a, scale, ROWS, 2, v + at, wide, length, out + at, line, width - at);
         for (; at < wide; at += LANES)
-            NAME(block)(a, ROWS, 1, v + at, wide, length, out + at, line, width - at);
+            NAME(block)(a, scale, ROWS, 1, v + at, wide, length, out + at, line, width - at);
     } else {
         for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
-            NAME(block)(a, 1, COLUMNS, v + at, wide, length, out + at, line, width - at);
+            NAME(block)(a, scale, 1, COLUMNS, v + at, wide, length, out + at, line, width - at);
         for (; at < wide; at += LANES)
-            NAME(block)(a, 1, 1, v + at, wide, length, out + at, line, width - at);
+            NAME(block)(a, scale, 1, 1, v + at, wide, length, out + at, line, width - at);
     }
 }
 
@@ -101,7 +117,7 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
     size_t length = job->length, width = job->width, line = job->heads * width;
     size_t wide = (width + LANES - 1) / LANES * LANES;
     const char *map =
-        job->maps + job->offsets[sequence] + head * length * length * item_bytes[job->form];
+        job->maps + job->offsets[sequence] + head * items_before(length, length, job->triangle) * item_bytes[job->form];
     const float *values = job->values + (size_t)job->starts[sequence] * line + head * width;
     float *context = job->context + (size_t)job->rows[sequence] * job->padded * line;
     float *packed = scratch, *unpacked = scratch + length * wide;
@@ -118,9 +134,22 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
             rows = ROWS;
         }
         const float *a[ROWS];
-        for (size_t r = 0; r < rows; r++)
-            a[r] = NAME(unpack)(map, job->form, (row + r) * length, length, unpacked + r * length);
-        NAME(columns)(a, rows, packed, wide, length, context + row * line + head * width, line, width);
+        float scale[ROWS];
+        size_t reach = job->triangle ? row + rows : length; /* of the last row: behind it all are zero */
+        for (size_t r = 0; r < rows; r++) {
+            size_t first_item = items_before(row + r, length, job->triangle);
+            size_t count = job->triangle ? row + r + 1 : length;
+            float *to = unpacked + r * length;
+            if (job->form == FLOAT32 && !job->triangle) {
+                a[r] = (const float *)map + first_item; /* as they lie */
+                scale[r] = 1;
+                continue;
+            }
+            NAME(unpack)(map, job->form, first_item, count, to, scale + r);
+            memset(to + count, 0, (reach - count) * sizeof(float));
+            a[r] = to;
+        }
+        NAME(columns)(a, scale, rows, packed, wide, reach, context + row * line + head * width, line, width);
     }
     if (head == 0 && first == 0 && job->padded > length)
         memset(context + length * line, 0, (job->padded - length) * line * sizeof(float));
@@ -135,3 +164,4 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
 #undef COLUMNS
 #undef HALVES
 #undef BRAINS
+#undef BYTES

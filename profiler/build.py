@@ -12,6 +12,7 @@ from attmemo.adapters import adapter_for, check_adapter
 from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
 from attmemo.errors import DataError, StorageFullError
 from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
+from attmemo.profiler.admit import Admission
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
@@ -32,6 +33,8 @@ class BuildOptions:
     batch_size: int = 16
     held_out: float = 0.15
     text_column: str | None = None
+    inputs: str = "auto"
+    admit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class BuildResult:
     bytes: int
     seconds: float
     stopped: str | None  # why it ended before the data did
+    alike: int = 0  # not stored, since a record has nearly the same maps
 
 
 def build_database(
@@ -92,12 +96,20 @@ def build_database(
         # Probabilities lie in [0, 1], where float16 has eight times the resolution of bfloat16; but a bfloat16 model
         # multiplies bfloat16 maps as they lie, on the matrix unit.
         storage = "bfloat16" if loaded.dtype == "bfloat16" else "float16"
+    inputs = options.inputs
+    if inputs == "auto":
+        inputs = "first" if storage == "uint8" else "all"
+    settings = {} if inputs == "all" else {"inputs": inputs}
     rows = read_texts(files, text_column=options.text_column, limit=options.limit)
     total = count_rows(files, limit=options.limit)
-    added = skipped = held = done = 0
+    added = skipped = held = done = alike = 0
     stopped = None
-    with DatabaseWriter(path, info, storage) as writer:
+    with DatabaseWriter(path, info, storage, settings) as writer:
         known = writer.stored_rows()
+        admission = None if options.admit is None else Admission(options.admit, writer.maps)
+        if admission is not None:
+            for record in range(writer.records):
+                admission.remember(record, writer.first_input(record))
         numbers = {str(f): writer.add_source(Path(f).name, digest(f)) for f in files}
         published = time.monotonic()
         try:
@@ -113,16 +125,21 @@ def build_database(
                     done += len(chunk) - len(fresh)
                     for batch in batches(_tokens(loaded, fresh, max_length), options.batch_size):
                         captured = capture.run(collate(loaded, batch))
-                        for item, (maps, inputs) in zip(batch, captured, strict=True):
+                        for item, (maps, hidden) in zip(batch, captured, strict=True):
                             if (
                                 options.max_bytes is not None
                                 and writer.stored_bytes + writer.cost(len(item)) > options.max_bytes
                             ):
                                 stopped = f"--max-bytes {options.max_bytes} reached"
                                 break
+                            if admission is not None and not admission.admits(maps, hidden[0]):
+                                alike += 1
+                                continue
                             row = fresh[item.row]
                             split = _split(numbers[row.source], row.row, options.held_out)
-                            writer.add(maps, inputs, Provenance(numbers[row.source], row.row, split))
+                            record = writer.add(maps, hidden, Provenance(numbers[row.source], row.row, split))
+                            if admission is not None:
+                                admission.remember(record, hidden[0])
                             added += 1
                             held += split == SPLIT_HELD_OUT
                         done += len(batch)
@@ -147,7 +164,7 @@ def build_database(
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
         writer.publish()
         spent = time.monotonic() - start
-        return BuildResult(path, writer.records, added, skipped, held, writer.stored_bytes, spent, stopped)
+        return BuildResult(path, writer.records, added, skipped, held, writer.stored_bytes, spent, stopped, alike)
 
 
 def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[Tokens]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.db import KIND_INPUT, KIND_MAP, Database
+from attmemo.db import Database
 from attmemo.engine import Engine
 from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import Batch
@@ -39,7 +39,7 @@ class MeanMaps(MapSource):
         if found is None:
             there = np.flatnonzero(self._database.records.lengths == length)
             some = there[np.linspace(0, len(there) - 1, min(MEAN_OF, len(there))).round().astype(int)]
-            found = torch.stack([self._database.slot(KIND_MAP, layer, int(r)).float() for r in some]).mean(0)
+            found = torch.stack([self._database.map(layer, int(r)).float() for r in some]).mean(0)
             self._means[layer, length] = found
         return found
 
@@ -51,10 +51,17 @@ class RandomMaps(MapSource):
         self._database, self._stored = database, StoredMaps(database)
 
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
+        return self._stored.fetch(layer, length, self._drawn(length, records))
+
+    def multiply(
+        self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
+    ) -> None:
+        self._stored.multiply(layer, length, self._drawn(length, records), values, starts, context, rows)
+
+    def _drawn(self, length: int, records: Ints) -> Ints:
         there = np.flatnonzero(self._database.records.lengths == length)
         # A multiplicative hash of the record instead of a generator: all layers must draw the same.
-        drawn = np.asarray([_stranger(int(r), there) for r in records], np.int64)
-        return self._stored.fetch(layer, length, drawn)
+        return np.asarray([_stranger(int(r), there) for r in records], np.int64)
 
     def close(self) -> None:
         self._stored.close()
@@ -99,7 +106,7 @@ def duplicate_share(database: Database, first_inputs: Iterator[Tensor]) -> float
         if length not in stored:
             continue
         if length not in stacks:
-            stacks[length] = torch.stack([database.slot(KIND_INPUT, 0, r)[:, :8].float() for r in stored[length]])
+            stacks[length] = torch.stack([database.input(0, r)[:, :8] for r in stored[length]])
         # Eight channels of every token tell texts apart; storage rounds, hence a tolerance.
         near = (stacks[length] - hidden[None, :, :8].float()).abs().amax((1, 2))
         hits += bool((near < 2e-2).any())

@@ -356,7 +356,7 @@ def _similarities(
                             best[layer, place] = _best(database, layer, maps[row : row + 1], there)
                             if found.records[row] >= 0 and found.distances[row] <= engine.radii[layer]:
                                 served[layer] += 1
-                                record = database.slot(KIND_MAP, layer, int(found.records[row]))
+                                record = database.map(layer, int(found.records[row]))
                                 true[layer].append(float(similarity_score(maps[row], record)))
     finally:
         unmemoized.enable()  # type: ignore[union-attr,operator]
@@ -376,7 +376,7 @@ def _best(database: Database, layer: int, apm: Tensor, records: np.ndarray[Any, 
     best = 0.0
     for part in np.array_split(records, max(1, len(records) * apm[0].numel() // (1 << 24))):
         if len(part):
-            stored = torch.stack([database.slot(KIND_MAP, layer, int(r)) for r in part])
+            stored = torch.stack([database.map(layer, int(r)) for r in part])
             best = max(best, float(similarity_matrix(apm, stored).max()))
     return best
 

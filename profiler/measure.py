@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attmemo.adapters import Site, adapter_for
-from attmemo.db import Database
+from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.train import Trained, held_out_scores
 from attmemo.memoization import memoize, unmemoize
 from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
@@ -41,11 +41,13 @@ def measure(
     """
     tell = progress or (lambda what, done, total: None)
     layers = database.manifest.model.layers
+    own = database.manifest.layers_kept(KIND_INPUT) == layers  # whether layers can look up for themselves
     longest = trained.longest
     sizes = _sizes(database, longest)
     exact: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
     hit: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
     lookup: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
+    miss: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
     sequence: list[tuple[list[int], float]] = []
     start = time.monotonic()
     for step, (batch, length) in enumerate(sizes):
@@ -57,17 +59,25 @@ def measure(
         lengths = [length] * batch
         for layer, ms in enumerate(_time_exact(loaded, inputs)):
             exact[layer].append((lengths, ms))
-        for mode in ("layer", "sequence"):
-            served, looked = _time_served(loaded, database, inputs, mode)
-            if mode == "sequence":
-                sequence.append((lengths, looked[0]))
-                continue
-            for layer in range(layers):
-                hit[layer].append((lengths, served[layer]))
+        served, looked = _time_served(loaded, database, inputs, "sequence")
+        sequence.append((lengths, looked[0]))
+        if batch > 1:
+            for layer, ms in enumerate(_time_misses(loaded, database, inputs)):
+                miss[layer].append(([length] * (batch // 2), ms))
+        if own:
+            served, looked = _time_served(loaded, database, inputs, "layer")
+        for layer in range(layers):
+            hit[layer].append((lengths, served[layer]))
+            if own:
                 lookup[layer].append((lengths, looked[layer]))
     tell("costs", len(sizes), len(sizes))
     costs = [
-        LayerCosts(CostModel.fit(exact[layer]), CostModel.fit(hit[layer]), CostModel.fit(lookup[layer]))
+        LayerCosts(
+            CostModel.fit(exact[layer]),
+            CostModel.fit(hit[layer]),
+            CostModel.fit(lookup[layer]) if own else CostModel(0.0, 0.0, 0.0),
+            CostModel.fit(miss[layer]) if miss[layer] else None,
+        )
         for layer in range(layers)
     ]
     stored = [length for length in database.lengths if length <= longest]
@@ -159,3 +169,26 @@ def _time_served(
         [median(column) for column in zip(*served[1:], strict=True)],
         [median(column) for column in zip(*looked[1:], strict=True)],
     )
+
+
+def _time_misses(loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]]) -> list[float]:
+    """Milliseconds per layer of every second row, missed in a batch of which the others are served."""
+    memoize(loaded.model, 0.0, database, lookup="sequence", gate=False)
+    try:
+        handle: Any = loaded.model.attmemo
+        find = handle.engine.find
+
+        def find_half(*args: Any) -> Any:
+            found = find(*args)
+            found.records[1::2] = -1
+            return found
+
+        handle.engine.find = find_half
+        spent = []
+        for turn in inputs:
+            handle.reset_stats()
+            _run(loaded, turn)
+            spent.append([row["ms_misses"] for row in handle.stats()["layers"]])
+    finally:
+        unmemoize(loaded.model)
+    return [median(column) for column in zip(*spent[1:], strict=True)]

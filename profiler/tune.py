@@ -24,7 +24,7 @@ from attmemo.db import Database, DatabaseWriter
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.memoization import Memoization, memoize, unmemoize
-from attmemo.perfmodel import choose_from_counts, choose_policy, split_halves
+from attmemo.perfmodel import choose_from_counts, choose_policy, choose_threshold, sequences_needed, split_halves
 from attmemo.profiler.answers import Batch, ask, changed, harm, prepare
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import LoadedModel, Tokens
@@ -33,6 +33,7 @@ from attmemo.profiler.open import open_model, open_texts
 Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
+RADII = tuple(round(0.01 * 1.1**step, 6) for step in range(48))  # 0.01 to 0.88: candidates when there is little data
 NEVER = 1.0  # a threshold that only a prediction of perfect similarity reaches
 
 
@@ -116,6 +117,8 @@ def _tune_sequence(
 ) -> dict[str, Any]:
     layers = database.manifest.model.layers
     total = len(exact)
+    if total < 2 * sequences_needed(options.budget, options.confidence) - 1:
+        return _tune_one_radius(loaded, database, prepared, exact, options, tell)
     with _serving(loaded, database, "sequence") as handle:
         engine = handle.engine
         distances = _distances(loaded, engine, prepared, total)
@@ -148,6 +151,47 @@ def _tune_sequence(
                 thresholds[layer] = min(NEVER, float(curves[layer].predict(radius)) + 1e-9)
     kept = {k: v for k, v in result.to_dict().items() if k != "radii"}
     return kept | {"thresholds": thresholds, "groups": groups, "sentence": result.sentence()}
+
+
+def _tune_one_radius(
+    loaded: LoadedModel,
+    database: Database,
+    prepared: Sequence[Batch],
+    exact: torch.Tensor,
+    options: TuneOptions,
+    tell: Progress,
+) -> dict[str, Any]:
+    """One distance for all layers, where there is too little data to choose one for each and certify it on the rest.
+
+    The candidates are fixed beforehand and tested from the strictest on, so no half has to be set aside for choosing.
+    """
+    layers, total = database.manifest.model.layers, len(exact)
+    with _serving(loaded, database, "sequence") as handle:
+        engine = handle.engine
+        distances = _distances(loaded, engine, prepared, total)
+        curves = engine.curves
+        reach = min(float(curve.distances[-1]) for curve in curves)
+        _serve_only(engine, range(layers))
+        given = ask(loaded, prepared, progress=partial(_tell_done, tell, "all layers", total))
+    scores = np.where(distances <= reach, 1.0 - distances, -1.0)
+    result = choose_threshold(
+        scores,
+        changed(loaded.kind, exact, given, options.min_cosine).numpy(),
+        options.budget,
+        options.confidence,
+        [1.0 - radius for radius in RADII],
+        allow_uncertified=options.allow_uncertified,
+    )
+    kept = result.to_dict()
+    kept["path"] = kept.pop("curve")
+    found = kept.pop("threshold")
+    thresholds = [NEVER] * layers
+    if found is not None:
+        thresholds = [min(NEVER, float(curve.predict(1.0 - found)) + 1e-9) for curve in curves]
+    said = result.sentence().replace(
+        f"hreshold {found:g}" if found is not None else "\0", f"he distance {1.0 - (found or 0.0):.4g} for all layers"
+    )
+    return kept | {"thresholds": thresholds, "groups": [list(range(layers))], "sentence": said}
 
 
 def _tune_layer(

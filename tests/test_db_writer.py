@@ -33,7 +33,7 @@ from test_db_tools import (
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db import writer as writer_module
-from attmemo.db.format import DTYPES
+from attmemo.db.forms import STORAGE, TYPES, pack, type_of
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
 
 # -- round trip
@@ -41,7 +41,7 @@ from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedEr
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    storage=st.sampled_from(sorted(DTYPES)),
+    storage=st.sampled_from(sorted(STORAGE)),
     lengths=st.lists(st.integers(1, 37), min_size=1, max_size=6),
     layers=st.integers(1, 3),
     heads=st.integers(1, 3),
@@ -53,7 +53,6 @@ def test_a_stored_map_comes_back_changed(
 ) -> None:
     """Any storage type, odd lengths, several records of one length: each slot is exactly what was given."""
     model = dataclasses.replace(MODEL, layers=layers, heads=heads, hidden=hidden)
-    dtype = DTYPES[storage]
     with memory_directory() as folder:
         with DatabaseWriter(folder / "db", model, storage) as writer:
             for row, length in enumerate(lengths):
@@ -67,9 +66,11 @@ def test_a_stored_map_comes_back_changed(
                 maps, inputs = sequence(row, length, model)
                 for layer in range(layers):
                     for kind, given_tensor in ((KIND_MAP, maps[layer]), (KIND_INPUT, inputs[layer])):
-                        stored = database.slot(kind, layer, row)
-                        assert stored.dtype == dtype
-                        assert torch.equal(stored, given_tensor.to(dtype))
+                        stored, name = database.slot(kind, layer, row), type_of(kind, storage)
+                        plain = given_tensor.to(TYPES[name])
+                        expected = pack(given_tensor, name, False) if kind == KIND_MAP else plain
+                        assert stored.dtype == expected.dtype
+                        assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
             assert list(database.check()) == []
 
 

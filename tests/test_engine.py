@@ -137,8 +137,8 @@ def hit_rows(model: Any, inputs: Inputs) -> list[list[bool]]:
     engine = handle_of(model).engine
     decide, seen = engine._accept, {}
 
-    def watched(layer: int, found: Any, lengths: list[int]) -> Any:
-        rows = decide(layer, found, lengths)
+    def watched(layer: int, found: Any, lengths: list[int], padded: int) -> Any:
+        rows = decide(layer, found, lengths, padded)
         seen[layer] = [row in rows for row in range(len(lengths))]
         return rows
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo import _kernels
+from attmemo.db.forms import TYPES, pack, unpack
 from attmemo.errors import DatabaseTruncatedError
-from attmemo.mmap import Arena, SlotLayout, can_multiply, multiply
+from attmemo.mmap import Arena, SlotLayout, is_direct, multiply
 from attmemo.mmap.product import _FORMS
 
 SETS = _kernels.instruction_sets()
@@ -49,6 +50,7 @@ def call(**changes: Any) -> torch.Tensor:
 @given(
     isa=st.sampled_from(SETS),
     dtype=st.sampled_from(sorted(_FORMS, key=str)),
+    causal=st.booleans(),
     heads=st.integers(1, 3),
     length=st.integers(1, 40),
     width=st.one_of(st.integers(1, 20), st.sampled_from([32, 48, 64, 80, 128])),
@@ -60,6 +62,7 @@ def call(**changes: Any) -> torch.Tensor:
 def test_the_product_is_that_of_float64(
     isa: str,
     dtype: torch.dtype,
+    causal: bool,
     heads: int,
     length: int,
     width: int,
@@ -69,7 +72,11 @@ def test_the_product_is_that_of_float64(
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    maps = torch.rand(5, heads, length, length, generator=generator).mul(4).softmax(-1).to(dtype)
+    scores = torch.rand(5, heads, length, length, generator=generator).mul(4)
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    name = next(name for name, known in TYPES.items() if known == dtype)
+    maps = torch.stack([pack(apm, name, causal) for apm in scores.softmax(-1)])
     stride = maps[0].numel() * maps.element_size()
     slots = torch.randint(0, 5, (batch,), generator=generator)
     starts = torch.randperm(batch, generator=generator) * length + 2
@@ -89,11 +96,12 @@ def test_the_product_is_that_of_float64(
         rows=rows.numpy(),
         padded=length + padding,
         threads=threads,
+        triangle=causal,
         isa=isa,
     )
     for slot, start, row in zip(slots.tolist(), starts.tolist(), rows.tolist(), strict=True):
         v = values[start : start + length].view(length, heads, width).transpose(0, 1).double()
-        expected = (maps[slot].double() @ v).transpose(0, 1).reshape(length, heads * width)
+        expected = (unpack(maps[slot]).double() @ v).transpose(0, 1).reshape(length, heads * width)
         assert torch.allclose(context[row, :length].double(), expected, atol=1e-5)
         assert bool((context[row, length:] == 0).all())
     untouched = [row for row in range(batch + 2) if row not in rows.tolist()]
@@ -113,7 +121,7 @@ def test_a_sequence_gives_the_same_bits_in_any_company_and_with_any_number_of_th
             picked = np.array(group, np.int64)
             _kernels.multiply(
                 maps.view(torch.uint8).numpy(), picked * stride, 1, heads, length, width, values.numpy(),
-                picked * length, context.numpy(), picked, length, threads, isa,
+                picked * length, context.numpy(), picked, length, threads, isa=isa,
             )  # fmt: skip
             found[threads, len(group)] = context[4].clone()
     first = found[1, 1]
@@ -129,7 +137,8 @@ def test_every_half_precision_number_is_read_as_it_is() -> None:
             context = torch.empty(65536, 1, 1)
             _kernels.multiply(
                 numbers.view(torch.uint8).numpy(), np.arange(65536) * 2, _FORMS[dtype], 1, 1, 1,
-                np.ones((1, 1), np.float32), np.zeros(65536, np.int64), context.numpy(), np.arange(65536), 1, 2, isa,
+                np.ones((1, 1), np.float32), np.zeros(65536, np.int64), context.numpy(), np.arange(65536), 1, 2,
+                isa=isa,
             )  # fmt: skip
             seen, expected = (t.nan_to_num(0.5, 1e38, -1e38) for t in (context.flatten(), numbers.float()))
             assert torch.equal(seen, expected), (dtype, isa)
@@ -154,7 +163,7 @@ def test_what_is_not_a_number_in_a_map_does_not_come_out_as_one() -> None:
         ({"rows": np.array([3, 0], np.int64)}, "outside the context"),
         ({"rows": np.array([-1, 0], np.int64)}, "outside the context"),
         ({"rows": np.array([1, 1], np.int64)}, "named twice"),
-        ({"form": 3}, "no such form"),
+        ({"form": 4}, "no such form"),
         ({"form": -1}, "no such form"),
         ({"heads": 0}, "must be positive"),
         ({"heads": 2**40, "width": 2**40}, "below 2"),
@@ -199,7 +208,7 @@ class TestArena:
                 stream.write(apm.view(torch.uint8).numpy().tobytes().ljust(layout.stride, b"\xff"))
         return Arena(file, layout), maps
 
-    @pytest.mark.parametrize("dtype", sorted(_FORMS, key=str))
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_slots_are_found_where_the_layout_says(self, tmp_path: Path, dtype: torch.dtype) -> None:
         arena, maps = self.make(tmp_path, dtype)
         values, context = torch.randn(18, 10), torch.empty(2, 9, 10)
@@ -226,7 +235,31 @@ class TestArena:
             with pytest.raises(ValueError, match="cannot multiply"):
                 multiply(arena, [0], values, none, context, none)
 
-    def test_values_in_half_precision_are_left_to_torch(self) -> None:
-        assert can_multiply(torch.float16, torch.float32)
-        assert not can_multiply(torch.bfloat16, torch.bfloat16)
-        assert not can_multiply(torch.uint8, torch.float32)
+    def test_values_in_half_precision_are_left_to_torch_where_it_can_read_the_maps(self) -> None:
+        whole = SlotLayout.paged((2, 9, 9), torch.bfloat16)
+        assert is_direct(whole, torch.float32)
+        assert not is_direct(whole, torch.bfloat16)
+        assert is_direct(SlotLayout.paged((2, 45), torch.bfloat16), torch.bfloat16)
+        assert is_direct(SlotLayout.paged((2, 9, 9), torch.uint8), torch.bfloat16)
+        assert not is_direct(SlotLayout.paged((2, 9, 9), torch.int8), torch.float32)
+
+    def test_a_triangle_of_a_size_that_is_none_is_refused(self, tmp_path: Path) -> None:
+        layout = SlotLayout.paged((2, 44), torch.float32, slots=1)
+        (tmp_path / "t.slots").write_bytes(bytes(layout.file_bytes))
+        none = np.array([0])
+        with Arena(tmp_path / "t.slots", layout) as arena, pytest.raises(ValueError, match="cannot multiply"):
+            multiply(arena, [0], torch.randn(9, 10), none, torch.empty(1, 9, 10), none)
+
+    def test_values_in_half_precision_are_rounded_once(self, tmp_path: Path) -> None:
+        layout = SlotLayout.paged((2, 9, 9), torch.uint8, slots=1)
+        apm = torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(1)).softmax(-1)
+        body = pack(apm, "uint8", False).numpy().tobytes()
+        (tmp_path / "t.slots").write_bytes(body.ljust(layout.stride, b"\0"))
+        values, context = torch.randn(9, 10).bfloat16(), torch.full((3, 11, 10), POISON).bfloat16()
+        with Arena(tmp_path / "t.slots", layout) as arena:
+            multiply(arena, [0], values, np.array([0]), context, np.array([1]))
+        v = values.float().view(9, 2, 5).transpose(0, 1)
+        expected = (unpack(pack(apm, "uint8", False)) @ v).transpose(0, 1).reshape(9, 10)
+        assert torch.allclose(context[1, :9].float(), expected, atol=2e-2)
+        assert bool((context[1, 9:] == 0).all())
+        assert bool((context[[0, 2]] == POISON).all())

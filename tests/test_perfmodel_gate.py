@@ -422,3 +422,41 @@ def test_the_state_does_not_pass_the_mean_off_as_the_rate_of_a_layer() -> None:
     assert (shared["queries"], shared["hits"], shared["hit_rate"]) == (4, 2.5, 0.625)
     assert [row["predicted_hit_rate"] for row in layers] == [1.0, 0.5]
     assert [(row["queries"], row["hits"], row["hit_rate"]) for row in layers] == [(4, None, None)] * 2
+
+
+class TestMixedBatches:
+    """A few hits in a large batch: serving them would cost more than it saves."""
+
+    def gate(self, miss: CostModel | None, **options: Any) -> Gate:
+        profile = a_profile()
+        exact, hit = CostModel(0.01, 0.0, 1.0), CostModel(0.001, 0.0, 0.2)
+        costs = [LayerCosts(exact, hit, CostModel(0, 0, 0.1), miss)] * 2
+        return Gate(
+            Profile(costs, profile.rates, profile.rates_sequence, profile.lookup_sequence, 2, "float32"),
+            0.5,
+            "layer",
+            2,
+            **options,
+        )
+
+    def test_are_served_from_the_number_of_hits_on_that_pays(self) -> None:
+        # The whole: 1 + 0.01 * 320 = 4.2 ms. Two parts: 0.2 + 0.001 * 10 h, and 1.5 + 0.011 * 10 (32 - h).
+        gate = self.gate(CostModel(0.011, 0.0, 1.5))
+        pays = [gate.pays(0, [10] * hits, 32, 10) for hits in range(1, 33)]
+        expected = [0.2 + 0.01 * h + (1.5 + 0.11 * (32 - h) if h < 32 else 0.0) < 4.2 for h in range(1, 33)]
+        assert pays == expected
+        assert not pays[0]
+        assert pays[-1]
+
+    def test_are_always_served_where_nothing_was_measured_or_nobody_asks_for_speed(self) -> None:
+        dear = CostModel(1.0, 0.0, 100.0)
+        assert not self.gate(dear).pays(0, [10], 32, 10)
+        assert self.gate(None).pays(0, [10], 32, 10)
+        assert self.gate(dear, always=True).pays(0, [10], 32, 10)
+        assert Gate(None, 0.5, "layer", 2).pays(0, [10], 32, 10)
+
+    def test_the_cost_of_misses_survives_being_stored(self) -> None:
+        profile = self.gate(CostModel(0.011, 0.0, 1.5))._profile
+        assert profile is not None
+        assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))).costs == profile.costs
+        assert Profile.from_dict(a_profile().to_dict()).costs[0].miss is None

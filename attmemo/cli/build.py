@@ -50,11 +50,29 @@ def build_database(
     ] = None,
     limit: Limit = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Literal["auto", "float32", "bfloat16", "float16", "uint8"],
         typer.Option(
-            help="How maps are stored. auto: float16, for a bfloat16 model bfloat16; float32 takes twice the space."
+            help="How maps are stored. auto: float16, for a bfloat16 model bfloat16; float32 takes twice the space, "
+            "uint8 half of it."
         ),
     ] = "auto",
+    inputs: Annotated[
+        Literal["auto", "all", "first"],
+        typer.Option(
+            help="Layers whose hidden states are kept: a lookup in each layer needs all, one for the whole sequence "
+            "the first. auto: the first with --dtype uint8, else all."
+        ),
+    ] = "auto",
+    admit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SCORE",
+            min=0.0,
+            max=1.0,
+            help="Leave out texts of which a stored record has the maps already, every layer's at least this similar: "
+            "0.98 is a good start.  [default: store all]",
+        ),
+    ] = None,
     model_dtype: Annotated[
         Literal["float32", "bfloat16"],
         typer.Option(help="What the model computes in; serve it in the same precision."),
@@ -96,7 +114,7 @@ def build_database(
 
         files = data_files(data, more)
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
-        options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column)
+        options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
         out.say(f"Loading {model}")
         loaded = load_model(model, model_dtype, device)
         done = build(loaded, files, destination, options, lambda done, total: out.stages("capturing", done, total))
@@ -105,6 +123,8 @@ def build_database(
             f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "
             f"{done.seconds:.1f} s"
         )
+        if done.alike:
+            out.say(f"  {done.alike:,} were not stored: a record has nearly the same maps.")
         if done.stopped:
             out.say(f"  Stopped before the end of the data: {done.stopped}. More: a larger --max-bytes.")
         out.say(f"Next: attmemo train-embedder {shlex.quote(str(done.path))}")

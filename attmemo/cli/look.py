@@ -58,7 +58,31 @@ def summarize(database: Database) -> dict[str, Any]:
         "not_indexed": len(database) - indexed,
         "embedder": None if embedder is None else {"backend": embedder.backend, "records": indexed, **embedder.report},
         "profile": profile and {key: profile.get(key) for key in ("threads", "dtype", "costs")},
+        "hit_rates": None if profile is None else hit_rates(profile, manifest.tuning, manifest.model.layers),
         "tuning": manifest.tuning,
+    }
+
+
+def hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:
+    """Share of held-out texts that would be served, by layer and token length, at the tuned thresholds or at 0.9."""
+    from attmemo.perfmodel import Profile
+
+    found = Profile.from_dict(profile)
+    lookup = "sequence" if tuning is None else tuning.get("lookup", "sequence")
+    thresholds = [0.9] * layers if tuning is None else tuning["thresholds"]
+    rates = found.rates_sequence if lookup == "sequence" else found.rates
+    table = [
+        {str(n): rates.alpha(threshold, layer, n) for n in rates.stored if rates.samples(layer, n)}
+        for layer, threshold in enumerate(thresholds)
+    ]
+    weights = {str(n): rates.samples(0, n) for n in rates.stored if rates.samples(0, n)}
+    total = sum(weights.values())
+    return {
+        "lookup": lookup,
+        "thresholds": thresholds,
+        "held_out": total,
+        "by_layer": [sum(row.get(n, 0.0) * w for n, w in weights.items()) / total if total else 0.0 for row in table],
+        "by_layer_and_length": table,
     }
 
 
@@ -73,7 +97,7 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
         findings = []
         with Database(db) as database:
-            slots = len(database) * database.manifest.model.layers * len(KINDS)
+            slots = len(database) * sum(map(database.manifest.layers_kept, KINDS))
             for finding in database.check(lambda done, total: out.stages("checking slots", done, total)):
                 findings.append(asdict(finding))
                 out.say(f"{finding.where}: {finding.what}")
@@ -138,5 +162,14 @@ def _show(out: Output, found: dict[str, Any]) -> None:
         out.table("Records by tokens", (), histogram({int(k): v for k, v in found["lengths"].items()}))
     if embedder and embedder.get("layers"):
         show_layers(out, embedder["layers"])
+    rates = found["hit_rates"]
+    if rates and rates["held_out"]:
+        title = f"Held-out texts that would be served, of {rates['held_out']} (by length: --json)"
+        shares = [f"{100 * share:.0f} %" for share in rates["by_layer"]]
+        out.table(
+            title,
+            ("layer", "threshold", "served"),
+            [(cell(n), f"{t:.3f}", s) for n, (t, s) in enumerate(zip(rates["thresholds"], shares, strict=True))],
+        )
     if found["tuning"]:
         show_tuning(out, found["tuning"])

@@ -2,7 +2,8 @@
 
 from attmemo.db.catalogue import SPLIT_HELD_OUT, SPLIT_TRAIN
 from attmemo.db.database import Database, Finding, cache_directory, default_path, find_database
-from attmemo.db.format import KIND_INPUT, KIND_MAP, SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
+from attmemo.db.format import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
+from attmemo.db.forms import KIND_INPUT, KIND_MAP
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
 from attmemo.db.writer import DatabaseWriter, Provenance
 

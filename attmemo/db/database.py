@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,21 +13,25 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from attmemo.db import format as fmt
 from attmemo.db.catalogue import Catalogue, Snapshot
-from attmemo.db.format import KIND_MAP, KINDS, Manifest, SlotClass
+from attmemo.db.format import KINDS, Manifest, SlotClass
+from attmemo.db.forms import KIND_INPUT, KIND_MAP, unpack
 from attmemo.db.index import LayerIndex
 from attmemo.errors import (
     DatabaseCorruptError,
     DatabaseError,
     DatabaseNotFoundError,
     EmbedderMissingError,
+    GenerationMismatchError,
     PageSizeError,
 )
 from attmemo.mmap import Arena, Residency, page_size
 
+_LOG = logging.getLogger("attmemo")
 Progress = Callable[[int, int], None]
 
 
@@ -49,7 +54,10 @@ class Database:
     path : path-like
         Database directory.
     residency : {"page-cache", "hugepages"}
-        Where maps are served from; ``"hugepages"`` loads them into 2 MiB pages if the machine gives any.
+        Where maps are served from; ``"hugepages"`` loads all of them into 2 MiB pages now, if the machine gives any.
+        Where it does not they stay in the page cache, and one line in the log says what would help.
+    progress : callable, optional
+        Called with (bytes loaded, bytes in total) while they are.
 
     Attributes
     ----------
@@ -64,13 +72,19 @@ class Database:
         The first rule that is broken.
     """
 
-    def __init__(self, path: str | os.PathLike[str], residency: Residency = "page-cache") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        residency: Residency = "page-cache",
+        progress: Progress | None = None,
+    ) -> None:
         self.path = Path(path)
         self.residency: Residency = residency
         self.manifest: Manifest = fmt.read_manifest(self.path)
         self._arenas: dict[str, Arena] = {}
         self._indexes: dict[int, LayerIndex] = {}
         self._opening = threading.Lock()
+        self._closed = False
         if self.manifest.page_size % page_size():
             raise PageSizeError(
                 f"{self.path} was built for pages of {self.manifest.page_size} bytes; these have {page_size()}.",
@@ -85,6 +99,8 @@ class Database:
         finally:
             catalogue.close()
         self._check_references()
+        if residency == "hugepages":
+            self._load(progress)
 
     # -- ask
 
@@ -120,15 +136,28 @@ class Database:
         arena = self._arenas.get(found.name)
         if arena is None:
             with self._opening:
+                self._check_open()
                 arena = self._arenas.get(found.name)
                 if arena is None:
                     # Inputs are read by training only, never while serving: they stay in the page cache.
                     residency: Residency = self.residency if kind == KIND_MAP else "page-cache"
-                    arena = self._arenas[found.name] = Arena(self.path / found.file, found.layout, residency)
+                    arena = self._open_arena(found, residency)
         return arena
 
     def slot(self, kind: str, layer: int, record: int) -> Tensor:
-        """A map ``[heads, n, n]`` or hidden states ``[n, hidden]``, a read-only view: clone to keep or write."""
+        """A slot as it is stored; a copy, to keep and to write."""
+        return self.view(kind, layer, record).clone()
+
+    def map(self, layer: int, record: int) -> Tensor:
+        """A record's map ``[heads, n, n]``, float32 from 8 bits, else in the stored type. To be read only."""
+        return unpack(self.view(KIND_MAP, layer, record))
+
+    def input(self, layer: int, record: int) -> Tensor:
+        """A record's hidden states as they entered the layer, ``[n, hidden]``, float32."""
+        return self.view(KIND_INPUT, layer, record).float()
+
+    def view(self, kind: str, layer: int, record: int) -> Tensor:
+        """A slot where it lies, without a copy. To be read only: the pages are, and a store ends the process."""
         length = int(self.records.lengths[record])
         return self.arena(kind, length).slot(int(self.records.slots[record, KINDS.index(kind), layer]))
 
@@ -145,6 +174,7 @@ class Database:
         found = self._indexes.get(layer)
         if found is None:
             with self._opening:
+                self._check_open()
                 found = self._indexes.get(layer)
                 if found is None:
                     embedder = self.embedder_ref()
@@ -173,6 +203,7 @@ class Database:
         except OSError as error:
             raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._train()) from error
         if digest != ref.digest:
+            self._check_generation(file)
             raise DatabaseCorruptError(
                 f"{file} has digest {digest[:16]}…, expected {ref.digest[:16]}….", self._train()
             )
@@ -191,26 +222,21 @@ class Database:
         Finding
             In the order found; none if the database is whole.
         """
-        layers = self.manifest.model.layers
-        total, done = len(self) * layers * len(KINDS), 0
-        used: dict[str, set[int]] = {}
+        kept = {kind: self.manifest.layers_kept(kind) for kind in KINDS}
+        total, done = len(self) * sum(kept.values()), 0
         for record in range(len(self)):
             length = int(self.records.lengths[record])
             for k, kind in enumerate(KINDS):
                 found = self._classes[(kind, length)]
                 arena = self.arena(kind, length)
-                seen = used.setdefault(found.name, set())
-                for layer in range(layers):
+                for layer in range(kept[kind]):
                     slot = int(self.records.slots[record, k, layer])
                     where = f"{found.file}, slot {slot} (record {record}, layer {layer})"
-                    if slot in seen:
-                        yield Finding(where, "the slot belongs to two records")
-                    seen.add(slot)
                     payload = arena.slot_bytes(slot)
                     checksum = fmt.slot_checksum(self.manifest.uuid, found.name, slot, payload)
                     if checksum != int(self.records.checksums[record, k, layer]):
                         yield Finding(where, "the bytes do not match their checksum")
-                done += layers
+                done += kept[kind]
                 if progress is not None:
                     progress(done, total)
         for found in self.manifest.classes:
@@ -232,11 +258,12 @@ class Database:
     # -- do
 
     def close(self) -> None:
-        """Unmap everything. Views that are still held stay valid."""
-        for arena in self._arenas.values():
+        """Unmap everything. Views that are still held stay valid. Closing twice is fine."""
+        with self._opening:
+            self._closed = True
+            arenas, self._arenas, self._indexes = self._arenas, {}, {}
+        for arena in arenas.values():
             arena.close()
-        self._arenas.clear()
-        self._indexes.clear()
 
     def __enter__(self) -> Database:
         return self
@@ -251,19 +278,66 @@ class Database:
 
     # -- inside
 
+    def _load(self, progress: Progress | None) -> None:
+        """Open every arena of maps, which loads it, and say once where they could not be had as asked."""
+        classes = [found for found in self.manifest.classes if found.kind == KIND_MAP]
+        total, done = sum(found.layout.file_bytes for found in classes), 0
+        notices = []
+        for found in classes:
+            arena = self._open_arena(found, "hugepages", _shifted(progress, done, total))
+            done += found.layout.file_bytes
+            if arena.notice is not None:
+                notices.append(arena.notice)
+            if progress is not None:
+                progress(done, total)
+        if notices:
+            more = f" (the same for {len(notices) - 1} more of {len(classes)} arenas)" if notices[1:] else ""
+            _LOG.warning("attmemo: %s%s", notices[0], more)
+
+    def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
+        arena = self._arenas[found.name] = Arena(self.path / found.file, found.layout, residency, progress)
+        return arena
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DatabaseError(f"{self.path} was closed", f"open it again: Database({str(self.path)!r})")
+
+    def _check_generation(self, file: Path) -> None:
+        """If a derived file says whose it is, and it is not this manifest's: say that instead of a digest."""
+        try:
+            with safe_open(str(file), framework="np") as container:
+                owner = container.metadata() or {}
+        except (SafetensorError, OSError, ValueError):
+            return
+        if "database" in owner and owner["database"] != self.manifest.uuid:
+            raise GenerationMismatchError(
+                f"{file} belongs to database {owner['database'][:8]}…, expected {self.manifest.uuid[:8]}….",
+                self._train(),
+            )
+        if "generation" in owner:
+            raise GenerationMismatchError(
+                f"{file} was written for generation {owner['generation'][:20]}, which is not the one that "
+                f"{fmt.MANIFEST} (generation {self.manifest.generation}) names.",
+                self._train(),
+            )
+
     def _check_references(self) -> None:
-        records, layers = self.records, self.manifest.model.layers
+        records = self.records
         for length in np.unique(records.lengths).tolist():
             rows = records.lengths == length
             for k, kind in enumerate(KINDS):
                 found = self._classes.get((kind, length))
                 if found is None:
                     raise self._corrupt(f"a record has {length} tokens, but there are no {kind} slots of that length")
-                if int(records.slots[rows, k, :].max()) >= found.slots:
+                slots = records.slots[rows, k, : self.manifest.layers_kept(kind)]
+                if int(slots.max()) >= found.slots:
                     raise self._corrupt(f"a record names a slot beyond the {found.slots} of {found.name}")
+                if len(np.unique(slots)) != slots.size:
+                    raise self._corrupt(f"two records name the same slot of {found.name}")
         if len(records) and records.sources.max() >= max(1, len(self.manifest.sources)):
             raise self._corrupt("a record names a data source that is not listed")
         for found in self.manifest.classes:
+            layers = self.manifest.layers_kept(found.kind)
             if found.slots % layers:
                 raise self._corrupt(f"{found.name} has {found.slots} slots, not a multiple of {layers} layers")
         embedder = self.manifest.embedder
@@ -292,6 +366,11 @@ class Database:
 
     def _train(self) -> str:
         return f"attmemo train-embedder {self.path}"
+
+
+def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """The progress of one arena as a part of that of all."""
+    return None if progress is None else lambda done, _: progress(before + done, total)
 
 
 def cache_directory() -> Path:

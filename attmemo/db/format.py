@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import xxhash
 
+from attmemo.db.forms import KIND_INPUT, KIND_MAP, STORAGE, TYPES, map_shape, type_of
 from attmemo.errors import (
     DatabaseCorruptError,
     DatabaseError,
@@ -40,10 +40,9 @@ MANIFEST: Final = "MANIFEST.json"
 CATALOGUE: Final = "catalogue"
 ARENA: Final = "arena"
 LOCK: Final = "builder.lock"
-KIND_MAP: Final = "map"  # a layer's attention map over valid tokens, [heads, n, n]
-KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hidden]
 KINDS: Final = (KIND_MAP, KIND_INPUT)
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CAUSAL: Final = "causal"  # mask kind of a model whose maps are lower triangles
+INPUTS: Final = ("all", "first")  # setting: the layers whose hidden states are kept
 ARENA_MAGIC: Final = b"ATTMEMO1"
 HEADER_BYTES: Final = 512  # of an arena file; zeros, or a hole, follow up to the first slot
 MAX_MANIFEST_BYTES: Final = 256 << 20
@@ -75,7 +74,7 @@ class SlotClass:
     @property
     def layout(self) -> SlotLayout:
         """The same, as the mapping room understands it."""
-        return SlotLayout(self.shape, DTYPES[self.dtype], self.stride, self.header, self.slots)
+        return SlotLayout(self.shape, TYPES[self.dtype], self.stride, self.header, self.slots)
 
     @classmethod
     def make(cls, kind: str, length: int, shape: tuple[int, ...], dtype: str) -> SlotClass:
@@ -84,9 +83,9 @@ class SlotClass:
         Slots of 2 MiB and more begin at a multiple of 2 MiB: some file systems then give huge pages by themselves.
         The header's unused part is a hole in the file.
         """
-        layout = SlotLayout.paged(shape, DTYPES[dtype], slots=0, header=1)
+        layout = SlotLayout.paged(shape, TYPES[dtype], slots=0, header=1)
         if layout.nbytes >= HUGE_PAGE:
-            layout = SlotLayout.paged(shape, DTYPES[dtype], slots=0, header=HUGE_PAGE)
+            layout = SlotLayout.paged(shape, TYPES[dtype], slots=0, header=HUGE_PAGE)
         return cls(kind, length, shape, dtype, layout.stride, layout.header, 0)
 
 
@@ -152,6 +151,10 @@ class Manifest:
     embedder: EmbedderRef | None = None
     profile: dict[str, Any] | None = None
     tuning: dict[str, Any] | None = None
+
+    def layers_kept(self, kind: str) -> int:
+        """Layers of which a record has a slot of this kind: the first so many."""
+        return layers_kept(kind, self.model, self.settings)
 
     def slot_class(self, kind: str, length: int) -> SlotClass | None:
         """The class of a kind and length, or None if no such record is stored."""
@@ -227,7 +230,7 @@ class _Parser:
 
     def manifest(self, body: dict[str, Any]) -> Manifest:
         model = self.model(self.get(body, "model", dict))
-        storage = self.choice(body, "storage", DTYPES)
+        storage = self.choice(body, "storage", STORAGE)
         page = self.count(body, "page_size", low=512, high=1 << 30)
         if page & (page - 1):
             raise _corrupt(self.path, f"the field page_size is {page}, not a power of two")
@@ -243,12 +246,13 @@ class _Parser:
         classes = tuple(self.slot_class(entry, model, storage, page) for entry in self.get(body, "classes", list))
         if len({c.name for c in classes}) != len(classes):
             raise _corrupt(self.path, "two slot classes have the same kind and length")
+        settings: dict[str, Any] = self.get(body, "settings", dict)
+        if settings.get("inputs", "all") not in INPUTS:
+            raise _corrupt(self.path, f"the field settings.inputs is {settings['inputs']!r}, expected one of {INPUTS}")
         for kind in KINDS:
-            slots = sum(c.slots for c in classes if c.kind == kind)
-            if slots != records * model.layers:
-                raise _corrupt(
-                    self.path, f"{slots} slots of kind {kind}, expected {records} records of {model.layers} layers"
-                )
+            slots, layers = sum(c.slots for c in classes if c.kind == kind), layers_kept(kind, model, settings)
+            if slots != records * layers:
+                raise _corrupt(self.path, f"{slots} slots of kind {kind}, expected {records} times {layers} layers")
         sources = tuple(
             Source(self.get(s, "name", str, "sources."), self.get(s, "digest", str, "sources."))
             for s in self.get(body, "sources", list)
@@ -264,7 +268,7 @@ class _Parser:
             records_digest=digest,
             classes=classes,
             sources=sources,
-            settings=self.get(body, "settings", dict),
+            settings=settings,
             embedder=None if embedder is None else self.embedder(embedder, model, records),
             profile=self.get(body, "profile", (dict, type(None))),
             tuning=self.get(body, "tuning", (dict, type(None))),
@@ -297,9 +301,9 @@ class _Parser:
         expected = slot_shape(kind, length, model)
         if shape != expected:
             raise _corrupt(self.path, f"classes.shape of {kind} {length} is {shape}, expected {expected}")
-        dtype = self.choice(data, "dtype", (storage,), at)
+        dtype = self.choice(data, "dtype", (type_of(kind, storage),), at)
         # Nothing that can be computed is believed: a wrong stride would read one slot's bytes as another's.
-        stride = round_up(math.prod(expected) * DTYPES[dtype].itemsize, page)
+        stride = round_up(math.prod(expected) * TYPES[dtype].itemsize, page)
         found = SlotClass(
             kind=kind,
             length=length,
@@ -345,7 +349,12 @@ class _Parser:
 
 def slot_shape(kind: str, length: int, model: ModelInfo) -> tuple[int, ...]:
     """Shape of one slot of a kind for a sequence of `length` valid tokens."""
-    return (model.heads, length, length) if kind == KIND_MAP else (length, model.hidden)
+    return map_shape(model.heads, length, model.mask_kind == CAUSAL) if kind == KIND_MAP else (length, model.hidden)
+
+
+def layers_kept(kind: str, model: ModelInfo, settings: Mapping[str, Any]) -> int:
+    """Layers of which a record has a slot of this kind: the first so many."""
+    return 1 if kind == KIND_INPUT and settings.get("inputs") == "first" else model.layers
 
 
 def arena_header(uuid: str, found: SlotClass) -> bytes:

@@ -229,13 +229,13 @@ class LayerIndex:
         order, distances = index.search(queries, k)
         return np.where(order < 0, -1, ids[order]), distances.astype(np.float32)
 
-    def save(self, file: Path) -> None:
-        """Write the container."""
+    def save(self, file: Path, owner: Mapping[str, str] | None = None) -> None:
+        """Write the container; `owner` says whose it is, for messages."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for length, (index, ids) in self._indexes.items():
             tensors[f"{length}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
             tensors[f"{length}.ids"] = ids
-        save_file(tensors, str(file))
+        save_file(tensors, str(file), dict(owner or {}))
 
     @classmethod
     def load(cls, file: Path, dimension: int, backend: str, records: int) -> LayerIndex:

@@ -25,7 +25,14 @@ from torch import Tensor
 from attmemo.db import format as fmt
 from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, extend_digest
 from attmemo.db.format import KINDS, EmbedderRef, Manifest, ModelInfo, SlotClass, Source
-from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
+from attmemo.db.forms import KIND_INPUT, KIND_MAP, STORAGE, TYPES, pack, type_of, unpack
+from attmemo.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    ForkedHandleError,
+    StorageFullError,
+)
 from attmemo.mmap import page_size
 
 
@@ -48,7 +55,7 @@ class DatabaseWriter:
     model : ModelInfo
         The model whose maps are stored. An existing database must have the same fingerprint.
     storage : str
-        ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        One of `attmemo.db.forms.STORAGE`.
     settings : mapping
         What the build was asked for, kept in the manifest; a resumed build must ask for the same.
 
@@ -65,14 +72,18 @@ class DatabaseWriter:
         self._files: dict[str, int] = {}
         self._pending: list[Record] = []
         self._lock_fd = -1
-        if storage not in fmt.DTYPES:
-            raise ValueError(f"storage must be one of {', '.join(fmt.DTYPES)}, got {storage!r}")
+        self._pid = os.getpid()
+        if storage not in STORAGE:
+            raise ValueError(f"storage must be one of {', '.join(STORAGE)}, got {storage!r}")
         try:
             if path.exists() and not path.is_dir():
                 raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
             if path.is_dir() and not (path / fmt.MANIFEST).exists() and not _is_begun(path):
                 raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+            fresh = not path.exists()
             (path / fmt.ARENA).mkdir(parents=True, exist_ok=True)
+            if fresh:
+                fmt.sync_directory(path.parent)
             self._lock()
             if (path / fmt.MANIFEST).exists():
                 self._manifest = self._resume(model, storage, dict(settings or {}))
@@ -131,8 +142,30 @@ class DatabaseWriter:
         for kind in KINDS:
             found = self._class(kind, length)
             header = 0 if found.name in self._classes else found.header
-            total += found.stride * self._manifest.model.layers + header
+            total += found.stride * self._manifest.layers_kept(kind) + header
         return total
+
+    def maps(self, record: int) -> list[Tensor]:
+        """Maps ``[heads, n, n]`` of every layer of a record, published or not; copies."""
+        entry = self._entry(record)
+        found = self._classes[f"{KIND_MAP}-{entry.length:05d}"]
+        layout = found.layout
+        maps = []
+        with (self.path / found.file).open("rb", buffering=0) as stream:
+            for slot in entry.slots[KINDS.index(KIND_MAP)].tolist():
+                raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
+                maps.append(unpack(torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape)))
+        return maps
+
+    def first_input(self, record: int) -> Tensor:
+        """Hidden states ``[n, hidden]`` that entered the first layer, float32; a copy."""
+        entry = self._entry(record)
+        found = self._classes[f"{KIND_INPUT}-{entry.length:05d}"]
+        layout = found.layout
+        with (self.path / found.file).open("rb", buffering=0) as stream:
+            slot = int(entry.slots[KINDS.index(KIND_INPUT), 0])
+            raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
+        return torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape).float()
 
     # -- do
 
@@ -160,31 +193,34 @@ class DatabaseWriter:
         StorageFullError
             The disk is full; what was published stays.
         """
+        self._check_process()
         model = self._manifest.model
         length = int(maps[0].shape[-1])
         if len(maps) != model.layers or len(inputs) != model.layers:
             raise ValueError(f"expected {model.layers} maps and inputs, got {len(maps)} and {len(inputs)}")
+        causal = model.mask_kind == fmt.CAUSAL
         for layer, (apm, hidden) in enumerate(zip(maps, inputs, strict=True)):
-            _check_map(apm, layer, provenance)
+            _check_map(apm, layer, provenance, causal)
             _check_input(hidden, layer, provenance, self._manifest.storage)
         slots = np.zeros((len(KINDS), model.layers), np.uint64)
         checksums = np.zeros((len(KINDS), model.layers), np.uint64)
         grown: dict[str, SlotClass] = {}
         for k, (kind, tensors) in enumerate(zip(KINDS, (maps, inputs), strict=True)):
-            expected = fmt.slot_shape(kind, length, model)
+            expected = (model.heads, length, length) if kind == KIND_MAP else (length, model.hidden)
             found = self._class(kind, length)
             body = bytearray()
-            for layer, tensor in enumerate(tensors):
+            kept = self._manifest.layers_kept(kind)
+            for layer, tensor in enumerate(tensors[:kept]):
                 if tuple(tensor.shape) != expected:
                     raise ValueError(f"{kind} of layer {layer} has shape {tuple(tensor.shape)}, expected {expected}")
-                payload = _payload(tensor, fmt.DTYPES[found.dtype])
+                payload = _payload(pack(tensor, found.dtype, causal) if kind == KIND_MAP else tensor, found)
                 slot = found.slots + layer
                 slots[k, layer] = slot
                 checksums[k, layer] = fmt.slot_checksum(self._manifest.uuid, found.name, slot, payload)
                 body += payload
                 body += bytes(found.stride - len(payload))
             self._write(found, bytes(body))
-            grown[found.name] = replace(found, slots=found.slots + model.layers)
+            grown[found.name] = replace(found, slots=found.slots + kept)
         record = Record(length, provenance.source, provenance.row, provenance.split, slots, checksums)
         # Only now, with every kind written: a full disk half-way leaves the counts as they were. And in one statement:
         # Ctrl-C falls before it or behind it, so no slot is ever counted without its record.
@@ -199,6 +235,7 @@ class DatabaseWriter:
         **changes
             Manifest fields to replace (``embedder``, ``profile``, ``tuning``).
         """
+        self._check_process()
         try:
             for fd in self._files.values():
                 os.fdatasync(fd)
@@ -211,6 +248,8 @@ class DatabaseWriter:
                 with self._catalogue() as catalogue:
                     catalogue.append(self._manifest.records, self._pending)
                 fmt.sync_directory(self.path / fmt.CATALOGUE)
+            # The manifest names files and directories: their names must not be lost by what it survives.
+            fmt.sync_directory(self.path)
             digest = self._manifest.records_digest
             following = replace(
                 self._manifest,
@@ -242,6 +281,20 @@ class DatabaseWriter:
 
     # -- inside
 
+    def _entry(self, record: int) -> Record:
+        published = self._manifest.records
+        if record >= published:
+            return self._pending[record - published]
+        with self._catalogue() as catalogue:
+            return catalogue.entry(record)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedHandleError(
+                f"{self.path} was opened for writing by process {self._pid}; this one ({os.getpid()}) is its fork.",
+                "open a DatabaseWriter in the process that writes, when the other is done",
+            )
+
     def _catalogue(self, check: bool = False) -> closing[Catalogue]:
         # Opened for each use: LMDB must not be open twice in a process, and a trainer reads what it holds the lock of.
         return closing(Catalogue(self.path, len(KINDS), self._manifest.model.layers, write=True, check=check))
@@ -257,10 +310,10 @@ class DatabaseWriter:
             )
         old = {"storage": manifest.storage, "max_length": from_disk.max_length, **manifest.settings}
         new = {"storage": storage, "max_length": asked.max_length, **settings}
-        for key in sorted(new):
-            if old.get(key) != new[key]:
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
                 raise DatabaseError(
-                    f"{self.path} was built with {key} = {old.get(key)!r}; asked: {new[key]!r}.",
+                    f"{self.path} was built with {key} = {old.get(key)!r}; asked: {new.get(key)!r}.",
                     "ask for the same, or choose another --output",
                 )
         if manifest.page_size != page_size():
@@ -279,7 +332,8 @@ class DatabaseWriter:
         found = self._classes.get(name)
         if found is None:
             model = self._manifest.model
-            found = SlotClass.make(kind, length, fmt.slot_shape(kind, length, model), self._manifest.storage)
+            dtype = type_of(kind, self._manifest.storage)
+            found = SlotClass.make(kind, length, fmt.slot_shape(kind, length, model), dtype)
         return found
 
     def _write(self, found: SlotClass, body: bytes) -> None:
@@ -330,7 +384,8 @@ def _is_begun(path: Path) -> bool:
 
 
 def _check_input(hidden: Tensor, layer: int, provenance: Provenance, storage: str) -> None:
-    if bool(torch.isfinite(hidden.to(fmt.DTYPES[storage])).all()):
+    # Through float32: a type without infinity has its own way of saying so, and no isfinite.
+    if bool(torch.isfinite(hidden.to(TYPES[type_of(KIND_INPUT, storage)]).float()).all()):
         return
     raise DatabaseCorruptError(
         f"row {provenance.row} of the data, layer {layer}: the hidden states are not finite in {storage}; "
@@ -339,11 +394,17 @@ def _check_input(hidden: Tensor, layer: int, provenance: Provenance, storage: st
     )
 
 
-def _payload(tensor: Tensor, dtype: torch.dtype) -> bytes:
-    return tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8).numpy().tobytes()
+def _payload(tensor: Tensor, found: SlotClass) -> bytes:
+    return tensor.detach().to("cpu", TYPES[found.dtype]).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _check_map(apm: Tensor, layer: int, provenance: Provenance) -> None:
+def _check_map(apm: Tensor, layer: int, provenance: Provenance, causal: bool) -> None:
+    if causal and bool(torch.triu(apm, 1).any()):
+        raise DatabaseCorruptError(
+            f"row {provenance.row} of the data, layer {layer}: the model is causal, but its attention looks ahead; "
+            "nothing was stored.",
+            "this is a fault of the adapter; leave the model unmemoized",
+        )
     sums = apm.float().sum(-1)
     # A row of 512 bfloat16 probabilities sums to 1 within 2 %; a map that is none is far off.
     if bool(torch.isfinite(sums).all()) and bool((apm >= 0).all()) and float((sums - 1).abs().max()) < 0.05:

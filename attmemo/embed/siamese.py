@@ -14,7 +14,7 @@ What differs here, and why:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -94,10 +94,12 @@ class SiameseEmbedder:
         return {"token": self.token, "bias": self.bias, "position": self.position, "output": self.output}
 
 
-def save_embedders(embedders: dict[int, SiameseEmbedder], file: Path) -> None:
+def save_embedders(
+    embedders: dict[int, SiameseEmbedder], file: Path, owner: Mapping[str, str] | None = None
+) -> None:
     """Write all embedders of a database to one safetensors file, keyed by layer (-1: once per sequence)."""
     flat = {f"{layer}.{name}": t.contiguous() for layer, e in embedders.items() for name, t in e.tensors().items()}
-    save_file(flat, str(file))
+    save_file(flat, str(file), dict(owner or {}))
 
 
 def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:

@@ -28,7 +28,6 @@ from torch.nn import functional as F
 
 from attmemo.db import (
     KIND_INPUT,
-    KIND_MAP,
     SEQUENCE,
     SPLIT_HELD_OUT,
     SPLIT_TRAIN,
@@ -131,11 +130,12 @@ def train(database: Database, options: TrainOptions | None = None, progress: Pro
         pairs = _draw_pairs(database, chosen, options, generator)
         labels = _label_pairs(database, chosen, pairs, lambda done: tell("similarities", done, layers))  # [layers, P]
         trained = {}
-        for step, layer in enumerate([SEQUENCE, *range(layers)]):
-            tell("embedders", step, layers + 1)
+        own = [SEQUENCE, *range(layers)] if database.manifest.layers_kept(KIND_INPUT) == layers else [SEQUENCE]
+        for step, layer in enumerate(own):
+            tell("embedders", step, len(own))
             wanted = labels.mean(0) if layer == SEQUENCE else labels[layer]
             trained[layer] = _train_one(database, layer, chosen, train_ids, held_ids, pairs, wanted, options)
-        tell("embedders", layers + 1, layers + 1)
+        tell("embedders", len(own), len(own))
     return Trained(trained, options)
 
 
@@ -150,7 +150,8 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
     folder = path / f"index-{generation:06d}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    save_embedders({layer: found.embedder for layer, found in trained.layers.items()}, weights)
+    owner = {"database": database.manifest.uuid, "generation": str(generation)}
+    save_embedders({layer: found.embedder for layer, found in trained.layers.items()}, weights, owner)
     # Held-out records may be longer than any that trained: their last positions have no weights, so they cannot serve.
     longest = trained.longest
     reached = np.flatnonzero(database.records.lengths <= longest).astype(np.int64)
@@ -161,7 +162,7 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
         vectors[reached] = embed_records(database, layer, reached, found.embedder)
         name = "sequence" if layer == SEQUENCE else f"layer-{layer:03d}"
         file = folder / f"{name}.safetensors"
-        LayerIndex.build(vectors, database.records.lengths, trained.options.backend, longest).save(file)
+        LayerIndex.build(vectors, database.records.lengths, trained.options.backend, longest).save(file, owner)
         indexes[str(layer)] = FileRef(str(file.relative_to(path)), file_digest(file))
     tell("indexes", len(trained.layers), len(trained.layers))
     return EmbedderRef(
@@ -229,7 +230,7 @@ def _by_length(database: Database, records: Ints) -> dict[int, Ints]:
 def _inputs(database: Database, layer: int, records: Ints) -> Tensor:
     """Hidden states ``[m, n, H]`` float32 of records of one length."""
     at = max(layer, 0)  # the once-per-sequence lookup reads what enters the first layer
-    return torch.stack([database.slot(KIND_INPUT, at, int(r)).float() for r in records])
+    return torch.stack([database.input(at, int(r)) for r in records])
 
 
 def _draw_pairs(
@@ -276,7 +277,7 @@ def _label_pairs(database: Database, chosen: Ints, pairs: tuple[Ints, Ints], tol
             keep = max(1, min(length, _LABEL_ITEMS // (model.heads * length)))
             sampled = torch.linspace(0, length - 1, keep).round().long()
             maps = torch.stack(
-                [database.slot(KIND_MAP, layer, int(chosen[r]))[:, sampled].float() for r in rows]
+                [database.map(layer, int(chosen[r]))[:, sampled].float() for r in rows]
             )  # [m, heads, keep, n]
             flat = maps.flatten(1)
             for part in np.array_split(mine, max(1, len(mine) * flat.shape[1] // (1 << 24))):
@@ -430,7 +431,7 @@ def _retrieve(database: Database, layer: int, embedder: SiameseEmbedder, stored:
             for rank, (record, x) in enumerate(kept):
                 distances[row, rank] = x
                 for column, at in enumerate(layers):
-                    a, b = database.slot(KIND_MAP, at, query), database.slot(KIND_MAP, at, record)
+                    a, b = database.map(at, query), database.map(at, record)
                     scores[row, rank, column] = float(similarity_score(a, b))
     return _Retrieved(database.records.lengths[asked], distances, scores)
 

@@ -10,7 +10,7 @@ import torch
 
 from attmemo.mmap.pages import page_size, round_up
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn)
 """Storage types a slot may have; the 8-bit ones are for quantized records."""
 
 

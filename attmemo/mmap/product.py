@@ -8,6 +8,7 @@ half precision are converted, those that lie apart are multiplied one by one, an
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -17,19 +18,23 @@ import torch
 
 from attmemo import _kernels
 from attmemo.mmap.arena import Arena, Slots
+from attmemo.mmap.layout import SlotLayout
 
-_FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum form` has them
+_FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as `enum form` has them
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
 
 Ints = npt.NDArray[np.int64]
 
 
-def can_multiply(stored: torch.dtype, values: torch.dtype) -> bool:
-    """Whether `multiply` knows maps of this storage type and values of this type.
+def is_direct(layout: SlotLayout, values: torch.dtype) -> bool:
+    """Whether maps stored like this are better multiplied here than by torch, for values of this type.
 
-    Values in bfloat16 are left to torch, which multiplies them in the processor's matrix unit.
+    Values in half precision are left to torch, which multiplies them in the processor's matrix unit, unless it would
+    have to make the map first: triangles, and maps in 8 bits.
     """
-    return stored in _FORMS and values == torch.float32
+    if layout.dtype not in _FORMS:
+        return False
+    return values == torch.float32 or layout.dtype == torch.uint8 or len(layout.shape) == 2
 
 
 def multiply(
@@ -40,15 +45,16 @@ def multiply(
     Parameters
     ----------
     arena : Arena
-        Slots of ``[h, n, n]`` in float32, float16 or bfloat16.
+        Slots of ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for lower triangles; float32, float16, bfloat16, or uint8 for
+        numbers in proportion to their squares (`attmemo.db.forms`).
     slots : sequence of int, shape [g]
         Where the maps are.
     values : Tensor
-        V of all sequences, ``[N, h * d]``, float32, contiguous.
+        V of all sequences, ``[N, h * d]``, contiguous. The product is made in float32.
     starts : array of int, shape [g]
         First row of each sequence in `values`; n rows are read from there.
     context : Tensor
-        ``[B, L, h * d]``, float32, contiguous, L >= n. Written.
+        ``[B, L, h * d]``, contiguous, of the type of `values`, L >= n. Written.
     rows : array of int, shape [g]
         Which of the B each product goes to; none twice.
 
@@ -74,12 +80,15 @@ def multiply(
     mapping.check_whole()
     if len(indices) == 0:
         return
-    heads, length, columns = layout.shape
+    triangle = len(layout.shape) == 2
+    heads, items = layout.shape[0], math.prod(layout.shape[1:])
+    length = (math.isqrt(8 * items + 1) - 1) // 2 if triangle else math.isqrt(items)
     width = values.shape[-1] // heads
     fits = (
-        length == columns
+        items == (length * (length + 1) // 2 if triangle else length * length)
         and layout.dtype in _FORMS
-        and values.dtype == context.dtype == torch.float32
+        and values.dtype == context.dtype
+        and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and values.dim() == 2
         and context.dim() == 3
         and values.shape[1] == context.shape[2] == heads * width
@@ -89,6 +98,11 @@ def multiply(
             f"cannot multiply maps {list(layout.shape)} {layout.dtype} with values {list(values.shape)} "
             f"{values.dtype} into a context {list(context.shape)} {context.dtype}"
         )
+    wide, target, places = values.detach(), context.detach(), np.ascontiguousarray(rows, np.int64)
+    if values.dtype != torch.float32:
+        wide = wide.float()
+        target = torch.empty(len(places), *context.shape[1:], dtype=torch.float32)
+        places = np.arange(len(places))
     _kernels.multiply(
         maps=mapping.memory,
         offsets=mapping.offsets(indices),
@@ -96,13 +110,16 @@ def multiply(
         heads=heads,
         length=length,
         width=width,
-        values=values.detach().numpy(),
+        values=wide.numpy(),
         starts=np.ascontiguousarray(starts, np.int64),
-        context=context.detach().numpy(),
-        rows=np.ascontiguousarray(rows, np.int64),
+        context=target.numpy(),
+        rows=places,
         padded=context.shape[1],
         threads=torch.get_num_threads(),
+        triangle=triangle,
     )
+    if values.dtype != torch.float32:
+        context[torch.from_numpy(np.ascontiguousarray(rows, np.int64))] = target.to(context.dtype)
 
 
 def _join_torch() -> bool:

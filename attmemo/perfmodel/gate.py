@@ -18,8 +18,9 @@ where layers in which a hit costs more than it saves are left out, and computed 
 The prediction comes from held-out data. Traffic changes, so what really hits is watched as well: a layer whose live
 hit rate falls below break-even is switched off, and tried again now and then.
 
-What the gate does not model: a batch in which some rows hit and some miss is computed in two parts, and pays the
-fixed cost of a call twice. The formula interpolates between all rows exact and all rows served.
+What the prediction does not model: a batch in which some rows hit and some miss is computed in two parts, and pays the
+fixed cost of a call twice. The formula interpolates between all rows exact and all rows served. Once it is known which
+rows hit, `Gate.pays` asks again with the cost of both parts.
 """
 
 from __future__ import annotations
@@ -219,6 +220,8 @@ class Gate:
                 rates = profile.rates_sequence if self._sequence else profile.rates
                 tables = [rates.table(self._thresholds[i], i) for i in served]
                 self._alphas[layer] = {length: tuple(table[length] for table in tables) for length in rates.stored}
+        reached = any(any(alphas) for table in self._alphas.values() for alphas in table.values())
+        self._hopeless = profile is not None and not always and not reached
         self._no_record = (0.0,) * (layers if self._sequence else 1)
         self._cache: dict[tuple[int, int, tuple[int, ...]], _Verdict] = {}
         self._lock = threading.Lock()
@@ -270,6 +273,36 @@ class Gate:
             savings = self._verdict(SEQUENCE, lengths, padded).savings
             return bool(savings) and savings[layer] > 0.0
         return self._verdict(layer, lengths, padded).saving > 0.0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no batch whatever is worth trying: no held-out sequence of any length reaches a threshold."""
+        return self._hopeless
+
+    def pays(self, layer: int, hits: Sequence[int], batch: int, padded: int) -> bool:
+        """Whether serving these rows is cheaper than computing the whole batch, now that it is known which hit.
+
+        A batch of which some rows hit and some miss is computed in two parts. A few hits in a large batch save less
+        than taking the others out and putting them back costs.
+
+        Parameters
+        ----------
+        layer : int
+            From 0.
+        hits : sequence of int
+            Valid tokens of the rows that hit.
+        batch, padded : int
+            Rows of the batch, and the length that they are padded to.
+        """
+        missed = batch - len(hits)
+        if self._always or self._profile is None or missed == 0:
+            return True
+        cost = self._profile.costs[layer]
+        if cost.miss is None:
+            return True
+        whole = cost.exact.estimate(float(batch * padded), float(batch * padded * padded))
+        rest = cost.miss.estimate(float(missed * padded), float(missed * padded * padded))
+        return cost.hit.estimate_lengths(hits) + rest < whole
 
     def record(self, layer: int, queries: int, hits: float) -> None:
         """Tell the outcome of a lookup: of `queries` rows looked up, `hits` were served.

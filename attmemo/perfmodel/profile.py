@@ -43,15 +43,20 @@ class LayerCosts:
         a mapping that is quick to set up may only defer its cost into the multiplication.
     lookup : CostModel
         Embedding and search, as a function of the valid lengths. Unused when the lookup is made once per sequence.
+    miss : CostModel, optional
+        The rows that miss in a batch of which others hit: taken out, computed exactly, put back; as a function of
+        their padded lengths. None: not measured.
     """
 
     exact: CostModel
     hit: CostModel
     lookup: CostModel
+    miss: CostModel | None = None
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """The three models, JSON-able."""
-        return {"exact": self.exact.to_dict(), "hit": self.hit.to_dict(), "lookup": self.lookup.to_dict()}
+        """The models, JSON-able."""
+        known = {"exact": self.exact, "hit": self.hit, "lookup": self.lookup, "miss": self.miss}
+        return {name: model.to_dict() for name, model in known.items() if model is not None}
 
     @classmethod
     def from_dict(cls, data: object, where: str = "costs") -> LayerCosts:
@@ -61,7 +66,7 @@ class LayerCosts:
         def read(key: str) -> CostModel:
             return CostModel.from_dict(_fields.member(fields, key, where), _fields.join(where, key))
 
-        return cls(read("exact"), read("hit"), read("lookup"))
+        return cls(read("exact"), read("hit"), read("lookup"), read("miss") if "miss" in fields else None)
 
 
 class HitRates:

@@ -270,7 +270,13 @@ def choose_threshold(
         first = int(np.searchsorted(ascending, threshold, side="left"))  # the first one with score >= threshold
         rows.append((float(threshold), int(changes_from[first]), int(score.size)))
         served.append(float(score.size - first) / float(score.size))
-    return choose_from_counts(rows, budget, confidence, served=served, allow_uncertified=allow_uncertified)
+    return choose_from_counts(
+        rows,
+        budget,
+        confidence,
+        served=served,
+        allow_uncertified=allow_uncertified,
+    )
 
 
 def choose_from_counts(

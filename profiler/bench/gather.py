@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_MAP
-from attmemo.db.format import DTYPES, SlotClass
+from attmemo.db.format import SlotClass
+from attmemo.db.forms import TYPES
 from attmemo.errors import AttmemoError
 from attmemo.mmap import (
     Arena,
@@ -127,11 +128,11 @@ def bench_gather(
         The variants did not give the same maps; no number would mean anything.
     """
     check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
-    check_choice("dtype", dtype, tuple(DTYPES))
+    check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
     check_choice("residency", residency, get_args(Residency))
     tell = progress or silent
     where = conditions()
-    shape, kind = (heads, length, length), DTYPES[dtype]
+    shape, kind = (heads, length, length), TYPES[dtype]
     # As in a database: where slots begin decides which pages a window over them can have.
     layout = SlotClass.make(KIND_MAP, length, shape, dtype).layout.with_slots(2 * batch)
     nbytes = batch * layout.nbytes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site, adapter_for
 from attmemo.db import KIND_MAP, Database, DatabaseWriter, ModelInfo, Provenance
-from attmemo.db.format import DTYPES
+from attmemo.db.forms import STORAGE, TYPES
 from attmemo.embed.train import TrainOptions, build_indexes, train
 from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
@@ -139,8 +139,8 @@ def bench_layer(
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
     check_choice("family", family, get_args(Family))
-    check_choice("dtype", dtype, tuple(name for name in DTYPES if DTYPES[name] in _CEILING_TOLERANCE))
-    check_choice("storage", storage, ("auto", *DTYPES))
+    check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
+    check_choice("storage", storage, ("auto", *STORAGE))
     check_choice("fetch", fetch, get_args(FetcherName))
     check_choice("residency", residency, get_args(Residency))
     if hidden % heads:
@@ -153,8 +153,8 @@ def bench_layer(
     notes += busy(where)
     records = max(2 * batch, _LEAST_RECORDS)
     items = heads * length * length + length * hidden
-    stored = records * layers * items * DTYPES[storage].itemsize
-    in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * DTYPES[dtype].itemsize
+    stored = records * layers * items * TYPES[storage].itemsize
+    in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * TYPES[dtype].itemsize
     with temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
         model = _random_model(family, hidden, heads, length, layers, dtype)
         implementation = str(getattr(model.config, "_attn_implementation", "eager"))
@@ -282,7 +282,7 @@ def _random_model(family: Family, hidden: int, heads: int, length: int, layers: 
     torch.manual_seed(SEED)
     with quiet():
         model: nn.Module = AutoModel.from_config(config)
-    return model.to(DTYPES[dtype]).eval()
+    return model.to(TYPES[dtype]).eval()
 
 
 def _inputs(generator: torch.Generator, rows: int, length: int) -> dict[str, Tensor]:

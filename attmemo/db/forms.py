@@ -1,0 +1,84 @@
+"""How numbers are stored: the type of each kind of slot, and maps in fewer bytes.
+
+A map's row is a probability distribution, and most of its entries are small. The 8-bit form stores
+``q = round(255 * sqrt(p / max(row)))`` and reads ``p = q^2 / sum(q^2)``: the square root spends its steps where the
+entries are, rows sum to one by construction, and no scale is kept beside them. A causal map is zero above its
+diagonal; only the lower triangle is stored, row after row.
+
+`native/product.c` multiplies with either without making the map in memory first; `unpack` is its oracle, and what
+training and reports look at.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+KIND_MAP: Final = "map"  # a layer's attention map over valid tokens, [heads, n, n] as it is stored
+KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hidden]
+
+TYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "uint8": torch.uint8,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
+"""Number types that a slot may have, by the name in the manifest."""
+
+STORAGE: Final = {
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "float16": ("float16", "float16"),
+    # Hidden states are read by training and indexing only; three bits of mantissa are lost in the mean over a map's
+    # worth of them.
+    "uint8": ("uint8", "float8_e4m3"),
+}
+"""What a database may be asked to store in: the types of maps and of hidden states."""
+
+
+def map_shape(heads: int, length: int, causal: bool) -> tuple[int, ...]:
+    """Shape of a stored map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` if only the lower triangle is stored."""
+    return (heads, length * (length + 1) // 2) if causal else (heads, length, length)
+
+
+def type_of(kind: str, storage: str) -> str:
+    """Name in `TYPES` of what slots of a kind hold in a database stored as `storage`."""
+    return STORAGE[storage][0 if kind == KIND_MAP else 1]
+
+
+def length_of(shape: tuple[int, ...]) -> int:
+    """Tokens of a map of this stored shape."""
+    return shape[-1] if len(shape) == 3 else (math.isqrt(8 * shape[-1] + 1) - 1) // 2
+
+
+def pack(apm: Tensor, kind: str, causal: bool) -> Tensor:
+    """A map ``[h, n, n]`` as it is stored in a type of `TYPES`; contiguous, on the CPU."""
+    apm = apm.detach().to("cpu")
+    if TYPES[kind] == torch.uint8:
+        wide = apm.to(torch.float32)
+        # A row without any probability would divide by zero; it stays zero, and reads as not a number.
+        most = wide.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        apm = (wide / most).sqrt_().mul_(255.0).round_()
+    apm = apm.to(TYPES[kind])
+    if causal:
+        rows, columns = torch.tril_indices(apm.shape[-1], apm.shape[-1])
+        apm = apm[:, rows, columns]
+    return apm.contiguous()
+
+
+def unpack(stored: Tensor) -> Tensor:
+    """The map ``[h, n, n]`` in a stored one: float32 from 8 bits, else its own type, a view if it is stored whole."""
+    apm = stored
+    if stored.dim() == 2:
+        length = length_of(tuple(stored.shape))
+        apm = stored.new_zeros(stored.shape[0], length, length)
+        rows, columns = torch.tril_indices(length, length)
+        apm[:, rows, columns] = stored
+    if stored.dtype == torch.uint8:
+        apm = apm.to(torch.float32).square_()
+        apm = apm / apm.sum(-1, keepdim=True)
+    return apm
