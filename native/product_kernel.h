@@ -22,17 +22,17 @@ TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t f
         memcpy(out, (const float *)map + first, count * sizeof(float));
     } else if (form == ROOT8) {
         const uint8_t *bytes = (const uint8_t *)map + first;
-        uint64_t sum = 0; /* of squares: exact, so it does not depend on the order */
+        uint64_t sum = 0; /* of cubes: exact, so it does not depend on the order */
 #ifdef BYTES
         for (; i + LANES <= count; i += LANES) {
             VECTOR root = BYTES(bytes + i);
-            *(VECTOR *)(out + i) = root * root;
+            *(VECTOR *)(out + i) = root * root * root; /* below 2^24: exact */
         }
 #endif
         for (; i < count; i++)
-            out[i] = (float)bytes[i] * (float)bytes[i];
+            out[i] = (float)bytes[i] * (float)bytes[i] * (float)bytes[i];
         for (i = 0; i < count; i++)
-            sum += (uint64_t)bytes[i] * bytes[i];
+            sum += (uint32_t)bytes[i] * bytes[i] * bytes[i];
         *scale = 1 / (float)sum; /* of a row without probability: infinite, and the products are not numbers */
     } else if (form == FLOAT16) {
 #ifdef HALVES

@@ -47,7 +47,7 @@ def test_a_map_comes_back_as_it_was_within_the_rounding_of_its_form(
     assert stored.dtype == TYPES[name]
     back = unpack(stored)
     loss = 1.0 - float(similarity_score(apm, back))
-    assert loss <= {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "uint8": 1.2e-2}[name]
+    assert loss <= {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "uint8": 1e-2}[name]
     if name == "uint8":
         assert torch.allclose(back.sum(-1), torch.ones(heads, length), atol=1e-5)
     if causal:

