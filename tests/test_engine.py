@@ -767,6 +767,29 @@ class TestNothingIsStale:
             hook.remove()
 
 
+class TestWhereNothingCanHit:
+    def test_not_even_the_mask_is_read_and_every_call_is_counted(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inputs = case.inputs([*case.stored[:3], case.short[0]])
+        model, exact = case.serve(0.0), case.model()
+        handle = handle_of(model)
+        monkeypatch.setattr(type(handle.engine.gate), "hopeless", True)
+
+        def read(*_: Any) -> None:
+            raise AssertionError("the call was read")
+
+        monkeypatch.setattr(handle.engine, "_read", read)
+        assert torch.equal(logits(model, inputs), logits(exact, inputs))
+        stats = handle.stats()
+        assert stats["calls"] == 2 * 4
+        assert stats["hits"] == 0
+        assert stats["layers"][0]["queries"] == 0
+
+    def test_a_gate_is_hopeless_only_if_no_score_of_any_length_reaches_a_threshold(self, case: Case) -> None:
+        assert not handle_of(case.serve(0.0)).engine.gate.hopeless  # without a profile everything is tried
+
+
 class TestMapsThatCannotBeRead:
     def test_leave_their_rows_exact_and_are_counted_as_what_they_became(self, case: Case) -> None:
         inputs = case.inputs([*case.stored[:3], case.short[0]])

@@ -460,3 +460,13 @@ class TestMixedBatches:
         assert profile is not None
         assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))).costs == profile.costs
         assert Profile.from_dict(a_profile().to_dict()).costs[0].miss is None
+
+
+class TestHopeless:
+    def test_only_if_no_held_out_score_reaches_a_threshold(self) -> None:
+        for lookup in ("layer", "sequence"):
+            assert Gate(a_profile(), 0.95, lookup, 2).hopeless
+            assert not Gate(a_profile(), 0.9, lookup, 2).hopeless
+            assert not Gate(a_profile(), [0.95, 0.9], lookup, 2).hopeless
+            assert not Gate(a_profile(), 0.95, lookup, 2, always=True).hopeless
+            assert not Gate(None, 0.95, lookup, 2).hopeless

@@ -114,6 +114,27 @@ class TestTune:
         assert result["observed"] <= 0.001
         assert "NOT CERTIFIED" in result["sentence"]
 
+    def test_too_little_data_for_a_radius_each_certifies_one_for_all_layers(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """Nothing has to be set aside for choosing, so half as many texts do; what is promised is what is served."""
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        result = tune(path, [later["tune"]], TuneOptions(budget=0.25, confidence=0.9, limit=15))
+        assert result["needed"] <= 15 < 2 * result["needed"] - 1
+        assert result["certified"] is True
+        assert len(result["groups"]) == 1
+        assert "for all layers" in result["sentence"]
+        with Database(path) as database:
+            loaded = load_model(database.manifest.model.name)
+            tokens = tokenize(loaded, later["tune"].read_text().splitlines()[:15], 48)
+            prepared = prepare(loaded, tokens, 15)
+            exact = ask(loaded, prepared)
+            memoize(loaded.model, "auto", database, gate=False)
+            given = ask(loaded, prepared)
+            stats: dict[str, Any] = loaded.model.attmemo.stats()  # type: ignore[union-attr,operator,assignment]
+        assert abs(stats["hit_rate"] - result["served"]) < 1e-6
+        assert float(changed("classifier", exact, given, 0.98).float().mean()) == result["observed"]
+
     def test_a_lookup_in_every_layer_is_tuned_by_trying(
         self, bert_database: Path, later: dict[str, Path], tmp_path: Path
     ) -> None:
