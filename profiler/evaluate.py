@@ -102,6 +102,8 @@ def evaluate(
             result["quality"] = _quality(loaded, exact, given, labels, options)
             result["layers"] = [_layer_row(row) for row in stats["layers"]]
             result["time"] = _time(loaded, handle, prepared, options, tell, total, result["notes"])
+            saved = result["time"]["exact_ms"][result["time"]["best_exact"]] - result["time"]["memoized_ms"]
+            result["time"]["bytes_per_saved_ms"] = database.bytes / saved if saved > 0.0 else None
             _similarities(loaded, handle.engine, asked, options, result, tell)
             if options.controls:
                 result["controls"] = _controls(loaded, handle, prepared, exact, labels, result, options, tell)

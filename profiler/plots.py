@@ -1,4 +1,7 @@
-"""The figures of an evaluation: a result in, a PNG out. A plot for which the result has no numbers is left out."""
+"""The figures of an evaluation and of `bench gather`: a result in, a PNG out.
+
+A plot for which the result has no numbers is left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 Result = Mapping[str, Any]
 """An evaluation's result, `attmemo.evaluate/1`: what JSON can hold, shares between 0 and 1, times in ms."""
@@ -375,6 +378,81 @@ def draw_overview(result: Result, heading: str) -> bytes:
 def draw_alone(panel: Panel, result: Result) -> bytes:
     figure = Figure(figsize=_PANEL_SIZE, layout="constrained")
     _draw(panel, figure.subplots(), result)
+    return _png(figure)
+
+
+_GATHER_LINES = (
+    ("copy", "fresh copy", "#9c5a8a", "s", "-"),
+    ("copy_reused", "copy into a kept buffer", _GREY, "D", "-"),
+    ("map", "map + unmap", _BLUE, "o", "-"),
+    ("view", "views, one product each", _GREEN, "^", "-"),
+    ("direct", "direct, where they lie", _ORANGE, "v", "-"),
+    ("contiguous", "contiguous: no fetch", _INK, "", "--"),
+)
+_GATHER_AXES = (("batch", "sequences in a batch", "length", "tokens"), ("length", "tokens", "batch", "sequences"))
+
+
+def _swept(result: Result, axis: str) -> list[Mapping[str, Any]]:
+    """The points of one axis of a sweep over batches and lengths, in order."""
+    points = [point for point in entries_of(result, "sweep") if point.get("axis") == axis]
+    return sorted(
+        (point for point in points if as_number(point.get(axis)) is not None), key=lambda point: float(point[axis])
+    )
+
+
+def draw_gather(result: Result) -> bytes:
+    """Draw what a batch of maps costs with its product, by variant: against batch size, and against length.
+
+    Parameters
+    ----------
+    result : mapping
+        Of `bench_gather`, with the points of `sweep_gather` as ``sweep``: ``axis``, ``batch``, ``length`` and
+        ``<variant>_matmul_ms``, milliseconds. A variant without numbers is left out.
+
+    Returns
+    -------
+    bytes
+        A PNG.
+    """
+    figure = Figure(figsize=(10.4, 5.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03))
+    conditions = section(result, "conditions")
+    pages = as_number(result.get("page_bytes"))
+    said = [f"{conditions.get('heads', '?')} heads", str(conditions.get("dtype", "?")), str(result.get("residency"))]
+    said += [] if pages is None else [f"pages of {pages / 1024:g} KiB" if pages < 1 << 20 else "pages of 2 MiB"]
+    said += [f"{conditions['threads']} threads"] if "threads" in conditions else []
+    heading = f"Fetch of a batch of maps with the product A·V: {', '.join(said)}"
+    title = figure.suptitle(heading, fontsize=12, color=_INK, x=0.02, ha="left")
+    title.set_parse_math(False)
+    panels: list[Axes] = []
+    for place, (axis, label, other, unit) in enumerate(_GATHER_AXES, start=1):
+        axes = figure.add_subplot(1, 2, place, sharey=panels[0] if panels else None)
+        panels.append(axes)
+        _style(axes)
+        swept = _swept(result, axis)
+        for name, text, color, marker, line in _GATHER_LINES:
+            if _has(swept, f"{name}_matmul_ms"):
+                ys = _as_nan(_numbers(swept, f"{name}_matmul_ms"))
+                xs = _as_nan(_numbers(swept, axis))
+                axes.plot(xs, ys, line, color=color, marker=marker, markersize=4.5, linewidth=1.6, label=text)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = [float(point[axis]) for point in swept]
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel(label)
+        held = f" ({swept[0].get(other)} {unit})" if swept else ": nothing measured"
+        axes.set_title(f"Against {axis}{held}", fontsize=11, color=_INK, loc="left")
+    panels[0].set_ylabel("milliseconds, lower is better")
+    # What both panels share is said once.
+    handles = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, labelcolor=_INK
+        )
     return _png(figure)
 
 

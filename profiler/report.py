@@ -194,13 +194,17 @@ def _both_accuracies(result: Result) -> str:
 def _summary(result: Result) -> Table:
     quality = section(result, "quality")
     best = section(result, "time").get("best_exact")
+    compared = section(result, "time").get("exact_ms")
+    tried = isinstance(compared, Mapping) and len(compared) > 1
+    against = f"against the best exact path ({best})" if tried else "against the exact model; torch.compile not timed"
     source, lookup = result.get("threshold_source"), result.get("lookup")
     threshold = _decimal(".4g")(result.get("threshold"))
     cosine = _decimal(".4f")
     pairs = (
         ("Hit rate", _percent(result.get("hit_rate")), "share of lookups answered from the database"),
         ("Hit rate, ceiling", _percent(result.get("exhaustive_hit_rate")), "what an exhaustive search would find"),
-        ("Speed-up", _speedup(result), f"against the best exact path ({best})" if best else "against exact"),
+        ("Speed-up", _speedup(result), against),
+        ("Bytes per saved ms", _size(section(result, "time").get("bytes_per_saved_ms")), "of a sequence's time"),
         ("Time", _times_per(result), "mean; lookup and misses included"),
         ("Same answer", _percent(quality.get("agreement")), "as the exact model"),
         ("Accuracy", _both_accuracies(result), "on the labels of the data"),

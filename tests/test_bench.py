@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
-from attmemo.mmap import Batch, ViewFetcher, page_size
+from attmemo.mmap import Batch, MapFetcher, ViewFetcher, multiply, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
+from attmemo.profiler.bench.gather import VARIANTS, sweep_gather
 from attmemo.profiler.conditions import conditions
+from attmemo.profiler.plots import draw_gather
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
 SEARCH: dict[str, Any] = {"records": 200, "dimension": 8, "queries": 5, "repeats": 2}
@@ -74,26 +78,165 @@ def test_gather_has_a_row_for_every_variant(dtype: str, length: int) -> None:
     result = bench_gather(**(GATHER | {"length": length}), dtype=dtype)
     check(result, "fetch_matmul_ms", "gb_per_s_matmul")
     rows = {row["variant"]: row for row in result["rows"]}
-    assert tuple(rows) == (*FETCHED, "contiguous")
+    assert tuple(rows) == (*FETCHED, "direct", "contiguous") == VARIANTS
     for name in FETCHED:
         assert rows[name]["fetch_ms"] == result[f"{name}_ms"] > 0
-        assert rows[name]["fetch_matmul_ms"] == result[f"{name}_matmul_ms"]
         assert rows[name]["gb_per_s"] == result[f"{name}_gb_per_s"] > 0
         assert rows[name]["faults"] == result[f"{name}_faults"] >= 0
-    assert rows["contiguous"]["fetch_ms"] is None
-    assert result["contiguous_matmul_ms"] > 0
-    assert result["fetcher"] in ("map", "view")
+    for name in VARIANTS:
+        assert rows[name]["fetch_matmul_ms"] == result[f"{name}_matmul_ms"] > 0
+        assert rows[name]["faults_matmul"] == result[f"{name}_matmul_faults"] >= 0
+    for name in ("direct", "contiguous"):
+        assert rows[name]["fetch_ms"] is rows[name]["gb_per_s"] is rows[name]["faults"] is None
+        assert f"{name}_ms" not in result
+    # Values in half precision are left to torch.
+    assert result["fetcher"] in (("direct",) if dtype == "float32" else ("map", "view"))
     assert result["page_bytes"] >= result["window_page_bytes"] > 0
     assert result["faults"] == result[f"{result['fetcher']}_matmul_faults"]
+    chosen, there = result[f"{result['fetcher']}_matmul_ms"], result["contiguous_matmul_ms"]
+    assert result["chosen_over_contiguous"] == chosen / there
+    assert result["map_matmul_over_contiguous"] == result["map_matmul_ms"] / there
+    assert result["copy_over_map"] == result["copy_ms"] / result["map_ms"]
     one = GATHER["heads"] * length**2 * (4 if dtype == "float32" else 2)
     assert result["bytes"] == GATHER["batch"] * one
     assert any("padded" in note for note in result["notes"]) == (one % page_size() > 0)
+
+
+def test_gather_of_maps_in_8_bits_has_two_products() -> None:
+    result = bench_gather(**GATHER, dtype="uint8")
+    json.dumps(result, allow_nan=False)
+    assert result["fetcher"] == "direct"
+    assert result["bytes"] == GATHER["batch"] * GATHER["heads"] * GATHER["length"] ** 2
+    for name in FETCHED:
+        assert result[f"{name}_ms"] > 0
+        assert result[f"{name}_matmul_ms"] is result[f"{name}_cold_matmul_ms"] is None
+    assert result["direct_matmul_ms"] > 0
+    assert result["contiguous_matmul_ms"] > 0
+    assert result["chosen_over_contiguous"] > 0
+    assert result["map_matmul_over_contiguous"] is None
+    assert any("8 bits" in note for note in result["notes"])
+
+
+def test_gather_unmaps_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or half of what a window costs would be paid by whoever comes next."""
+    made: list[MapFetcher] = []
+
+    def kept(**options: Any) -> MapFetcher:
+        made.append(MapFetcher(**options))
+        return made[-1]
+
+    monkeypatch.setattr(gather, "MapFetcher", kept)
+    result = bench_gather(**GATHER)
+    assert [fetcher.strict for fetcher in made] == [True]
+    assert made[0].fallbacks == 0, "a tensor was held at the end of a batch"
+    assert not any("copied instead" in note for note in result["notes"])
+
+
+def test_gather_measures_cold_what_the_kernel_dropped() -> None:
+    result = bench_gather(**GATHER)
+    rows = {row["variant"]: row for row in result["rows"]}
+    left_out = any(note.startswith("nothing was measured cold") for note in result["notes"])
+    for name in (*FETCHED, "direct"):
+        row = rows[name]
+        assert row["cold_matmul_ms"] == result[f"{name}_cold_matmul_ms"]
+        if left_out:  # a folder for temporary files in memory
+            assert row["cold_matmul_ms"] is None
+        elif not any("cold turns were left out" in note for note in result["notes"]):
+            assert row["cold_matmul_ms"] > 0
+            assert row["cold_faults_matmul"] > 0
+            assert name == "direct" or row["cold_ms"] == result[f"{name}_cold_ms"] > 0
+    assert rows["contiguous"]["cold_matmul_ms"] is None
+    warm = bench_gather(**GATHER, cold=False)
+    assert all(row["cold_ms"] is row["cold_matmul_ms"] is None for row in warm["rows"])
+    assert not any("cold" in note for note in warm["notes"])
+
+
+def test_gather_notes_a_file_that_stays_in_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_drop", lambda _file: 0.5)
+    result = bench_gather(**GATHER)
+    assert all(row["cold_matmul_ms"] is None for row in result["rows"])
+    assert any(note.startswith("nothing was measured cold") and "50% of it" in note for note in result["notes"])
+
+
+def test_a_mapped_file_is_not_dropped_and_that_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(8 * page_size()))
+    held = np.memmap(file, mode="r")
+    assert int(held.sum()) == 0  # every page is mapped now
+    assert gather._drop(file) == 1.0
+    del held
 
 
 def test_gather_says_what_became_of_huge_pages() -> None:
     result = bench_gather(**GATHER, residency="hugepages")
     assert result["residency"] == "hugepages" or "huge pages asked" in result["notice"]
     assert result["conditions"]["residency"] == result["residency"]
+    assert (result["residency"] == "hugepages") == any("always in memory" in note for note in result["notes"])
+
+
+def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(arena: Any, slots: Any, *rest: Any) -> None:
+        multiply(arena, np.roll(slots, 1), *rest)
+
+    monkeypatch.setattr(gather, "multiply", wrong)
+    with pytest.raises(AttmemoError, match="'direct' gave other products"):
+        bench_gather(**GATHER)
+
+
+def test_sweep_goes_over_batches_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "SWEEP_BATCHES", (1, 2))
+    monkeypatch.setattr(gather, "SWEEP_LENGTHS", (8, 16, 512))
+    told: set[str] = set()
+    points, notes = sweep_gather(
+        **(GATHER | {"repeats": 1}), max_bytes=2 << 20, progress=lambda what, *_: told.add(what)
+    )
+    json.dumps(points, allow_nan=False)
+    expected = [("batch", 1, 16), ("batch", 2, 16), ("length", 3, 8), ("length", 3, 16)]
+    assert [(point["axis"], point["batch"], point["length"]) for point in points] == expected
+    assert all(point[f"{name}_matmul_ms"] > 0 for point in points for name in VARIANTS)
+    (note,) = notes
+    assert note.startswith("batch 3, length 512 is left out of the plot: the benchmark needs")
+    assert "batch 3, length 8: measure" in told
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_sweep_is_drawn_with_what_there_is(holes: bool) -> None:
+    points: list[dict[str, Any]] = [
+        {"axis": axis, "batch": 2, "length": 16, axis: size} | {f"{name}_matmul_ms": 0.1 * size for name in VARIANTS}
+        for axis in ("length", "batch")
+        for size in (64, 1, 8)
+    ]
+    if holes:
+        points = [point | {"map_matmul_ms": None} for point in points if point["axis"] == "batch"]
+    result = {"sweep": points, "conditions": {"heads": 2, "dtype": "$x_"}, "page_bytes": 4096}
+    assert draw_gather(result).startswith(b"\x89PNG")
+    assert draw_gather({}).startswith(b"\x89PNG")
+
+
+def test_the_command_draws_the_sweep_and_says_the_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "SWEEP_BATCHES", (1, 2))
+    monkeypatch.setattr(gather, "SWEEP_LENGTHS", (8,))
+    picture, numbers = tmp_path / "g.png", tmp_path / "g.json"
+    sizes = ["bench", "gather", "--heads", "2", "--length", "16", "--batch", "3", "--width", "4", "--repeats", "1"]
+    shown = CliRunner().invoke(app, [*sizes, "--plot", str(picture), "--json", str(numbers)])
+    assert shown.exit_code == 0, shown.output
+    assert "map + unmap" in shown.stdout
+    assert "the choice here, takes" in shown.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(numbers.read_text())
+    assert len(result["sweep"]) == 3
+    assert result["plot"] == str(picture)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("no/g.png", "no directory"), ("g.svg", "drawn as PNG"), ("d.png", "is a directory")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_first(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "d.png").mkdir()
+    shown = CliRunner().invoke(app, ["bench", "gather", "--plot", str(tmp_path / name)])
+    assert shown.exit_code == 1
+    assert why in " ".join(shown.stderr.split())
+    assert "Next: name a .png file" in shown.stderr
 
 
 def test_gather_refuses_variants_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +260,8 @@ def test_gather_tells_when_the_window_was_not_to_be_had(monkeypatch: pytest.Monk
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     bench_gather(**GATHER, progress=lambda *step: told.append(step))
-    assert told[-1] == ("measure", 3, 3)
+    assert ("measure", 3, 3) in told
+    assert told[-1] == ("measure cold", 3, 3)
     assert ("records", 6, 6) in told
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from attmemo.cli.console import cell, output
+from attmemo.cli.console import Output, cell, output
 from attmemo.cli.options import Fetch, Json, Quiet, Residency, parse_size
 from attmemo.errors import AttmemoError
 
@@ -32,27 +34,85 @@ def gather(
     heads: Heads = 12,
     length: Length = 512,
     batch: Batch = 32,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Storage of maps.")] = "bfloat16",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "uint8"], typer.Option(help="Storage of maps.")
+    ] = "bfloat16",
     residency: Residency = "page-cache",
     width: Annotated[int, typer.Option(metavar="N", min=1, help="Width of a head.")] = 64,
     repeats: Repeats = 9,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also sweep batch sizes and lengths, and draw them in this PNG; minutes."),
+    ] = None,
     max_bytes: MaxBytes = EIGHT_GIB,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
     """Time the fetch of a batch of maps.
 
-    Alone and with the product with V that follows: copied, remapped, as views, and already there.
+    Alone and with the product with V that follows, warm and cold: copied, remapped, as views, where they lie, and
+    already there.
     """
 
     def run(**common: Any) -> dict[str, Any]:
         from attmemo.profiler.bench import bench_gather
+        from attmemo.profiler.bench.gather import sweep_gather
 
-        return bench_gather(
-            heads=heads, length=length, batch=batch, dtype=dtype, residency=residency, width=width, **common
-        )
+        if plot is not None:
+            _check_plot(plot)
+        sizes: dict[str, Any] = {
+            "heads": heads, "length": length, "batch": batch, "dtype": dtype, "residency": residency, "width": width,
+        }  # fmt: skip
+        found = bench_gather(**sizes, **common)
+        if plot is not None:
+            from attmemo.profiler.plots import draw_gather
 
-    _bench(run, repeats, max_bytes, json, quiet)
+            found["sweep"], left_out = sweep_gather(**sizes, **common)
+            found["notes"] += left_out
+            try:
+                Path(plot).write_bytes(draw_gather(found))
+            except OSError as error:
+                raise _no_plot(plot, error.strerror or str(error)) from error
+            found["plot"] = plot
+        return found
+
+    def more(out: Output, found: Mapping[str, Any]) -> None:
+        out.say(_ratios(found))
+        if plot is not None:
+            out.say(f"Plot: {plot}")
+
+    _bench(run, repeats, max_bytes, json, quiet, {"map": "map + unmap"}, more)
+
+
+def _ratios(found: Mapping[str, Any]) -> str:
+    """What the table of `gather` comes to."""
+    said = [
+        f"{found['fetcher']!r}, the choice here, takes {found['chosen_over_contiguous']:.3g} times as long as A·V of "
+        f"maps already there",
+        f"a fresh copy {found['copy_over_map']:.3g} times as long as map + unmap",
+    ]
+    if found["map_matmul_over_contiguous"] is not None:
+        said.insert(1, f"map + A·V + unmap {found['map_matmul_over_contiguous']:.3g} times")
+    return f"{'; '.join(said)}."
+
+
+def _check_plot(file: str) -> None:
+    """Refuse a picture that cannot be written, before the work and not after it."""
+    path = Path(file)
+    if path.suffix.lower() != ".png":
+        raise _no_plot(file, "it is drawn as PNG")
+    if path.is_dir():
+        raise _no_plot(file, "it is a directory")
+    if not path.parent.is_dir():
+        raise _no_plot(file, f"there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _no_plot(file, "permission denied")
+
+
+def _no_plot(file: str, why: str) -> AttmemoError:
+    return AttmemoError(
+        f"--plot {file} cannot be written: {why}.", "name a .png file in a directory that can be written"
+    )
 
 
 @app.command()
@@ -131,8 +191,16 @@ def layer(
     _bench(run, repeats, max_bytes, json, quiet)
 
 
-def _bench(run: Callable[..., dict[str, Any]], repeats: int, max_bytes: int, json: str | None, quiet: bool) -> None:
-    """Run a benchmark and show its rows, notes and conditions."""
+def _bench(
+    run: Callable[..., dict[str, Any]],
+    repeats: int,
+    max_bytes: int,
+    json: str | None,
+    quiet: bool,
+    titles: Mapping[str, str] | None = None,
+    more: Callable[[Output, Mapping[str, Any]], None] | None = None,
+) -> None:
+    """Run a benchmark and show its rows, notes and conditions; `titles` name rows in full, `more` follows them."""
     with output(json, quiet) as out:
         try:
             found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
@@ -142,7 +210,10 @@ def _bench(run: Callable[..., dict[str, Any]], repeats: int, max_bytes: int, jso
         rows: list[dict[str, Any]] = found["rows"]
         named, *keys = dict.fromkeys(key for row in rows for key in row if key not in found["conditions"])
         lines = [(key, *(cell(row.get(key)) for row in rows)) for key in keys]
-        out.table("", ("", *(cell(row[named]) for row in rows)), lines)
+        names = [cell(row[named]) for row in rows]
+        out.table("", ("", *((titles or {}).get(name, name) for name in names)), lines)
+        if more is not None:
+            more(out, found)
         for note in found.get("notes") or ():
             out.say(f"Note: {note}")
         out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
