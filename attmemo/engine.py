@@ -12,8 +12,10 @@ Source: AttMEMO, section 4 and Fig. 8 (seed 004_17cf05913cb31f45.txt). Where the
 engine can also look up once per sequence and reuse the record's maps in every layer whose calibrated score reaches
 the threshold.
 
-Promises: a call that is not served, for whatever reason, runs the original code on the original arguments; a hit is
-decided per sequence, from its own hidden states alone; rows of padding behind a hit are zero.
+Promises: a call of which no row is served, for whatever reason, runs the original code on the original arguments; rows
+that miss beside others that hit run the original code as a smaller batch. Which record a sequence finds, and what it
+yields, depends on its own hidden states alone; whether serving pays is asked for the whole batch (`perfmodel.gate`).
+Rows of padding behind a hit are zero.
 """
 
 from __future__ import annotations
@@ -187,7 +189,8 @@ class Engine:
         forward = self._forward
         if site.layer == 0:
             forward.reset()
-            if self.gate.hopeless and forward.inside and forward.exact_only is None:
+            idle = self.gate.hopeless and forward.inside and forward.exact_only is None
+            if idle and not site.module.training and not torch.is_grad_enabled():
                 forward.left_exact = _rows(args, kwargs)  # not even the mask need be read
         if forward.left_exact:
             stats = self.stats[site.layer]
@@ -208,14 +211,19 @@ class Engine:
         rows = self._accept(site.layer, found, lengths, call.hidden.shape[1])
         if not len(rows):
             return exact(*args, **kwargs)
+        start = perf_counter()
         try:
             context = self._serve(site, call, lengths, rows, found.records[rows])
-        except (AttmemoError, OSError, MemoryError) as error:
+        except (AttmemoError, OSError, MemoryError, ValueError, IndexError) as error:
             # A file that went away or a machine out of descriptors must cost time, not requests.
             self._give_up(site.layer, found.distances[rows], error)
             return exact(*args, **kwargs)
         if len(rows) < len(lengths):
             self._compute_misses(site, exact, args, kwargs, rows, context)
+        if self.profile is not None:
+            batch, padded = call.hidden.shape[:2]
+            exact_ms = self.profile.costs[site.layer].exact.estimate(batch * padded, batch * padded * padded)
+            stats.saved_ms += exact_ms - 1e3 * (perf_counter() - start)
         return self.adapter.finish(site.module, context)
 
     def _worth_trying(self, layer: int, lengths: list[int], call: Call) -> bool:
@@ -231,9 +239,8 @@ class Engine:
             # forward of the model. Layers that are called by hand could be fed anything: they stay exact.
             if layer == 0 and forward.inside and self.gate.worth_trying(SEQUENCE, lengths, padded):
                 forward.last = forward.found = self._search(SEQUENCE, call, lengths)
-                self._record_sequence(forward.found, lengths)
-                served = (forward.found.records >= 0) & (forward.found.distances <= max(self.radii))
-                forward.left_exact = 0 if served.any() else len(lengths)
+                served = self._record_sequence(forward.found, lengths, padded)
+                forward.left_exact = 0 if served else len(lengths)
             elif forward.inside:
                 forward.left_exact = len(lengths)
         return forward.found is not None and self.gate.serves(layer, lengths, padded)
@@ -310,18 +317,12 @@ class Engine:
         rows, records = rows[order], records[order]
         counts = np.asarray([lengths[row] for row in rows.tolist()], np.int64)
         tokens, starts = _gather(hidden, rows, counts)
-        values = adapter.value(site.module, tokens)  # [N, h * d]
+        values = adapter.value(site.module, tokens).contiguous()  # [N, h * d]
         context = values.new_empty(batch, padded, heads * width)
         for n in np.unique(counts).tolist():
             group = slice(*np.searchsorted(counts, (n, n + 1)))
             self.maps.multiply(site.layer, n, records[group], values, starts[group], context, rows[group])
-        stats = self.stats[site.layer]
-        spent = perf_counter() - start
-        stats.serve_seconds += spent
-        if self.profile is not None:
-            cost = self.profile.costs[site.layer].exact
-            exact_ms = cost.estimate(float(len(rows) * padded), float(len(rows) * padded * padded)) - cost.c
-            stats.saved_ms += exact_ms - 1e3 * spent
+        self.stats[site.layer].serve_seconds += perf_counter() - start
         return context
 
     def _give_up(self, layer: int, distances: Floats, error: Exception) -> None:
@@ -404,11 +405,15 @@ class Engine:
         self.ineligible: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
-    def _record_sequence(self, found: Found, lengths: list[int]) -> None:
-        """Tell the gate what one lookup yields: how many rows will be served, in the mean over layers."""
-        known = found.records >= 0
-        hits = sum(int((known & (found.distances <= radius)).sum()) for radius in self.radii)
-        self.gate.record(SEQUENCE, len(lengths), hits / self.layers)
+    def _record_sequence(self, found: Found, lengths: list[int], padded: int) -> int:
+        """Tell the gate what one lookup yields, in the mean over layers; rows to be served, over all of them."""
+        known, served = found.records >= 0, 0
+        for layer, radius in enumerate(self.radii):
+            rows = np.flatnonzero(known & (found.distances <= radius)).tolist()
+            if rows and self.gate.pays(layer, [lengths[row] for row in rows], len(lengths), padded):
+                served += len(rows)
+        self.gate.record(SEQUENCE, len(lengths), served / self.layers)
+        return served
 
     # -- inside
 

@@ -237,8 +237,10 @@ static bool run(Job *job, const Set *set, size_t threads)
     size_t wide = (job->width + set->lanes - 1) / set->lanes * set->lanes;
     size_t floats = job->length * wide + set->rows * (job->length + set->lanes);
     job->scratch_bytes = (floats * sizeof(float) + LINE - 1) / LINE * LINE;
-    if (posix_memalign((void **)&job->scratch, LINE, threads * job->scratch_bytes) != 0)
+    void *scratch;
+    if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes) != 0)
         return false;
+    job->scratch = scratch;
     job->task = set->task;
     if (team && threads > 1)
         team(work, job, (unsigned)threads, 0);

@@ -16,7 +16,6 @@ TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t f
                                        float *scale)
 {
     size_t i = 0;
-    const uint16_t *source = (const uint16_t *)map + first;
     *scale = 1;
     if (form == FLOAT32) {
         memcpy(out, (const float *)map + first, count * sizeof(float));
@@ -35,6 +34,7 @@ TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t f
             sum += (uint32_t)bytes[i] * bytes[i] * bytes[i];
         *scale = 1 / (float)sum; /* of a row without probability: infinite, and the products are not numbers */
     } else if (form == FLOAT16) {
+        const uint16_t *source = (const uint16_t *)map + first;
 #ifdef HALVES
         for (; i + LANES <= count; i += LANES)
             *(VECTOR *)(out + i) = HALVES(source + i);
@@ -42,6 +42,7 @@ TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t f
         for (; i < count; i++)
             out[i] = from_half(source[i]);
     } else {
+        const uint16_t *source = (const uint16_t *)map + first;
 #ifdef BRAINS
         for (; i + LANES <= count; i += LANES)
             *(VECTOR *)(out + i) = BRAINS(source + i);

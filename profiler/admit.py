@@ -17,6 +17,7 @@ from attmemo.similarity import similarity_score
 
 CANDIDATES = 4  # records compared in full
 _DIMENSIONS = 64
+_CHANNELS = 8
 _SEED = 20240229
 
 Maps = Callable[[int], Sequence[Tensor]]
@@ -35,38 +36,46 @@ class Admission:
 
     def __init__(self, threshold: float, maps_of: Maps) -> None:
         self._threshold, self._maps_of = threshold, maps_of
-        self._projections: dict[tuple[int, int], Tensor] = {}
-        self._vectors: dict[int, list[Tensor]] = defaultdict(list)
+        self._narrow: Tensor | None = None  # [H, p]
+        self._mix: dict[int, Tensor] = {}  # length -> [d, n p]
+        self._vectors: dict[int, Tensor] = {}  # length -> [room, d]
         self._records: dict[int, list[int]] = defaultdict(list)
 
     def admits(self, maps: Sequence[Tensor], first_input: Tensor) -> bool:
         """Whether no stored record has nearly these maps: ``[h, n, n]`` by layer, hidden states ``[n, H]``."""
         length = len(first_input)
-        if not self._records[length]:
+        records = self._records[length]
+        if not records:
             return True
-        vector = self._project(first_input)
-        distances = (torch.stack(self._vectors[length]) - vector).norm(dim=1)
-        for place in distances.topk(min(CANDIDATES, len(distances)), largest=False).indices.tolist():
-            stored = self._maps_of(self._records[length][place])
-            if all(
-                float(similarity_score(new, old)) >= self._threshold for new, old in zip(maps, stored, strict=True)
-            ):
+        distances = (self._vectors[length][: len(records)] - self._project(first_input)).norm(dim=1)
+        for place in distances.topk(min(CANDIDATES, len(records)), largest=False).indices.tolist():
+            pairs = zip(maps, self._maps_of(records[place]), strict=True)
+            if all(float(similarity_score(new, old)) >= self._threshold for new, old in pairs):
                 return False
         return True
 
     def remember(self, record: int, first_input: Tensor) -> None:
         """A record was stored under this number."""
         length = len(first_input)
-        self._records[length].append(record)
-        self._vectors[length].append(self._project(first_input))
+        records = self._records[length]
+        vectors = self._vectors.get(length)
+        if vectors is None or len(vectors) == len(records):
+            room = torch.empty(max(64, 2 * len(records)), _DIMENSIONS)
+            if vectors is not None:
+                room[: len(records)] = vectors
+            vectors = self._vectors[length] = room
+        vectors[len(records)] = self._project(first_input)
+        records.append(record)
 
     def _project(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[n, H]`` in a few numbers that keep distances, roughly."""
-        key = (hidden.shape[0], hidden.shape[1])
-        if key not in self._projections:
-            generator = torch.Generator().manual_seed(_SEED)
-            # One for channels and one for positions: a full one would have n * H * 64 numbers.
-            self._projections[key] = torch.randn(key[1], 8, generator=generator)
-        narrow = hidden.float() @ self._projections[key]  # [n, 8]
-        generator = torch.Generator().manual_seed(_SEED + key[0])
-        return torch.randn(_DIMENSIONS, narrow.numel(), generator=generator) @ narrow.flatten()
+        """Hidden states ``[n, H]`` in ``[d]`` numbers that keep distances, roughly.
+
+        First channels, then positions: one matrix for both would have n times H times d numbers.
+        """
+        length, size = hidden.shape
+        if self._narrow is None:
+            self._narrow = torch.randn(size, _CHANNELS, generator=torch.Generator().manual_seed(_SEED))
+        if length not in self._mix:
+            generator = torch.Generator().manual_seed(_SEED + length)
+            self._mix[length] = torch.randn(_DIMENSIONS, length * _CHANNELS, generator=generator)
+        return self._mix[length] @ (hidden.float() @ self._narrow).flatten()

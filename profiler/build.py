@@ -132,11 +132,17 @@ def build_database(
                             ):
                                 stopped = f"--max-bytes {options.max_bytes} reached"
                                 break
-                            if admission is not None and not admission.admits(maps, hidden[0]):
-                                alike += 1
-                                continue
                             row = fresh[item.row]
                             split = _split(numbers[row.source], row.row, options.held_out)
+                            # Held-out texts are all kept: without those that have a near record the others would make
+                            # every prediction look worse than it is.
+                            if (
+                                admission is not None
+                                and split != SPLIT_HELD_OUT
+                                and not admission.admits(maps, hidden[0])
+                            ):
+                                alike += 1
+                                continue
                             record = writer.add(maps, hidden, Provenance(numbers[row.source], row.row, split))
                             if admission is not None:
                                 admission.remember(record, hidden[0])

@@ -21,12 +21,12 @@ from attmemo.profiler.tune import TuneOptions, tune
 
 Progress = Callable[[str, int, int], None]
 
-LINES: Final = 3500  # three to four minutes on two cores; a fifth is enough to certify the budget
+LINES: Final = 3500  # three to four minutes on two cores; a third is enough to certify the budget
 FEWEST: Final = 200
 LONGEST: Final = 128  # tokens; longer lines are cut, so that a log of stack traces ends in time too
 BUDGET: Final = 0.01
 MARK: Final = ".attmemo-demo"  # says that a directory is a demo's and may be overwritten
-_PARTS: Final = {"build": 0.6, "tune": 0.2, "ask": 0.2}
+_PARTS: Final = {"build": 0.47, "tune": 0.35, "ask": 0.18}
 
 
 def model_path() -> str:

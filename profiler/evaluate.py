@@ -466,6 +466,7 @@ def _sweep(
     for number, threshold in enumerate(SWEEP):
         tell("threshold sweep", number, len(SWEEP))
         other.engine.set_thresholds([threshold] * other.engine.layers)
+        other.enable()  # the timing of the threshold before may have ended with the exact path
         other.reset_stats()
         given = ask(loaded, renumbered)
         hit_rate = other.stats()["hit_rate"]

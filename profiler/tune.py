@@ -183,15 +183,20 @@ def _tune_one_radius(
         allow_uncertified=options.allow_uncertified,
     )
     kept = result.to_dict()
-    kept["path"] = kept.pop("curve")
-    found = kept.pop("threshold")
+    found, curve = kept.pop("threshold"), kept.pop("curve")
+    kept["path"] = [
+        {"radii": [_radius(point)]} | {key: value for key, value in point.items() if key != "threshold"}
+        for point in curve
+    ]
     thresholds = [NEVER] * layers
     if found is not None:
         thresholds = [min(NEVER, float(curve.predict(1.0 - found)) + 1e-9) for curve in curves]
-    said = result.sentence().replace(
-        f"hreshold {found:g}" if found is not None else "\0", f"he distance {1.0 - (found or 0.0):.4g} for all layers"
-    )
+    said = result.sentence(lambda score: f"the distance {1.0 - score:.4g} for all layers")
     return kept | {"thresholds": thresholds, "groups": [list(range(layers))], "sentence": said}
+
+
+def _radius(point: dict[str, Any]) -> float:
+    return round(1.0 - float(point["threshold"]), 6)
 
 
 def _tune_layer(

@@ -265,6 +265,8 @@ class TestEvaluate:
         assert [row["threshold"] for row in rows] == sorted(row["threshold"] for row in rows)
         rates = [row["hit_rate"] for row in rows]
         assert rates == sorted(rates, reverse=True)
+        assert rates[0] == pytest.approx(result["hit_rate"])  # the same threshold, asked without a gate
+        assert rates[1] > 0.0, "the model was still disabled by the timing of the threshold before"
         assert all(row["agreement"] + row["changed"] == pytest.approx(1.0) for row in rows)
 
     def test_a_report_can_be_made_of_it(self, result: dict[str, Any], tmp_path: Path) -> None:

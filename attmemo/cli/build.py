@@ -140,8 +140,8 @@ def train_embedder(
     backend: Annotated[
         Literal["faiss", "hnswlib", "flat"],
         typer.Option(
-            help="Index: faiss or hnswlib (both HNSW; hnswlib needs pip install 'attmemo[hnswlib]'), or flat: exact, "
-            "for small databases."
+            help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
+            "'attmemo[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
         ),
     ] = "faiss",
     profile: Annotated[

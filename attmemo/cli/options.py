@@ -127,7 +127,10 @@ MinCosine = Annotated[
 ]
 Fetch = Annotated[
     Literal["auto", "direct", "map", "view", "copy"],
-    typer.Option(help="How maps are read; all give the same answers. auto: the fastest for the page size."),
+    typer.Option(
+        help="How maps are read; answers are the same but for the order of sums. auto: by the kernel that reads them "
+        "where they lie; for a bfloat16 model the fastest for the page size."
+    ),
 ]
 Residency = Annotated[
     Literal["page-cache", "hugepages"],

@@ -217,19 +217,6 @@ class Catalogue:
         if digest is not None and state.hex() != digest:
             raise self._corrupt(f"its records have digest {state.hex()[:16]}…, expected {digest[:16]}…")
 
-    def entry(self, number: int) -> Record:
-        """One entry by its number; DatabaseCorruptError if there is none, or one of the wrong size."""
-        try:
-            with self._env.begin() as transaction:
-                raw = transaction.get(_KEY.pack(number))
-                if raw is None:
-                    raise self._corrupt(f"record {number} is missing")
-                return Record.parse(bytes(raw), self._kinds, self._layers)
-        except ValueError as error:
-            raise self._corrupt(f"record {number}: {error}") from error
-        except lmdb.Error as error:
-            raise self._named(error) from error
-
     def snapshot(self, records: int, digest: str | None = None) -> Snapshot:
         """The first `records` entries as arrays."""
         held = int(self._env.stat()["entries"])

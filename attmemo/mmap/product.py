@@ -98,9 +98,13 @@ def multiply(
             f"cannot multiply maps {list(layout.shape)} {layout.dtype} with values {list(values.shape)} "
             f"{values.dtype} into a context {list(context.shape)} {context.dtype}"
         )
-    wide, target, places = values.detach(), context.detach(), np.ascontiguousarray(rows, np.int64)
+    wide, target = values.detach(), context.detach()
+    starts, places = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(rows, np.int64)
     if values.dtype != torch.float32:
-        wide = wide.float()
+        if len(np.unique(places)) != len(places):
+            raise ValueError("a row of the context is named twice")
+        first = int(starts.min())  # of a batch of many lengths only the rows that this one needs
+        wide, starts = wide[first : int(starts.max()) + length].float(), starts - first
         target = torch.empty(len(places), *context.shape[1:], dtype=torch.float32)
         places = np.arange(len(places))
     _kernels.multiply(
@@ -111,7 +115,7 @@ def multiply(
         length=length,
         width=width,
         values=wide.numpy(),
-        starts=np.ascontiguousarray(starts, np.int64),
+        starts=starts,
         context=target.numpy(),
         rows=places,
         padded=context.shape[1],

@@ -54,6 +54,8 @@ class _Verdict(NamedTuple):
 
 _NOTHING: Final = _Verdict(False, 0.0, 0.0, 0.0, (), ())
 
+_MANY: Final = 50  # held-out texts, none of which reaches a threshold, after which nothing is tried any more
+
 _ON: Final = "on"
 _OFF: Final = "off"
 _PROBING: Final = "probing"
@@ -221,7 +223,9 @@ class Gate:
                 tables = [rates.table(self._thresholds[i], i) for i in served]
                 self._alphas[layer] = {length: tuple(table[length] for table in tables) for length in rates.stored}
         reached = any(any(alphas) for table in self._alphas.values() for alphas in table.values())
-        self._hopeless = profile is not None and not always and not reached
+        # A few held-out texts that all miss prove little: then batches are tried, and live traffic decides.
+        judged = 0 if profile is None else sum(rates.samples(0, length) for length in rates.stored)
+        self._hopeless = profile is not None and not always and not reached and judged >= _MANY
         self._no_record = (0.0,) * (layers if self._sequence else 1)
         self._cache: dict[tuple[int, int, tuple[int, ...]], _Verdict] = {}
         self._lock = threading.Lock()

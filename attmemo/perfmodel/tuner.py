@@ -21,7 +21,7 @@ from the traffic that will be served. Lines that come in near-identical bursts a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
@@ -103,9 +103,10 @@ class TuningResult:
         """All fields, JSON-able."""
         return asdict(self)
 
-    def sentence(self) -> str:
-        """What a user should know, in one sentence."""
+    def sentence(self, name: Callable[[float], str] = "threshold {:g}".format) -> str:
+        """What a user should know, in one sentence; `name` says what a candidate is."""
         changed = round(self.observed * self.total)
+        said = "" if self.threshold is None else name(self.threshold)
         counted = f"{changed} of {self.total} held-out answers changed ({percent(self.observed)})"
         if self.certified:
             if self.served is None:
@@ -115,14 +116,14 @@ class TuningResult:
             else:
                 benefit = "; but it serves nothing, and no threshold that serves anything could be certified"
             return (
-                f"Threshold {self.threshold:g} keeps the budget: {counted}, so with {percent(self.confidence)} "
+                f"{said.capitalize()} keeps the budget: {counted}, so with {percent(self.confidence)} "
                 f"confidence at most {percent_up(self.upper_bound)} of answers change on data like this "
                 f"(budget {percent(self.budget)}){benefit}."
             )
         if self.threshold is not None:
             assert self.reached is not None  # there is a threshold
             return (
-                f"NOT CERTIFIED: on the data seen threshold {self.threshold:g} keeps the budget of "
+                f"NOT CERTIFIED: on the data seen {said} keeps the budget of "
                 f"{percent(self.budget)}, since {counted}, but only with {percent_down(self.reached)} confidence "
                 f"instead of {percent(self.confidence)}; at {percent(self.confidence)} up to "
                 f"{percent_up(self.upper_bound)} of answers may change, and certifying the budget takes at least "
@@ -135,7 +136,7 @@ class TuningResult:
                 f"none changes, and there are {self.total}."
             )
         return (
-            f"No threshold can be certified: already at the strictest candidate, {self.curve[0]['threshold']:g}, "
+            f"No threshold can be certified: already at the strictest candidate, {name(self.curve[0]['threshold'])}, "
             f"{counted}, so with {percent(self.confidence)} confidence up to {percent_up(self.upper_bound)} "
             f"may change (budget {percent(self.budget)})."
         )
