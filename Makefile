@@ -20,13 +20,41 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Whoever sets it keeps what they set.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test lint bench install clean help
+.PHONY: demo test test-slow sanitize lint bench install clean help
 
 demo: $(READY)  ## build, train, tune and evaluate on log lines (LOG=file: yours); ends with a table and a report
 	@$(BIN)/attmemo demo $(if $(LOG),"$(LOG)") --output "$(OUTPUT)"
 
 test: lint  ## everything that has to pass: lint, types, tests
 	@$(BIN)/python -m pytest
+
+test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
+	@timeout 3600 $(BIN)/python -m pytest -m slow
+
+# Built beside, never over, what is installed. The tests see a tree of links with the other extensions in it.
+SANE := build/sanitize
+sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour sanitizers
+	@library=$$("$${CC:-cc}" -print-file-name=libasan.so)
+	if [ ! -e "$$library" ]; then
+	  echo "skipped: $${CC:-cc} has no libasan; on Debian it is in the package libgcc-12-dev, or that of your version"
+	  exit 0
+	fi
+	rm -rf $(SANE) && mkdir -p $(SANE)/attmemo
+	ATTMEMO_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build_ext --build-lib $(SANE) \
+	  --build-temp $(SANE)/temp
+	for file in attmemo/* profiler; do
+	  case $$file in *.so | */__pycache__) ;; *) ln -s "$$PWD/$$file" $(SANE)/attmemo/ ;; esac
+	done
+	export PYTHONPATH="$$PWD/$(SANE)" PYTHONMALLOC=malloc LD_PRELOAD="$$library"
+	# What is found goes to files: pytest would keep the words of a process that dies to itself.
+	export UBSAN_OPTIONS="print_stacktrace=1:log_path=$$PWD/$(SANE)/report"
+	export ASAN_OPTIONS="$$UBSAN_OPTIONS:detect_leaks=0:allocator_may_return_null=1:handle_segv=0:handle_sigbus=0"
+	# The program pytest, not the module: that would look for attmemo in this folder first.
+	# Left out: what uses up or counts the mappings of a process, since the sanitizer's own allocator makes many.
+	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
+	  tests/test_mmap_product.py tests/test_reliability_mmap.py tests/slow/test_slow_mmap.py \
+	  -k "not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute" \
+	  || { unset LD_PRELOAD; cat $(SANE)/report.* 2>/dev/null; exit 1; }
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -75,10 +103,10 @@ $(READY): pyproject.toml setup.py $(wildcard native/*)
 	touch $@
 
 clean:  ## remove what was built, .venv and the demo's output
-	@rm -rf .venv build *.egg-info attmemo/_native*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv build *.egg-info attmemo/_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	if [ -e "$(OUTPUT)/.attmemo-demo" ]; then rm -rf "$(OUTPUT)"; fi
 
 help:  ## this list
 	@echo "make JOB, where JOB is one of"
-	sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12

@@ -4,10 +4,16 @@
 generic top-level name lands in site-packages.
 """
 
+import os
+
 from setuptools import Extension, find_packages, setup
 
 # -UNDEBUG: distutils passes -DNDEBUG, and a check that is compiled out is not a check.
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
+# For `make sanitize`: what to look for while the tests run, such as "address,undefined".
+CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", "").split(",") if name]
+if CHECKS:
+    CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 PROFILER = ["attmemo.profiler", *(f"attmemo.profiler.{name}" for name in find_packages("profiler"))]
 
@@ -19,14 +25,16 @@ setup(
         Extension(
             "attmemo._native",
             sources=["native/window.c"],
-            extra_compile_args=[*STRICT, "-O2"],
+            extra_compile_args=[*STRICT, "-O2", *CHECKS],
+            extra_link_args=CHECKS,
         ),
         Extension(
             "attmemo._kernels",
             sources=["native/product.c"],
             depends=["native/product_kernel.h"],
             # Sums of products: fused multiply-add, which -std=c11 forbids. -O3 keeps blocks of sums in registers.
-            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast"],
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
             libraries=["dl"],
         ),
     ],

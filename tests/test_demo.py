@@ -65,12 +65,12 @@ class TestRun:
         output, _ = made
         found = json.loads((output.parent / "result.json").read_text())
         parts = [(output / f"{name}.log").read_text().splitlines() for name in ("build", "tune", "ask")]
-        assert [len(part) for part in parts] == [180, 60, 60]
+        assert [len(part) for part in parts] == [141, 105, 54]
         assert list(chain(*parts)) == list(generate_log(300, seed=0, services=("login",)))
-        assert found["evaluation"]["data"]["sequences"] == 60
+        assert found["evaluation"]["data"]["sequences"] == 54
         assert found["evaluation"]["threshold_source"].startswith("tuned")
         with Database(output / "database") as database:
-            assert len(database) == 180
+            assert len(database) == 141
             assert database.manifest.tuning is not None
 
     @pytest.mark.usefixtures("small")
@@ -85,7 +85,7 @@ class TestRun:
         kept = (output / "service.log").read_text().splitlines()
         assert kept[:-1] == lines[10:-1]
         with Database(output / "database") as database:
-            assert len(database) == 180
+            assert len(database) == 141
             assert database.manifest.uuid != before
 
 

@@ -9,62 +9,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
-SHIM = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stddef.h>
-#include <sys/mman.h>
-#include <sys/types.h>
-
-static int countdown, sticky, code, armed_calls, watching;
-enum { MMAP = 1, MPROTECT = 2, MUNMAP = 4 };
-
-void arm(int calls, int at, int forever, int error)
-{
-    armed_calls = calls; countdown = at; sticky = forever; code = error; watching = 1;
-}
-int disarm(void) { watching = 0; return countdown <= 0; } /* whether a call was made to fail */
-
-static int fails(int call)
-{
-    if (!watching || !(armed_calls & call))
-        return 0;
-    countdown--;
-    if (countdown == 0 || (sticky && countdown < 0)) { errno = code; return 1; }
-    return 0;
-}
-#define REAL(name) static __typeof__(name) *real; if (!real) real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
-
-void *mmap(void *at, size_t size, int protection, int flags, int fd, off_t offset)
-{
-    REAL(mmap);
-    return (flags & MAP_FIXED) && fails(MMAP) ? MAP_FAILED : real(at, size, protection, flags, fd, offset);
-}
-void *mmap64(void *at, size_t size, int protection, int flags, int fd, off64_t offset)
-{
-    REAL(mmap64);
-    return (flags & MAP_FIXED) && fails(MMAP) ? MAP_FAILED : real(at, size, protection, flags, fd, offset);
-}
-int mprotect(void *at, size_t size, int protection)
-{
-    REAL(mprotect);
-    return protection == PROT_NONE && fails(MPROTECT) ? -1 : real(at, size, protection);
-}
-int munmap(void *at, size_t size)
-{
-    REAL(munmap);
-    return fails(MUNMAP) ? -1 : real(at, size);
-}
-"""
+from helpers import build_shim, preloaded
 
 CHILD = r"""
 import ctypes, errno, importlib.util, itertools, json, os, sys
@@ -75,7 +25,7 @@ native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 shim = ctypes.CDLL(sys.argv[2])
 PAGE = native.page_size()
-MMAP, MPROTECT, MUNMAP = 1, 2, 4
+MMAP, MPROTECT, MUNMAP = 1 | 2, 8, 16  # of memory that is replaced, see helpers.py
 
 fd = os.memfd_create("pages")
 os.write(fd, b"".join(bytes([i + 1]) * PAGE for i in range(32)))
@@ -182,18 +132,13 @@ print(json.dumps(report))
 
 
 def test_whatever_call_fails_no_window_is_mixed_and_every_window_recovers(tmp_path: Path) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the shim with")
-    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
-    source.write_text(SHIM)
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(shim), str(source), "-ldl"], check=True)
+    shim = build_shim(tmp_path)
     extension = importlib.util.find_spec("attmemo._native")
     assert extension is not None
     assert extension.origin is not None
     child = subprocess.run(
         [sys.executable, "-I", "-c", textwrap.dedent(CHILD), extension.origin, str(shim)],
-        env={**os.environ, "LD_PRELOAD": str(shim)},
+        env={**os.environ, **preloaded(shim)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -288,6 +288,8 @@ class MapFetcher(_Closable):
         except WindowError as error:
             if isinstance(error.__cause__, OSError):
                 self._mine.room = 0  # until the next count: what the kernel refused now it would refuse again
+                # A window that could not even be made dark refuses work for ever; the next is a new one.
+                self._mine.by_kind.pop((layout.stride, mapping.window_page_bytes), None)
             with self._lock:
                 self.fallbacks += 1
                 self.fallback_reason = error.what

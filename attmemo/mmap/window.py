@@ -149,7 +149,7 @@ class Window:
         Returns
         -------
         torch.Tensor
-            Shape [count, *layout.shape] with count = mapped_bytes / layout.stride; contiguous only if
+            Shape [count, *layout.shape] with count = `mapped_bytes` / layout.stride; contiguous only if
             `layout.dense`. Read-only, see `attmemo.mmap.tensor.slots_over`.
 
         Raises
@@ -157,13 +157,14 @@ class Window:
         WindowError
             If nothing is mapped, or the window is closed.
         """
-        count = self.mapped_bytes // layout.stride
-        if count == 0:
-            raise WindowError("the window has no slots mapped")
         try:
             lease = memoryview(cast(bytes, self._native))
         except (ValueError, BufferError) as error:
             raise _translated(error) from error
+        # Counted by the lease: what was mapped before it was taken, another thread may have taken away.
+        count = lease.nbytes // layout.stride
+        if count == 0:
+            raise WindowError("the window has no slots mapped")
         return slots_over(self.address, count, layout, lease)
 
     def lease(self) -> None:

@@ -1,0 +1,144 @@
+"""Pages under stress for minutes: what test_reliability_mmap.py asks in seconds, and what only many rounds show."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import compiler, run_child
+from test_reliability_mmap import (
+    PAGE,
+    SLOTS,
+    check_holdings,
+    cycle_between_canaries,
+    gather_many,
+    in_threads,
+    open_pages,
+    page_offsets,
+    read_while_fetching,
+    small_arena,
+)
+
+from attmemo import _native
+
+pytestmark = pytest.mark.slow
+BATCHES = 20_000
+
+
+def test_the_pages_exactly_before_and_behind_a_window_survive_a_hundred_thousand_cycles(tmp_path: Path) -> None:
+    with open_pages(tmp_path) as pages:
+        assert run_child(lambda: cycle_between_canaries(pages, 100_000), timeout=600).result == 100_000
+
+
+def allocate(stop: threading.Event, seed: int) -> int:
+    """Take, fill, check and give back memory of all sizes, much of it mapped by malloc itself. Returns the blocks."""
+    libc, rng = ctypes.CDLL(None), random.Random(seed)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    held: list[tuple[int, int, int]] = []
+    count = 0
+    while not stop.is_set() or held:
+        if not stop.is_set() and len(held) < 24:
+            size, byte = rng.choice([100, 5_000, PAGE, 200_000, SLOTS * PAGE, 2_000_000]), rng.randrange(256)
+            address = libc.malloc(size)
+            assert address
+            ctypes.memset(address, byte, size)
+            held.append((address, size, byte))
+            count += 1
+        else:
+            address, size, byte = held.pop(rng.randrange(len(held)))
+            assert ctypes.string_at(address, size) == bytes([byte]) * size, "memory changed under its owner"
+            libc.free(address)
+    return count
+
+
+def load(stop: threading.Event, libraries: list[Path]) -> int:
+    """Open libraries, call them and close them. Returns how many."""
+    count = 0
+    while not stop.is_set():
+        number = count % len(libraries)
+        library = ctypes.CDLL(str(libraries[number]))
+        assert library.answer() == 1000 + number
+        _ctypes.dlclose(library._handle)
+        count += 1
+    return count
+
+
+def show(batches: int, pages: int) -> int:
+    """Make windows, map, collapse and close them; the right pages each time. Returns the batches."""
+    rng, count = random.Random(6), 0
+    windows: list[_native.Window] = []
+    while count < batches:
+        if len(windows) < 4:
+            windows.append(_native.Window(SLOTS * PAGE, PAGE))
+        window = rng.choice(windows)
+        if (kind := rng.random()) < 0.1:
+            window.close()
+            windows.remove(window)
+        elif kind < 0.2:
+            window.collapse()
+        else:
+            numbers = [rng.randrange(SLOTS) for _ in range(rng.randrange(1, SLOTS + 1))]
+            window.map(pages, page_offsets(*numbers), PAGE, populate=rng.random() < 0.5)
+            with memoryview(window) as view:
+                assert [view[i] - 1 for i in range(0, len(view), PAGE)] == numbers
+                assert [view[i] - 1 for i in range(PAGE - 1, len(view), PAGE)] == numbers
+            count += 1
+    return count
+
+
+def test_malloc_and_dlopen_in_other_threads_never_meet_a_window(tmp_path: Path) -> None:
+    libraries = []
+    for number in range(4):
+        source, library = tmp_path / f"answer{number}.c", tmp_path / f"answer{number}.so"
+        source.write_text(
+            f"static int room[{4000 * number + 10}]; int answer(void) {{ room[9] = {1000 + number}; return room[9]; }}"
+        )
+        subprocess.run([compiler(), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        libraries.append(library)
+
+    with open_pages(tmp_path) as pages:
+
+        def body() -> list[int]:
+            sys.setswitchinterval(1e-5)
+            stop, counts = threading.Event(), [0] * 4
+
+            def mapping() -> None:
+                try:
+                    counts[0] = show(BATCHES, pages)
+                finally:
+                    stop.set()
+
+            def counted(place: int, found: int) -> None:
+                counts[place] = found
+
+            in_threads(
+                mapping,
+                lambda: counted(1, allocate(stop, 1)),
+                lambda: counted(2, allocate(stop, 2)),
+                lambda: counted(3, load(stop, libraries)),
+            )
+            return counts
+
+        counts = run_child(body, timeout=900).result
+        assert counts[0] == BATCHES
+        assert min(counts) > 0
+
+
+def test_readers_see_the_records_they_were_given_for_a_minute(tmp_path: Path) -> None:
+    with small_arena(tmp_path) as arena:
+        fetches, fallbacks, compared = run_child(lambda: read_while_fetching(arena, 60, readers=3), timeout=600).result
+    assert compared > 10_000
+    assert 0 < fallbacks < fetches
+
+
+def test_a_million_fetches_and_products_leave_no_mapping_and_no_open_file_behind(tmp_path: Path) -> None:
+    with small_arena(tmp_path) as arena:
+        check_holdings(run_child(lambda: gather_many(arena, 1_000_000), timeout=3000).result)
