@@ -5,7 +5,7 @@ from attmemo.db.database import Database, Finding, cache_directory, default_path
 from attmemo.db.format import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
 from attmemo.db.forms import KIND_INPUT, KIND_MAP
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
-from attmemo.db.writer import DatabaseWriter, Provenance
+from attmemo.db.writer import DatabaseWriter, Provenance, storing
 
 __all__ = [
     "BACKENDS",
@@ -29,4 +29,5 @@ __all__ = [
     "default_path",
     "find_database",
     "read_manifest",
+    "storing",
 ]

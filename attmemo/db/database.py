@@ -159,7 +159,9 @@ class Database:
     def view(self, kind: str, layer: int, record: int) -> Tensor:
         """A slot where it lies, without a copy. To be read only: the pages are, and a store ends the process."""
         length = int(self.records.lengths[record])
-        return self.arena(kind, length).slot(int(self.records.slots[record, KINDS.index(kind), layer]))
+        mapping = self.arena(kind, length).mapping
+        mapping.check_whole()
+        return mapping.slot(int(self.records.slots[record, KINDS.index(kind), layer]))
 
     def index(self, layer: int) -> LayerIndex:
         """The index of a layer, or of the once-per-sequence lookup (-1), loaded at the first use.
@@ -183,6 +185,12 @@ class Database:
                         raise EmbedderMissingError(f"{self.path} has no index for layer {layer}.", self._train())
                     dimension = int(embedder.report.get("dimension", 128))
                     found = LayerIndex.load(self.derived(ref), dimension, embedder.backend, embedder.records)
+                    for length in found.lengths:
+                        if (self.records.lengths[found.records_of(length)] != length).any():
+                            raise DatabaseCorruptError(
+                                f"{self.path / ref.file}: names a record of another length than {length}.",
+                                self._train(),
+                            )
                     self._indexes[layer] = found
         return found
 
@@ -203,7 +211,7 @@ class Database:
         except OSError as error:
             raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._train()) from error
         if digest != ref.digest:
-            self._check_generation(file)
+            self._check_generation(ref)
             raise DatabaseCorruptError(
                 f"{file} has digest {digest[:16]}…, expected {ref.digest[:16]}….", self._train()
             )
@@ -232,6 +240,7 @@ class Database:
                 for layer in range(kept[kind]):
                     slot = int(self.records.slots[record, k, layer])
                     where = f"{found.file}, slot {slot} (record {record}, layer {layer})"
+                    arena.mapping.check_whole()
                     payload = arena.slot_bytes(slot)
                     checksum = fmt.slot_checksum(self.manifest.uuid, found.name, slot, payload)
                     if checksum != int(self.records.checksums[record, k, layer]):
@@ -295,15 +304,18 @@ class Database:
             _LOG.warning("attmemo: %s%s", notices[0], more)
 
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
-        arena = self._arenas[found.name] = Arena(self.path / found.file, found.layout, residency, progress)
+        arena = Arena(self.path / found.file, found.layout, residency, progress)
+        fmt.check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
+        self._arenas[found.name] = arena
         return arena
 
     def _check_open(self) -> None:
         if self._closed:
             raise DatabaseError(f"{self.path} was closed", f"open it again: Database({str(self.path)!r})")
 
-    def _check_generation(self, file: Path) -> None:
-        """If a derived file says whose it is, and it is not this manifest's: say that instead of a digest."""
+    def _check_generation(self, ref: fmt.FileRef) -> None:
+        """If a derived file says whose it is, and it is not the one that is named: say that instead of a digest."""
+        file = self.path / ref.file
         try:
             with safe_open(str(file), framework="np") as container:
                 owner = container.metadata() or {}
@@ -314,10 +326,11 @@ class Database:
                 f"{file} belongs to database {owner['database'][:8]}…, expected {self.manifest.uuid[:8]}….",
                 self._train(),
             )
-        if "generation" in owner:
+        named = "".join(filter(str.isdecimal, ref.file.split("/")[0])).lstrip("0")
+        if "generation" in owner and owner["generation"] != named:
             raise GenerationMismatchError(
-                f"{file} was written for generation {owner['generation'][:20]}, which is not the one that "
-                f"{fmt.MANIFEST} (generation {self.manifest.generation}) names.",
+                f"{file} was written for generation {owner['generation'][:20]}, expected {named}: {fmt.MANIFEST} "
+                "names another file of this name.",
                 self._train(),
             )
 

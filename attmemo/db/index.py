@@ -3,12 +3,15 @@
 faiss HNSW by default, hnswlib behind the same face, and an exact flat search that is the oracle of both and serves
 lengths with few records. An index is derived data: it is rebuilt from the records by `attmemo train-embedder`, and it
 only proposes; the record decides. A layer's indexes travel in one safetensors container, whose digest is checked
-before faiss parses a byte of it: neither library validates what it loads.
+before anything parses a byte of it.
+
+A digest that fits says who wrote a file's bytes only if nobody wrote the manifest anew, and neither library validates
+all that it loads. So faiss gets to see a graph after every link in it was checked, and hnswlib only vectors.
 """
 
 from __future__ import annotations
 
-import tempfile
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -81,9 +84,7 @@ class FlatIndex:
 
     @classmethod
     def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FlatIndex:
-        if raw.nbytes % (4 * dimension):
-            raise ValueError("an index has another dimension or kind")
-        return cls(np.frombuffer(raw.tobytes(), np.float32).reshape(-1, dimension))
+        return cls(_vectors(raw, dimension))
 
 
 class FaissIndex:
@@ -122,6 +123,7 @@ class FaissIndex:
 
     @classmethod
     def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FaissIndex:
+        _check_graph(raw, dimension)
         try:
             index = _faiss().deserialize_index(raw)
         except RuntimeError as error:
@@ -132,7 +134,11 @@ class FaissIndex:
 
 
 class HnswlibIndex:
-    """hnswlib, the reference HNSW implementation; it reads and writes files only, hence the temporary ones."""
+    """hnswlib, the reference HNSW implementation.
+
+    What is stored are the vectors: its own files hold addresses it would follow unchecked. The graph is built again
+    when it is loaded, the same one every time.
+    """
 
     def __init__(self, index: Any) -> None:
         index.set_ef(EF_SEARCH)
@@ -157,22 +163,13 @@ class HnswlibIndex:
         return _padded(order.astype(np.int64), np.sqrt(np.maximum(squares, 0.0)), k)
 
     def dump(self) -> npt.NDArray[np.uint8]:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "index"
-            self._index.save_index(str(file))
-            return np.frombuffer(file.read_bytes(), np.uint8)
+        vectors = self._index.get_items(np.arange(len(self)), return_type="numpy")
+        return np.frombuffer(np.ascontiguousarray(vectors, np.float32).tobytes(), np.uint8)
 
     @classmethod
     def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> HnswlibIndex:
-        index = _hnswlib().Index("l2", dimension)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "index"
-            file.write_bytes(raw.tobytes())
-            try:
-                index.load_index(str(file))
-            except RuntimeError as error:
-                raise ValueError(f"hnswlib cannot read an index: {error}") from error
-        return cls(index)
+        _hnswlib()  # that it is missing comes first
+        return cls.build(_vectors(raw, dimension))
 
 
 def build_index(vectors: Vectors, backend: Backend) -> VectorIndex:
@@ -205,6 +202,10 @@ class LayerIndex:
     def lengths(self) -> frozenset[int]:
         """Token lengths that can be found."""
         return frozenset(self._indexes)
+
+    def records_of(self, length: int) -> Ids:
+        """The records that are found under a token length, in the order of their vectors."""
+        return self._indexes[length][1]
 
     @classmethod
     def build(cls, vectors: Vectors, lengths: Ids, backend: Backend, longest: int | None = None) -> LayerIndex:
@@ -269,6 +270,8 @@ class LayerIndex:
                 raise DatabaseCorruptError(f"{file}: two indexes for length {length}", again)
             if ids.min() < 0 or ids.max() >= records:
                 raise DatabaseCorruptError(f"{file}: names record {ids.max()} of {records}", again)
+            if len(np.unique(ids)) != len(ids):
+                raise DatabaseCorruptError(f"{file}: names a record of length {length} twice", again)
             try:
                 index = load_index(raw, dimension, "flat" if part == _FLAT else backend)  # type: ignore[arg-type]
             except ValueError as error:
@@ -288,6 +291,76 @@ def _padded(order: Ids, distances: npt.NDArray[Any], k: int) -> tuple[Ids, Vecto
         order = np.pad(order, ((0, 0), (0, missing)), constant_values=-1)
         distances = np.pad(distances, ((0, 0), (0, missing)), constant_values=np.inf)
     return order, distances.astype(np.float32)
+
+
+def _vectors(raw: npt.NDArray[np.uint8], dimension: int) -> Vectors:
+    if raw.nbytes % (4 * dimension):
+        raise ValueError("an index has another dimension or kind")
+    vectors = np.frombuffer(raw.tobytes(), np.float32).reshape(-1, dimension)
+    if not np.isfinite(vectors).all():
+        raise ValueError("an index has vectors that are not finite")
+    return vectors
+
+
+def _check_graph(raw: npt.NDArray[np.uint8], dimension: int) -> None:
+    """Whether bytes are an HNSW graph as faiss writes one of `FaissIndex.build`; ValueError says what is not.
+
+    faiss would follow a link to a vector that is none, and read as many of them as the bytes say there are.
+    """
+    data, at = memoryview(raw.tobytes()), 0
+
+    def take(layout: str) -> tuple[Any, ...]:
+        nonlocal at
+        values = struct.unpack_from("<" + layout, data, at)
+        at += struct.calcsize("<" + layout)
+        return values
+
+    def array(kind: str) -> npt.NDArray[Any]:
+        nonlocal at
+        (count,) = take("Q")
+        width = np.dtype(kind).itemsize
+        if count > (len(data) - at) // width:
+            raise ValueError("an index ends before it should")
+        found: npt.NDArray[Any] = np.frombuffer(data, kind, count, at)
+        at += count * width
+        return found
+
+    try:
+        # Name, dimension, vectors, two unused numbers, whether it is trained, metric (1: Euclidean).
+        head = take("4siqqqBi")
+        array("<f8")  # probabilities of levels, for building
+        room, levels, offsets, links = array("<i4"), array("<i4"), array("<u8"), array("<i4")
+        entry, top, *_ = take("5i")
+        tail = take("4siqqqBi")
+        vectors = array("<f4")
+    except struct.error as error:
+        raise ValueError(f"an index ends before it should: {error}") from error
+    count = len(levels)
+    shape = (dimension, count)
+    if head[0] != b"IHNf" or tail[0] != b"IxF2" or (head[1], head[2]) != shape or (tail[1], tail[2]) != shape:
+        raise ValueError("an index has another dimension or kind")
+    if (head[5], head[6], tail[5], tail[6]) != (1, 1, 1, 1) or at != len(data) or len(vectors) != count * dimension:
+        raise ValueError("an index does not hold as many vectors as it says")
+    if not np.isfinite(vectors).all():
+        raise ValueError("an index has vectors that are not finite")
+    # How many links fit below each level: 2 M of the lowest, M of each above.
+    if room.tolist() != [0, *range(2 * LINKS, 2 * LINKS + LINKS * (len(room) - 1), LINKS)] or len(room) < 2:
+        raise ValueError("an index has levels of another size")
+    if count == 0:
+        raise ValueError("an index has no vectors")
+    if levels.min() < 1 or levels.max() >= len(room) or top != levels.max() - 1:
+        raise ValueError("an index has levels that do not exist")
+    if not 0 <= entry < count or levels[entry] != top + 1:
+        raise ValueError("an index is entered where it has no vector")
+    sizes = room[levels].astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    if len(links) != starts[-1] or not np.array_equal(offsets, starts.astype(np.uint64)):
+        raise ValueError("an index has links that do not lie in their places")
+    if links.min() < -1 or links.max() >= count:
+        raise ValueError("an index links to a vector that it does not have")
+    level = np.searchsorted(room, np.arange(len(links)) - np.repeat(starts[:-1], sizes), side="right") - 1
+    if (levels[links] <= level)[links >= 0].any():
+        raise ValueError("an index links to a vector on a level where it is not")
 
 
 def _faiss() -> Any:

@@ -11,8 +11,8 @@ import errno
 import fcntl
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from attmemo.db import format as fmt
@@ -34,6 +35,8 @@ from attmemo.errors import (
     StorageFullError,
 )
 from attmemo.mmap import page_size
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class DatabaseWriter:
         self._pending: list[Record] = []
         self._lock_fd = -1
         self._pid = os.getpid()
+        self._entries: list[Record] = []  # published ones, read when somebody asks for one
+        self._lost: OSError | None = None  # what the kernel said when it could not write something down
         if storage not in STORAGE:
             raise ValueError(f"storage must be one of {', '.join(STORAGE)}, got {storage!r}")
         try:
@@ -201,7 +206,8 @@ class DatabaseWriter:
         causal = model.mask_kind == fmt.CAUSAL
         for layer, (apm, hidden) in enumerate(zip(maps, inputs, strict=True)):
             _check_map(apm, layer, provenance, causal)
-            _check_input(hidden, layer, provenance, self._manifest.storage)
+            if layer < self._manifest.layers_kept(KIND_INPUT):
+                _check_input(hidden, layer, provenance, self._manifest.storage)
         slots = np.zeros((len(KINDS), model.layers), np.uint64)
         checksums = np.zeros((len(KINDS), model.layers), np.uint64)
         grown: dict[str, SlotClass] = {}
@@ -261,6 +267,8 @@ class DatabaseWriter:
             # One statement again: after Ctrl-C a second publication must not append the same records twice.
             self._manifest, self._pending = fmt.write_manifest(self.path, following), []
         except OSError as error:
+            if error.errno not in _FULL:
+                self._lost = error
             raise _named(error, self.path) from error
         return self._manifest
 
@@ -285,8 +293,10 @@ class DatabaseWriter:
         published = self._manifest.records
         if record >= published:
             return self._pending[record - published]
-        with self._catalogue() as catalogue:
-            return catalogue.entry(record)
+        if record >= len(self._entries):  # since the last time, more were published
+            with self._catalogue() as catalogue:
+                self._entries = [e for _, e in catalogue.entries(published, self._manifest.records_digest)]
+        return self._entries[record]
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -294,6 +304,9 @@ class DatabaseWriter:
                 f"{self.path} was opened for writing by process {self._pid}; this one ({os.getpid()}) is its fork.",
                 "open a DatabaseWriter in the process that writes, when the other is done",
             )
+        if self._lost is not None:
+            # After a failed fsync the kernel may call pages clean that it never wrote: a second one would succeed.
+            raise _named(self._lost, self.path)
 
     def _catalogue(self, check: bool = False) -> closing[Catalogue]:
         # Opened for each use: LMDB must not be open twice in a process, and a trainer reads what it holds the lock of.
@@ -423,8 +436,21 @@ def _write_all(fd: int, body: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Files that others write for a database directory: what their writing fails with becomes an error of ours."""
+    try:
+        yield
+    except SafetensorError as error:
+        text = str(error)
+        full = "No space left" in text or "os error 28" in text or "quota" in text
+        raise _named(OSError(errno.ENOSPC if full else errno.EIO, text), path) from error
+    except OSError as error:
+        raise _named(error, path) from error
+
+
 def _named(error: OSError, path: Path) -> DatabaseError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         try:
             room = os.statvfs(path)
             free = f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB free"
@@ -434,4 +460,7 @@ def _named(error: OSError, path: Path) -> DatabaseError:
             f"{path}: the disk is full ({free}). What was published stays.",
             "free space and run the same command again, it resumes; or use --max-bytes or --limit",
         )
-    return DatabaseError(f"{path}: {error.strerror or error}.")
+    return DatabaseError(
+        f"{path}: {error.strerror or error}. What was published stays.",
+        "see whether the disk is sound (dmesg) and run the same command again, it resumes",
+    )

@@ -37,6 +37,7 @@ from attmemo.db import (
     FileRef,
     FlatIndex,
     LayerIndex,
+    storing,
 )
 from attmemo.db.format import file_digest
 from attmemo.embed.calibration import Calibration, fit_calibration
@@ -148,9 +149,22 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
     path, generation = database.path, database.manifest.generation + 1
     weights = path / f"embedder-{generation:06d}.safetensors"
     folder = path / f"index-{generation:06d}"
+    try:
+        with storing(path):
+            return _build_indexes(database, trained, weights, folder, tell)
+    except BaseException:  # nobody will name them, and on a full disk they would be in the way
+        shutil.rmtree(folder, ignore_errors=True)
+        weights.unlink(missing_ok=True)
+        raise
+
+
+def _build_indexes(
+    database: Database, trained: Trained, weights: Path, folder: Path, tell: Progress
+) -> EmbedderRef:
+    path = database.path
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    owner = {"database": database.manifest.uuid, "generation": str(generation)}
+    owner = {"database": database.manifest.uuid, "generation": str(database.manifest.generation + 1)}
     save_embedders({layer: found.embedder for layer, found in trained.layers.items()}, weights, owner)
     # Held-out records may be longer than any that trained: their last positions have no weights, so they cannot serve.
     longest = trained.longest
