@@ -150,3 +150,20 @@ def test_this_test_finds_what_cannot_be_parsed(line: str) -> None:
     (words,) = calls(shell_lines("```\n$ X=1 attmemo tune DB \\\n  --data x y # why\n```"))
     check_parse(words)
     assert words == ["tune", "DB", "--data", "x", "y"]
+
+
+def test_a_promise_names_a_test_that_is_none() -> None:
+    """Every test that a document names exists."""
+    named = {
+        (file, test)
+        for document in DOCUMENTS
+        for file, test in re.findall(r"`(test_\w+\.py)::(\w+)`", document.read_text())
+    }
+    assert named
+    for file, test in named:
+        assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), f"{file}::{test}"
+
+
+def test_a_number_was_left_to_be_filled_in() -> None:
+    for document in DOCUMENTS:
+        assert not re.search(r"@[A-Z]+@|TODO|FIXME", document.read_text()), document

@@ -252,7 +252,9 @@ class _Parser:
         for kind in KINDS:
             slots, layers = sum(c.slots for c in classes if c.kind == kind), layers_kept(kind, model, settings)
             if slots != records * layers:
-                raise _corrupt(self.path, f"{slots} slots of kind {kind}, expected {records} times {layers} layers")
+                raise _corrupt(
+                    self.path, f"{slots} slots of kind {kind}, expected {records} records of {layers} layers"
+                )
         sources = tuple(
             Source(self.get(s, "name", str, "sources."), self.get(s, "digest", str, "sources."))
             for s in self.get(body, "sources", list)
