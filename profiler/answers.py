@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from attmemo.db import Database
+from attmemo.engine import Lookup
+from attmemo.memoization import Memoization, memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 
 Batch = tuple[list[Tokens], dict[str, Tensor]]
@@ -48,6 +52,16 @@ def ask(
             if progress is not None:
                 progress(done)
     return torch.zeros(0, 1) if out is None else out
+
+
+@contextmanager
+def serving(loaded: LoadedModel, database: Database, lookup: Lookup) -> Iterator[Memoization]:
+    """The model memoized while inside, without a gate and at threshold 0; bare afterwards."""
+    memoize(loaded.model, 0.0, database, lookup=lookup, gate=False)
+    try:
+        yield loaded.model.attmemo  # type: ignore[misc]
+    finally:
+        unmemoize(loaded.model)
 
 
 def changed(kind: str, exact: Tensor, given: Tensor, min_cosine: float) -> Tensor:

@@ -216,9 +216,7 @@ def _quality(
             "logit_distance_mean": float(distance.mean()),
             "logit_distance_p99": float(distance.quantile(0.99)),
         }
-        near = cosine(exact, given)
-    else:
-        near = cosine(exact, given)
+    near = cosine(exact, given)
     values |= {
         "cosine_mean": float(near.mean()),
         "cosine_p1": float(near.quantile(0.01)),

@@ -19,8 +19,9 @@ from torch import Tensor
 from attmemo.adapters import Site, adapter_for
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.train import Trained, held_out_scores
-from attmemo.memoization import memoize, unmemoize
+from attmemo.engine import Lookup
 from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
+from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
 
 Progress = Callable[[str, int, int], None]
@@ -59,17 +60,17 @@ def measure(
         lengths = [length] * batch
         for layer, ms in enumerate(_time_exact(loaded, inputs)):
             exact[layer].append((lengths, ms))
-        served, looked = _time_served(loaded, database, inputs, "sequence")
-        sequence.append((lengths, looked[0]))
+        times = _time_served(loaded, database, inputs, "sequence")
+        sequence.append((lengths, times["ms_lookup"][0]))
         if batch > 1:
-            for layer, ms in enumerate(_time_misses(loaded, database, inputs)):
+            for layer, ms in enumerate(_time_served(loaded, database, inputs, "sequence", half=True)["ms_misses"]):
                 miss[layer].append(([length] * (batch // 2), ms))
         if own:
-            served, looked = _time_served(loaded, database, inputs, "layer")
+            times = _time_served(loaded, database, inputs, "layer")
         for layer in range(layers):
-            hit[layer].append((lengths, served[layer]))
+            hit[layer].append((lengths, times["ms_serve"][layer]))
             if own:
-                lookup[layer].append((lengths, looked[layer]))
+                lookup[layer].append((lengths, times["ms_lookup"][layer]))
     tell("costs", len(sizes), len(sizes))
     costs = [
         LayerCosts(
@@ -150,32 +151,14 @@ def _time_exact(loaded: LoadedModel, inputs: list[dict[str, Tensor]]) -> list[fl
 
 
 def _time_served(
-    loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]], lookup: Any
-) -> tuple[list[float], list[float]]:
-    """Milliseconds per layer of serving every row, and of looking up, on records of this length."""
-    memoize(loaded.model, 0.0, database, lookup=lookup, gate=False)
-    try:
-        handle: Any = loaded.model.attmemo
-        served, looked = [], []
-        for turn in inputs:
-            handle.reset_stats()
-            _run(loaded, turn)
-            rows = handle.stats()["layers"]
-            served.append([row["ms_serve"] for row in rows])
-            looked.append([row["ms_lookup"] for row in rows])
-    finally:
-        unmemoize(loaded.model)
-    return (
-        [median(column) for column in zip(*served[1:], strict=True)],
-        [median(column) for column in zip(*looked[1:], strict=True)],
-    )
+    loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]], lookup: Lookup, *, half: bool = False
+) -> dict[str, list[float]]:
+    """Milliseconds per layer, ``ms_serve``, ``ms_lookup`` and ``ms_misses``, on records of this length.
 
-
-def _time_misses(loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]]) -> list[float]:
-    """Milliseconds per layer of every second row, missed in a batch of which the others are served."""
-    memoize(loaded.model, 0.0, database, lookup="sequence", gate=False)
-    try:
-        handle: Any = loaded.model.attmemo
+    Every row is served; with `half` every second one, and the others miss beside them.
+    """
+    names = ("ms_serve", "ms_lookup", "ms_misses")
+    with serving(loaded, database, lookup) as handle:
         find = handle.engine.find
 
         def find_half(*args: Any) -> Any:
@@ -183,12 +166,12 @@ def _time_misses(loaded: LoadedModel, database: Database, inputs: list[dict[str,
             found.records[1::2] = -1
             return found
 
-        handle.engine.find = find_half
-        spent = []
+        if half:
+            handle.engine.find = find_half  # type: ignore[assignment,method-assign]
+        samples = []
         for turn in inputs:
             handle.reset_stats()
             _run(loaded, turn)
-            spent.append([row["ms_misses"] for row in handle.stats()["layers"]])
-    finally:
-        unmemoize(loaded.model)
-    return [median(column) for column in zip(*spent[1:], strict=True)]
+            samples.append([[row[name] for name in names] for row in handle.stats()["layers"]])
+    medians = np.median(samples[1:], axis=0)  # [layers, names]
+    return {name: medians[:, column].tolist() for column, name in enumerate(names)}

@@ -23,9 +23,9 @@ import torch
 from attmemo.db import Database, DatabaseWriter
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import StaleDatabaseError, TuningError
-from attmemo.memoization import Memoization, memoize, unmemoize
+from attmemo.perfmodel import NEVER as NEVER_NEAR
 from attmemo.perfmodel import choose_from_counts, choose_policy, choose_threshold, sequences_needed, split_halves
-from attmemo.profiler.answers import Batch, ask, changed, harm, prepare
+from attmemo.profiler.answers import Batch, ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.open import open_model, open_texts
@@ -117,66 +117,56 @@ def _tune_sequence(
 ) -> dict[str, Any]:
     layers = database.manifest.model.layers
     total = len(exact)
-    if total < 2 * sequences_needed(options.budget, options.confidence) - 1:
-        return _tune_one_radius(loaded, database, prepared, exact, options, tell)
-    with _serving(loaded, database, "sequence") as handle:
+    few = total < 2 * sequences_needed(options.budget, options.confidence) - 1
+    with serving(loaded, database, "sequence") as handle:
         engine = handle.engine
         distances = _distances(loaded, engine, prepared, total)
         # Beyond the calibrated distances a score is unknown: such a record is never served.
         reach = min(float(curve.distances[-1]) for curve in engine.curves)
         distances = np.where(distances <= reach, distances, np.inf)
-        groups = _groups(loaded, engine, prepared, exact, distances, options.seed, tell)
+        groups = [list(range(layers))]
+        if not few:
+            groups = _groups(loaded, engine, prepared, exact, distances, options.seed, tell)
         outcome = np.zeros((len(groups), total), bool)
         for k in range(len(groups)):
             _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
             given = ask(loaded, prepared, progress=partial(_tell_done, tell, f"layers {k + 1}/{len(groups)}", total))
             outcome[k] = changed(loaded.kind, exact, given, options.min_cosine).numpy()
         curves = engine.curves
-    sizes = [len(group) for group in groups]
-    gains = _gains(database, groups, float(np.mean([len(item) for batch, _ in prepared for item in batch])))
-    result = choose_policy(
-        distances,
-        outcome,
-        sizes,
-        gains,
-        options.budget,
-        options.confidence,
-        seed=options.seed,
-        allow_uncertified=options.allow_uncertified,
-    )
+    if few:
+        kept, radii = _choose_one(distances, outcome[0], options)
+    else:
+        gains = _gains(database, groups, float(np.mean([len(item) for batch, _ in prepared for item in batch])))
+        result = choose_policy(
+            distances,
+            outcome,
+            [len(group) for group in groups],
+            gains,
+            options.budget,
+            options.confidence,
+            seed=options.seed,
+            allow_uncertified=options.allow_uncertified,
+        )
+        kept = result.to_dict() | {"sentence": result.sentence()}
+        radii = kept.pop("radii")
     thresholds = [NEVER] * layers
-    for radius, group in zip(result.radii, groups, strict=True):
+    for radius, group in zip(radii, groups, strict=True):
         for layer in group:
             if radius >= 0.0:
                 thresholds[layer] = min(NEVER, float(curves[layer].predict(radius)) + 1e-9)
-    kept = {k: v for k, v in result.to_dict().items() if k != "radii"}
-    return kept | {"thresholds": thresholds, "groups": groups, "sentence": result.sentence()}
+    return kept | {"thresholds": thresholds, "groups": groups}
 
 
-def _tune_one_radius(
-    loaded: LoadedModel,
-    database: Database,
-    prepared: Sequence[Batch],
-    exact: torch.Tensor,
-    options: TuneOptions,
-    tell: Progress,
-) -> dict[str, Any]:
+def _choose_one(
+    distances: npt.NDArray[np.float64], changed_by: npt.NDArray[np.bool_], options: TuneOptions
+) -> tuple[dict[str, Any], Sequence[float]]:
     """One distance for all layers, where there is too little data to choose one for each and certify it on the rest.
 
     The candidates are fixed beforehand and tested from the strictest on, so no half has to be set aside for choosing.
     """
-    layers, total = database.manifest.model.layers, len(exact)
-    with _serving(loaded, database, "sequence") as handle:
-        engine = handle.engine
-        distances = _distances(loaded, engine, prepared, total)
-        curves = engine.curves
-        reach = min(float(curve.distances[-1]) for curve in curves)
-        _serve_only(engine, range(layers))
-        given = ask(loaded, prepared, progress=partial(_tell_done, tell, "all layers", total))
-    scores = np.where(distances <= reach, 1.0 - distances, -1.0)
     result = choose_threshold(
-        scores,
-        changed(loaded.kind, exact, given, options.min_cosine).numpy(),
+        1.0 - distances,
+        changed_by,
         options.budget,
         options.confidence,
         [1.0 - radius for radius in RADII],
@@ -188,11 +178,8 @@ def _tune_one_radius(
         {"radii": [_radius(point)]} | {key: value for key, value in point.items() if key != "threshold"}
         for point in curve
     ]
-    thresholds = [NEVER] * layers
-    if found is not None:
-        thresholds = [min(NEVER, float(curve.predict(1.0 - found)) + 1e-9) for curve in curves]
-    said = result.sentence(lambda score: f"the distance {1.0 - score:.4g} for all layers")
-    return kept | {"thresholds": thresholds, "groups": [list(range(layers))], "sentence": said}
+    kept["sentence"] = result.sentence(lambda score: f"the distance {1.0 - score:.4g} for all layers")
+    return kept, [NEVER_NEAR if found is None else 1.0 - found]
 
 
 def _radius(point: dict[str, Any]) -> float:
@@ -211,7 +198,7 @@ def _tune_layer(
     rows: list[tuple[float, int, int]] = []
     served: list[float] = []
     result = None
-    with _serving(loaded, database, "layer") as handle:
+    with serving(loaded, database, "layer") as handle:
         grid = [round(1.0 - 0.025 * step, 3) for step in range(41)]
         for step, threshold in enumerate(grid):
             tell("thresholds", step, len(grid))
@@ -235,21 +222,6 @@ def _tune_layer(
     kept = result.to_dict()
     kept["path"] = kept.pop("curve", [])
     return kept | {"thresholds": [threshold] * layers, "sentence": result.sentence()}
-
-
-class _serving:
-    """The model memoized without a gate while inside, and as it was afterwards."""
-
-    def __init__(self, loaded: LoadedModel, database: Database, lookup: Lookup) -> None:
-        self._loaded, self._database, self._lookup = loaded, database, lookup
-
-    def __enter__(self) -> Memoization:
-        memoize(self._loaded.model, 0.0, self._database, lookup=self._lookup, gate=False)
-        handle: Memoization = self._loaded.model.attmemo  # type: ignore[assignment]
-        return handle
-
-    def __exit__(self, *_: object) -> None:
-        unmemoize(self._loaded.model)
 
 
 def _serve_only(engine: Engine, layers: Sequence[int]) -> None:

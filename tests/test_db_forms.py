@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo import Database, memoize
-from attmemo.db.forms import STORAGE, TYPES, length_of, map_shape, pack, unpack
+from attmemo.db.forms import STORAGE, TYPES, map_shape, pack, unpack
 from attmemo.embed.train import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError
+from attmemo.mmap import length_of
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.train import train_database

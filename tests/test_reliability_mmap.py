@@ -440,6 +440,17 @@ def test_a_reader_sees_the_records_it_was_given_while_others_are_fetched(arena: 
 # -- close, del and collection while others work
 
 
+def drop(held: list[Any], number: int) -> None:
+    """Let go of what is held: two times in three closed first, now and then collected at once."""
+    thing = held[0]
+    if number % 3:
+        thing.close()
+    held.clear()
+    del thing
+    if number % 20 == 0:
+        gc.collect()
+
+
 def races(body: Callable[[int], None], rounds: int = 200) -> None:
     """Many rounds of a race in a child, where a crash is seen by its name, with threads that change often."""
 
@@ -566,16 +577,7 @@ def test_a_fetcher_closed_and_dropped_in_a_race_gives_whole_batches_or_errors(ar
                     batch.close()
             assert all(torch.equal(tensor, expected[slot]) for slot, tensor in kept)
 
-        def end() -> None:
-            fetcher = held[0]
-            if number % 3:
-                fetcher.close()
-            held.clear()
-            del fetcher
-            if number % 20 == 0:
-                gc.collect()
-
-        in_threads(lambda: work(number), lambda: work(number + 1000), end)
+        in_threads(lambda: work(number), lambda: work(number + 1000), lambda: drop(held, number))
 
     races(body)
 
@@ -612,15 +614,9 @@ def test_an_arena_closed_grown_and_dropped_in_a_race_gives_its_bytes_or_an_error
             assert all(torch.equal(tensor, expected[slot]) for slot, tensor in kept)
 
         def end() -> None:
-            opened = held[0]
             if number % 2:
-                opened.grow(SLOTS)
-            if number % 3:
-                opened.close()
-            held.clear()
-            del opened
-            if number % 20 == 0:
-                gc.collect()
+                held[0].grow(SLOTS)
+            drop(held, number)
 
         in_threads(lambda: work(3 * number), lambda: work(3 * number + 1), lambda: work(3 * number + 2), end)
 
@@ -649,16 +645,7 @@ def test_a_database_closed_and_dropped_in_a_race_gives_its_records_or_an_error(t
             del opened
             assert all(torch.equal(view, expected[record]) for record, view in kept)
 
-        def end() -> None:
-            opened = held[0]
-            if number % 3:
-                opened.close()
-            held.clear()
-            del opened
-            if number % 20 == 0:
-                gc.collect()
-
-        in_threads(lambda: work(number), lambda: work(number + 1000), end)
+        in_threads(lambda: work(number), lambda: work(number + 1000), lambda: drop(held, number))
 
     races(body)
 

@@ -13,11 +13,12 @@ training and reports look at.
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from attmemo.mmap import length_of
 
 KIND_MAP: Final = "map"  # a layer's attention map over valid tokens, [heads, n, n] as it is stored
 KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hidden]
@@ -50,11 +51,6 @@ def map_shape(heads: int, length: int, causal: bool) -> tuple[int, ...]:
 def type_of(kind: str, storage: str) -> str:
     """Name in `TYPES` of what slots of a kind hold in a database stored as `storage`."""
     return STORAGE[storage][0 if kind == KIND_MAP else 1]
-
-
-def length_of(shape: tuple[int, ...]) -> int:
-    """Tokens of a map of this stored shape."""
-    return shape[-1] if len(shape) == 3 else (math.isqrt(8 * shape[-1] + 1) - 1) // 2
 
 
 def pack(apm: Tensor, kind: str, causal: bool) -> Tensor:

@@ -54,7 +54,7 @@ class VectorIndex(Protocol):
 
 
 class FlatIndex:
-    """Exact search; the oracle, and for up to some thousand vectors faster than a graph as well."""
+    """Exact search; the oracle, and for up to some thousand vectors about as fast as a graph."""
 
     def __init__(self, vectors: Vectors) -> None:
         self.vectors: Vectors = np.require(vectors, np.float32, ["C", "W"])  # torch warns about read-only memory

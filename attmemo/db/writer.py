@@ -152,25 +152,11 @@ class DatabaseWriter:
 
     def maps(self, record: int) -> list[Tensor]:
         """Maps ``[heads, n, n]`` of every layer of a record, published or not; copies."""
-        entry = self._entry(record)
-        found = self._classes[f"{KIND_MAP}-{entry.length:05d}"]
-        layout = found.layout
-        maps = []
-        with (self.path / found.file).open("rb", buffering=0) as stream:
-            for slot in entry.slots[KINDS.index(KIND_MAP)].tolist():
-                raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
-                maps.append(unpack(torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape)))
-        return maps
+        return [unpack(stored) for stored in self._read(KIND_MAP, record)]
 
     def first_input(self, record: int) -> Tensor:
         """Hidden states ``[n, hidden]`` that entered the first layer, float32; a copy."""
-        entry = self._entry(record)
-        found = self._classes[f"{KIND_INPUT}-{entry.length:05d}"]
-        layout = found.layout
-        with (self.path / found.file).open("rb", buffering=0) as stream:
-            slot = int(entry.slots[KINDS.index(KIND_INPUT), 0])
-            raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
-        return torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape).float()
+        return next(self._read(KIND_INPUT, record)).float()
 
     # -- do
 
@@ -288,6 +274,16 @@ class DatabaseWriter:
         self.close()
 
     # -- inside
+
+    def _read(self, kind: str, record: int) -> Iterator[Tensor]:
+        """Slots of a record as they are stored, layer by layer."""
+        entry = self._entry(record)
+        found = self._class(kind, entry.length)
+        layout = found.layout
+        with (self.path / found.file).open("rb", buffering=0) as stream:
+            for slot in entry.slots[KINDS.index(kind), : self._manifest.layers_kept(kind)].tolist():
+                raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
+                yield torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape)
 
     def _entry(self, record: int) -> Record:
         published = self._manifest.records

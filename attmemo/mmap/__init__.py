@@ -15,7 +15,7 @@ from attmemo.mmap.arena import Arena, Residency
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, FetcherName, MapFetcher, ViewFetcher, choose_fetcher
 from attmemo.mmap.layout import DTYPES, SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size, round_up
-from attmemo.mmap.product import is_direct, multiply
+from attmemo.mmap.product import is_direct, length_of, multiply
 from attmemo.mmap.window import Window
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Window",
     "choose_fetcher",
     "is_direct",
+    "length_of",
     "map_count",
     "max_map_count",
     "multiply",

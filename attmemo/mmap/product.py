@@ -26,6 +26,11 @@ _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
 Ints = npt.NDArray[np.int64]
 
 
+def length_of(shape: tuple[int, ...]) -> int:
+    """Tokens n of maps that are stored as ``[h, n, n]`` or, only the lower triangle, as ``[h, n (n + 1) / 2]``."""
+    return (math.isqrt(8 * shape[-1] + 1) - 1) // 2 if len(shape) == 2 else shape[-1]
+
+
 def is_direct(layout: SlotLayout, values: torch.dtype) -> bool:
     """Whether maps stored like this are better multiplied here than by torch, for values of this type.
 
@@ -81,11 +86,10 @@ def multiply(
     if len(indices) == 0:
         return
     triangle = len(layout.shape) == 2
-    heads, items = layout.shape[0], math.prod(layout.shape[1:])
-    length = (math.isqrt(8 * items + 1) - 1) // 2 if triangle else math.isqrt(items)
+    heads, length = layout.shape[0], length_of(layout.shape)
     width = values.shape[-1] // heads
     fits = (
-        items == (length * (length + 1) // 2 if triangle else length * length)
+        layout.shape[1:] == ((length * (length + 1) // 2,) if triangle else (length, length))
         and layout.dtype in _FORMS
         and values.dtype == context.dtype
         and values.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""What a review found: each was wrong once."""
+"""Each of these was wrong once."""
 
 from __future__ import annotations
 
