@@ -350,7 +350,7 @@ def _similarities(
                     for layer in range(layers):
                         owner = SEQUENCE if engine.lookup == "sequence" else layer
                         if found is None or engine.lookup == "layer":
-                            found = engine.find(owner, captured.inputs[layer], captured.lengths)
+                            found = engine.find(owner, captured.inputs[layer], captured.spans.lengths)
                         maps = captured.maps[layer][:, :, :length, :length]
                         for row, (place, _) in enumerate(part):
                             best[layer, place] = _best(database, layer, maps[row : row + 1], there)

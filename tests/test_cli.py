@@ -374,13 +374,13 @@ class TestBadInput:
         assert "no model in" in stderr
 
     def test_a_model_of_an_unknown_family(self, tmp_path: Path, service_log: Path, tiny_bert: str) -> None:
-        from transformers import AutoTokenizer, GPT2Config, GPT2Model
+        from transformers import AutoTokenizer, XLNetConfig, XLNetModel
 
-        config = GPT2Config(vocab_size=900, n_positions=128, n_embd=32, n_layer=2, n_head=2)
-        GPT2Model(config).save_pretrained(tmp_path / "gpt2")
-        AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "gpt2")
+        config = XLNetConfig(vocab_size=900, d_model=32, n_layer=2, n_head=2, d_inner=48)
+        XLNetModel(config).save_pretrained(tmp_path / "xlnet")
+        AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "xlnet")
         stderr = refuse(
-            "build-database", "--model", tmp_path / "gpt2", "--data", service_log, "--output", tmp_path / "db"
+            "build-database", "--model", tmp_path / "xlnet", "--data", service_log, "--output", tmp_path / "db"
         )
         assert "no adapter knows" in stderr
         assert not (tmp_path / "db").exists()

@@ -14,13 +14,13 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site, adapter_for
-from attmemo.db import KIND_MAP, Database, DatabaseWriter, ModelInfo, Provenance
+from attmemo.adapters import Adapter, adapter_for
+from attmemo.adapters.check import share_heads
+from attmemo.db import KIND_MAP, Database, DatabaseWriter
 from attmemo.db.forms import STORAGE, TYPES
 from attmemo.embed.train import TrainOptions, build_indexes, train
 from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
-from attmemo.fingerprint import fingerprint, model_fields
 from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency, choose_fetcher
 from attmemo.profiler.bench.timing import (
@@ -36,6 +36,7 @@ from attmemo.profiler.bench.timing import (
     temporary_folder,
     threads_kept,
 )
+from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.conditions import conditions
 from attmemo.profiler.models import quiet
@@ -158,12 +159,11 @@ def bench_layer(
     with temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
         model = _random_model(family, hidden, heads, length, layers, dtype)
         implementation = str(getattr(model.config, "_attn_implementation", "eager"))
-        adapter, sites = adapter_for(model)
         generator = torch.Generator().manual_seed(SEED)
         tell("database", 0, 1)
         path = folder / "database"
         with threads_kept(notes):
-            _build_database(path, model, adapter, sites, storage, _inputs(generator, records, length), batch)
+            _build_database(path, model, storage, _inputs(generator, records, length), batch)
         tell("database", 1, 1)
         inputs = [_inputs(generator, batch, length) for _ in range(1 + repeats)]
         ceiling = _ceiling_model(model, inputs[0])
@@ -290,40 +290,13 @@ def _inputs(generator: torch.Generator, rows: int, length: int) -> dict[str, Ten
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _build_database(
-    path: Path,
-    model: nn.Module,
-    adapter: Adapter,
-    sites: Sequence[Site],
-    storage: str,
-    inputs: Mapping[str, Tensor],
-    batch: int,
-) -> None:
+def _build_database(path: Path, model: nn.Module, storage: str, inputs: Mapping[str, Tensor], batch: int) -> None:
     """Capture, store, train without gradients, index and publish, as the command line does."""
-    fields = model_fields(model)
-    length = int(inputs["input_ids"].shape[1])
-    info = ModelInfo(
-        name="random weights",
-        family=adapter.family,
-        mask_kind=adapter.mask_kind,
-        layers=len(sites),
-        heads=adapter.shape(sites[0].module)[0],
-        hidden=int(model.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        max_length=length,
-        fingerprint=fingerprint(fields),
-        fields=fields,
-        tokenizer=None,
-    )
-    with DatabaseWriter(path, info, storage) as writer:
-        source = writer.add_source("random tokens", f"seed {SEED}")
-        with Capture(model, adapter, sites) as capture:
-            for start in range(0, len(inputs["input_ids"]), batch):
-                part = {name: tensor[start : start + batch] for name, tensor in inputs.items()}
-                for row, (maps, states) in enumerate(capture.run(part)):
-                    writer.add(maps, states, Provenance(source, start + row))
-        writer.publish()
-    with Database(path) as database, DatabaseWriter(path, info, storage) as writer:
+    rows = len(next(iter(inputs.values())))
+    starts = range(0, rows, batch)
+    parts = ({name: tensor[start : start + batch] for name, tensor in inputs.items()} for start in starts)
+    build_from_inputs(model, parts, path, storage=storage, inputs="all", name="random inputs")
+    with Database(path) as database, DatabaseWriter(path, database.manifest.model, storage) as writer:
         # Where the sequences go is all the same here; that something is embedded and searched is not.
         trained = train(database, TrainOptions(steps=0))
         writer.publish(embedder=build_indexes(database, trained), profile=None, tuning=None)
@@ -365,9 +338,10 @@ def _hit_only(adapter: Adapter, module: nn.Module, apm: Tensor) -> Callable[...,
         if isinstance(call, str):
             raise AttmemoError(f"the ceiling cannot be measured: {call}.")
         batch, length, size = call.hidden.shape
-        values = adapter.value(module, call.hidden.reshape(batch * length, size)).view(batch, length, heads, width)
-        products = torch.matmul(apm, values.transpose(1, 2))  # [B, h, L, d]
-        return adapter.finish(module, products.transpose(1, 2).reshape(batch, length, heads * width))
+        values = share_heads(adapter.value(module, call.hidden.reshape(batch * length, size)), heads, width)
+        products = torch.matmul(apm, values.view(batch, length, heads, width).transpose(1, 2))  # [B, h, L, d]
+        context = products.transpose(1, 2).reshape(batch, length, heads * width)
+        return adapter.pack(module, adapter.finish(module, context, call.hidden), call)
 
     return forward
 
