@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, St
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
+from attmemo.precision import slow
+
+_LOG = logging.getLogger("attmemo")
 
 Model = TypeVar("Model")
 Threshold = float | Sequence[float] | Literal["auto"]
@@ -235,6 +239,9 @@ def _prepare(
     check_fields(opened.manifest.model.fields, fields, opened.path)
     _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
     check_adapter(adapter, encoder, sites)
+    warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
+    if warning is not None:
+        _LOG.warning("attmemo: %s", warning)
     values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
     engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
     return Memoization(encoder, sites, engine, source, owned=opened is not database)
