@@ -43,7 +43,8 @@ class TestPipelines:
     ) -> None:
         from transformers import pipeline
 
-        pipe = pipeline("text-classification", model=loaded.model, tokenizer=loaded.tokenizer, device="cpu", top_k=None)
+        model, tokenizer = loaded.model, loaded.tokenizer
+        pipe = pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu", top_k=None)
         texts = log_lines[:12]
         expected = pipe(texts, batch_size=4, truncation=True, max_length=48)
         memoize(pipe if inside else pipe.model, threshold=0.0, database=bert_database, gate=False)
