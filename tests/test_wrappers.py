@@ -58,6 +58,7 @@ class TestPipelines:
         assert not hasattr(loaded.model, "attmemo")
 
     def test_a_cross_encoder_is_served(self, tiny_bert: str, tmp_path: Path, log_lines: list[str]) -> None:
+        pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
         from sentence_transformers import CrossEncoder
 
         cross = CrossEncoder(tiny_bert, device="cpu", num_labels=5)
@@ -79,7 +80,8 @@ class TestPipelines:
 
 class TestAdapted:
     def test_merged_low_rank_adapters_are_plain_weights(self, loaded: LoadedModel, tmp_path: Path) -> None:
-        peft = pytest.importorskip("peft", reason="peft is not installed")
+        import peft
+
         torch.manual_seed(2)
         config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
         model = peft.get_peft_model(loaded.model, config)

@@ -19,6 +19,7 @@ class BartAdapter(ProjectedAdapter):
 
     family = "bart"
     models: ClassVar[tuple[str, ...]] = ("BART", "mBART", "Marian", "Pegasus", "M2M-100")
+    limits = "the decoder, which stays exact"
     out = "out_proj"
 
     def host(self, model: nn.Module) -> nn.Module:

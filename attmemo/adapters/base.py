@@ -105,6 +105,8 @@ class Adapter(ABC):
         Name shown to users and stored in a database.
     models : tuple of str
         Models that are known to work, for people to read.
+    limits : str
+        What of them is refused or left exact, for people to read.
     causal : bool
         Tokens attend to what comes before them: maps are stored as lower triangles.
     rotary : bool
@@ -119,6 +121,7 @@ class Adapter(ABC):
 
     family: ClassVar[str]
     models: ClassVar[tuple[str, ...]]
+    limits: ClassVar[str] = ""
     causal: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")

@@ -18,6 +18,7 @@ class BertAdapter(Adapter):
 
     family = "bert"
     models = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA")
+    limits = "decoders of these families"
     parameters = ("hidden_states", "attention_mask", "past_key_values")
     harmless = frozenset({"encoder_attention_mask", "encoder_hidden_states"})
 

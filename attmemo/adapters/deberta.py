@@ -15,6 +15,7 @@ class DebertaAdapter(DisentangledAdapter):
 
     family = "deberta"
     models = ("DeBERTa (v1)",)
+    limits = "talking_head; a quantized or adapted in_proj"
 
     def __init__(self) -> None:
         self._slices: dict[int, Slices] = {}  # by heads; the rows of V lie apart, and BLAS wants them together

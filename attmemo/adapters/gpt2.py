@@ -16,6 +16,7 @@ class GPT2Adapter(Adapter):
 
     family = "gpt2"
     models = ("GPT-2", "DistilGPT2", "CPM", "GPT-SW3")
+    limits = "cross-attention; a quantized or adapted c_attn"
     causal = True
     parameters = (
         "hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask",

@@ -23,6 +23,7 @@ class LlamaAdapter(ProjectedAdapter):
 
     family = "llama"
     models = ("Llama", "Mistral", "Qwen2", "Qwen3")
+    limits = "rope_type dynamic or longrope; attention sinks"
     causal = True
     rotary = True
     parameters = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")

@@ -18,6 +18,7 @@ class ModernBertAdapter(Adapter):
 
     family = "modernbert"
     models = ("ModernBERT",)
+    limits = "a quantized or adapted Wqkv"
     rotary = True
     parameters = ("hidden_states", "position_embeddings", "attention_mask")
 

@@ -19,6 +19,7 @@ class T5Adapter(Adapter):
 
     family = "t5"
     models = ("T5", "mT5", "Flan-T5")
+    limits = "the decoder, which stays exact; UMT5"
     parameters = ("hidden_states", "mask", "key_value_states", "position_bias", "past_key_values")
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})

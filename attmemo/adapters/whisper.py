@@ -16,6 +16,7 @@ class WhisperAdapter(BartAdapter):
 
     family = "whisper"
     models = ("Whisper",)
+    limits = "the decoder, which stays exact"
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)
