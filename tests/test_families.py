@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,19 @@ def test_the_model_is_its_old_self_when_undone(case: Case) -> None:
     output(case.model, case.stored)
     unmemoize(case.model)
     assert torch.equal(output(case.model, case.stored), expected)
+
+
+def test_threads_that_call_one_model_do_not_disturb_each_other(case: Case) -> None:
+    """Each has its own count of layers and its own lookup: what a thread gets is what it would get alone."""
+    asked = [case.rows(case.stored, [row]) for row in range(6)]
+    handle = case.serve()
+    alone = [output(case.model, inputs) for inputs in asked]
+    handle.reset_stats()
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda inputs: output(case.model, inputs), asked * 2))
+    for seen, expected in zip(together, alone * 2, strict=True):
+        assert gap(seen, expected) <= NEAR
+    assert handle.stats()["hit_rate"] == 1.0
 
 
 def test_maps_of_decoders_are_stored_as_lower_triangles(case: Case) -> None:
