@@ -115,3 +115,19 @@ class CacheOverlapError(ArgumentError):
 
 class ImplementationError(AttmemoError):
     """The implementation that was asked for by name cannot do this, here; another one would have to be taken."""
+
+
+class CacheError(AttmemoError):
+    """Base class of what goes wrong in the bookkeeping of a key-value cache; its contents are as before."""
+
+
+class OutOfPagesError(CacheError):
+    """No page is free for the next tokens; a server preempts a sequence or lets one finish first."""
+
+
+class UnknownSequenceError(CacheError):
+    """The cache never gave out this sequence number."""
+
+
+class DoubleFreeError(UnknownSequenceError):
+    """The sequence was freed before; its pages may hold another's keys by now."""

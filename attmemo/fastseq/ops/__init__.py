@@ -16,10 +16,14 @@ docs/attention-op.md says what each argument is and how every ambiguity of the s
 
 from attmemo.fastseq.ops.arguments import Arguments, check_arguments
 from attmemo.fastseq.ops.attention import choose_implementation, multi_head_cache_attention
+from attmemo.fastseq.ops.kv_cache import CacheStats, CacheStep, KeyValueCache
 from attmemo.fastseq.ops.layout import cache_shape, layer_planes, page_offsets, scale_shape
 
 __all__ = [
     "Arguments",
+    "CacheStats",
+    "CacheStep",
+    "KeyValueCache",
     "cache_shape",
     "check_arguments",
     "choose_implementation",
