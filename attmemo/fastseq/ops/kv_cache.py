@@ -215,30 +215,34 @@ class KeyValueCache:
             self._grow(sequence, reserve)
         return self._admit(sequence)
 
-    def fork(self, sequence: int, length: int | None = None) -> int:
+    def fork(self, sequence: int, length: int | None = None, reserve: int = 0) -> int:
         """A new sequence that begins with the first `length` tokens of another one (all, if not given).
 
-        With pages it shares them; nothing is copied until one of the two writes to the page where they part.
+        With pages it shares them; nothing is copied until one of the two writes to the page where they part. `reserve`
+        is room for so many tokens in all, without that copy.
 
         Raises
         ------
         ArgumentError
             If the other one is shorter.
         OutOfPagesError
-            Without pages (``cache_mode=0``), if there is no room for the copy.
+            If there is no room for what is reserved or, without pages (``cache_mode=0``), for the copy.
         """
         origin = self._find(sequence)
         length = origin.length if length is None else length
         if not 0 <= length <= origin.length:
             raise ArgumentError(f"fork of sequence {sequence}: length is {length}, expected 0 to {origin.length}")
-        fork = _Sequence()
+        fork = _Sequence(length)
         if self.cache_mode == 1:
             fork.pages = origin.pages[: self.pages_for(length)]
             self._allocator.share(fork.pages)
-        elif length:
-            self._grow(fork, length)
+        try:
+            self._grow(fork, max(length, reserve))
+        except OutOfPagesError:
+            self._allocator.release(fork.pages)
+            raise
+        if self.cache_mode == 0 and length:
             self._copy(origin.pages[0] * self.page_size, fork.pages[0] * self.page_size, length)
-        fork.length = length
         return self._admit(fork)
 
     def free(self, sequence: int) -> None:
