@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from attmemo.errors import ArgumentError, ImplementationError
+from attmemo.fastseq.ops import cpu, reference
 from attmemo.fastseq.ops.arguments import Arguments, check_arguments
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
@@ -164,17 +166,9 @@ def choose_implementation(arguments: Arguments, implementation: str = "auto") ->
 
 def _module(name: str) -> Any:
     """Its functions: ``attend(arguments)``, and ``why_not(arguments)``, the reason why it cannot, or None."""
-    if name == "cpu":
-        from attmemo.fastseq.ops import cpu
-
-        return cpu
-    if name == "triton":
-        from attmemo.fastseq.ops import triton
-
-        return triton
-    from attmemo.fastseq.ops import reference
-
-    return reference
+    if name == "triton":  # only where it is wanted: the compiler need not be installed
+        return import_module("attmemo.fastseq.ops.triton")
+    return {"cpu": cpu, "reference": reference}[name]
 
 
 def _as_tensor(number: torch.Tensor | int | None) -> torch.Tensor | None:
@@ -193,7 +187,7 @@ def _fake(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-_LIBRARY = torch.library.Library("attmemo", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("attmemo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"multi_head_cache_attention{_SCHEMA}")
 _LIBRARY.impl("multi_head_cache_attention", _run, "CompositeExplicitAutograd")
 _LIBRARY._register_fake("multi_head_cache_attention", _fake)

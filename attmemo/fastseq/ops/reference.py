@@ -72,7 +72,7 @@ def quantize(numbers: torch.Tensor, quant_bit: int, quant_group: int) -> tuple[t
     quotient, so that it reads back as NaN.
     """
     most = 2 ** (quant_bit - 1) - 1
-    groups = numbers.unflatten(-1, (-1, quant_group))
+    groups = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // quant_group, quant_group)
     scale = groups.abs().amax(-1, keepdim=True) / torch.tensor(most, dtype=numbers.dtype, device=numbers.device)
     scale = torch.maximum(scale, torch.tensor(EPSILON, dtype=numbers.dtype, device=numbers.device))
     codes = torch.round(groups / scale).clamp(-most, most).nan_to_num(0)
@@ -81,7 +81,7 @@ def quantize(numbers: torch.Tensor, quant_bit: int, quant_group: int) -> tuple[t
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Codes times scales, rounded to the type of the scales."""
-    groups = codes.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype)
+    groups = codes.reshape(*scale.shape, codes.shape[-1] // scale.shape[-1]).to(scale.dtype)
     return (groups * scale.unsqueeze(-1)).flatten(-2)
 
 
