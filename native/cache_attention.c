@@ -53,7 +53,7 @@ static const size_t item_bytes[TYPES] = {4, 2, 2};
 enum {
     LINE = 64,
     MOST = 1 << 20,
-    BLOCK = 64,    /* keys at a time */
+    BLOCK = 32,    /* keys at a time */
     TILE = 96,     /* rows of queries at a time */
     TURNS = 16,    /* so many rows are worth transposing the keys */
     SPLIT = 512,   /* keys for one thread, where there is one tile */
@@ -77,14 +77,14 @@ typedef struct Job {
     const int64_t *seqstarts, *kvstarts, *cachestarts, *start_pos;
     size_t batch, pages, page_size; /* pages: entries of cachestarts for each sequence */
     size_t rows;                    /* of the cache */
-    size_t heads, kv_heads, repeats, width, group;
+    size_t heads, kv_heads, repeats, width, group, groups;
     int bits; /* 0: the cache is not quantised */
     bool causal;
     size_t decoding;
     const float *slopes; /* of each head, or NULL */
     size_t *tasks;       /* before each sequence, [batch + 1] */
     size_t *keep;        /* floats kept before each sequence, [batch + 1] */
-    size_t *groups;      /* tiles that are split, before each sequence, [batch + 1] */
+    size_t *split;       /* tiles that are split, before each sequence, [batch + 1] */
     float *kept;
     atomic_size_t *ended;
     char *scratch; /* scratch_bytes for each thread */
@@ -130,7 +130,7 @@ static void look_ahead(const Job *job, Ahead *ahead, size_t plane, size_t head, 
     const Grid *cache = &job->cache, *scale = &job->scale;
     ahead->count = count;
     ahead->bytes = job->bits ? job->width * (size_t)job->bits / 8 : job->width * item_bytes[cache->type];
-    ahead->scale_bytes = job->bits ? job->width / job->group * item_bytes[scale->type] : 0;
+    ahead->scale_bytes = job->bits ? job->groups * item_bytes[scale->type] : 0;
     for (size_t k = 0; k < count; k++) {
         ahead->codes[k] =
             cache->data + (ptrdiff_t)plane * cache->plane + rows[k] * cache->token + (ptrdiff_t)head * cache->head;
@@ -295,10 +295,10 @@ static Cut cut(const Job *job, size_t sequence)
     return cut;
 }
 
-/* Fills tasks, keep and groups; false if there is too much for an address. */
+/* Fills tasks, keep and split; false if there is too much for an address. */
 static bool plan(Job *job)
 {
-    job->tasks[0] = job->keep[0] = job->groups[0] = 0;
+    job->tasks[0] = job->keep[0] = job->split[0] = 0;
     for (size_t b = 0; b < job->batch; b++) {
         Cut c = cut(job, b);
         size_t split = c.splits > 1, rows = c.length * job->repeats, tasks, floats;
@@ -307,7 +307,7 @@ static bool plan(Job *job)
             __builtin_add_overflow(job->keep[b], floats, &job->keep[b + 1]))
             return false;
         job->tasks[b + 1] = job->tasks[b] + tasks;
-        job->groups[b + 1] = job->groups[b] + split * job->kv_heads;
+        job->split[b + 1] = job->split[b] + split * job->kv_heads;
     }
     return job->keep[job->batch] < SIZE_MAX / 64;
 }
@@ -346,7 +346,7 @@ static void attend_task(const Job *job, size_t task, float *scratch)
     }
     if (c.splits > 1) {
         part.kept = job->kept + job->keep[low] + part.head * c.splits * part.rows * (job->width + 2);
-        part.ended = job->ended + job->groups[low] + part.head;
+        part.ended = job->ended + job->split[low] + part.head;
     }
     job->set->attend(job, &part, scratch);
 }
@@ -510,11 +510,11 @@ static bool run(Job *job, size_t tokens, size_t threads)
     if (!job->tasks)
         return false;
     job->keep = job->tasks + batch + 1;
-    job->groups = job->keep + batch + 1;
+    job->split = job->keep + batch + 1;
     bool done = plan(job);
     void *scratch = NULL;
     if (done) {
-        size_t tasks = job->tasks[batch], groups = job->groups[batch];
+        size_t tasks = job->tasks[batch], groups = job->split[batch];
         job->scratch_bytes = (scratch_floats(job) * sizeof(float) + LINE - 1) / LINE * LINE;
         if (threads > tasks)
             threads = tasks ? tasks : 1;
@@ -618,6 +618,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                    .repeats = (size_t)(heads / kv_heads),
                    .width = (size_t)width,
                    .group = (size_t)group,
+                   .groups = bits ? (size_t)(width / group) : 0,
                    .bits = bits,
                    .causal = causal != 0,
                    .decoding = decoding > 0 ? (size_t)decoding : 0,

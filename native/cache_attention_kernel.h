@@ -26,57 +26,105 @@ TARGET static inline VECTOR NAME(pick)(INTEGERS mask, VECTOR a, VECTOR b)
     return (VECTOR)((mask & (INTEGERS)a) | (~mask & (INTEGERS)b));
 }
 
-TARGET static inline INTEGERS NAME(lanes)(void)
-{
-    INTEGERS lane;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        lane[i] = i;
-    return lane;
-}
+/*
+ * Of two vectors, the lanes without the bit `step` side by side with those that have it: done for each step and each pair
+ * of vectors that lie so far apart, this transposes a square; with a sum of each pair, lane i has the sum of vector i.
+ * Written with literal masks, or the compiler makes them at run time.
+ */
+#define LOW(i, step) ((i) & (step) ? LANES + (i) - (step) : (i))
+#define HIGH(i, step) ((i) & (step) ? LANES + (i) : (i) + (step))
+#define OTHER(i, step) ((i) ^ (step))
+#if LANES == 16
+#define EACH(f, s)                                                                                                     \
+    {f(0, s), f(1, s), f(2, s),  f(3, s),  f(4, s),  f(5, s),  f(6, s),  f(7, s),                                      \
+     f(8, s), f(9, s), f(10, s), f(11, s), f(12, s), f(13, s), f(14, s), f(15, s)}
+#elif LANES == 8
+#define EACH(f, s) {f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s)}
+#else
+#define EACH(f, s) {f(0, s), f(1, s), f(2, s), f(3, s)}
+#endif
+#define WEAVE(step)                                                                                                    \
+    do {                                                                                                               \
+        VECTOR low = __builtin_shuffle(*a, *b, (INTEGERS)EACH(LOW, step));                                             \
+        *b = __builtin_shuffle(*a, *b, (INTEGERS)EACH(HIGH, step));                                                    \
+        *a = low;                                                                                                      \
+    } while (0)
 
-/* The halves of two vectors that lie `step` apart, so that their sum has the lanes' sums by turns: see `reduce`. */
 TARGET static inline __attribute__((always_inline)) void NAME(weave)(VECTOR *a, VECTOR *b, int step)
 {
-    INTEGERS low, high;
+    if (step == 1)
+        WEAVE(1);
+    else if (step == 2)
+        WEAVE(2);
+#if LANES > 4
+    else if (step == 4)
+        WEAVE(4);
+#endif
+#if LANES > 8
+    else
+        WEAVE(8);
+#endif
+}
+
+TARGET static inline __attribute__((always_inline)) void NAME(fold)(VECTOR *sums, int step)
+{
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        low[i] = i & step ? LANES + i - step : i;
-        high[i] = i & step ? LANES + i : i + step;
+    for (int i = 0; i < LANES; i += 2 * step) {
+        NAME(weave)(&sums[i], &sums[i + step], step);
+        sums[i] += sums[i + step];
     }
-    VECTOR first = __builtin_shuffle(*a, *b, low), second = __builtin_shuffle(*a, *b, high);
-    *a = first;
-    *b = second;
 }
 
 /* Lane i of the result is the sum of all lanes of sums[i]. */
 TARGET static inline __attribute__((always_inline)) VECTOR NAME(reduce)(VECTOR *sums)
 {
-#pragma GCC unroll 8
-    for (int step = 1; step < LANES; step *= 2)
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i += 2 * step) {
-            NAME(weave)(&sums[i], &sums[i + step], step);
-            sums[i] += sums[i + step];
-        }
+    NAME(fold)(sums, 1);
+    NAME(fold)(sums, 2);
+#if LANES > 4
+    NAME(fold)(sums, 4);
+#endif
+#if LANES > 8
+    NAME(fold)(sums, 8);
+#endif
     return sums[0];
+}
+
+TARGET static inline __attribute__((always_inline)) void NAME(swap)(VECTOR *square, int step)
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & step))
+            NAME(weave)(&square[i], &square[i + step], step);
+}
+
+TARGET static inline __attribute__((always_inline)) VECTOR NAME(higher)(VECTOR v, VECTOR other)
+{
+    return NAME(pick)(other > v, other, v);
 }
 
 TARGET static inline float NAME(largest)(VECTOR v)
 {
-#pragma GCC unroll 8
-    for (int step = 1; step < LANES; step *= 2) {
-        VECTOR other = __builtin_shuffle(v, NAME(lanes)() ^ step);
-        v = NAME(pick)(other > v, other, v);
-    }
+    v = NAME(higher)(v, __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 1)));
+    v = NAME(higher)(v, __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 2)));
+#if LANES > 4
+    v = NAME(higher)(v, __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 4)));
+#endif
+#if LANES > 8
+    v = NAME(higher)(v, __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 8)));
+#endif
     return v[0];
 }
 
 TARGET static inline float NAME(total)(VECTOR v)
 {
-#pragma GCC unroll 8
-    for (int step = 1; step < LANES; step *= 2)
-        v += __builtin_shuffle(v, NAME(lanes)() ^ step);
+    v += __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 1));
+    v += __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 2));
+#if LANES > 4
+    v += __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 4));
+#endif
+#if LANES > 8
+    v += __builtin_shuffle(v, (INTEGERS)EACH(OTHER, 8));
+#endif
     return v[0];
 }
 
@@ -181,9 +229,11 @@ NAME(dequantize)(const char *codes, int bits, const float *scales, size_t group,
         INTEGERS share;
         for (int lane = 0; lane < LANES; lane++)
             share[lane] = (int32_t)((unsigned)lane / (unsigned)group);
-        for (; i + LANES <= width; i += LANES, scales += LANES / group)
-            STORE(out + i) = CODES(i) * __builtin_shuffle(LOAD(scales), share);
-        scales -= i / group;
+        for (size_t g = 0; i + LANES <= width; g += LANES) {
+            VECTOR some = LOAD(scales + g); /* once: what was just written cannot be loaded again at another offset */
+            for (size_t n = 0; n < group && i + LANES <= width; n++, i += LANES)
+                STORE(out + i) = CODES(i) * __builtin_shuffle(some, share + (int32_t)(n * (LANES / group)));
+        }
     } else if (group % LANES == 0) {
         for (size_t g = 0; i < width; g++)
             for (size_t end = i + group; i < end; i += LANES)
@@ -214,14 +264,19 @@ NAME(fetch)(const Job *job, size_t plane, size_t head, int64_t row, size_t wide,
         return out;
     }
     const Grid *scale = &job->scale;
-    NAME(widen)(scale->data + (ptrdiff_t)plane * scale->plane + row * scale->token + (ptrdiff_t)head * scale->head,
-                scale->type, width / job->group, scales);
-    if (job->bits == 8 && job->group == 8)
-        NAME(dequantize)(source, 8, scales, 8, width, out);
-    else if (job->bits == 8)
-        NAME(dequantize)(source, 8, scales, job->group, width, out);
+    const char *stored =
+        scale->data + (ptrdiff_t)plane * scale->plane + row * scale->token + (ptrdiff_t)head * scale->head;
+    const float *factors = scales;
+    if (scale->type == FLOAT32 && job->groups % LANES == 0)
+        factors = (const float *)stored;
     else
-        NAME(dequantize)(source, 4, scales, job->group, width, out);
+        NAME(widen)(stored, scale->type, job->groups, scales);
+    if (job->bits == 8 && job->group == 8)
+        NAME(dequantize)(source, 8, factors, 8, width, out);
+    else if (job->bits == 8)
+        NAME(dequantize)(source, 8, factors, job->group, width, out);
+    else
+        NAME(dequantize)(source, 4, factors, job->group, width, out);
     NAME(round)(out, wide, scale->type);
     if (job->type != scale->type)
         NAME(round)(out, wide, job->type);
@@ -251,7 +306,7 @@ TARGET static void NAME(store)(const Job *job, size_t plane, size_t head, size_t
     /* Everything is done in float32 and rounded to the type of the keys after each step: of a sum, product or
        quotient of two numbers with half as many bits that is what doing it in their type gives. */
     const float most = job->bits == 8 ? 127.0f : 7.0f;
-    const size_t groups = width / group;
+    const size_t groups = job->groups;
     const Bits *bits = (const Bits *)x;
     for (size_t g = 0; g < groups; g++) {
         uint32_t size = 0; /* without the sign, bits are in the order of their numbers, and NaN is above all */
@@ -407,12 +462,14 @@ TARGET static void NAME(turn)(const float *const *keys, size_t count, size_t wid
             VECTOR square[LANES];
             for (size_t i = 0; i < LANES; i++)
                 square[i] = LOAD(k + i < count ? keys[k + i] + d : nothing);
-#pragma GCC unroll 8
-            for (int step = 1; step < LANES; step *= 2)
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    if (!(i & step))
-                        NAME(weave)(&square[i], &square[i + step], step);
+            NAME(swap)(square, 1);
+            NAME(swap)(square, 2);
+#if LANES > 4
+            NAME(swap)(square, 4);
+#endif
+#if LANES > 8
+            NAME(swap)(square, 8);
+#endif
             for (size_t i = 0; i < LANES; i++)
                 STORE(turned + (d + i) * BLOCK + k) = square[i];
         }
@@ -597,6 +654,11 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
 #undef VECTOR
 #undef INTEGERS
 #undef KEYS
+#undef LOW
+#undef HIGH
+#undef OTHER
+#undef EACH
+#undef WEAVE
 #undef SPLAT
 #undef LOAD
 #undef STORE
