@@ -195,9 +195,7 @@ def test_order_and_company_do_not_matter(implementation: str) -> None:  # 51, 52
     together = run(case, clone(inputs), implementation)
     for b, (length, before) in enumerate(case.sequences):
         first, last = int(inputs["seqstarts"][b]), int(inputs["seqstarts"][b + 1])
-        alone = clone(inputs) | {
-            name: inputs[name][first:last] for name in ("query", "current_key", "current_value")
-        }
+        alone = clone(inputs) | {name: inputs[name][first:last] for name in ("query", "current_key", "current_value")}
         alone |= {
             "seqstarts": torch.tensor([0, length]),
             "kvstarts": torch.tensor([0, length + before]),

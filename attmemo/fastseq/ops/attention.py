@@ -183,7 +183,11 @@ def _run(*given: Any) -> torch.Tensor:
     return output
 
 
-def _fake(query: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+    numbers = slice(6, 9)  # decoding_batches and the limits are in the host's memory
+    for tensor in (*rest[: numbers.start], *rest[numbers.stop :]):
+        if isinstance(tensor, torch.Tensor) and tensor.device != query.device:
+            raise ArgumentError(f"multi_head_cache_attention: query is on {query.device}, others on {tensor.device}")
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
