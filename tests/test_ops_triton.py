@@ -132,9 +132,10 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(
     arguments = check_arguments(**case.make(), **case.attributes())
     recorders = {name: Recorder() for name in ("store", "attend", "join")}
     kernels = SimpleNamespace(tl=triton_kernels.tl, **recorders)
-    starts = (arguments.seqstarts, arguments.kvstarts, arguments.cachestarts, arguments.start_pos)
-    implementation._store(kernels, arguments, *starts)
-    implementation._attend(kernels, arguments, torch.empty_like(arguments.query), *starts[:3], None, splits)
+    seqstarts, kvstarts, cachestarts = arguments.seqstarts, arguments.kvstarts, arguments.cachestarts
+    output = torch.empty_like(arguments.query)
+    implementation._store(kernels, arguments, seqstarts, cachestarts, arguments.start_pos)
+    implementation._attend(kernels, arguments, output, seqstarts, kvstarts, cachestarts, None, splits)
     for name, recorder in recorders.items():
         for given, constants in recorder.calls:
             launch = {key: constants.pop(key) for key in ("num_warps", "num_stages") if key in constants}

@@ -59,10 +59,12 @@ def attend(a: Arguments, *, block: int | None = None, splits: int | None = None)
     output = torch.empty_like(a.query, memory_format=torch.contiguous_format)  # [N, H, D]
     if not a.batch or not len(a.query):
         return output
-    starts = [tensor.contiguous() for tensor in (a.seqstarts, a.kvstarts, a.cachestarts, a.start_pos)]
+    seqstarts, kvstarts, cachestarts, start_pos = (
+        tensor.contiguous() for tensor in (a.seqstarts, a.kvstarts, a.cachestarts, a.start_pos)
+    )
     with torch.cuda.device(a.query.device) if a.query.is_cuda else nullcontext():
-        _store(kernels, a, *starts)
-        _attend(kernels, a, output, *starts[:3], block, splits)
+        _store(kernels, a, seqstarts, cachestarts, start_pos)
+        _attend(kernels, a, output, seqstarts, kvstarts, cachestarts, block, splits)
     return output
 
 
@@ -74,12 +76,7 @@ def _planes(a: Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _store(
-    kernels: Any,
-    a: Arguments,
-    seqstarts: torch.Tensor,
-    kvstarts: torch.Tensor,
-    cachestarts: torch.Tensor,
-    start_pos: torch.Tensor,
+    kernels: Any, a: Arguments, seqstarts: torch.Tensor, cachestarts: torch.Tensor, start_pos: torch.Tensor
 ) -> None:
     cache, scale = _planes(a)
     kernels.store[(len(a.query), a.num_kv_heads, 2)](
