@@ -37,5 +37,13 @@ setup(
             extra_link_args=CHECKS,
             libraries=["dl"],
         ),
+        Extension(
+            "attmemo._cache_attention",
+            sources=["native/cache_attention.c"],
+            depends=["native/cache_attention_kernel.h"],
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
+            libraries=["dl", "m"],
+        ),
     ],
 )
