@@ -37,5 +37,11 @@ setup(
             extra_link_args=CHECKS,
             libraries=["dl"],
         ),
+        Extension(
+            "attmemo._ngram",
+            sources=["native/ngram.c"],
+            extra_compile_args=[*STRICT, "-O3", *CHECKS],
+            extra_link_args=CHECKS,
+        ),
     ],
 )
