@@ -7,7 +7,7 @@ Those are gone: 5.15 and later make a mask with torch. The loop is timed here on
 with; the ratio that counts is the one to the stock of today. For n-grams of the source stock still loops.
 
 A row is the sum over all steps of one batch. All ways do each step in turn, on the same scores, so that the machine's
-moods hit all; the batch is repeated, and the median of its sums is taken. Writes OUTPUT.json, .md and .png.
+moods hit all; the batch is repeated, and the median of its sums is taken. Writes OUTPUT.json and .png.
 """
 
 from __future__ import annotations
@@ -151,7 +151,6 @@ def main() -> None:
     made_on = {name: value for name, value in conditions().items() if name != "kernel"}
     found = {"conditions": {**made_on, "repeats": arguments.repeats}, "cases": results}
     arguments.output.with_suffix(".json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    arguments.output.with_suffix(".md").write_text(table(results))
     draw(results, arguments.output.with_suffix(".png"))
     print(table(results))
 

@@ -53,7 +53,7 @@ class Pipeline:
         results depend as little or as much as ever; False gives the batches of a plain loop.
     prefix : str
         Put before every text (T5's ``"summarize: "``).
-    max_length : int, optional
+    max_source : int, optional
         Cut texts to so many tokens. Default: what tokenizer and model take.
     truncate : bool
         False: a text longer than the model's positions is an error.
@@ -103,7 +103,7 @@ class Pipeline:
         window: int = 512,
         buckets: bool = True,
         prefix: str = "",
-        max_length: int | None = None,
+        max_source: int | None = None,
         truncate: bool = True,
         padding: Padding = "longest",
         padding_side: Literal["left", "right"] | None = None,
@@ -141,7 +141,7 @@ class Pipeline:
         self.batch = batch
         self.window = window
         self.planner = self._planner(mode) if batch == "auto" else None
-        self.limit = self._limit(max_length, truncate)
+        self.limit = self._limit(max_source, truncate)
         self._options: dict[str, Any] = {
             "prefix": prefix,
             "limit": self.limit,
@@ -152,7 +152,7 @@ class Pipeline:
         }
         if padding == "max_length" and self.limit is None:
             raise AttmemoError(
-                "padding to the greatest length, and there is none.", "give max_length, or padding='longest'"
+                "padding to the greatest length, and there is none.", "give max_source, or padding='longest'"
             )
         self._new_only, self._keep_special, self._clean_up = new_only, keep_special, clean_up
         self._encoders, self._decoders, self._seed = encoders, decoders, seed
@@ -407,7 +407,7 @@ class Pipeline:
                 )
             most -= new
         if asked is not None and asked < 1:
-            raise AttmemoError(f"texts cut to {asked} tokens are none.", "max_length at least 1")
+            raise AttmemoError(f"texts cut to {asked} tokens are none.", "max_source at least 1")
         if asked is not None and most is not None and asked > most:
             raise AttmemoError(
                 f"texts of {asked:,} tokens are asked for, the model takes {most:,}.", f"at most {most:,}"
@@ -425,7 +425,7 @@ class Pipeline:
             **(sampled if self._seed is not None and self._setting("do_sample", False) else {}),
             "model": digest(self.model, self.config),
             "prefix": self._options["prefix"],
-            "max_length": self.limit,
+            "max_source": self.limit,
             "padding_side": self._options["side"],
             "new_only": self._new_only,
             "keep_special": self._keep_special,

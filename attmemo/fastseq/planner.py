@@ -89,8 +89,9 @@ class ModelShape:
         AttmemoError
             It does not say how large the model is.
         """
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         encoder = bool(getattr(config, "is_encoder_decoder", False))
+        # Of an encoder-decoder it would give the decoder's under other names, and defaults under these.
+        text = config.get_text_config() if hasattr(config, "get_text_config") and not encoder else config
 
         def first(*names: str) -> int:
             for name in names:

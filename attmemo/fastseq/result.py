@@ -46,6 +46,12 @@ class Result:
         return JOINT.join(parts)
 
 
+def best_of(line: str, *, joined: bool = False, scored: bool = False) -> str:
+    """The first sequence of a line of output, without its score."""
+    best = line.split(JOINT)[0] if joined else line
+    return best.rpartition("\t")[0] if scored else best
+
+
 @dataclass
 class Summary:
     """What a run did; counts are of lines."""
