@@ -84,8 +84,9 @@ class TestAsStock:
         class Wrapped:
             closed = False
 
-            def __init__(self, model: Any) -> None:
+            def __init__(self, model: Any, attention: str) -> None:
                 self.model, self.calls = model, 0
+                assert attention == "auto"
                 made.append(self)
 
             def generate(self, **options: Any) -> Any:

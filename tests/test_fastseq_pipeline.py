@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import json
 import os
@@ -18,9 +19,11 @@ from conftest import shared
 from generators import LINES, POSITIONS, make_model, plain_loop, tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig, LogitsProcessorList
 
+import attmemo.fastseq
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
-from attmemo.fastseq import Pipeline
+from attmemo.fastseq import NoRepeatNGram, Pipeline
 from attmemo.fastseq.journal import Journal, JournalError
 from attmemo.fastseq.result import Result, best_of
 from attmemo.fastseq.stages import map_ahead
@@ -193,6 +196,17 @@ class TestLongAndBlank:
         assert len(list(pipeline(["warn " * 200]))) == 1
         with pytest.raises(AttmemoError, match="no room"):
             Pipeline(models["gpt2"], tokenizer(), max_new_tokens=POSITIONS)
+
+    @pytest.mark.parametrize(
+        ("options", "limit"),
+        [
+            ({}, POSITIONS - 20), ({"max_new_tokens": 5}, POSITIONS - 5), ({"max_length": 30}, 29),
+            ({"max_length": 500}, POSITIONS - 1), ({"max_new_tokens": 5, "max_length": 9}, POSITIONS - 5),
+            ({"max_new_tokens": 5, "max_source": 11}, 11),
+        ],
+    )  # fmt: skip
+    def test_the_room_of_a_prompt(self, options: dict[str, Any], limit: int, models: dict[str, Any]) -> None:
+        assert Pipeline(models["gpt2"], tokenizer(), **options).limit == limit
 
     def test_something_else_than_a_text(self, models: dict[str, Any]) -> None:
         with pytest.raises(DataError, match=r"text 3 is a int; expected a str"):
@@ -476,6 +490,38 @@ class TestResume:
         Pipeline(models["bart"], tokenizer(), batch=4, window=10, **BEAMS).run(source, output)
         assert output.read_text() != "old"
 
+    def test_a_link_is_replaced_by_a_file(self, models: dict[str, Any], tmp_path: Path) -> None:
+        real = tmp_path / "elsewhere"
+        real.mkdir()
+        (real / "out").write_text("old")
+        (real / "out").chmod(0o640)
+        (tmp_path / "out").symlink_to(real / "out")
+        Pipeline(models["bart"], tokenizer(), max_new_tokens=2).run(write(tmp_path, ["a"]), tmp_path / "out")
+        assert (tmp_path / "out").is_symlink()
+        assert (real / "out").read_text() != "old"
+        assert (real / "out").stat().st_mode & 0o777 == 0o640
+
+    def test_objects_among_the_options(self, models: dict[str, Any], tmp_path: Path) -> None:
+        """The repr of an object differs in every process: nothing could be gone on with."""
+        source, output = write(tmp_path, TEXTS), tmp_path / "out"
+
+        def run(stop: int) -> None:
+            def fail(call: int, ids: torch.Tensor) -> None:
+                if call == stop:
+                    raise KeyboardInterrupt
+
+            processors = LogitsProcessorList([NoRepeatNGram(2)])
+            config = GenerationConfig(max_new_tokens=4, num_beams=2, eos_token_id=3, pad_token_id=0)
+            watched = Watched(models["bart"], fail)
+            Pipeline(watched, tokenizer(), batch=4, logits_processor=processors, generation_config=config).run(
+                source, output
+            )
+
+        with pytest.raises(KeyboardInterrupt):
+            run(2)
+        run(-1)
+        assert len(output.read_text().split("\n")) == len(TEXTS) + 1
+
     def test_two_runs_write_one_output(self, models: dict[str, Any], tmp_path: Path) -> None:
         with (tmp_path / "out.part").open("w") as other:
             fcntl.flock(other, fcntl.LOCK_EX)
@@ -617,6 +663,21 @@ class TestResult:
         assert best_of("a####b\t1") == "a####b\t1"
         assert best_of("a####b", joined=True) == "a"
         assert best_of(Result(0, ["a\t1", "b"], [-0.5, -1.25]).line, joined=True, scored=True) == "a\t1"
+
+
+def test_fast_generation_knows_of_memoization() -> None:
+    folder = Path(attmemo.fastseq.__file__).parent
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""] if node.module != "attmemo" else [f"attmemo.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                known = name.startswith("attmemo.fastseq") or name in ("attmemo.errors", "attmemo._ngram")
+                assert not name.startswith("attmemo") or known, f"{file.name} imports {name}"
 
 
 class TestMapAhead:

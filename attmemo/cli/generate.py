@@ -86,7 +86,11 @@ def generate(
     max_gen_length: Annotated[
         int | None,
         typer.Option(
-            "--max-gen-length", "--max-length", metavar="N", min=1, help="The same, with the prompt of a decoder."
+            "--max-gen-length",
+            "--max-length",
+            metavar="N",
+            min=1,
+            help="The same, for a decoder with its padded prompt.",
         ),
     ] = None,
     min_gen_length: Annotated[
@@ -183,6 +187,13 @@ def generate(
     without_fastseq_opt: Annotated[
         bool, typer.Option("--without-fastseq-opt", help="Generate as stock transformers does, for comparison.")
     ] = False,
+    attention: Annotated[
+        Literal["auto", "shared", "el"],
+        typer.Option(
+            help="How the fast path keeps the states of a text: keys and values once for all beams, or one hidden "
+            "state for all layers (smaller, more arithmetic). auto: as the model and the machine want it."
+        ),
+    ] = "auto",
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, whatever an interrupted run has left.")
     ] = False,
@@ -266,7 +277,7 @@ def generate(
             "output_scores": output_sequence_scores or None,
         }
         settings.update({name: value for name, value in asked.items() if value is not None})
-        with _fast(loaded.model, not without_fastseq_opt) as (maker, fast):
+        with _fast(loaded.model, None if without_fastseq_opt else attention) as (maker, fast):
             pipeline = Pipeline(
                 maker,
                 loaded.tokenizer,
@@ -342,16 +353,16 @@ def _score(measure: Measure, destination: Path, references: list[str], joined: b
 
 
 @contextmanager
-def _fast(model: Any, wanted: bool) -> Iterator[tuple[Any, bool]]:
+def _fast(model: Any, attention: str | None) -> Iterator[tuple[Any, bool]]:
     """What generates, and whether it is fast: the model wrapped where that is wanted and there, else the model."""
     wrapped = None
-    if wanted:
+    if attention is not None:
         try:
             from attmemo.fastseq import wrap  # type: ignore[attr-defined,unused-ignore]
         except ImportError:
             pass
         else:
-            wrapped = wrap(model)
+            wrapped = wrap(model, attention=attention)
     try:
         yield (model, False) if wrapped is None else (wrapped, True)
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import stat
 from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
@@ -59,6 +60,8 @@ class Journal:
         resume: bool = True,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
+        if output.is_symlink():
+            output = output.resolve()  # the file it names is replaced, not the link
         self.output = output
         self.part = output.with_name(output.name + ".part")
         if not output.parent.is_dir():
@@ -131,6 +134,8 @@ class Journal:
                 file.write(self._record(start)[place] + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if self.output.exists():
+            shutil.copymode(self.output, new)
         os.replace(new, self.output)
         self.part.unlink()
         folder = os.open(self.output.parent, os.O_RDONLY | os.O_DIRECTORY)

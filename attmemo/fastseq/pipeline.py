@@ -69,8 +69,9 @@ class Pipeline:
         Threads that tokenize, and that turn tokens into text.
     seed : int, optional
         Seed of every batch, with the number of its first row: a resumed run samples what it would have sampled.
-    mode : {"stock", "shared", "el"}
-        How the model keeps the source's states, for the planner.
+    mode : {"stock", "shared", "el"}, optional
+        How the model keeps the source's states, for the planner. Default: what the model says in an attribute
+        ``cache_mode``, else the one that takes most, ``"stock"``.
     config, device
         Of the model, where it has no such attributes.
     progress : callable, optional
@@ -113,7 +114,7 @@ class Pipeline:
         encoders: int = 2,
         decoders: int = 1,
         seed: int | None = None,
-        mode: Mode = "stock",
+        mode: Mode | None = None,
         config: Any = None,
         device: torch.device | str | None = None,
         progress: Progress | None = None,
@@ -370,7 +371,8 @@ class Pipeline:
             length = self.limit or length
         return self.planner.plan(length, self._new_tokens(length), beams)
 
-    def _planner(self, mode: Mode) -> BatchPlanner:
+    def _planner(self, mode: Mode | None) -> BatchPlanner:
+        mode = mode or getattr(self.model, "cache_mode", None) or "stock"
         dtype = attribute(self.model, "dtype") or torch.float32
         return BatchPlanner(ModelShape.of(self.config, dtype), device=self.device, mode=mode)
 
@@ -383,29 +385,38 @@ class Pipeline:
             given = getattr(attribute(self.model, "generation_config"), name, None)
         return otherwise if given is None else given
 
+    def _lengths(self) -> tuple[int | None, int | None]:
+        """``max_new_tokens`` or else ``max_length``, whichever decides in `generate`."""
+        configs = (self.generation.get("generation_config"), attribute(self.model, "generation_config"))
+        for settings in (self.generation, *(vars(config) for config in configs if config is not None)):
+            if settings.get("max_new_tokens") is not None:
+                return int(settings["max_new_tokens"]), None
+            if settings.get("max_length") is not None:
+                return None, int(settings["max_length"])
+        return 20, None  # what generate does when nobody says anything
+
     def _new_tokens(self, source: int) -> int:
         """Tokens that are generated at most for texts of so many tokens."""
-        most: int | None = self._setting("max_new_tokens", None)
-        total: int | None = self._setting("max_length", None)
-        if "max_length" in self.generation and "max_new_tokens" not in self.generation:
-            most = None
-        if most is not None:
-            return max(1, most)
-        if total is None:
-            return 20  # what generate does when nobody says anything
-        return max(1, total - source if self.causal else total)
+        new, total = self._lengths()
+        if new is None:
+            assert total is not None
+            new = total - source if self.causal else total
+        return max(1, new)
 
     def _limit(self, asked: int | None, truncate: bool) -> int | None:
         """Tokens that a text may have: as asked, within what tokenizer and model take; None: any number."""
         most = positions(self.config)
-        if most is not None and self.causal:
-            new = self._new_tokens(0) if self._setting("max_new_tokens", None) is not None else 1
-            if new >= most:
-                raise AttmemoError(
-                    f"{new:,} new tokens leave no room for a text: the model has {most:,} positions.",
-                    f"max_new_tokens below {most:,}",
-                )
-            most -= new
+        if self.causal:
+            # A prompt stands in the positions of the tokens that follow it, and max_length counts both.
+            new, total = self._lengths()
+            room = min((value for value in (most, total) if value is not None), default=None)
+            if room is not None:
+                most = room - (1 if new is None else new)
+                if most < 1:
+                    raise AttmemoError(
+                        f"{new or total:,} tokens to generate leave no room for a text: there are {room:,} positions.",
+                        "fewer new tokens",
+                    )
         if asked is not None and asked < 1:
             raise AttmemoError(f"texts cut to {asked} tokens are none.", "max_source at least 1")
         if asked is not None and most is not None and asked > most:
@@ -419,7 +430,6 @@ class Pipeline:
 
     def _identity(self) -> dict[str, Any]:
         """What decides the output beside the input. Batches only if they are seeded: else they decide padding."""
-        plain = (str, int, float, bool, type(None), list, tuple)
         sampled = {"batch": self.batch, "window": self.window, "buckets": self._options["buckets"]}
         return {
             **(sampled if self._seed is not None and self._setting("do_sample", False) else {}),
@@ -431,8 +441,19 @@ class Pipeline:
             "keep_special": self._keep_special,
             "clean_up": self._clean_up,
             "seed": self._seed,
-            **{f"generate {k}": v if isinstance(v, plain) else repr(v) for k, v in sorted(self.generation.items())},
+            **{f"generate {name}": _plain(value) for name, value in sorted(self.generation.items())},
         }
+
+
+def _plain(value: Any) -> Any:
+    """An argument as JSON keeps it; of an object, such as a processor, only the kind: its repr has an address."""
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "to_dict"):
+        return {str(name): _plain(item) for name, item in value.to_dict().items()}
+    return type(value).__name__
 
 
 class _Clock:
