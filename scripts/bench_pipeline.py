@@ -3,9 +3,9 @@
     python scripts/bench_pipeline.py ../shared/data/wmt16_enro/newsdev2016.en --vocabulary VOCAB --output docs/pipeline
 
 Tokenization, generation, detokenization and writing are in the time; loading is not, which all ways share. The model
-has random weights in the shape of T5-small and generates as many tokens for every text, so that ways do the same work;
-stock generation is used by all of them. Ways take turns in every pass. VOCAB is a WordPiece vocabulary, a token a line.
-Writes OUTPUT.json and OUTPUT.png.
+has random weights in the shape of T5-small and generates as many tokens for every text, so that all ways do the same
+work; stock generation is used by all of them, and they take turns in every pass. VOCAB is a WordPiece vocabulary, a
+token a line. Writes OUTPUT.json and OUTPUT.png.
 """
 
 from __future__ import annotations
