@@ -93,12 +93,18 @@ class TestAsStock:
                 self.calls += 1
                 return self.model.generate(**options)
 
+            def stats(self) -> dict[str, Any]:
+                return {"calls": {"fast": 0, "stock": self.calls}, "stock_reasons": {"of its own will": self.calls}}
+
             def close(self) -> None:
                 self.closed = True
 
         monkeypatch.setattr(attmemo.fastseq, "wrap", Wrapped, raising=False)
-        found = json.loads(succeed("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--json", "-"))
+        common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
+        found = json.loads(succeed(*common, "--json", "-"))
         assert found["fastseq"] is True
+        assert found["fastseq_stats"]["calls"] == {"fast": 0, "stock": found["batches"]}
+        assert "1 batches took the stock path: of its own will" in succeed(*common)
         assert made[0].calls == found["batches"]
         assert made[0].closed
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)

@@ -308,12 +308,15 @@ def generate(
                     resume=not restart,
                     identity={"source_lang": source_lang, "target_lang": target_lang},
                 )
+            stats = maker.stats() if fast and hasattr(maker, "stats") else None
         found: dict[str, Any] = {
             "model": model,
             "output": str(destination),
             "fastseq": fast,
             **asdict(done),
         }
+        if stats is not None:
+            found["fastseq_stats"] = stats
         _say(out, destination, found)
         if references is not None:
             several = settings.get("num_return_sequences", 1) > 1
@@ -399,5 +402,7 @@ def _say(out: Output, destination: Path, found: dict[str, Any]) -> None:
         out.say(f"  {found['blank']:,} lines were blank and stay so.")
     if found["truncated"]:
         out.say(f"  {found['truncated']:,} texts were cut to what the model takes; --no-truncation refuses them.")
+    for reason, count in found.get("fastseq_stats", {}).get("stock_reasons", {}).items():
+        out.say(f"  {count:,} batches took the stock path: {reason}.")
     if found["halvings"]:
         out.say(f"  Memory ran out and the batch was halved {found['halvings']:,} times.")

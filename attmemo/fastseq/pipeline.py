@@ -224,8 +224,9 @@ class Pipeline:
         made_from = {"input": digest, "lines": lines, **self._identity(), **(identity or {})}
         notes = {} if self.planner is None else {"free": self.planner.free}
         with Journal(output, made_from, resume=resume, notes=notes) as journal:
-            if self.planner is not None:
-                self.planner.free = journal.notes.get("free", self.planner.free)  # the same batches as then
+            noted = journal.notes.get("free")
+            if self.planner is not None and noted and noted <= 1.25 * self.planner.free:
+                self.planner.free = noted  # the same batches as then, unless much less is free now
             summary = Summary(lines=lines, resumed=len(journal))
             self._progress("generating", len(journal), lines)
             texts = islice(read_lines(source), limit)
