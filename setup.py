@@ -45,5 +45,11 @@ setup(
             extra_link_args=CHECKS,
             libraries=["dl", "m"],
         ),
+        Extension(
+            "attmemo._ngram",
+            sources=["native/ngram.c"],
+            extra_compile_args=[*STRICT, "-O3", *CHECKS],
+            extra_link_args=CHECKS,
+        ),
     ],
 )
