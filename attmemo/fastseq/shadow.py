@@ -1,0 +1,87 @@
+"""A private copy of a model's module tree, one for each call, that shares every weight with the original.
+
+Attention has to be told which tensors are shared between beams, and modules read such things from themselves
+or from their config. Telling the user's own modules would leave state on them and break two calls at once. So each call
+gets its own modules and configs: only those on the way to a module that holds a config are copied (shallowly, some
+hundreds of small dictionaries: about a millisecond), the parameters and buffers are the original's own
+dictionaries. Nothing has to be undone after the call, also not after an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+STATE = "_attmemo_fastseq"
+
+
+def private_copy(model: Any, attention: str, state: object) -> Any:
+    """Copy the tree of modules that hold a config, and their configs.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Is not changed.
+    attention : str
+        Name of a registered attention function for the copy to use.
+    state : object
+        What the attention function finds on `module.config`.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        Of the same class, with the same parameter objects.
+    """
+    configs: dict[int, Any] = {}
+    modules: dict[int, nn.Module] = {}
+    return _copy_module(model, configs, modules, attention, state)
+
+
+def wears_another_forward(model: nn.Module) -> str | None:
+    """Name of the first module whose `forward` was replaced on the instance (accelerate, a compiler), if any."""
+    return next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
+
+
+def _copy_module(
+    module: nn.Module, configs: dict[int, Any], modules: dict[int, nn.Module], attention: str, state: object
+) -> nn.Module:
+    known = modules.get(id(module))
+    if known is not None:
+        return known
+    children = {
+        name: child if child is None else _copy_module(child, configs, modules, attention, state)
+        for name, child in module._modules.items()
+    }
+    own = vars(module)
+    if not _is_config(own.get("config")) and all(child is module._modules[name] for name, child in children.items()):
+        modules[id(module)] = module
+        return module
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(own)
+    twin.__dict__["_modules"] = children
+    for name, value in own.items():
+        if _is_config(value):
+            twin.__dict__[name] = _copy_config(value, configs, attention, state)
+    modules[id(module)] = twin
+    return twin
+
+
+def _copy_config(config: Any, configs: dict[int, Any], attention: str, state: object) -> Any:
+    known = configs.get(id(config))
+    if known is not None:
+        return known
+    twin = copy.copy(config)
+    configs[id(config)] = twin
+    for name, value in list(vars(twin).items()):
+        if _is_config(value):
+            twin.__dict__[name] = _copy_config(value, configs, attention, state)
+    # Not through the property: its setter also writes to the sub-configs, and those may be the original's.
+    twin.__dict__["_attn_implementation_internal"] = attention
+    twin.__dict__[STATE] = state
+    return twin
+
+
+def _is_config(value: object) -> bool:
+    return hasattr(value, "_attn_implementation_internal")

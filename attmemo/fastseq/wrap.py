@@ -1,0 +1,233 @@
+"""`wrap(model)`: the same model with a faster `generate`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attmemo.errors import UnsupportedModelError
+from attmemo.fastseq import attention as beam_attention
+from attmemo.fastseq.call import CallState
+from attmemo.fastseq.encoder import intercept, stand_in
+from attmemo.fastseq.loop import decode
+from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.shadow import private_copy, wears_another_forward
+
+_log = logging.getLogger("attmemo.fastseq")
+
+MODES = ("auto", "shared", "el", "stock")
+
+# Arguments of `generate` whose presence sends the call to the stock path, with the reason that `stats` gives.
+_STOCK_ARGUMENTS = {
+    "streamer": "a streamer",
+    "assistant_model": "assisted generation",
+    "prompt_lookup_num_tokens": "assisted generation",
+    "custom_generate": "custom_generate",
+    "past_key_values": "a cache of the caller's",
+    "cache_implementation": "cache_implementation",
+    "stop_strings": "stop_strings",
+    "negative_prompt_ids": "classifier-free guidance",
+    "guidance_scale": "classifier-free guidance",
+    "token_healing": "token_healing",
+    "decoder_inputs_embeds": "decoder_inputs_embeds",
+    "output_attentions": "attentions or hidden states were asked for",
+    "output_hidden_states": "attentions or hidden states were asked for",
+    "head_mask": "head_mask",
+    "cross_attn_head_mask": "head_mask",
+}
+
+
+class FastModel:
+    """A model whose `generate` is faster and returns the same; everything else is the model itself.
+
+    Made by `wrap`. Holds no state of a call: calls from several threads, of several wrapped models, or of the
+    same one, do not see each other.
+    """
+
+    def __init__(self, model: Any, attention_mode: str, reason: str | None) -> None:
+        self._model = model
+        self._mode = attention_mode
+        self._reason = reason
+        self._lock = threading.Lock()
+        self._stats = _Stats()
+        self._last: dict[str, int] = {}
+
+    @property
+    def model(self) -> Any:
+        """The model that was wrapped, unchanged."""
+        return self._model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        path = "stock: " + self._reason if self._reason else self._mode
+        return f"FastModel({type(self._model).__name__}, attention={path!r})"
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """As `model.generate`: the same arguments, the same result.
+
+        What the fast path does not cover (a streamer, assisted generation, attentions to be returned, …) runs on the stock
+        path; `stats` says what and why. A `ModelOutput` has no `past_key_values` after the fast path.
+
+        Returns
+        -------
+        Tensor or ModelOutput
+        """
+        reason = self._reason or self._why_stock(generation_config, kwargs)
+        if reason is None:
+            device = self._model.device
+            random = torch.get_rng_state()
+            random_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            state = CallState(mode="el" if self._mode == "el" else "shared")
+            try:
+                result = self._fast(state, inputs, generation_config, kwargs)
+            except Refusal as refusal:
+                reason = str(refusal)
+                torch.set_rng_state(random)
+                if random_device is not None:
+                    torch.cuda.set_rng_state(random_device, device)
+            else:
+                with self._lock:
+                    self._stats.fast += 1
+                    self._stats.counts.update(state.counts)
+                    self._last = dict(state.cache_bytes)
+                return result
+        with self._lock:
+            self._stats.stock += 1
+            self._stats.reasons[reason] += 1
+            first = self._stats.reasons[reason] == 1
+        if first and self._mode != "stock":
+            _log.info("fastseq: stock path for this call: %s", reason)
+        return self._model.generate(inputs, generation_config=generation_config, **kwargs)
+
+    def stats(self) -> dict[str, Any]:
+        """What ran since `wrap`.
+
+        Returns
+        -------
+        dict
+            "calls": {"fast", "stock"}; "stock_reasons": count of each reason; "counts": attention calls by kind ("shared",
+            "prefix", "el", "el_self", "plain"), "steps", "rows_removed", "encoder_tokens" beside "encoder_tokens_padded";
+            "cache_bytes": of the last fast call, at its end.
+        """
+        with self._lock:
+            return {
+                "calls": {"fast": self._stats.fast, "stock": self._stats.stock},
+                "stock_reasons": dict(self._stats.reasons),
+                "counts": dict(self._stats.counts),
+                "cache_bytes": dict(self._last),
+            }
+
+    def close(self) -> Any:
+        """The model that was wrapped. There is nothing to undo: it was never changed."""
+        return self._model
+
+    def _fast(self, state: CallState, inputs: Tensor | None, generation_config: Any, kwargs: dict[str, Any]) -> Any:
+        copy = private_copy(self._model, beam_attention.NAME, state)
+        kwargs = dict(kwargs)
+        if copy.config.is_encoder_decoder:
+            intercept(copy, state)
+            if kwargs.get("encoder_outputs") is not None:
+                kwargs["encoder_outputs"] = stand_in(kwargs["encoder_outputs"], state)
+
+        def loop(
+            self: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            synced_gpus: bool = False,
+            **model_kwargs: Any,
+        ) -> Any:
+            if synced_gpus:
+                raise Refusal("synced_gpus")
+            return decode(
+                self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )
+
+        return copy.generate(inputs, generation_config=generation_config, custom_generate=loop, **kwargs)
+
+    def _why_stock(self, generation_config: Any, kwargs: dict[str, Any]) -> str | None:
+        if self._mode == "stock":
+            return "attention='stock'"
+        if self._model.training:
+            return "the model is in training mode"
+        for name, reason in _STOCK_ARGUMENTS.items():
+            value = kwargs.get(name)
+            for config in (generation_config, self._model.generation_config):
+                value = getattr(config, name, None) if value is None else value
+            if value is not None and value is not False:
+                return reason
+        use_cache = kwargs.get("use_cache")
+        for config in (generation_config, self._model.generation_config):
+            use_cache = getattr(config, "use_cache", None) if use_cache is None else use_cache
+        if use_cache is False:
+            return "use_cache=False"
+        if kwargs.get("inputs_embeds") is not None and not self._model.config.is_encoder_decoder:
+            return "inputs_embeds for a decoder"
+        if (name := wears_another_forward(self._model)) is not None:
+            return f"the forward of {name or 'the model'} was replaced (by accelerate or a compiler)"
+        return None
+
+
+class _Stats:
+    def __init__(self) -> None:
+        self.fast = 0
+        self.stock = 0
+        self.reasons: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+
+def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastModel:
+    """The same model with a faster `generate`. The model itself is not changed.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        One that can generate.
+    attention : {"auto", "shared", "el", "stock"}
+        How the states that beams have in common are held. "shared": keys and values, once a sample. "el": hidden states, once for
+        all layers (EL-attention); less memory, more arithmetic. "auto": chosen by a cost model, in effect "shared" unless it
+        would not fit. "stock": nothing is changed; for comparison.
+    check : bool
+        Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the stock path is
+        used from then on, and a warning says so.
+
+    Returns
+    -------
+    FastModel
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it is not a transformers model that generates.
+    ValueError
+        If `attention` is none of the four.
+
+    Examples
+    --------
+    >>> fast = wrap(model)                                # doctest: +SKIP
+    >>> fast.generate(**inputs, num_beams=4)              # doctest: +SKIP
+    """
+    if isinstance(model, FastModel):
+        model = model.model
+    if attention not in MODES:
+        raise ValueError(f"attention is one of {', '.join(MODES)}; got {attention!r}")
+    can = getattr(model, "can_generate", None)
+    if can is None or not inspect.ismethod(can) or not can():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not generate (it has no language modelling head, or is no transformers model).",
+            "load it with AutoModelForSeq2SeqLM or AutoModelForCausalLM",
+        )
+    beam_attention.register()
+    return FastModel(model, attention, None)
