@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
@@ -132,7 +134,16 @@ class FastModel:
         """The model that was wrapped. There is nothing to undo: it was never changed."""
         return self._model
 
-    def _fast(self, state: CallState, inputs: Tensor | None, generation_config: Any, kwargs: dict[str, Any]) -> Any:
+    def _fast(
+        self,
+        state: CallState,
+        inputs: Tensor | None,
+        generation_config: Any,
+        kwargs: dict[str, Any],
+        *,
+        plain: bool = False,
+    ) -> Any:
+        # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
         copy = private_copy(self._model, beam_attention.NAME, state)
         kwargs = dict(kwargs)
         if copy.config.is_encoder_decoder:
@@ -155,7 +166,8 @@ class FastModel:
                 self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
             )
 
-        return copy.generate(inputs, generation_config=generation_config, custom_generate=loop, **kwargs)
+        generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
+        return generate(inputs, generation_config=generation_config, custom_generate=loop, **kwargs)
 
     def _why_stock(self, generation_config: Any, kwargs: dict[str, Any]) -> str | None:
         if self._mode == "stock":
@@ -178,6 +190,62 @@ class FastModel:
         if (name := wears_another_forward(self._model)) is not None:
             return f"the forward of {name or 'the model'} was replaced (by accelerate or a compiler)"
         return None
+
+
+def self_test(fast: FastModel) -> str | None:
+    """Generate three tokens from made-up input with both paths; None if they agree, else what is wrong.
+
+    The scores are compared, not the tokens: a small difference would not show in three tokens.
+    """
+    model = fast.model
+    dummy = _dummy_inputs(model)
+    if dummy is None:
+        return f"nothing is known about its input {model.main_input_name!r}, so it cannot be tested"
+    dummy |= {
+        "max_new_tokens": 3,
+        "min_new_tokens": 3,
+        "num_beams": 2,
+        "do_sample": False,
+        "num_return_sequences": 1,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    if (reason := fast._why_stock(None, dummy)) is not None:
+        return None if model.training else reason
+    state = CallState(mode="shared")
+    with torch.no_grad():
+        expected = GenerationMixin.generate(model, **dummy)
+        try:
+            got = fast._fast(state, None, None, dummy, plain=True)
+        except Refusal as refusal:
+            return str(refusal)
+        except Exception as error:  # whatever an unknown model does, the stock path has just worked
+            return f"the fast path failed with {type(error).__name__}: {error}"
+    if not state.counts["shared"] + state.counts["prefix"]:
+        return "its attention does not go through transformers' attention interface"
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.2
+    for one, other in zip(expected.scores, got.scores, strict=True):
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
+            return "its scores differ from those of the stock path"
+    return None
+
+
+def _dummy_inputs(model: Any) -> dict[str, Tensor] | None:
+    """Two different inputs, one of them padded, for a model that takes tokens or Whisper's features."""
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "input_ids":
+        vocabulary = config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary // 2, vocabulary, (2, 7), generator=generator)
+        mask = torch.ones_like(ids)
+        side = slice(5, None) if config.is_encoder_decoder else slice(0, 2)
+        mask[1, side] = 0
+        return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+    if model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        length = 2 * getattr(config, "max_source_positions", 50)
+        features = torch.randn(2, config.num_mel_bins, length, generator=generator)
+        return {"input_features": features.to(model.device, model.dtype)}
+    return None
 
 
 class _Stats:
@@ -230,4 +298,10 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
             "load it with AutoModelForSeq2SeqLM or AutoModelForCausalLM",
         )
     beam_attention.register()
-    return FastModel(model, attention, None)
+    fast = FastModel(model, attention, None)
+    if check and attention != "stock" and (wrong := self_test(fast)) is not None:
+        _log.warning(
+            "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
+        )
+        return FastModel(model, attention, wrong)
+    return fast
