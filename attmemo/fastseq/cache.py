@@ -65,6 +65,11 @@ class BeamArena:
         """Positions the layer has."""
         return self._filled[layer]
 
+    def repeat(self, times: int) -> None:
+        """Every row becomes so many rows."""
+        if self.store is not None:
+            self.store = self.store.repeat_interleave(times, dim=0)
+
     def move(self, source: Sequence[int]) -> None:
         """Row i becomes a copy of row `source[i]`, for all layers at once."""
         if self.store is None or not self.length:

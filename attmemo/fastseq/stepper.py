@@ -73,12 +73,17 @@ class Stepper:
         self.kwargs["past_key_values"] = own if cross is None else EncoderDecoderCache(own, cross)
 
     def first(self, input_ids: Tensor) -> Tensor:
-        """Logits `[R, V]` after the prompt. A decoder's prompt is read at B rows."""
-        if self.encoder_decoder or self.rows_each == 1:
+        """Logits `[R, V]` after the prompt, which is read at B rows: the beams are still the same.
+
+        For an encoder-decoder this is also how the cross-attention states are projected at B rows by whatever module: some
+        (Whisper, UMT5) shape their keys by the number of rows of the queries.
+        """
+        if self.rows_each == 1:
             return self._forward(input_ids, None, self.kwargs, first=True)
         rows = input_ids.shape[0]
         once = {name: self._each_sample(name, value, rows) for name, value in self.kwargs.items()}
         logits = self._forward(input_ids[:: self.rows_each], None, once, first=True, keep_for=self.kwargs)
+        self.cache.arena.repeat(self.rows_each)
         return logits.repeat_interleave(self.rows_each, dim=0)
 
     def next(self, input_ids: Tensor) -> Tensor:

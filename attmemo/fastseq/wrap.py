@@ -75,7 +75,7 @@ class FastModel:
         path = "stock: " + self._reason if self._reason else self._mode
         return f"FastModel({type(self._model).__name__}, attention={path!r})"
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `model.generate`: the same arguments, the same result.
 
         What the fast path does not cover (a streamer, assisted generation, attentions to be returned, …) runs on the stock
@@ -85,14 +85,22 @@ class FastModel:
         -------
         Tensor or ModelOutput
         """
-        reason = self._reason or self._why_stock(generation_config, kwargs)
+        if args:  # by name from here on: the first is called `inputs`, but `input_features` by Whisper
+            names = list(inspect.signature(self._model.generate).parameters)
+            if len(args) > len(names):
+                raise TypeError(f"generate takes at most {len(names)} positional arguments; got {len(args)}")
+            given = dict(zip(names, args, strict=False))
+            if twice := given.keys() & kwargs.keys():
+                raise TypeError(f"generate got {sorted(twice)} twice: by position and by name")
+            kwargs = given | kwargs
+        reason = self._reason or self._why_stock(kwargs)
         if reason is None:
             device = self._model.device
             random = torch.get_rng_state()
             random_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
             state = CallState(mode="el" if self._mode == "el" else "shared")
             try:
-                result = self._fast(state, inputs, generation_config, kwargs)
+                result = self._fast(state, kwargs)
             except Refusal as refusal:
                 reason = str(refusal)
                 torch.set_rng_state(random)
@@ -110,7 +118,7 @@ class FastModel:
             first = self._stats.reasons[reason] == 1
         if first and self._mode != "stock":
             _log.info("fastseq: stock path for this call: %s", reason)
-        return self._model.generate(inputs, generation_config=generation_config, **kwargs)
+        return self._model.generate(**kwargs)
 
     def stats(self) -> dict[str, Any]:
         """What ran since `wrap`.
@@ -135,13 +143,7 @@ class FastModel:
         return self._model
 
     def _fast(
-        self,
-        state: CallState,
-        inputs: Tensor | None,
-        generation_config: Any,
-        kwargs: dict[str, Any],
-        *,
-        plain: bool = False,
+        self, state: CallState, kwargs: dict[str, Any], *, plain: bool = False
     ) -> Any:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
         copy = private_copy(self._model, beam_attention.NAME, state)
@@ -167,21 +169,22 @@ class FastModel:
             )
 
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
-        return generate(inputs, generation_config=generation_config, custom_generate=loop, **kwargs)
+        return generate(custom_generate=loop, **kwargs)
 
-    def _why_stock(self, generation_config: Any, kwargs: dict[str, Any]) -> str | None:
+    def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
         if self._mode == "stock":
             return "attention='stock'"
         if self._model.training:
             return "the model is in training mode"
+        configs = (kwargs.get("generation_config"), self._model.generation_config)
         for name, reason in _STOCK_ARGUMENTS.items():
             value = kwargs.get(name)
-            for config in (generation_config, self._model.generation_config):
+            for config in configs:
                 value = getattr(config, name, None) if value is None else value
             if value is not None and value is not False:
                 return reason
         use_cache = kwargs.get("use_cache")
-        for config in (generation_config, self._model.generation_config):
+        for config in configs:
             use_cache = getattr(config, "use_cache", None) if use_cache is None else use_cache
         if use_cache is False:
             return "use_cache=False"
@@ -210,13 +213,13 @@ def self_test(fast: FastModel) -> str | None:
         "return_dict_in_generate": True,
         "output_scores": True,
     }
-    if (reason := fast._why_stock(None, dummy)) is not None:
+    if (reason := fast._why_stock(dummy)) is not None:
         return None if model.training else reason
     state = CallState(mode="shared")
     with torch.no_grad():
         expected = GenerationMixin.generate(model, **dummy)
         try:
-            got = fast._fast(state, None, None, dummy, plain=True)
+            got = fast._fast(state, dummy, plain=True)
         except Refusal as refusal:
             return str(refusal)
         except Exception as error:  # whatever an unknown model does, the stock path has just worked
