@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from attmemo.fastseq.el import cross_projections, el_cross_attention, masked, softmax
 from attmemo.fastseq.refusal import Refusal
 from attmemo.fastseq.shadow import STATE
 
@@ -48,6 +49,12 @@ def beam_attention(
 ) -> tuple[Tensor, None]:
     """Attention `[R, h, T, d]` → `[R, T, h, d]`, over shared keys where the call's cache says so; else stock SDPA."""
     state: CallState | None = vars(module.config).get(STATE)
+    if state is not None and state.el is not None and key is state.el.hidden:
+        _refuse_bias(module, kwargs)
+        refuse_meaningful(kwargs)
+        state.counts["el"] += 1
+        projections = cross_projections(module, query.shape[1], query.shape[3])
+        return el_cross_attention(query, key[:, 0], projections, attention_mask, scaling), None
     layer = state.shared.take(key) if state is not None else None
     if layer is None and query.shape[0] == key.shape[0]:
         if state is not None:
@@ -69,11 +76,15 @@ def beam_attention(
             prefix_attention(query, layer.prefix_keys, layer.prefix_values, key, value, attention_mask, scaling),
             None,
         )
+    _refuse_bias(module, kwargs)
+    state.counts["shared"] += 1
+    return shared_attention(query, key, value, attention_mask, scaling), None
+
+
+def _refuse_bias(module: nn.Module, kwargs: dict[str, Any]) -> None:
     bias = kwargs.get("position_bias")
     if bias is not None and getattr(module, "has_relative_attention_bias", True):
         raise Refusal("a position bias in cross-attention")  # T5's is zeros, and its module says so
-    state.counts["shared"] += 1
-    return shared_attention(query, key, value, attention_mask, scaling), None
 
 
 def refuse_meaningful(kwargs: dict[str, Any]) -> None:
@@ -146,9 +157,8 @@ def prefix_attention(
     shared_scores = shared_scores.view(samples, key_heads, beams, group, length).transpose(1, 2)
     scores = torch.cat([shared_scores.reshape(rows, key_heads, group, length), own_scores], dim=-1)
     if mask is not None:
-        mask = mask[..., : scores.shape[-1]]
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        scores = masked(scores, mask[..., : scores.shape[-1]])
+    weights = softmax(scores)
     shared_weights, own_weights = weights.split([length, key.shape[-2]], dim=-1)
     shared_weights = shared_weights.view(samples, beams, key_heads, group, length).transpose(1, 2)
     shared_part = torch.matmul(shared_weights.reshape(samples, key_heads, beams * group, length), prefix_value)

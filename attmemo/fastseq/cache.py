@@ -10,7 +10,7 @@ Sources: FastSeq (seed 000), Eq. 2-4: prefix and cross-attention states of shape
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ _FIRST_ROOM = 64  # positions; doubled when full, so that the copying is amortiz
 
 
 class BeamArena:
-    """The keys and values of every generated position, of all layers, in one tensor `[R, L, 2, h, room, d]`.
+    """The states of every generated position, of all layers, in one tensor `[R, L, 2, h, room, d]`.
+
+    2 for keys and values; 1 for EL-attention, which keeps hidden states (`[R, L, 1, 1, room, D]`).
 
     The row is the outermost dimension, so following the beams copies few long runs, and only the rows whose beam
     comes from another row; nothing is concatenated. (`DynamicCache` writes all of it anew twice a step.)
@@ -42,24 +44,25 @@ class BeamArena:
         self.store: Tensor | None = None
         self._filled = [0] * layers
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `[R, h, T, d]` behind what the layer has; return views `[R, h, t, d]` of all of it."""
-        rows, heads, new, width = keys.shape
+    def append(self, layer: int, *states: Tensor) -> list[Tensor]:
+        """Write each `[R, h, T, d]` behind what the layer has; return views `[R, h, t, d]` of all of it."""
+        rows, heads, new, width = states[0].shape
         start = self._filled[layer]
         end = start + new
         if self.store is None:
             self.room = max(self.room, min(end, self.most), end)
-            self.store = keys.new_empty(rows, self.layers, 2, heads, self.room, width)
-        if (rows, heads, width) != (self.store.shape[0], self.store.shape[3], self.store.shape[5]):
+            self.store = states[0].new_empty(rows, self.layers, len(states), heads, self.room, width)
+        fitting = torch.Size((rows, self.layers, len(states), heads, self.room, width))
+        if self.store.shape != fitting or any(state.shape != states[0].shape for state in states):
             raise Refusal(f"layer {layer} has keys of another shape than the layers before it")
         if end > self.room:
             self._grow(end)
         home = self.store[:, layer]  # [R, 2, h, room, d]
-        home[:, 0, :, start:end] = keys
-        home[:, 1, :, start:end] = values
+        for part, state in enumerate(states):
+            home[:, part, :, start:end] = state
         self._filled[layer] = end
         self.length = max(self._filled)
-        return home[:, 0, :, :end], home[:, 1, :, :end]
+        return [home[:, part, :, :end] for part in range(len(states))]
 
     def filled(self, layer: int) -> int:
         """Positions the layer has."""
@@ -96,14 +99,14 @@ class BeamArena:
         """Of the filled positions; what is reserved ahead is not counted."""
         if self.store is None:
             return 0
-        rows, layers, two, heads, _, width = self.store.shape
-        return rows * layers * two * heads * self.length * width * self.store.element_size()
+        rows, layers, parts, heads, _, width = self.store.shape
+        return rows * layers * parts * heads * self.length * width * self.store.element_size()
 
     def _grow(self, need: int) -> None:
         assert self.store is not None
         self.room = max(need, min(2 * self.room, max(self.most, need)))
-        rows, layers, two, heads, _, width = self.store.shape
-        larger = self.store.new_empty(rows, layers, two, heads, self.room, width)
+        rows, layers, parts, heads, _, width = self.store.shape
+        larger = self.store.new_empty(rows, layers, parts, heads, self.room, width)
         larger[..., : self.length, :] = self.store[..., : self.length, :]
         self.store = larger
 
@@ -144,7 +147,7 @@ def copy_order(source: Sequence[int]) -> list[tuple[int, int | None]]:
     return steps
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class BeamLayer(CacheLayerMixin):  # type: ignore[misc]
     """What the layers below have in common. transformers' own bookkeeping asks for these."""
 
     is_sliding = False
@@ -164,7 +167,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         raise Refusal("the stock loop asked a fastseq cache to follow its beams")
 
 
-class SuffixLayer(_Layer):
+class SuffixLayer(BeamLayer):
     """Self-attention of one decoder layer: a view of the arena."""
 
     def __init__(self, arena: BeamArena, index: int) -> None:
@@ -207,15 +210,15 @@ class PrefixLayer(SuffixLayer):
     def get_seq_length(self) -> int:
         return (0 if self.prefix_keys is None else self.prefix_keys.shape[-2]) + super().get_seq_length()
 
-    def swap_out(self, samples: Sequence[tuple[int, int]], count: int) -> None:
-        self.prefix_keys = _swap_out(self.prefix_keys, samples, count)
-        self.prefix_values = _swap_out(self.prefix_values, samples, count)
+    def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
+        self.prefix_keys = _swap_out(self.prefix_keys, moved, count)
+        self.prefix_values = _swap_out(self.prefix_values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.prefix_keys) + _bytes(self.prefix_values)
 
 
-class CrossLayer(_Layer):
+class CrossLayer(BeamLayer):
     """Cross-attention of one decoder layer: keys and values `[B, h, N, d]`, made once by the layer's own projections."""
 
     def __init__(self) -> None:
@@ -232,9 +235,9 @@ class CrossLayer(_Layer):
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
 
-    def swap_out(self, samples: Sequence[tuple[int, int]], count: int) -> None:
-        self.keys = _swap_out(self.keys, samples, count)
-        self.values = _swap_out(self.values, samples, count)
+    def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
+        self.keys = _swap_out(self.keys, moved, count)
+        self.values = _swap_out(self.values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.keys) + _bytes(self.values)
@@ -272,12 +275,17 @@ class BeamCache:
         Of `SuffixLayer`.
     cross_cache : transformers.Cache or None
     arena : BeamArena
+    holders : sequence
+        What holds states that beams share: each has `swap_out` and `bytes`.
     """
 
-    def __init__(self, arena: BeamArena, self_cache: Cache, cross_cache: Cache | None) -> None:
+    def __init__(
+        self, arena: BeamArena, self_cache: Cache, cross_cache: Cache | None, holders: Sequence[Holder] = ()
+    ) -> None:
         self.arena = arena
         self.self_cache = self_cache
         self.cross_cache = cross_cache
+        self.holders = holders
 
     def move(self, source: Sequence[int]) -> None:
         """Row i of the suffix becomes row `source[i]`."""
@@ -287,19 +295,25 @@ class BeamCache:
         """Only these samples stay, in the order given; see `hole_filling` for the orders that are cheap."""
         self.arena.keep([sample * beams + beam for sample in samples for beam in range(beams)])
         moved = [(target, origin) for target, origin in enumerate(samples) if target != origin]
-        seen: set[int] = set()
-        for layer in (*self.self_cache.layers, *(self.cross_cache.layers if self.cross_cache else ())):
-            if hasattr(layer, "swap_out") and id(layer) not in seen:
-                seen.add(id(layer))
-                layer.swap_out(moved, len(samples))
+        for holder in self.holders:
+            holder.swap_out(moved, len(samples))
 
     def bytes(self) -> dict[str, int]:
         """Bytes of the states held, as `{"shared": …, "suffix": …}`.
 
-        `shared` is 2·L·B·N·D·s for shared keys and values and B·N·D·s for EL; `suffix` is 2·L·R·t·D·s.
+        `shared` is 2·L·B·N·D·s for shared keys and values and B·N·D·s for EL; `suffix` is 2·L·R·t·D·s, or half of it.
         """
-        layers = [*self.self_cache.layers, *(self.cross_cache.layers if self.cross_cache else ())]
-        return {"shared": sum(layer.bytes() for layer in layers if hasattr(layer, "bytes")), "suffix": self.arena.bytes()}
+        return {"shared": sum(holder.bytes() for holder in self.holders), "suffix": self.arena.bytes()}
+
+
+class Holder(Protocol):
+    """What holds states of which there is one row a sample."""
+
+    def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
+        """Row `target` becomes the former row `origin` for each pair, then only the first `count` rows stay."""
+
+    def bytes(self) -> int:
+        """Bytes held."""
 
 
 def hole_filling(alive: Sequence[bool]) -> list[int]:
@@ -325,16 +339,12 @@ def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def make_cache(
-    layers: int, room: int, *, encoder_decoder: bool, shared: SharedTensors, prefix: bool = False
-) -> BeamCache:
-    """An empty cache: for an encoder-decoder, or for a decoder whose prompt is shared (`prefix`)."""
+def shared_cache(layers: int, room: int, shared: SharedTensors, *, encoder_decoder: bool) -> BeamCache:
+    """An empty cache of keys and values: for an encoder-decoder, or for a decoder whose prompt is shared."""
     arena = BeamArena(layers, room)
-    if prefix:
-        self_cache = Cache(layers=[PrefixLayer(arena, index, shared) for index in range(layers)])
-    else:
-        self_cache = Cache(layers=[SuffixLayer(arena, index) for index in range(layers)])
-    cross = Cache(layers=[CrossLayer() for _ in range(layers)]) if encoder_decoder else None
-    return BeamCache(arena, self_cache, cross)
-
-
+    if not encoder_decoder:
+        prefixes = [PrefixLayer(arena, index, shared) for index in range(layers)]
+        return BeamCache(arena, Cache(layers=prefixes), None, prefixes)
+    own = Cache(layers=[SuffixLayer(arena, index) for index in range(layers)])
+    crosses = [CrossLayer() for _ in range(layers)]
+    return BeamCache(arena, own, Cache(layers=crosses), crosses)

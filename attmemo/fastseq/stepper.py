@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from attmemo.fastseq.cache import make_cache
+from attmemo.fastseq.cache import BeamArena, BeamCache, SuffixLayer, shared_cache
 from attmemo.fastseq.call import CallState
+from attmemo.fastseq.costmodel import Shape, choose, free_bytes, measured
+from attmemo.fastseq.el import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
 from attmemo.fastseq.refusal import Refusal
 
 
@@ -24,6 +26,11 @@ def decoder_layers(config: Any) -> int:
             if isinstance(getattr(config, name, None), int):
                 return int(getattr(config, name))
     return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def first_of(config: Any, *names: str) -> int:
+    """The first of these attributes that the config has."""
+    return next(int(getattr(config, name)) for name in names if isinstance(getattr(config, name, None), int))
 
 
 class Stepper:
@@ -61,16 +68,53 @@ class Stepper:
             mask = self.kwargs.get("attention_mask")
             if mask is not None:
                 self.kwargs["attention_mask"] = mask[::rows_each]
-        self.cache = make_cache(
-            layers,
-            room + (input_ids.shape[1] if self.encoder_decoder else 0),
-            encoder_decoder=self.encoder_decoder,
-            shared=state.shared,
-            prefix=not self.encoder_decoder,
-        )
+        room += input_ids.shape[1] if self.encoder_decoder else 0
+        length = state.encoder_outputs.last_hidden_state.shape[1] if self.encoder_decoder else input_ids.shape[1]
+        state.mode = self._choose(layers, room, length)
+        self.cache = self._make_cache(layers, room)
         state.cache = self.cache
         own, cross = self.cache.self_cache, self.cache.cross_cache
         self.kwargs["past_key_values"] = own if cross is None else EncoderDecoderCache(own, cross)
+
+    def _choose(self, layers: int, room: int, length: int) -> str:
+        """The cost model's choice for this call, if the caller left it open."""
+        if self.state.mode != "auto":
+            return self.state.mode
+        config = self.model.config.get_text_config(decoder=True)
+        heads = first_of(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head")
+        width = first_of(config, "d_model", "hidden_size", "n_embd")
+        shape = Shape(
+            layers=layers,
+            samples=self.samples,
+            beams=self.rows_each,
+            length=length,
+            new=room,
+            width=width,
+            heads=heads,
+            key_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_width=getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or width // heads,
+            size=self.model.dtype.itemsize,
+            cross=self.encoder_decoder,
+        )
+        if min(self.rows_each, length, room) < 1:
+            return "shared"
+        device, dtype = self.model.device, self.model.dtype
+        fast_products = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+        chosen = choose(shape, measured(device, dtype) if fast_products else None, free_bytes(device))
+        return "el" if chosen == "el" and self.state.el_holds() else "shared"
+
+    def _make_cache(self, layers: int, room: int) -> BeamCache:
+        if self.state.mode != "el":
+            return shared_cache(layers, room, self.state.shared, encoder_decoder=self.encoder_decoder)
+        arena = BeamArena(layers, room)
+        if self.encoder_decoder:
+            own = Cache(layers=[SuffixLayer(arena, index) for index in range(layers)])
+            self.state.el = ELStates(self.state.encoder_outputs.last_hidden_state)
+            cross = Cache(layers=[ELCrossLayer(self.state.el) for _ in range(layers)])
+            return BeamCache(arena, own, cross, [self.state.el])
+        states = [ELSelfLayer(arena, index) for index in range(layers)]
+        swap_self_attention(self.model, self.state.counts)
+        return BeamCache(arena, Cache(layers=states), None, states)
 
     def first(self, input_ids: Tensor) -> Tensor:
         """Logits `[R, V]` after the prompt, which is read at B rows: the beams are still the same.
@@ -96,6 +140,7 @@ class Stepper:
 
     def keep(self, samples: Sequence[int]) -> None:
         """Only these samples stay, in this order."""
+        self.state.account()
         before, rows = self.samples, self.samples * self.rows_each
         index = torch.tensor(samples)
         row_index = (index[:, None] * self.rows_each + torch.arange(self.rows_each)).flatten()

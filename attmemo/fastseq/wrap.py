@@ -16,6 +16,7 @@ from transformers import GenerationMixin
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
 from attmemo.fastseq.call import CallState
+from attmemo.fastseq.el import why_no_self_el
 from attmemo.fastseq.encoder import intercept, stand_in
 from attmemo.fastseq.loop import decode
 from attmemo.fastseq.refusal import Refusal
@@ -59,6 +60,7 @@ class FastModel:
         self._lock = threading.Lock()
         self._stats = _Stats()
         self._last: dict[str, int] = {}
+        self._el: bool | None = None
 
     @property
     def model(self) -> Any:
@@ -98,7 +100,7 @@ class FastModel:
             device = self._model.device
             random = torch.get_rng_state()
             random_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            state = CallState(mode="el" if self._mode == "el" else "shared")
+            state = CallState(mode=self._mode, el_holds=self._el_holds)
             try:
                 result = self._fast(state, kwargs)
             except Refusal as refusal:
@@ -171,6 +173,13 @@ class FastModel:
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
         return generate(custom_generate=loop, **kwargs)
 
+    def _el_holds(self) -> bool:
+        """Whether EL-attention reproduces this model; tested when it is first asked for."""
+        with self._lock:
+            if self._el is None:
+                self._el = why_no_el(self) is None
+            return self._el
+
     def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
         if self._mode == "stock":
             return "attention='stock'"
@@ -195,7 +204,15 @@ class FastModel:
         return None
 
 
-def self_test(fast: FastModel) -> str | None:
+def why_no_el(fast: FastModel) -> str | None:
+    """The reason why EL-attention does not hold for a model, by name, or None if it was tested and does."""
+    model = fast.model
+    if not model.config.is_encoder_decoder and (reason := why_no_self_el(model)) is not None:
+        return reason
+    return self_test(fast, "el")
+
+
+def self_test(fast: FastModel, mode: str = "shared") -> str | None:
     """Generate three tokens from made-up input with both paths; None if they agree, else what is wrong.
 
     The scores are compared, not the tokens: a small difference would not show in three tokens.
@@ -215,7 +232,7 @@ def self_test(fast: FastModel) -> str | None:
     }
     if (reason := fast._why_stock(dummy)) is not None:
         return None if model.training else reason
-    state = CallState(mode="shared")
+    state = CallState(mode=mode)
     with torch.no_grad():
         expected = GenerationMixin.generate(model, **dummy)
         try:
@@ -224,7 +241,8 @@ def self_test(fast: FastModel) -> str | None:
             return str(refusal)
         except Exception as error:  # whatever an unknown model does, the stock path has just worked
             return f"the fast path failed with {type(error).__name__}: {error}"
-    if not state.counts["shared"] + state.counts["prefix"]:
+    kinds = ("el", "el_self") if mode == "el" else ("shared", "prefix")
+    if not sum(state.counts[kind] for kind in kinds):
         return "its attention does not go through transformers' attention interface"
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.2
     for one, other in zip(expected.scores, got.scores, strict=True):
@@ -281,7 +299,8 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
     Raises
     ------
     UnsupportedModelError
-        If it is not a transformers model that generates.
+        If it is not a transformers model that generates; with attention="el", if EL-attention does not hold for it: rotary
+        positions, normed keys, …
     ValueError
         If `attention` is none of the four.
 
@@ -302,7 +321,12 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
         )
     beam_attention.register()
     fast = FastModel(model, attention, None)
-    if check and attention != "stock" and (wrong := self_test(fast)) is not None:
+    if attention == "el" and (reason := why_no_el(fast)) is not None:
+        raise UnsupportedModelError(
+            f"EL-attention does not hold for {type(model).__name__}: {reason.removeprefix('EL-attention: ')}.",
+            "use attention='auto' or 'shared'",
+        )
+    if check and attention not in ("stock", "el") and (wrong := self_test(fast)) is not None:
         _log.warning(
             "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
         )
