@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -26,6 +28,8 @@ from transformers import (
     OPTForCausalLM,
     PegasusConfig,
     PegasusForConditionalGeneration,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -37,6 +41,8 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+
+from attmemo import fastseq
 
 VOCAB = 97
 _SEQ = {
@@ -88,6 +94,21 @@ _WHISPER = {
     "begin_suppress_tokens": None,
 }
 
+
+
+def _unilm() -> Any:
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        pad_token_id=1,
+    )
+    return fastseq.PrefixLM.from_bert(BertForMaskedLM(config), mask_token_id=3, eos_token_id=2)
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "bart": lambda: BartForConditionalGeneration(BartConfig(**_SEQ)),
     "distilbart": lambda: BartForConditionalGeneration(BartConfig(**{**_SEQ, "encoder_layers": 3, "decoder_layers": 1})),
@@ -99,6 +120,25 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**_T5)),
     "umt5": lambda: UMT5ForConditionalGeneration(UMT5Config(**_T5)),
     "whisper": lambda: WhisperForConditionalGeneration(WhisperConfig(**_WHISPER)),
+    "prophetnet": lambda: ProphetNetForConditionalGeneration(
+        ProphetNetConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            num_encoder_attention_heads=4,
+            num_decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+            ngram=2,
+            pad_token_id=0,  # stock counts positions from the pad token's id
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+        )
+    ),
+    "unilm": _unilm,
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=2, pad_token_id=1
@@ -122,8 +162,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_LM)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_LM, head_dim=12)),
 }
-SEQ2SEQ = ("bart", "distilbart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5", "umt5")
-CAUSAL = ("gpt2", "opt", "llama", "qwen2", "qwen3")
+SEQ2SEQ = ("bart", "distilbart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5", "umt5", "prophetnet")
+CAUSAL = ("unilm", "gpt2", "opt", "llama", "qwen2", "qwen3")
 
 
 def make(family: str, seed: int = 0) -> Any:
@@ -135,6 +175,13 @@ def make(family: str, seed: int = 0) -> Any:
             drawn = torch.randn(parameter.shape, generator=generator)
             norm = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(drawn * (0.4 if parameter.dim() > 1 else 0.3) + (1.0 if norm else 0.0))
+            if family == "prophetnet":  # else it says one word forever, whatever the source
+                if "value_proj" in name or "out_proj" in name:
+                    parameter.mul_(8.0 if "cross_attn" in name else 4.0)
+                elif "word_embeddings" in name:
+                    parameter.mul_(0.3)
+                elif "norm" in name and name.endswith("bias"):
+                    parameter.mul_(0.2)
     if family == "whisper":
         model.generation_config.suppress_tokens = None
         model.generation_config.begin_suppress_tokens = None
@@ -149,7 +196,7 @@ def inputs(family: str, padding: str | None = None, batch: int = 3, length: int 
         return {"input_features": torch.randn(batch, 8, 40, generator=generator)}
     ids = torch.randint(3, VOCAB, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
-    pad = 0 if "t5" in family else 1
+    pad = 0 if "t5" in family or family == "prophetnet" else 1
     for row, cut in enumerate((0, 6, 3)[:batch]):
         if padding == "right" and cut:
             mask[row, -cut:] = 0

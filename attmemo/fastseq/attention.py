@@ -69,9 +69,10 @@ def beam_attention(
         state.counts["prefix"] += 1
         assert layer.prefix_keys is not None
         assert layer.prefix_values is not None
-        bias = kwargs.get("position_bias")
-        if bias is not None:
+        if kwargs.get("position_bias") is not None:
             raise Refusal("a position bias over a shared prompt")
+        if attention_mask is None and query.shape[2] > 1:
+            raise Refusal("several new positions over a shared prompt, without a mask")
         return (
             prefix_attention(query, layer.prefix_keys, layer.prefix_values, key, value, attention_mask, scaling),
             None,
@@ -134,35 +135,35 @@ def prefix_attention(
 
     Parameters
     ----------
-    query : Tensor [R, h, 1, d]
+    query : Tensor [R, h, T, d]
     prefix_key, prefix_value : Tensor [B, h/g, N, d]
     key, value : Tensor [R, h/g, t, d]
     mask : Tensor or None
-        Bool or additive, `[R, 1, 1, N + t]`.
+        Bool or additive, `[R, 1, T, N + t]`. Without one, T has to be 1.
 
     Returns
     -------
-    Tensor [R, 1, h, d]
+    Tensor [R, T, h, d]
     """
     rows, heads, new, width = query.shape
-    if new != 1:
-        raise Refusal("more than one new position at a time over a shared prompt")
     samples, key_heads, length, _ = prefix_key.shape
     group, beams = heads // key_heads, rows // samples
     scale = width**-0.5 if scaling is None else scaling
-    folded = _fold(query * scale, samples, key_heads)  # [B, h/g, M·g, d]
-    own = (query * scale).reshape(rows, key_heads, group, width)
-    shared_scores = torch.matmul(folded, prefix_key.transpose(-1, -2))  # [B, h/g, M·g, N]
-    own_scores = torch.matmul(own, key.transpose(-1, -2))  # [R, h/g, g, t]
-    shared_scores = shared_scores.view(samples, key_heads, beams, group, length).transpose(1, 2)
-    scores = torch.cat([shared_scores.reshape(rows, key_heads, group, length), own_scores], dim=-1)
+    folded = _fold(query * scale, samples, key_heads)  # [B, h/g, M·g·T, d]
+    own = (query * scale).reshape(rows, key_heads, group * new, width)
+    shared_scores = torch.matmul(folded, prefix_key.transpose(-1, -2))  # [B, h/g, M·g·T, N]
+    own_scores = torch.matmul(own, key.transpose(-1, -2))  # [R, h/g, g·T, t]
+    shared_scores = shared_scores.view(samples, key_heads, beams, group * new, length).transpose(1, 2)
+    scores = torch.cat([shared_scores.reshape(rows, key_heads, group * new, length), own_scores], dim=-1)
     if mask is not None:
-        scores = masked(scores, mask[..., : scores.shape[-1]])
+        mask = mask[..., -new:, : scores.shape[-1]]  # [R, 1, T, N + t]
+        by_position = scores.view(rows, key_heads * group, new, -1)
+        scores = masked(by_position, mask).view(rows, key_heads, group * new, -1)
     weights = softmax(scores)
     shared_weights, own_weights = weights.split([length, key.shape[-2]], dim=-1)
-    shared_weights = shared_weights.view(samples, beams, key_heads, group, length).transpose(1, 2)
-    shared_part = torch.matmul(shared_weights.reshape(samples, key_heads, beams * group, length), prefix_value)
-    own_part = torch.matmul(own_weights, value).view(rows, 1, heads, width)
+    shared_weights = shared_weights.view(samples, beams, key_heads, group * new, length).transpose(1, 2)
+    shared_part = torch.matmul(shared_weights.reshape(samples, key_heads, -1, length), prefix_value)
+    own_part = torch.matmul(own_weights, value).view(rows, heads, new, width).transpose(1, 2)
     return _unfold(shared_part, rows, heads, new) + own_part
 
 

@@ -64,6 +64,11 @@ class BeamArena:
         self.length = max(self._filled)
         return [home[:, part, :, :end] for part in range(len(states))]
 
+    def drop(self, layer: int, count: int) -> None:
+        """Forget a layer's last positions."""
+        self._filled[layer] -= count
+        self.length = max(self._filled)
+
     def filled(self, layer: int) -> int:
         """Positions the layer has."""
         return self._filled[layer]
@@ -184,6 +189,10 @@ class SuffixLayer(BeamLayer):
     def get_seq_length(self) -> int:
         return self.arena.filled(self.index)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions."""
+        self.arena.drop(self.index, -tokens_to_remove)
+
 
 class PrefixLayer(SuffixLayer):
     """Self-attention over a prompt that all beams share, `[B, h, N, d]`, and a suffix of their own.
@@ -206,6 +215,13 @@ class PrefixLayer(SuffixLayer):
         keys, values = super().update(key_states, value_states)
         self.shared.expect(keys, self)
         return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.prefix_keys is None or self.prefix_values is None or self.arena.filled(self.index):
+            super().crop(tokens_to_remove)
+        else:
+            self.prefix_keys = self.prefix_keys[..., :tokens_to_remove, :]
+            self.prefix_values = self.prefix_values[..., :tokens_to_remove, :]
 
     def get_seq_length(self) -> int:
         return (0 if self.prefix_keys is None else self.prefix_keys.shape[-2]) + super().get_seq_length()

@@ -338,13 +338,20 @@ def _may_leave(state: CallState, processors: Any, criteria: Any, config: Any) ->
     return (
         state.remove_finished
         and not config.do_sample
-        and all(type(p) in _ROWWISE or hasattr(p, "select_rows") or _is_ours(p) for p in processors)
+        and all(_follows_rows(processor) for processor in processors)
         and all(type(criterion) in _CRITERIA for criterion in criteria)
     )
 
 
-def _is_ours(processor: object) -> bool:
-    return type(processor).__module__ == "attmemo.fastseq.ngram"
+def _follows_rows(processor: object) -> bool:
+    """Whether rows may change places under it: it knows none by its number, or can be told (`select_rows`)."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+        return False  # a repetition penalty over padded prompts has a number for each row
+    return (
+        type(processor) in _ROWWISE
+        or hasattr(processor, "select_rows")
+        or type(processor).__module__ == "attmemo.fastseq.ngram"
+    )
 
 
 def _select_sources(processors: Any, keep: Tensor) -> None:

@@ -10,6 +10,7 @@ dictionaries. Nothing has to be undone after the call, also not after an error.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 STATE = "_attmemo_fastseq"
 
 
-def private_copy(model: Any, attention: str, state: object) -> Any:
+def private_copy(model: Any, attention: str, state: object, also: Collection[str] = ()) -> Any:
     """Copy the tree of modules that hold a config, and their configs.
 
     Parameters
@@ -28,15 +29,15 @@ def private_copy(model: Any, attention: str, state: object) -> Any:
         Name of a registered attention function for the copy to use.
     state : object
         What the attention function finds on `module.config`.
+    also : collection of str
+        Names of classes whose modules, and the parents of those, are copied too, so that they can be exchanged.
 
     Returns
     -------
     transformers.PreTrainedModel
         Of the same class, with the same parameter objects.
     """
-    configs: dict[int, Any] = {}
-    modules: dict[int, nn.Module] = {}
-    return _copy_module(model, configs, modules, attention, state)
+    return _Copier(attention, state, also).module(model)
 
 
 def wears_another_forward(model: nn.Module) -> str | None:
@@ -44,43 +45,44 @@ def wears_another_forward(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
 
 
-def _copy_module(
-    module: nn.Module, configs: dict[int, Any], modules: dict[int, nn.Module], attention: str, state: object
-) -> nn.Module:
-    known = modules.get(id(module))
-    if known is not None:
-        return known
-    children = {
-        name: child if child is None else _copy_module(child, configs, modules, attention, state)
-        for name, child in module._modules.items()
-    }
-    own = vars(module)
-    if not _is_config(own.get("config")) and all(child is module._modules[name] for name, child in children.items()):
-        modules[id(module)] = module
-        return module
-    twin = module.__class__.__new__(module.__class__)
-    twin.__dict__.update(own)
-    twin.__dict__["_modules"] = children
-    for name, value in own.items():
-        if _is_config(value):
-            twin.__dict__[name] = _copy_config(value, configs, attention, state)
-    modules[id(module)] = twin
-    return twin
+class _Copier:
+    def __init__(self, attention: str, state: object, also: Collection[str]) -> None:
+        self.attention = attention
+        self.state = state
+        self.also = also
+        self.configs: dict[int, Any] = {}
+        self.modules: dict[int, nn.Module] = {}
 
+    def module(self, module: nn.Module) -> nn.Module:
+        if id(module) in self.modules:
+            return self.modules[id(module)]
+        children = {name: child if child is None else self.module(child) for name, child in module._modules.items()}
+        own = vars(module)
+        unchanged = all(child is module._modules[name] for name, child in children.items())
+        if unchanged and not _is_config(own.get("config")) and type(module).__name__ not in self.also:
+            self.modules[id(module)] = module
+            return module
+        twin = module.__class__.__new__(module.__class__)
+        twin.__dict__.update(own)
+        twin.__dict__["_modules"] = children
+        for name, value in own.items():
+            if _is_config(value):
+                twin.__dict__[name] = self.config(value)
+        self.modules[id(module)] = twin
+        return twin
 
-def _copy_config(config: Any, configs: dict[int, Any], attention: str, state: object) -> Any:
-    known = configs.get(id(config))
-    if known is not None:
-        return known
-    twin = copy.copy(config)
-    configs[id(config)] = twin
-    for name, value in list(vars(twin).items()):
-        if _is_config(value):
-            twin.__dict__[name] = _copy_config(value, configs, attention, state)
-    # Not through the property: its setter also writes to the sub-configs, and those may be the original's.
-    twin.__dict__["_attn_implementation_internal"] = attention
-    twin.__dict__[STATE] = state
-    return twin
+    def config(self, config: Any) -> Any:
+        if id(config) in self.configs:
+            return self.configs[id(config)]
+        twin = copy.copy(config)
+        self.configs[id(config)] = twin
+        for name, value in list(vars(twin).items()):
+            if _is_config(value):
+                twin.__dict__[name] = self.config(value)
+        # Not through the property: its setter also writes to the sub-configs, and those may be the original's.
+        twin.__dict__["_attn_implementation_internal"] = self.attention
+        twin.__dict__[STATE] = self.state
+        return twin
 
 
 def _is_config(value: object) -> bool:

@@ -21,6 +21,7 @@ from attmemo.fastseq.encoder import intercept, stand_in
 from attmemo.fastseq.loop import decode
 from attmemo.fastseq.refusal import Refusal
 from attmemo.fastseq.shadow import private_copy, wears_another_forward
+from attmemo.fastseq.swaps import SWAPPED, swap_modules
 
 _log = logging.getLogger("attmemo.fastseq")
 
@@ -148,7 +149,8 @@ class FastModel:
         self, state: CallState, kwargs: dict[str, Any], *, plain: bool = False
     ) -> Any:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
-        copy = private_copy(self._model, beam_attention.NAME, state)
+        copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED)
+        swap_modules(copy, state)
         kwargs = dict(kwargs)
         if copy.config.is_encoder_decoder:
             intercept(copy, state)
