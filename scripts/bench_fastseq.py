@@ -3,9 +3,10 @@
 python scripts/bench_fastseq.py --shape bart-large --length 1024 128 --new 100 --beams 4 --batch 4
 python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a smoke test: seconds
 
-Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each (min_new_tokens =
-max_new_tokens). What is timed is lines of text in, lines of text out: tokenizing, generating, decoding, writing. Every round runs
-every rung once, in turning order; the table has the medians. Loading the weights is the same for all and not counted.
+Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each
+(min_new_tokens = max_new_tokens). What is timed is lines of text in, lines of text out: tokenizing, generating,
+decoding, writing. Every round runs every rung once, in turning order; the table has the medians. Loading the
+weights is the same for all and not counted.
 """
 
 from __future__ import annotations
@@ -160,7 +161,10 @@ class Bench:
         try:
             for first in range(0, len(self.lines), self.batch):
                 inputs = self.tokenizer(
-                    self.lines[first : first + self.batch], return_tensors="pt", padding=True, return_token_type_ids=False
+                    self.lines[first : first + self.batch],
+                    return_tensors="pt",
+                    padding=True,
+                    return_token_type_ids=False,
                 )
                 prompt = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
                 tokens = engine.generate(**inputs, **self.settings)[:, prompt:]
@@ -189,7 +193,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     turn = number % len(rungs)
                     for rung in rungs[turn:] + rungs[:turn]:
                         seconds[rung].append(bench.run(rung))
-                        print(f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s", flush=True)
+                        print(
+                            f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s",
+                            flush=True,
+                        )
                 row: dict[str, Any] = {
                     "shape": options.shape,
                     "length": length,
@@ -241,8 +248,8 @@ def table(record: dict[str, Any]) -> str:
         "# fastseq: measured",
         "",
         f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}, transformers "
-        f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. Random weights,"
-        " n-gram 3. GPU: not measured.",
+        f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. "
+        "Random weights, n-gram 3. GPU: not measured.",
         "",
         "| shape | N | new | beam | batch | rounds | rung | seconds | against stock | same text |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -275,7 +282,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))])
     axes.set_xticklabels(
-        [f"{row['shape']}\nN={row['length']}, {row['new']} new\nbeam {row['beams']}, batch {row['batch']}" for row in rows],
+        [
+            f"{row['shape']}\nN={row['length']}, {row['new']} new\nbeam {row['beams']}, batch {row['batch']}"
+            for row in rows
+        ],
         fontsize=8,
     )
     axes.set_ylabel("speed, stock = 1")

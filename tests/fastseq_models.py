@@ -95,7 +95,6 @@ _WHISPER = {
 }
 
 
-
 def _unilm() -> Any:
     config = BertConfig(
         vocab_size=VOCAB,
@@ -111,7 +110,9 @@ def _unilm() -> Any:
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "bart": lambda: BartForConditionalGeneration(BartConfig(**_SEQ)),
-    "distilbart": lambda: BartForConditionalGeneration(BartConfig(**{**_SEQ, "encoder_layers": 3, "decoder_layers": 1})),
+    "distilbart": lambda: BartForConditionalGeneration(
+        BartConfig(**{**_SEQ, "encoder_layers": 3, "decoder_layers": 1})
+    ),
     "mbart": lambda: MBartForConditionalGeneration(MBartConfig(**_SEQ)),
     "marian": lambda: MarianMTModel(MarianConfig(**{**_SEQ, "decoder_vocab_size": VOCAB})),
     "pegasus": lambda: PegasusForConditionalGeneration(PegasusConfig(**_SEQ)),
@@ -141,7 +142,14 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "unilm": _unilm,
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=2, pad_token_id=1
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            bos_token_id=0,
+            eos_token_id=2,
+            pad_token_id=1,
         )
     ),
     "opt": lambda: OPTForCausalLM(

@@ -93,9 +93,7 @@ def test_tokens_are_those_of_stock(family: str) -> None:
     assert not stats["counts"].get("shared"), "keys were shared where hidden states were asked for"
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"), [("llama", "RoPE"), ("qwen2", "RoPE"), ("qwen3", "RoPE")]
-)
+@pytest.mark.parametrize(("family", "reason"), [("llama", "RoPE"), ("qwen2", "RoPE"), ("qwen3", "RoPE")])
 def test_it_is_refused_by_name_where_it_does_not_hold(family: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         fastseq.wrap(make(family), attention="el")

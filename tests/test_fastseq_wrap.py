@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **ENDING,
     },
 }
-PADDINGS = {family: ("right", "left") for family in SEQ2SEQ} | {family: (None, "left") for family in CAUSAL}
+PADDINGS = dict.fromkeys(SEQ2SEQ, ("right", "left")) | dict.fromkeys(CAUSAL, (None, "left"))
 
 
 def both(model: Any, fast: Any, arguments: dict[str, Any], setting: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -96,9 +96,7 @@ def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], se
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_scores_and_everything_else_in_the_output(
-    models: dict[str, tuple[Any, Any]], family: str, beams: int
-) -> None:
+def test_scores_and_everything_else_in_the_output(models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
     model, fast = pair(models, family)
     setting = {
         "num_beams": beams,
@@ -276,7 +274,9 @@ def test_what_a_call_made_is_freed_with_it() -> None:
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             if not made:
                 made.extend(
-                    weakref.ref(found) for found in gc.get_objects() if type(found).__name__ in ("BeamArena", "CallState")
+                    weakref.ref(found)
+                    for found in gc.get_objects()
+                    if type(found).__name__ in ("BeamArena", "CallState")
                 )
             return scores
 

@@ -59,9 +59,10 @@ def beam_attention(
     if layer is None and query.shape[0] == key.shape[0]:
         if state is not None:
             state.counts["plain"] += 1
-        return sdpa_attention_forward(
+        out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
+        return out
     if state is None or dropout:
         raise Refusal("attention over shared keys outside of a call, or with dropout")
     refuse_meaningful(kwargs)
@@ -111,7 +112,7 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     -------
     Tensor [R, T, h, d]
     """
-    rows, heads, new, width = query.shape
+    rows, heads, new, _ = query.shape
     samples, key_heads, length, _ = key.shape
     folded = _fold(query, samples, key_heads)  # [B, h/g, M·g·T, d]
     if mask is not None:
@@ -160,7 +161,7 @@ def prefix_attention(
         by_position = scores.view(rows, key_heads * group, new, -1)
         scores = masked(by_position, mask).view(rows, key_heads, group * new, -1)
     weights = softmax(scores)
-    shared_weights, own_weights = weights.split([length, key.shape[-2]], dim=-1)
+    shared_weights, own_weights = torch.split(weights, [length, key.shape[-2]], dim=-1)
     shared_weights = shared_weights.view(samples, beams, key_heads, group * new, length).transpose(1, 2)
     shared_part = torch.matmul(shared_weights.reshape(samples, key_heads, -1, length), prefix_value)
     own_part = torch.matmul(own_weights, value).view(rows, heads, new, width).transpose(1, 2)

@@ -197,8 +197,8 @@ class SuffixLayer(BeamLayer):
 class PrefixLayer(SuffixLayer):
     """Self-attention over a prompt that all beams share, `[B, h, N, d]`, and a suffix of their own.
 
-    The first update is the prompt itself, at B rows. Later ones return the keys and values of the suffix alone, and the attention
-    function recognizes the tensor and adds the prefix (FastSeq Eq. 3).
+    The first update is the prompt itself, at B rows. Later ones return the keys and values of the suffix alone, and
+    the attention function recognizes the tensor and adds the prefix (FastSeq Eq. 3).
     """
 
     def __init__(self, arena: BeamArena, index: int, shared: SharedTensors) -> None:
@@ -227,15 +227,16 @@ class PrefixLayer(SuffixLayer):
         return (0 if self.prefix_keys is None else self.prefix_keys.shape[-2]) + super().get_seq_length()
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
-        self.prefix_keys = _swap_out(self.prefix_keys, moved, count)
-        self.prefix_values = _swap_out(self.prefix_values, moved, count)
+        if self.prefix_keys is not None and self.prefix_values is not None:
+            self.prefix_keys = _swap_out(self.prefix_keys, moved, count)
+            self.prefix_values = _swap_out(self.prefix_values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.prefix_keys) + _bytes(self.prefix_values)
 
 
 class CrossLayer(BeamLayer):
-    """Cross-attention of one decoder layer: keys and values `[B, h, N, d]`, made once by the layer's own projections."""
+    """Cross-attention of one decoder layer: keys and values `[B, h, N, d]`, made once, by the layer's projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ class CrossLayer(BeamLayer):
 
 
 class SharedTensors:
-    """Which key tensors stand for more than they hold. The attention function looks its argument up here, by identity."""
+    """Which key tensors stand for more than they hold. The attention function looks them up here, by identity."""
 
     def __init__(self) -> None:
         self._expected: dict[int, PrefixLayer] = {}
@@ -277,7 +278,7 @@ class SharedTensors:
         return layer
 
     def require_all_taken(self) -> None:
-        """Raise if a suffix was handed out and did not arrive: the prompt would have been left out of the attention."""
+        """Raise if a suffix was handed out and did not arrive: the prompt would be missing in the attention."""
         if self._expected:
             raise Refusal("the model changes its keys between the cache and the attention function")
 
@@ -335,17 +336,15 @@ class Holder(Protocol):
 def hole_filling(alive: Sequence[bool]) -> list[int]:
     """An order of the samples that are alive in which as few as possible change their place.
 
-    Samples from the end fill the holes. Cross-attention states are large, and the order of the samples does not matter:
-    each one's place in the output is remembered elsewhere.
+    Samples from the end fill the holes. Cross-attention states are large, and the order of the samples does not
+    matter: each one's place in the output is remembered elsewhere.
     """
     count = sum(alive)
     late = [sample for sample in range(count, len(alive)) if alive[sample]]
     return [sample if alive[sample] else late.pop() for sample in range(count)]
 
 
-def _swap_out(tensor: Tensor | None, moved: Sequence[tuple[int, int]], count: int) -> Tensor | None:
-    if tensor is None:
-        return None
+def _swap_out(tensor: Tensor, moved: Sequence[tuple[int, int]], count: int) -> Tensor:
     for target, origin in moved:
         tensor[target] = tensor[origin]
     return tensor[:count]

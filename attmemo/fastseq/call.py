@@ -20,7 +20,8 @@ class CallState:
     Attributes
     ----------
     mode : str
-        "shared" or "el": how cross-attention states, and a decoder's prompt, are held. "auto" until the sizes are known.
+        "shared" or "el": how cross-attention states, and a decoder's prompt, are held. "auto" until the sizes
+        are known.
     el_holds : callable
         Whether EL-attention gives this model's results; asked only if the cost model would choose it.
     shared : SharedTensors

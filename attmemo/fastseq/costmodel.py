@@ -1,7 +1,7 @@
 """Shared keys and values, or EL-attention? Which fits, and which is faster, from a few counts and two measured rates.
 
-Sources: the memory formulas and the counts of operations are derived in EL-attention (seed 002), Table 1, and FastSeq (seed 000),
-section 3.1; the 1 / (2·L·M) of EL-attention for cross-attention follows.
+Sources: the memory formulas and the counts of operations are derived in EL-attention (seed 002), Table 1, and FastSeq
+(seed 000), section 3.1; the 1 / (2·L·M) of EL-attention for cross-attention follows.
 """
 
 from __future__ import annotations
@@ -95,13 +95,14 @@ class Machine:
 
 
 def choose(shape: Shape, machine: Machine | None, free: int | None) -> str:
-    """"shared" or "el": what fits, then what is clearly faster.
+    """ "shared" or "el": what fits, then what is clearly faster.
 
     Parameters
     ----------
     shape : Shape
     machine : Machine or None
-        None: do not choose EL-attention for its speed. On the CPU its many small products cost more than their count says.
+        None: do not choose EL-attention for its speed. On the CPU its many small products cost more than their count
+        says.
     free : int or None
         Bytes of free memory; None if unknown.
     """
@@ -112,7 +113,7 @@ def choose(shape: Shape, machine: Machine | None, free: int | None) -> str:
     return "el" if shape.el_seconds(machine) < _CLEARLY * shape.shared_seconds(machine) else "shared"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def measured(device: torch.device, dtype: torch.dtype) -> Machine:
     """The rates of a device, measured once a process: a product of 64 rows with 16 MB, and reading 64 MB.
 

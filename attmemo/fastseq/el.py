@@ -2,14 +2,16 @@
 
 With Q = x W_q + b_q, K = H W_k + b_k and V = H W_v + b_v, head by head:
 
-    Q Kᵀ       = (Q W_kᵀ) Hᵀ + (Q b_kᵀ) 1ᵀ     the last term is the same for every key: softmax removes it, so b_k is dropped
-    P V        = (P H) W_v + b_v                 every row of P sums to 1: b_v is added behind
+    Q Kᵀ       = (Q W_kᵀ) Hᵀ + (Q b_kᵀ) 1ᵀ     the last term is the same for every key: softmax removes it
+    P V        = (P H) W_v + b_v                 every row of P sums to 1
 
-so one H `[B, 1, N, D]` stands for the keys and values of all heads, and in cross-attention of all layers. h times the arithmetic
-of attention, 1 / (2·L·M) of the memory of stock beam search. Source: EL-attention, section 3 (seed 002); FastSeq's
-code and the article keep b_k.
+so b_k is dropped and b_v is added behind, exactly. The factors are kept apart: merged they would be h times larger.
+One H `[B, 1, N, D]` then stands for the keys and values of all heads, and in cross-attention of all layers: h times
+the arithmetic of attention, 1 / (2·L·M) of the memory of stock beam search. Source: EL-attention, section 3 (seed
+002); FastSeq's code and the article keep b_k.
 
-Shapes: B samples, M beams, R = B·M rows, h heads of width d, D width of the hidden states, N shared positions, t own ones, L layers.
+Shapes: B samples, M beams, R = B·M rows, h heads of width d, D width of the hidden states, N shared positions, t own
+ones, L layers.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Projections:
     value_bias: Tensor | None
 
 
-def cross_projections(module: nn.Module, heads: int, width: int) -> Projections:
+def cross_projections(module: Any, heads: int, width: int) -> Projections:
     """The key and value matrices of a cross-attention module with `heads` heads of `width`.
 
     Raises
@@ -77,7 +79,7 @@ def cross_projections(module: nn.Module, heads: int, width: int) -> Projections:
     )
 
 
-def self_projections(module: nn.Module) -> tuple[Projections, nn.Module, int, float]:
+def self_projections(module: Any) -> tuple[Projections, nn.Module, int, float]:
     """A GPT-2-like self-attention's matrices, its output projection, its number of heads, and its scale.
 
     Raises
@@ -124,7 +126,9 @@ def refuse_unfoldable(module: nn.Module) -> None:
     for name, _ in module.named_modules():
         leaf = name.rsplit(".", 1)[-1]
         if leaf in ("k_norm", "key_norm", "k_layernorm", "kv_norm", "kv_a_layernorm", "k_ln"):
-            raise Refusal(f"EL-attention: {type(module).__name__} norms its keys ({leaf}), which does not commute with a product")
+            raise Refusal(
+                f"EL-attention: {type(module).__name__} norms its keys ({leaf}), which does not commute with a product"
+            )
         if "rotary" in leaf or leaf == "rope":
             raise Refusal(f"EL-attention: {type(module).__name__} rotates its keys by their position ({leaf})")
 
@@ -224,7 +228,7 @@ def el_cross_attention(
 
 
 class ELCrossLayer(BeamLayer):
-    """One decoder layer's part of the encoder's hidden states, which are the same tensor `[B, 1, N, D]` for all layers.
+    """One decoder layer's part of the encoder's hidden states, the same tensor `[B, 1, N, D]` for all layers.
 
     Filled from the start, so that the model does not project it.
     """
@@ -259,9 +263,7 @@ class ELStates:
         # The encoder's outputs may be the caller's own: they are not written to.
         if moved:
             self.hidden = self.hidden.clone()
-        swapped = _swap_out(self.hidden, moved, count)
-        assert swapped is not None
-        self.hidden = swapped
+        self.hidden = swapped = _swap_out(self.hidden, moved, count)
         for layer in self.layers:
             layer.keys = layer.values = swapped
 
@@ -285,7 +287,8 @@ class ELSelfLayer(BeamLayer):
         return (0 if self.prefix is None else self.prefix.shape[1]) + self.arena.filled(self.index)
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
-        self.prefix = _swap_out(self.prefix, moved, count)
+        if self.prefix is not None:
+            self.prefix = _swap_out(self.prefix, moved, count)
 
     def bytes(self) -> int:
         return 0 if self.prefix is None else self.prefix.numel() * self.prefix.element_size()
@@ -340,7 +343,7 @@ class ELSelfAttention(nn.Module):
         if attention_mask is not None:
             scores = masked(scores, attention_mask[:, 0, :, : scores.shape[-1]])
         weights = softmax(scores)
-        shared_weights, own_weights = weights.split([length, own.shape[1]], dim=-1)
+        shared_weights, own_weights = torch.split(weights, [length, own.shape[1]], dim=-1)
         context = weigh_states(shared_weights.reshape(samples, -1, length), layer.prefix)
         context = context + torch.matmul(own_weights, own).view(samples, -1, depth)
         out = release(context, p.value_weight, p.value_bias, rows, new)  # [R, 1, h, d]

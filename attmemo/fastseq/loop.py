@@ -9,6 +9,7 @@ Shapes: B samples, M beams, R = B·M rows, V vocabulary, P length of the decoder
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -188,8 +189,9 @@ def _beam(
             break
         stepper.move(source.tolist())
         if leaving:
-            # A sample is closed when transformers would give every later hypothesis of it -1e9. All its hypotheses must
-            # have a real score: among placeholders of -1e9 such a one would tie, and the winner could still change.
+            # A sample is closed when transformers would give every later hypothesis of it -1e9. All its hypotheses
+            # must have a real score: among placeholders of -1e9 such a one would tie, and the winner could still
+            # change.
             closed = finished.all(dim=-1) & (scores.min(dim=-1)[0] > -1e8)
             if config.early_stopping is not True:
                 closed &= ~open_ended[:, 0]
@@ -200,7 +202,9 @@ def _beam(
                 results.put(gone, [places[sample] for sample in gone], sequences, scores, indices)
                 keep = torch.tensor(order, device=device)
                 sequences, scores, indices, finished = (t[keep] for t in (sequences, scores, indices, finished))
-                running, running_scores, running_indices = (t[keep] for t in (running, running_scores, running_indices))
+                running, running_scores, running_indices = (
+                    t[keep] for t in (running, running_scores, running_indices)
+                )
                 open_ended = open_ended[keep]
                 _select_sources(logits_processor, keep)
                 stepper.keep(order)
@@ -363,7 +367,7 @@ def _select_sources(processors: Any, keep: Tensor) -> None:
 def _swap_ngram(processors: Any, config: Any) -> None:
     """Put the kernels in the places of stock's n-gram processors."""
     try:
-        from attmemo.fastseq.ngram import swap_ngram_processors
-    except ImportError:
+        ngram = import_module("attmemo.fastseq.ngram")
+    except ModuleNotFoundError:
         return
-    swap_ngram_processors(processors, in_place=not (config.return_dict_in_generate and config.output_logits))
+    ngram.swap_ngram_processors(processors, in_place=not (config.return_dict_in_generate and config.output_logits))

@@ -1,8 +1,9 @@
 """A UniLM-style prefix language model: a BERT body that generates, with the sequence-to-sequence mask.
 
-The source sees itself in both directions, the target sees the source and what was generated. The next word is predicted at
-a [MASK] behind the text, as UniLM does: each step reads two tokens, the last one and [MASK], and keeps the keys and values of the
-first only. transformers has no such model; this one generates through its stock `generate`, and faster through `wrap`.
+The source sees itself in both directions, the target sees the source and what was generated. The next word is
+predicted at a [MASK] behind the text, as UniLM does: each step reads two tokens, the last one and [MASK], and keeps
+the keys and values of the first only. transformers has no such model; this one generates through its stock
+`generate`, and faster through `wrap`.
 
 Source: UniLM as described in FastSeq (seed 000), section 4; the mask and the two-token step are UniLM's.
 """
@@ -27,7 +28,8 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     Parameters
     ----------
     config : transformers.BertConfig
-        `mask_token_id` has to be set, by attribute. `source_type` and `target_type` are the token types of the two parts (0 and 1).
+        `mask_token_id` has to be set, by attribute. `source_type` and `target_type` are the token types of the two
+        parts (0 and 1).
     bert, cls : nn.Module, optional
         Body and head to use, instead of new ones; see `from_bert`.
 
@@ -81,7 +83,8 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         fresh.bert.load_state_dict(model.bert.state_dict(), strict=False)  # without the pooler, if it has one
         fresh.cls.load_state_dict(model.cls.state_dict())
         fresh.generation_config.eos_token_id = eos_token_id
-        return fresh.eval()
+        fresh.eval()
+        return fresh
 
     def get_output_embeddings(self) -> Any:
         return self.cls.predictions.decoder

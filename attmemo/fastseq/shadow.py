@@ -1,9 +1,9 @@
 """A private copy of a model's module tree, one for each call, that shares every weight with the original.
 
 Attention has to be told which tensors are shared between beams, and modules read such things from themselves
-or from their config. Telling the user's own modules would leave state on them and break two calls at once. So each call
-gets its own modules and configs: only those on the way to a module that holds a config are copied (shallowly, some
-hundreds of small dictionaries: about a millisecond), the parameters and buffers are the original's own
+or from their config. Telling the user's own modules would leave state on them and break two calls at once. So each
+call gets its own modules and configs: only those on the way to a module that holds a config are copied (shallowly,
+some hundreds of small dictionaries: about a millisecond), the parameters and buffers are the original's own
 dictionaries. Nothing has to be undone after the call, also not after an error.
 """
 

@@ -119,8 +119,8 @@ class Stepper:
     def first(self, input_ids: Tensor) -> Tensor:
         """Logits `[R, V]` after the prompt, which is read at B rows: the beams are still the same.
 
-        For an encoder-decoder this is also how the cross-attention states are projected at B rows by whatever module: some
-        (Whisper, UMT5) shape their keys by the number of rows of the queries.
+        For an encoder-decoder this is also how the cross-attention states are projected at B rows by whatever module:
+        some (Whisper, UMT5) shape their keys by the number of rows of the queries.
         """
         if self.rows_each == 1:
             return self._forward(input_ids, None, self.kwargs, first=True)
@@ -153,7 +153,8 @@ class Stepper:
             elif value.shape[0] == rows:
                 self.kwargs[name] = value[row_index.to(value.device)]
         if self.encoder_decoder:
-            # Only the number of rows and the length are read from it from now on: the cross-attention states are cached.
+            # Only the number of rows and the length are read from it from now on: the cross-attention states are
+            # cached.
             whole = self.kwargs["encoder_outputs"]
             stand_in = whole.last_hidden_state[: len(samples)]
             self.kwargs["encoder_outputs"] = type(whole)(last_hidden_state=stand_in)
@@ -183,7 +184,8 @@ class Stepper:
         if updated.get("past_key_values") is not cache:
             raise Refusal("the model replaced the cache it was given")
         self.kwargs = updated
-        return outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32, device=input_ids.device)
+        logits: Tensor = outputs.logits[:, -1, :]
+        return logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
 
     def _each_sample(self, name: str, value: Any, rows: int) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:

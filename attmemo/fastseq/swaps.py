@@ -1,7 +1,8 @@
 """Attention modules that do not go through transformers' interface: what takes their place in a private copy.
 
-ProphetNet's cross-attention computes its own products and checks their shapes. Its n-gram self-attention is left alone: it reads
-the suffix, which every beam has of its own. (FastSeq, seed 000, also changes only the cross-attention there.)
+ProphetNet's cross-attention computes its own products and checks their shapes. Its n-gram self-attention is left
+alone: it reads the suffix, which every beam has of its own. (FastSeq, seed 000, also changes only the cross-attention
+there.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ProphetNetCross(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """`[R, T, D]` to `[R, T, D]`; T is 1 + the number of predicting streams. The mask `[B, h, 1, N]` is additive."""
+        """`[R, T, D]` to `[R, T, D]`; T is 1 + the predicting streams. The mask `[B, h, 1, N]` is additive."""
         inner = self.inner
         layer_idx = inner.layer_idx
         if key_value_states is None or not past_key_values.is_updated.get(layer_idx):

@@ -81,8 +81,8 @@ class FastModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `model.generate`: the same arguments, the same result.
 
-        What the fast path does not cover (a streamer, assisted generation, attentions to be returned, …) runs on the stock
-        path; `stats` says what and why. A `ModelOutput` has no `past_key_values` after the fast path.
+        What the fast path does not cover (a streamer, assisted generation, attentions to be returned, …) runs on the
+        stock path; `stats` says what and why. A `ModelOutput` has no `past_key_values` after the fast path.
 
         Returns
         -------
@@ -129,9 +129,9 @@ class FastModel:
         Returns
         -------
         dict
-            "calls": {"fast", "stock"}; "stock_reasons": count of each reason; "counts": attention calls by kind ("shared",
-            "prefix", "el", "el_self", "plain"), "steps", "rows_removed", "encoder_tokens" beside "encoder_tokens_padded";
-            "cache_bytes": of the last fast call, at its end.
+            "calls": {"fast", "stock"}; "stock_reasons": count of each reason; "counts": attention calls by kind
+            ("shared", "prefix", "el", "el_self", "plain"), "steps", "rows_removed", "encoder_tokens" beside
+            "encoder_tokens_padded"; "cache_bytes": the most that the last fast call's cache held.
         """
         with self._lock:
             return {
@@ -145,9 +145,7 @@ class FastModel:
         """The model that was wrapped. There is nothing to undo: it was never changed."""
         return self._model
 
-    def _fast(
-        self, state: CallState, kwargs: dict[str, Any], *, plain: bool = False
-    ) -> Any:
+    def _fast(self, state: CallState, kwargs: dict[str, Any], *, plain: bool = False) -> Any:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
         copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED)
         swap_modules(copy, state)
@@ -168,9 +166,7 @@ class FastModel:
         ) -> Any:
             if synced_gpus:
                 raise Refusal("synced_gpus")
-            return decode(
-                self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-            )
+            return decode(self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
         return generate(custom_generate=loop, **kwargs)
@@ -188,21 +184,20 @@ class FastModel:
         if self._model.training:
             return "the model is in training mode"
         configs = (kwargs.get("generation_config"), self._model.generation_config)
+
+        def setting(name: str) -> Any:
+            given = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+            return next((value for value in given if value is not None), None)
+
         for name, reason in _STOCK_ARGUMENTS.items():
-            value = kwargs.get(name)
-            for config in configs:
-                value = getattr(config, name, None) if value is None else value
-            if value is not None and value is not False:
+            if setting(name) not in (None, False):
                 return reason
-        use_cache = kwargs.get("use_cache")
-        for config in configs:
-            use_cache = getattr(config, "use_cache", None) if use_cache is None else use_cache
-        if use_cache is False:
+        if setting("use_cache") is False:
             return "use_cache=False"
         if kwargs.get("inputs_embeds") is not None and not self._model.config.is_encoder_decoder:
             return "inputs_embeds for a decoder"
-        if (name := wears_another_forward(self._model)) is not None:
-            return f"the forward of {name or 'the model'} was replaced (by accelerate or a compiler)"
+        if (module := wears_another_forward(self._model)) is not None:
+            return f"the forward of {module or 'the model'} was replaced (by accelerate or a compiler)"
         return None
 
 
@@ -220,10 +215,11 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
     The scores are compared, not the tokens: a small difference would not show in three tokens.
     """
     model = fast.model
-    dummy = _dummy_inputs(model)
-    if dummy is None:
+    made_up = _dummy_inputs(model)
+    if made_up is None:
         return f"nothing is known about its input {model.main_input_name!r}, so it cannot be tested"
-    dummy |= {
+    dummy: dict[str, Any] = {
+        **made_up,
         "max_new_tokens": 3,
         "min_new_tokens": 3,
         "num_beams": 2,
@@ -287,12 +283,12 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
     model : transformers.PreTrainedModel
         One that can generate.
     attention : {"auto", "shared", "el", "stock"}
-        How the states that beams have in common are held. "shared": keys and values, once a sample. "el": hidden states, once for
-        all layers (EL-attention); less memory, more arithmetic. "auto": chosen by a cost model, in effect "shared" unless it
-        would not fit. "stock": nothing is changed; for comparison.
+        How the states that beams have in common are held. "shared": keys and values, once a sample. "el": hidden
+        states, once for all layers (EL-attention); less memory, more arithmetic. "auto": chosen by a cost model, in
+        effect "shared" unless it would not fit. "stock": nothing is changed; for comparison.
     check : bool
-        Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the stock path is
-        used from then on, and a warning says so.
+        Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the stock path
+        is used from then on, and a warning says so.
 
     Returns
     -------
@@ -301,8 +297,8 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
     Raises
     ------
     UnsupportedModelError
-        If it is not a transformers model that generates; with attention="el", if EL-attention does not hold for it: rotary
-        positions, normed keys, …
+        If it is not a transformers model that generates; with attention="el", if EL-attention does not hold for it:
+        rotary positions, normed keys, …
     ValueError
         If `attention` is none of the four.
 
@@ -318,7 +314,7 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
     can = getattr(model, "can_generate", None)
     if can is None or not inspect.ismethod(can) or not can():
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not generate (it has no language modelling head, or is no transformers model).",
+            f"{type(model).__name__} does not generate (no language modelling head, or no transformers model).",
             "load it with AutoModelForSeq2SeqLM or AutoModelForCausalLM",
         )
     beam_attention.register()
