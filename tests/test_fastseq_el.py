@@ -151,6 +151,14 @@ def test_bytes_held_are_those_of_the_formula(family: str, mode: str) -> None:
         assert held["shared"] == batch * length * 32 * 4  # B·N·D·s: no layers in it either
     suffix = pair * batch * beams * (new - 1 if family == "gpt2" else new)
     assert held["suffix"] == (suffix // 2 if mode == "el" and family == "gpt2" else suffix)
+    stock = model.generate(
+        **inputs(family), num_beams=beams, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True
+    ).past_key_values
+    parts = [stock] if family == "gpt2" else [stock.self_attention_cache, stock.cross_attention_cache]
+    used = [layer for part in parts for layer in part.layers if layer.keys is not None]
+    tensors = [tensor for layer in used for tensor in (layer.keys, layer.values)]
+    stock_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert stock_bytes == pair * batch * beams * length + suffix  # 2·L·D·s·(B·M·N + B·M·t)
 
 
 def bart_large(batch: int, new: int, size: int = 2, length: int = 1024) -> Shape:

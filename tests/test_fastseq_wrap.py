@@ -321,3 +321,44 @@ def test_a_replaced_forward_is_not_bypassed() -> None:
     fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=4)
     assert called
     assert fast.stats()["calls"]["stock"] == 1
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_large_linear_layers_are_read_the_other_way_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq import linear
+
+    monkeypatch.setattr(linear, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(linear, "MOST_ROWS", 12)
+    called = []
+    forward = linear.StreamedLinear.forward
+    monkeypatch.setattr(
+        linear.StreamedLinear, "forward", lambda self, rows: called.append(rows.shape) or forward(self, rows)
+    )
+    model = make(family)
+    kinds = [type(module) for module in model.modules()]
+    fast = fastseq.wrap(model)
+    for setting in ({}, {"num_beams": 4, **ENDING}):
+        expected, got = both(model, fast, inputs(family, PADDINGS[family][1]), setting)
+        assert torch.equal(expected, got)
+    assert called
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_sliding_windows_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        sliding_window=8,
+    )
+    model = MistralForCausalLM(config).eval()
+    fast = fastseq.wrap(model)
+    assert "sliding_window" in caplog.text
+    expected, got = both(model, fast, inputs("llama"), {"num_beams": 3})
+    assert torch.equal(expected, got)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from attmemo.fastseq.cache import BeamArena, BeamLayer, _swap_out
+from attmemo.fastseq.linear import StreamedLinear
 from attmemo.fastseq.refusal import Refusal
 
 
@@ -65,7 +66,7 @@ def cross_projections(module: Any, heads: int, width: int) -> Projections:
     else:
         raise Refusal(f"EL-attention: {type(module).__name__} has no key and value projection of a known name")
     for linear in (key, value):
-        if type(linear) is not nn.Linear:
+        if type(linear) not in (nn.Linear, StreamedLinear):
             raise Refusal(f"EL-attention: a projection is {type(linear).__name__}, not Linear")
         if linear.out_features != heads * width:
             raise Refusal("EL-attention: grouped key and value heads")
@@ -98,7 +99,9 @@ def self_projections(module: Any) -> tuple[Projections, nn.Module, int, float]:
         query_bias, _, value_bias = fused.bias.split(depth)
         out, scale = module.c_proj, float(module.scaling)
     elif kind == "OPTAttention":
-        if any(type(getattr(module, name)) is not nn.Linear for name in ("q_proj", "k_proj", "v_proj")):
+        if any(
+            type(getattr(module, name)) not in (nn.Linear, StreamedLinear) for name in ("q_proj", "k_proj", "v_proj")
+        ):
             raise Refusal("EL-attention: a projection is not Linear")
         heads, scale, out = int(module.num_heads), float(module.scaling), module.out_proj
         query, key, value = module.q_proj.weight, module.k_proj.weight, module.v_proj.weight

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from attmemo.fastseq.linear import streamed
+
 STATE = "_attmemo_fastseq"
 
 
@@ -41,8 +43,15 @@ def private_copy(model: Any, attention: str, state: object, also: Collection[str
 
 
 def wears_another_forward(model: nn.Module) -> str | None:
-    """Name of the first module whose `forward` was replaced on the instance (accelerate, a compiler), if any."""
-    return next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
+    """Name of the first module whose `forward` was replaced on the instance (accelerate, a compiler), if any.
+
+    Such a forward is bound to the original module: called through the copy it would run past the copy's children.
+    """
+    for name, module in model.named_modules():
+        own = vars(module)
+        if "forward" in own or own.get("_compiled_call_impl") is not None:
+            return name
+    return None
 
 
 class _Copier:
@@ -59,6 +68,9 @@ class _Copier:
         children = {name: child if child is None else self.module(child) for name, child in module._modules.items()}
         own = vars(module)
         unchanged = all(child is module._modules[name] for name, child in children.items())
+        if not children and (stand_in := streamed(module)) is not None:
+            self.modules[id(module)] = stand_in
+            return stand_in
         if unchanged and not _is_config(own.get("config")) and type(module).__name__ not in self.also:
             self.modules[id(module)] = module
             return module

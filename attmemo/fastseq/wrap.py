@@ -69,7 +69,9 @@ class FastModel:
         return self._model
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
+        if "_model" not in self.__dict__:  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
