@@ -1,23 +1,50 @@
-"""Lossless fast generation for transformers models; knows nothing of memoization."""
+"""Lossless fast generation for transformers models; knows nothing of memoization.
+
+    from attmemo import fastseq
+    fast = fastseq.wrap(model)
+    tokens = fast.generate(**inputs, num_beams=4)   # takes and returns what model.generate does
+
+`attmemo.fastseq.ops` has the attention operator for serving ragged batches from a cache.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from attmemo.fastseq.fastmodel import FastModel, wrap
+    from attmemo.fastseq.ngram import EncoderNoRepeatNGram, NoRepeatNGram, swap_ngram_processors
+    from attmemo.fastseq.pipeline import Pipeline
+    from attmemo.fastseq.planner import BatchPlanner
+    from attmemo.fastseq.prefixlm import PrefixLM
+
+# Where each public name lives. A module is imported when a name of it is first used: importing torch and transformers
+# takes seconds, and one that needs an optional package costs nothing to those who do not use it.
 _HOMES = {
     "BatchPlanner": "planner",
     "EncoderNoRepeatNGram": "ngram",
+    "FastModel": "fastmodel",
     "NoRepeatNGram": "ngram",
     "Pipeline": "pipeline",
+    "PrefixLM": "prefixlm",
     "swap_ngram_processors": "ngram",
+    "wrap": "fastmodel",
 }
 
-__all__ = ["BatchPlanner", "EncoderNoRepeatNGram", "NoRepeatNGram", "Pipeline", "swap_ngram_processors"]
+__all__ = [
+    "BatchPlanner",
+    "EncoderNoRepeatNGram",
+    "FastModel",
+    "NoRepeatNGram",
+    "Pipeline",
+    "PrefixLM",
+    "swap_ngram_processors",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded at the first use: importing torch and transformers takes seconds.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,7 @@
+"""How the fast path says no. Never seen by the user: the stock path then runs, and the reason is counted."""
+
+from __future__ import annotations
+
+
+class Refusal(Exception):
+    """The fast path does not cover this; `str` of it is the reason that `stats()` shows."""

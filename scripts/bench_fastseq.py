@@ -1,0 +1,330 @@
+"""Time stock generation beside each step of fastseq, in one run, and write docs/fastseq-bench.{json,md,png}.
+
+python scripts/bench_fastseq.py --shape bart-large --length 1024 128 --new 100 --beams 4 --batch 4
+python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a smoke test: seconds
+
+Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each
+(min_new_tokens = max_new_tokens). What is timed is lines of text in, lines of text out: tokenizing, generating,
+decoding, writing. Every round runs every rung once, in turning order; the table has the medians. Loading the
+weights is the same for all and not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from attmemo import fastseq
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+RUNGS = ("stock", "shared", "shared+ngram", "+pipeline", "+batch", "el")
+
+
+def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=vocabulary,
+            d_model=width,
+            encoder_layers=layers,
+            decoder_layers=layers,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=4 * width,
+            decoder_ffn_dim=4 * width,
+            max_position_embeddings=positions,
+            bos_token_id=0,
+            pad_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            forced_eos_token_id=None,
+        )
+    )
+
+
+def t5(width: int, layers: int, heads: int, vocabulary: int) -> Any:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=vocabulary,
+            d_model=width,
+            d_kv=64 if width >= 64 else 8,
+            num_heads=heads,
+            num_layers=layers,
+            d_ff=4 * width,
+            pad_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        )
+    )
+
+
+def gpt2(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocabulary,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            n_positions=positions,
+            bos_token_id=0,
+            pad_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "bart-large": lambda: bart(1024, 12, 16, 50265, 1026),
+    "t5-base": lambda: t5(768, 12, 12, 32128),
+    "gpt2-medium": lambda: gpt2(1024, 24, 16, 50257, 1280),
+    "tiny": lambda: bart(32, 2, 4, 200, 130),
+    "tiny-t5": lambda: t5(32, 2, 4, 200),
+    "tiny-gpt2": lambda: gpt2(32, 2, 4, 200, 256),
+}
+
+
+def make_tokenizer(vocabulary: int, side: str) -> PreTrainedTokenizerFast:
+    """One word for each id: texts of a wished length, and something to decode."""
+    words = SPECIAL + [f"w{number}" for number in range(vocabulary - len(SPECIAL))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", padding_side=side
+    )
+
+
+class Bench:
+    """One model, one setting, and its rungs."""
+
+    def __init__(self, options: argparse.Namespace, shape: str, length: int, new: int, beams: int, model: Any) -> None:
+        self.options = options
+        self.model = model
+        self.batch = options.batch
+        vocabulary = model.config.vocab_size
+        side = "right" if model.config.is_encoder_decoder else "left"
+        self.tokenizer = make_tokenizer(vocabulary, side)
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randint(0, vocabulary - len(SPECIAL), (options.lines, length), generator=generator)
+        self.lines = [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
+        self.settings = {
+            "num_beams": beams,
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+            "no_repeat_ngram_size": 3,
+            "do_sample": False,
+        }
+        self.fast = fastseq.wrap(model, attention="shared")
+        self.el = fastseq.wrap(model, attention="el") if "el" in options.rungs else None
+        self.outputs: dict[str, list[str]] = {}
+
+    def run(self, rung: str) -> float:
+        """Seconds from lines to lines."""
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            if rung in ("+pipeline", "+batch"):
+                texts = self._pipeline("auto" if rung == "+batch" else self.batch)
+            else:
+                engine = {"stock": self.model, "el": self.el}.get(rung, self.fast)
+                texts = self._plain(engine, swap=rung != "shared")
+            Path(folder, "out.txt").write_text("\n".join(texts) + "\n")
+            seconds = time.perf_counter() - start
+        self.outputs[rung] = texts
+        return seconds
+
+    def _plain(self, engine: Any, swap: bool) -> list[str]:
+        from attmemo.fastseq import loop
+
+        texts: list[str] = []
+        kept = loop._swap_ngram
+        if not swap:  # the rung below has stock's n-gram processor
+            loop._swap_ngram = lambda processors, config: None
+        try:
+            for first in range(0, len(self.lines), self.batch):
+                inputs = self.tokenizer(
+                    self.lines[first : first + self.batch],
+                    return_tensors="pt",
+                    padding=True,
+                    return_token_type_ids=False,
+                )
+                prompt = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+                tokens = engine.generate(**inputs, **self.settings)[:, prompt:]
+                texts += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        finally:
+            loop._swap_ngram = kept
+        return texts
+
+    def _pipeline(self, batch: int | str) -> list[str]:
+        pipeline = fastseq.Pipeline(self.fast, self.tokenizer, batch=batch)
+        return list(pipeline(self.lines, **self.settings))
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All settings of one shape, each round running every rung once."""
+    torch.manual_seed(0)
+    model = SHAPES[options.shape]().eval().to(getattr(torch, options.dtype))
+    rungs = [rung for rung in options.rungs if rung not in ("+pipeline", "+batch") or _has_pipeline()]
+    rows = []
+    for length in options.length:
+        for new in options.new:
+            for beams in options.beams:
+                bench = Bench(options, options.shape, length, new, beams, model)
+                seconds: dict[str, list[float]] = {rung: [] for rung in rungs}
+                for number in range(options.rounds):
+                    turn = number % len(rungs)
+                    for rung in rungs[turn:] + rungs[:turn]:
+                        seconds[rung].append(bench.run(rung))
+                        print(
+                            f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s",
+                            flush=True,
+                        )
+                row: dict[str, Any] = {
+                    "shape": options.shape,
+                    "length": length,
+                    "new": new,
+                    "beams": beams,
+                    "batch": options.batch,
+                    "lines": options.lines,
+                    "seconds": {rung: statistics.median(values) for rung, values in seconds.items()},
+                    "rounds": seconds,
+                    "same_text": {rung: bench.outputs[rung] == bench.outputs[rungs[0]] for rung in rungs},
+                    "counts": bench.fast.stats()["counts"],
+                    "cache_bytes": bench.fast.stats()["cache_bytes"],
+                }
+                row["ratio"] = {rung: row["seconds"][rungs[0]] / value for rung, value in row["seconds"].items()}
+                rows.append(row)
+    return rows
+
+
+def _has_pipeline() -> bool:
+    try:
+        return fastseq.Pipeline is not None
+    except ImportError:
+        return False
+
+
+def conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """What has to be known to read the numbers."""
+    name = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
+        name = "x86-64 with AVX-512" if "avx512f" in flags else "x86-64 with AVX2" if "avx2" in flags else name
+    return {
+        "processor": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    facts = record["conditions"]
+    lines = [
+        "# fastseq: measured",
+        "",
+        f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}, transformers "
+        f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. "
+        "Random weights, n-gram 3. GPU: not measured.",
+        "",
+        "| shape | N | new | beam | batch | rounds | rung | seconds | against stock | same text |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        for rung, seconds in row["seconds"].items():
+            lines.append(
+                f"| {row['shape']} | {row['length']} | {row['new']} | {row['beams']} | {row['batch']} "
+                f"| {len(row['rounds'][rung])} | {rung} | {seconds:.2f} | {row['ratio'][rung]:.2f}x "
+                f"| {'yes' if row['same_text'][rung] else 'no'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Speed against stock, a group of bars for each setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = record["rows"]
+    rungs = [rung for rung in RUNGS if any(rung in row["ratio"] for row in rows)]
+    figure, axes = plt.subplots(figsize=(max(6, 2.2 * len(rows)), 4))
+    width = 0.8 / len(rungs)
+    for number, rung in enumerate(rungs):
+        places = [place + number * width for place, row in enumerate(rows) if rung in row["ratio"]]
+        bars = axes.bar(places, [row["ratio"][rung] for row in rows if rung in row["ratio"]], width, label=rung)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))])
+    axes.set_xticklabels(
+        [
+            f"{row['shape']}\nN={row['length']}, {row['new']} new\nbeam {row['beams']}, batch {row['batch']}"
+            for row in rows
+        ],
+        fontsize=8,
+    )
+    axes.set_ylabel("speed, stock = 1")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Parse, measure, and write; rows of other settings that the record already has are kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="bart-large")
+    parser.add_argument("--length", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--new", type=int, nargs="+", default=[100])
+    parser.add_argument("--beams", type=int, nargs="+", default=[4])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--lines", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("docs/fastseq-bench"), help="without an ending")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    place = options.output.with_suffix(".json")
+    facts = conditions(options)
+    rows = measure(options)
+    known = json.loads(place.read_text())["rows"] if place.exists() else []
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("shape", "length", "new", "beams", "batch", "lines"))
+
+    fresh = {key(row) for row in rows}
+    record = {"conditions": facts, "rows": [row for row in known if key(row) not in fresh] + rows}
+    place.write_text(json.dumps(record, indent=1) + "\n")
+    options.output.with_suffix(".md").write_text(table(record))
+    plot(record, options.output.with_suffix(".png"))
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()

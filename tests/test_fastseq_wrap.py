@@ -1,0 +1,364 @@
+"""What would make the fast path useless: other tokens than stock, a path that did not run, state that stays behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from fastseq_models import CAUSAL, MAKERS, SEQ2SEQ, inputs, make
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from attmemo import UnsupportedModelError, fastseq
+
+# After four tokens the end becomes likelier at every step, so samples finish at different steps.
+ENDING = {"exponential_decay_length_penalty": (4, 1.35)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy that ends": {**ENDING},
+    "beam 4": {"num_beams": 4},
+    "beam 4, n-gram 3": {"num_beams": 4, "no_repeat_ngram_size": 3},
+    "long is good": {"num_beams": 4, "length_penalty": 2.0, **ENDING},
+    "short is good": {"num_beams": 4, "length_penalty": -1.0, **ENDING},
+    "early": {"num_beams": 4, "early_stopping": True, **ENDING},
+    "not early": {"num_beams": 3, "early_stopping": False, **ENDING},
+    "never early": {"num_beams": 4, "early_stopping": "never", **ENDING},
+    "several returned": {"num_beams": 4, "num_return_sequences": 3, **ENDING},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.7},
+    "several samples": {"do_sample": True, "num_return_sequences": 3, **ENDING},
+    "beam sampling": {"num_beams": 3, "do_sample": True, **ENDING},
+    "beam 8, n-gram 2, penalties": {
+        "num_beams": 8,
+        "no_repeat_ngram_size": 2,
+        "repetition_penalty": 1.2,
+        "min_new_tokens": 5,
+        **ENDING,
+    },
+}
+PADDINGS = dict.fromkeys(SEQ2SEQ, ("right", "left")) | dict.fromkeys(CAUSAL, (None, "left"))
+
+
+def both(model: Any, fast: Any, arguments: dict[str, Any], setting: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    common = {"max_new_tokens": 16, **setting}
+    torch.manual_seed(3)
+    expected = model.generate(**arguments, **common)
+    torch.manual_seed(3)
+    return expected, fast.generate(**arguments, **common)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, tuple[Any, Any]]:
+    return {}
+
+
+def pair(models: dict[str, tuple[Any, Any]], family: str) -> tuple[Any, Any]:
+    if family not in models:
+        model = make(family)
+        models[family] = model, fastseq.wrap(model)
+    return models[family]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", [family for family in MAKERS if family != "whisper"])
+def test_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: str, setting: str) -> None:
+    model, fast = pair(models, family)
+    before = fast.stats()
+    for padding in PADDINGS[family]:
+        expected, got = both(model, fast, inputs(family, padding), SETTINGS[setting])
+        assert torch.equal(expected, got), (padding, expected, got)
+        assert len({tuple(row) for row in got.tolist()}) > 1, "every row the same: the model proves nothing"
+    after = fast.stats()
+    assert after["calls"]["fast"] - before["calls"]["fast"] == 2, after["stock_reasons"]
+    several = SETTINGS[setting].get("num_beams", 1) > 1 or SETTINGS[setting].get("num_return_sequences", 1) > 1
+    if several or family in CAUSAL:
+        kind, layers = "prefix" if family in CAUSAL else "shared", 1 if family == "distilbart" else 2
+        ran = after["counts"][kind] - before["counts"].get(kind, 0)
+        steps = after["counts"]["steps"] - before["counts"].get("steps", 0)
+        assert ran == layers * (steps - 2), "not every layer shared at every step"
+
+
+@pytest.mark.parametrize("setting", ["greedy", "beam 4", "beam 4, n-gram 3", "several returned"])
+def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], setting: str) -> None:
+    model, fast = pair(models, "whisper")
+    expected, got = both(model, fast, inputs("whisper"), SETTINGS[setting])
+    assert torch.equal(expected, got)
+    assert len({tuple(row) for row in got.tolist()}) > 1
+    assert fast.stats()["calls"]["stock"] == 0, fast.stats()["stock_reasons"]
+    assert setting == "greedy" or fast.stats()["counts"]["shared"] > 0
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_scores_and_everything_else_in_the_output(models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+    model, fast = pair(models, family)
+    setting = {
+        "num_beams": beams,
+        "num_return_sequences": min(2, beams),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        **ENDING,
+    }
+    expected, got = both(model, fast, inputs(family, PADDINGS[family][1]), setting)
+    assert type(expected) is type(got)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert len(expected.scores) == len(got.scores)
+    for one, other in zip(expected.scores + expected.logits, got.scores + got.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    if beams > 1:
+        torch.testing.assert_close(expected.sequences_scores, got.sequences_scores, rtol=1e-5, atol=1e-5)
+        assert torch.equal(expected.beam_indices, got.beam_indices)
+    assert got.past_key_values is None
+
+
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_rows_leave_and_nothing_changes(models: dict[str, tuple[Any, Any]], family: str, early: bool | str) -> None:
+    model, fast = pair(models, family)
+    arguments = inputs(family, PADDINGS[family][1], batch=8)
+    removed = fast.stats()["counts"].get("rows_removed", 0)
+    for beams in (1, 4):
+        setting = {
+            "num_beams": beams,
+            "early_stopping": early,
+            "exponential_decay_length_penalty": (2, 1.12),
+            "max_new_tokens": 40,
+            "return_dict_in_generate": True,
+        }
+        if beams == 1:
+            setting.pop("early_stopping")
+        expected, got = both(model, fast, arguments, setting)
+        assert torch.equal(expected.sequences, got.sequences)
+        if beams > 1:
+            assert torch.equal(expected.beam_indices, got.beam_indices)
+        lengths = {int((row != model.generation_config.pad_token_id).sum()) for row in got.sequences}
+        # The small T5 is so unsure of its words that with beams every sample ends at the same step.
+        assert len(lengths) > 1 or (family == "t5" and beams > 1), "all samples ended together: nothing could leave"
+    assert fast.stats()["counts"]["rows_removed"] > removed
+
+
+class _Ban(LogitsProcessor):  # type: ignore[misc]
+    """A processor of the user's that knows rows by their number: it bans another token in each."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[torch.arange(len(scores)), 5 + torch.arange(len(scores)) % 20] = float("-inf")
+        return scores
+
+
+class _StopAtFive(StoppingCriteria):  # type: ignore[misc]
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] % 5 == 0
+
+
+def test_processors_and_criteria_of_the_user_see_what_stock_shows_them(models: dict[str, tuple[Any, Any]]) -> None:
+    model, fast = pair(models, "bart")
+    before = fast.stats()
+    for beams in (1, 4):
+        setting: dict[str, Any] = {"num_beams": beams, "logits_processor": LogitsProcessorList([_Ban()]), **ENDING}
+        expected, got = both(model, fast, inputs("bart", "right"), setting)
+        assert torch.equal(expected, got)
+        setting = {"num_beams": beams, "stopping_criteria": StoppingCriteriaList([_StopAtFive()])}
+        expected, got = both(model, fast, inputs("bart", "right"), setting)
+        assert torch.equal(expected, got)
+    after = fast.stats()
+    assert after["calls"]["fast"] - before["calls"]["fast"] == 4
+    assert after["counts"].get("rows_removed", 0) == before["counts"].get("rows_removed", 0), "rows left under them"
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"use_cache": False}, "use_cache=False"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
+        ({"cache_implementation": "static", "num_beams": 1}, "cache_implementation"),
+        ({"prompt_lookup_num_tokens": 3, "num_beams": 1}, "assisted"),
+    ],
+)
+def test_what_is_not_covered_runs_on_the_stock_path_and_is_counted(setting: dict[str, Any], reason: str) -> None:
+    model = make("gpt2")
+    fast = fastseq.wrap(model, check=False)
+    arguments = inputs("gpt2", batch=1)
+    expected, got = both(model, fast, arguments, {"num_beams": 2, **setting})
+    if setting.get("return_dict_in_generate"):
+        expected, got = expected.sequences, got.sequences
+    assert torch.equal(expected, got)
+    stats = fast.stats()
+    assert stats["calls"] == {"fast": 0, "stock": 1}
+    assert any(reason in said for said in stats["stock_reasons"])
+
+
+def test_encoder_outputs_of_the_caller(models: dict[str, tuple[Any, Any]]) -> None:
+    model, fast = pair(models, "bart")
+    arguments = inputs("bart", "right")
+    with torch.no_grad():
+        states = model.get_encoder()(**arguments)
+    kept = states.last_hidden_state.clone()
+    arguments = {"encoder_outputs": states, "attention_mask": arguments["attention_mask"]}
+    got = fast.generate(**arguments, num_beams=4, max_new_tokens=12)
+    assert torch.equal(states.last_hidden_state, kept), "the caller's encoder outputs were changed"
+    assert torch.equal(model.generate(**arguments, num_beams=4, max_new_tokens=12), got)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = make("bart")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    config = dict(vars(model.config))
+    fast = fastseq.wrap(model)
+    fast.generate(**inputs("bart", "right"), num_beams=4, max_new_tokens=8)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert dict(vars(model.config)) == config
+    assert fast.close() is model
+    assert type(model).generate is type(make("bart")).generate
+
+
+def test_new_weights_modes_and_heads_are_seen_by_the_next_call() -> None:
+    model = make("bart")
+    fast = fastseq.wrap(model)
+    other = make("bart", seed=5)
+    first = fast.generate(**inputs("bart"), num_beams=4, max_new_tokens=8)
+    model.load_state_dict(other.state_dict())
+    second = fast.generate(**inputs("bart"), num_beams=4, max_new_tokens=8)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, other.generate(**inputs("bart"), num_beams=4, max_new_tokens=8))
+    model.model.decoder.layers[0].encoder_attn = other.model.decoder.layers[1].encoder_attn
+    assert torch.equal(
+        fast.generate(**inputs("bart"), num_beams=4, max_new_tokens=8),
+        model.generate(**inputs("bart"), num_beams=4, max_new_tokens=8),
+    )
+    model.train()
+    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=4)
+    assert "the model is in training mode" in fast.stats()["stock_reasons"]
+
+
+def test_threads_and_models_do_not_see_each_other() -> None:
+    models = [make("bart"), make("gpt2"), make("t5", seed=4)]
+    families = ["bart", "gpt2", "t5"]
+    fasts = [fastseq.wrap(model) for model in models]
+    arguments = [inputs(family, PADDINGS[family][1]) for family in families]
+    expected = [m.generate(**a, num_beams=4, max_new_tokens=16) for m, a in zip(models, arguments, strict=True)]
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            try:
+                for source in (fasts, models):  # a stock call beside the fast ones is not disturbed either
+                    got = source[number].generate(**arguments[number], num_beams=4, max_new_tokens=16)
+                    if not torch.equal(got, expected[number]):
+                        wrong.append((number, got))
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 0, 1, 1, 2, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all(fast.stats()["calls"] == {"fast": 6, "stock": 0} for fast in fasts)
+
+
+def test_what_a_call_made_is_freed_with_it() -> None:
+    model = make("bart")
+    fast = fastseq.wrap(model)
+    made: list[weakref.ref[Any]] = []
+
+    class Spy(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if not made:
+                made.extend(
+                    weakref.ref(found)
+                    for found in gc.get_objects()
+                    if type(found).__name__ in ("BeamArena", "CallState")
+                )
+            return scores
+
+    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=4, logits_processor=LogitsProcessorList([Spy()]))
+    gc.collect()
+    assert len(made) >= 2
+    assert all(reference() is None for reference in made)
+
+
+def test_a_model_that_is_not_generative_is_refused_with_what_to_do() -> None:
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    with pytest.raises(UnsupportedModelError, match="AutoModelForSeq2SeqLM"):
+        fastseq.wrap(model)
+    with pytest.raises(UnsupportedModelError):
+        fastseq.wrap(object())
+    with pytest.raises(ValueError, match="one of auto"):
+        fastseq.wrap(make("bart"), attention="fast")
+
+
+def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with caplog.at_level(logging.WARNING, "attmemo.fastseq"):
+        fast = fastseq.wrap(model)
+    assert sum("stock path" in record.message for record in caplog.records) == 1
+    arguments = inputs("gpt2")
+    expected, got = both(model, fast, arguments, {"num_beams": 3})
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
+
+
+def test_a_replaced_forward_is_not_bypassed() -> None:
+    model = make("bart")
+    fast = fastseq.wrap(model)
+    layer, called = model.model.decoder.layers[0], []
+    inner = layer.forward
+    layer.forward = lambda *args, **kwargs: called.append(1) or inner(*args, **kwargs)
+    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=4)
+    assert called
+    assert fast.stats()["calls"]["stock"] == 1
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_large_linear_layers_are_read_the_other_way_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq import linear
+
+    monkeypatch.setattr(linear, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(linear, "MOST_ROWS", 12)
+    called = []
+    forward = linear.StreamedLinear.forward
+    monkeypatch.setattr(
+        linear.StreamedLinear, "forward", lambda self, rows: called.append(rows.shape) or forward(self, rows)
+    )
+    model = make(family)
+    kinds = [type(module) for module in model.modules()]
+    fast = fastseq.wrap(model)
+    for setting in ({}, {"num_beams": 4, **ENDING}):
+        expected, got = both(model, fast, inputs(family, PADDINGS[family][1]), setting)
+        assert torch.equal(expected, got)
+    assert called
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_sliding_windows_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        sliding_window=8,
+    )
+    model = MistralForCausalLM(config).eval()
+    fast = fastseq.wrap(model)
+    assert "sliding_window" in caplog.text
+    expected, got = both(model, fast, inputs("llama"), {"num_beams": 3})
+    assert torch.equal(expected, got)
