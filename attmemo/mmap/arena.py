@@ -310,8 +310,8 @@ class Arena:
         copy, lack = hugepages.load(source.fd, layout, self._progress)
         if copy is None:
             if lack is not None:
-                huge = plain.reload(self._progress)
-                self.notice = lack.notice(str(self.path), huge, layout.file_bytes)
+                reloaded = plain.reload(self._progress)
+                self.notice = lack.notice(str(self.path), reloaded, layout.file_bytes)
             return plain
         huge = Mapping(_Descriptor(copy.fd), copy.layout, self.path, copy.nbytes)
         if huge.huge_bytes < copy.nbytes:

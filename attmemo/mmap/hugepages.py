@@ -8,8 +8,8 @@ then it is no faster than reading each record where it lies. Over 2 MiB pages th
    otherwise.
 2. shared memory: a copy with transparent huge pages (``shmem_enabled``). A wish: what was obtained is read back.
 3. the page cache of a file system that keeps large folios (ext4 since Linux 6.16, xfs, btrfs): no copy. What lies
-   there in small pages, as a builder's writes often leave it, is dropped and read again with ``MADV_HUGEPAGE``. A wish too,
-   and unlike the copies these pages may be evicted when memory runs short.
+   there in small pages, as a builder's writes often leave it, is dropped and read again with ``MADV_HUGEPAGE``. A wish
+   too, and unlike the copies these pages may be evicted when memory runs short.
 
 If none gives huge pages the arena is served from the page cache as it is, with one line that says so. That is never an
 error: the results are the same bytes.

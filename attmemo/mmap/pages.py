@@ -69,7 +69,8 @@ def is_huge(address: int) -> bool:
     wanted = (96, 0, start, start + page_size(), 0, ctypes.addressof(found), 1, 0, 0, _PAGE_IS_HUGE, 0, _PAGE_IS_HUGE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            return fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(struct.pack("12Q", *wanted))) == 1
+            regions: int = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(struct.pack("12Q", *wanted)))
+            return regions == 1
     except OSError:
         return huge_mapping(address, 1)[1] > 0
 
