@@ -31,7 +31,7 @@ setup(
         Extension(
             "attmemo._kernels",
             sources=["native/product.c"],
-            depends=["native/product_kernel.h"],
+            depends=["native/product_kernel.h", "native/product_amx.h"],
             # Sums of products: fused multiply-add, which -std=c11 forbids. -O3 keeps blocks of sums in registers.
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
