@@ -193,6 +193,11 @@ def test_a_pass_that_fails_can_be_repeated(
         with pytest.raises(RuntimeError, match="lost"):
             server.step()
     assert small.cache.length(small.cache.sequences[0]) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_choose", lambda logits: logits.argmax(-1)[:0])
+        with pytest.raises(ValueError, match="shorter"):
+            server.step()
+    assert small.cache.length(small.cache.sequences[0]) == 3
     server.run()
     small.close()
     assert request.tokens == example.generate_alone(llama, example.Arrival(0, [5, 6, 7], 8), set())
@@ -219,6 +224,8 @@ def test_the_model_is_its_own_again_after_closing(llama: Any) -> None:
         model = CachedModel(llama, make_cache(llama, pages=2))
         with pytest.raises(UnsupportedModelError, match="without a cache step"):
             llama(tokens)
+        with pytest.raises(UnsupportedModelError, match="already"):
+            CachedModel(llama, make_cache(llama, pages=2))
         model.close()
         model.close()
         assert torch.equal(llama(tokens).logits, before)
