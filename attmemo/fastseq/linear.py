@@ -1,8 +1,8 @@
 """Linear layers for few rows on the CPU: the weight is read as the large left factor of the product.
 
 A decoding step multiplies some rows with every weight once; what it costs is reading the weights. For the product
-x Wᵀ with few rows MKL reads W at half the speed that it does for W xᵀ. Which of the two is taken changes the rounding, as
-another batch size would.
+x Wᵀ with few rows MKL reads W at half the speed that it does for W xᵀ. Which of the two is taken changes the rounding,
+as another batch size would.
 """
 
 from __future__ import annotations
