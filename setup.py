@@ -31,11 +31,25 @@ setup(
         Extension(
             "attmemo._kernels",
             sources=["native/product.c"],
-            depends=["native/product_kernel.h"],
+            depends=["native/product_kernel.h", "native/product_amx.h"],
             # Sums of products: fused multiply-add, which -std=c11 forbids. -O3 keeps blocks of sums in registers.
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl"],
+        ),
+        Extension(
+            "attmemo._cache_attention",
+            sources=["native/cache_attention.c"],
+            depends=["native/cache_attention_kernel.h"],
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
+            libraries=["dl", "m"],
+        ),
+        Extension(
+            "attmemo._ngram",
+            sources=["native/ngram.c"],
+            extra_compile_args=[*STRICT, "-O3", *CHECKS],
+            extra_link_args=CHECKS,
         ),
     ],
 )

@@ -23,8 +23,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -33,7 +33,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Call, Rows, Site
+from attmemo.adapters import Adapter, Call, Rows, Site, Spans
+from attmemo.adapters.check import share_heads
+from attmemo.adapters.masks import consecutive
 from attmemo.db import KIND_INPUT, SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError
@@ -73,6 +75,22 @@ class Found:
     distances: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What hits give: their rows, the finished output ``[g, L, H]``, and K and V ``[g, heads, L, d]`` for a cache.
+
+    If every row of the batch hit, in the batch's order; else in the order of `rows`.
+    """
+
+    rows: Ints
+    output: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+
+
+_NOTHING = Spans([])
+
+
 class _Forward(threading.local):
     """What the layers of one forward share, one per thread: valid lengths, and the lookup made once per sequence."""
 
@@ -80,11 +98,11 @@ class _Forward(threading.local):
         self.reset()
         self.inside = False  # in a forward of the model, not of one layer called by hand
         self.exact_only: str | None = None
+        self.positions: Tensor | None = None  # given to the model, where they matter to attention itself
+        self.turns: Counter[int] = Counter()  # calls of modules that several layers share
 
     def reset(self) -> None:
-        self.mask: Tensor | None = None
-        self.size: tuple[int, int] | None = None
-        self.lengths: list[int] | None = None
+        self.masks: list[tuple[Any, int | None, tuple[int, int], Spans | str]] = []
         self.looked_up = False
         self.found: Found | None = None
         self.last: Found | None = None
@@ -98,7 +116,7 @@ class _Forward(threading.local):
         kept[hits] = False
         rows = np.flatnonzero(kept)
         if self.misses is None or self.misses.batch != batch or not np.array_equal(self.misses.rows, rows):
-            self.misses = Rows(batch, rows, self.mask)
+            self.misses = Rows(batch, rows)
         return self.misses
 
 
@@ -198,14 +216,15 @@ class Engine:
             if forward.last is not None:  # looked up by the first layer, which found nothing near enough
                 stats.queries += forward.left_exact
             return exact(*args, **kwargs)
-        call, lengths = self._read(site, args, kwargs)
+        call, spans = self._read(site, args, kwargs)
         if call is None:
             return exact(*args, **kwargs)
+        lengths = spans.lengths
         stats = self.stats[site.layer]
         stats.rows += len(lengths)
-        if not self._worth_trying(site.layer, lengths, call):
+        if not self._worth_trying(site.layer, spans, call):
             return exact(*args, **kwargs)
-        found = self._look_up(site.layer, call, lengths)
+        found = self._look_up(site.layer, call, spans)
         if site.layer == self.layers - 1:
             forward.looked_up, forward.found = False, None  # what was found is for this forward's layers only
         rows = self._accept(site.layer, found, lengths, call.hidden.shape[1])
@@ -213,22 +232,21 @@ class Engine:
             return exact(*args, **kwargs)
         start = perf_counter()
         try:
-            context = self._serve(site, call, lengths, rows, found.records[rows])
+            served = self._serve(site, call, spans, rows, found.records[rows])
         except (AttmemoError, OSError, MemoryError, ValueError, IndexError) as error:
             # A file that went away or a machine out of descriptors must cost time, not requests.
             self._give_up(site.layer, found.distances[rows], error)
             return exact(*args, **kwargs)
-        if len(rows) < len(lengths):
-            self._compute_misses(site, exact, args, kwargs, rows, context)
+        output = self._compute_misses(site, exact, args, kwargs, rows, call, served)
         if self.profile is not None:
             batch, padded = call.hidden.shape[:2]
             exact_ms = self.profile.costs[site.layer].exact.estimate(batch * padded, batch * padded * padded)
             stats.saved_ms += exact_ms - 1e3 * (perf_counter() - start)
-        return self.adapter.finish(site.module, context)
+        return self.adapter.pack(site.module, output, call)
 
-    def _worth_trying(self, layer: int, lengths: list[int], call: Call) -> bool:
+    def _worth_trying(self, layer: int, spans: Spans, call: Call) -> bool:
         """The gate (Eq. 3): once per forward when there is one lookup, else in every layer."""
-        padded = call.hidden.shape[1]
+        padded, lengths = call.hidden.shape[1], spans.lengths
         if self.lookup == "layer":
             return self.gate.worth_trying(layer, lengths, padded)
         forward = self._forward
@@ -238,23 +256,24 @@ class Engine:
             # Only the first layer's input can be looked up, and what it finds serves the layers behind it in the same
             # forward of the model. Layers that are called by hand could be fed anything: they stay exact.
             if layer == 0 and forward.inside and self.gate.worth_trying(SEQUENCE, lengths, padded):
-                forward.last = forward.found = self._search(SEQUENCE, call, lengths)
+                forward.last = forward.found = self._search(SEQUENCE, call, spans)
                 served = self._record_sequence(forward.found, lengths, padded)
                 forward.left_exact = 0 if served else len(lengths)
             elif forward.inside:
                 forward.left_exact = len(lengths)
         return forward.found is not None and self.gate.serves(layer, lengths, padded)
 
-    def _look_up(self, layer: int, call: Call, lengths: list[int]) -> Found:
+    def _look_up(self, layer: int, call: Call, spans: Spans) -> Found:
         """The nearest record of every row: searched now, or found by the first layer."""
         found = self._forward.found
         if self.lookup == "sequence" and found is not None:
             return found
-        return self._search(layer, call, lengths)
+        return self._search(layer, call, spans)
 
-    def _search(self, layer: int, call: Call, lengths: list[int]) -> Found:
+    def _search(self, layer: int, call: Call, spans: Spans) -> Found:
         start = perf_counter()
-        found = self.find(layer, call.hidden, lengths)
+        hidden = _to_front(call.hidden, spans) if spans.left else call.hidden
+        found = self.find(layer, hidden, spans.lengths)
         self.stats[max(layer, 0)].lookup_seconds += perf_counter() - start
         return found
 
@@ -307,23 +326,44 @@ class Engine:
             self.gate.record(layer, len(lengths), len(rows))
         return rows
 
-    def _serve(self, site: Site, call: Call, lengths: list[int], rows: Ints, records: Ints) -> Tensor:
-        """V for the rows that hit, and A·V with the maps read where they lie: ``[B, L, h * d]``, other rows empty."""
+    def _serve(self, site: Site, call: Call, spans: Spans, rows: Ints, records: Ints) -> _Served:
+        """V for the rows that hit, and A·V with the maps read where they lie; what the module makes of it."""
         start = perf_counter()
-        adapter, hidden = self.adapter, call.hidden
+        adapter, module, hidden, lengths = self.adapter, site.module, call.hidden, spans.lengths
         batch, padded, _ = hidden.shape
-        heads, width = adapter.shape(site.module)
+        heads, width = adapter.shape(module)
         order = np.argsort([lengths[row] for row in rows], kind="stable")
         rows, records = rows[order], records[order]
         counts = np.asarray([lengths[row] for row in rows.tolist()], np.int64)
-        tokens, starts = _gather(hidden, rows, counts)
-        values = adapter.value(site.module, tokens).contiguous()  # [N, h * d]
-        context = values.new_empty(batch, padded, heads * width)
+        offsets = padded - counts if spans.left else np.zeros_like(counts)
+        every = len(rows) == batch
+        keys = cached = None
+        if call.cache is None:
+            tokens, starts = _gather(hidden, rows, counts, offsets)
+            projected = adapter.value(module, tokens)  # [N, h * d], fewer heads if they are shared
+        else:  # the cache wants K and V of padding too
+            mine = call if every else self._take(call, Rows(batch, rows))
+            starts = (rows if every else np.arange(len(rows))) * padded + offsets
+            projected = adapter.value(module, mine.hidden.reshape(len(rows) * padded, -1))
+            keys = adapter.key(module, mine)  # [g, heads of K, L, d]
+            cached = projected.view(len(rows), padded, -1, width).transpose(1, 2)
+        values = share_heads(projected, heads, width).contiguous()
+        # Rows go where they belong in the batch, or, if others miss, one behind the other.
+        places = rows if every else np.arange(len(rows))
+        context = values.new_empty(len(rows), padded, heads * width)
         for n in np.unique(counts).tolist():
             group = slice(*np.searchsorted(counts, (n, n + 1)))
-            self.maps.multiply(site.layer, n, records[group], values, starts[group], context, rows[group])
+            self.maps.multiply(site.layer, n, records[group], values, starts[group], context, places[group])
+        if spans.left:
+            context = _to_back(context, counts if not every else np.asarray(lengths, np.int64))
+        output = adapter.finish(module, context, hidden if every else hidden[torch.from_numpy(rows)])
         self.stats[site.layer].serve_seconds += perf_counter() - start
-        return context
+        return _Served(rows, output, keys, cached)
+
+    def _take(self, call: Call, rows: Rows) -> Call:
+        """The call for some rows, without its cache."""
+        _, given = self.adapter.take_rows((), call.given, rows)
+        return replace(call, hidden=given["hidden_states"], cache=None, given=given)
 
     def _give_up(self, layer: int, distances: Floats, error: Exception) -> None:
         """Count hits whose maps could not be read as what they become: exact rows, by the reason."""
@@ -336,19 +376,66 @@ class Engine:
         self.failures[reason] += rows
 
     def _compute_misses(
-        self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any], hits: Ints, context: Tensor
-    ) -> None:
-        """Run the original code on the rows that missed, as a smaller batch, and put them in their places."""
+        self,
+        site: Site,
+        exact: Exact,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hits: Ints,
+        call: Call,
+        served: _Served,
+    ) -> Tensor:
+        """The output of all rows; those that missed run the original code, as a smaller batch.
+
+        A cache is filled last and at once, so that whatever fails before leaves it empty.
+        """
+        batch = call.hidden.shape[0]
+        if len(hits) == batch:
+            if call.cache is not None:
+                self._fill(call.cache, site, served.keys, served.values)
+            return served.output
+        from transformers.cache_utils import DynamicCache  # seconds to import, for whoever needs no model
+
         start = perf_counter()
-        rows = self._forward.missed(context.shape[0], hits)
-        some_args, some_kwargs = self.adapter.take_rows(args, kwargs, rows)
-        context[torch.from_numpy(rows.rows)] = self.adapter.context_of(exact(*some_args, **some_kwargs))
+        missed, hit = self._forward.missed(batch, hits), torch.from_numpy(served.rows)
+        scratch = None if call.cache is None else DynamicCache()
+        some_args, some_kwargs = self.adapter.take_rows(args, kwargs, missed, scratch)
+        computed = self.adapter.output_of(exact(*some_args, **some_kwargs))
+        output = computed.new_empty(batch, *computed.shape[1:])
+        output[missed.index] = computed
+        output[hit] = served.output
+        if scratch is not None:
+            own = scratch.layers[self.adapter.layer_index(site.module)]
+            both = []
+            for theirs, ours in ((own.keys, served.keys), (own.values, served.values)):
+                whole = theirs.new_empty(batch, *theirs.shape[1:])
+                whole[missed.index], whole[hit] = theirs, ours
+                both.append(whole)
+            self._fill(call.cache, site, *both)
         self.stats[site.layer].exact_seconds += perf_counter() - start
+        return output
+
+    def _fill(self, cache: Any, site: Site, keys: Tensor | None, values: Tensor | None) -> None:
+        """Give a decoder's cache what the original code would have given it: decoding goes on from there."""
+        cache.update(keys, values, self.adapter.layer_index(site.module))
 
     # -- reading a call
 
-    def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, list[int]]:
-        """The call and its valid lengths, or None if it must stay exact."""
+    def site(self, sites: Sequence[Site]) -> Site | None:
+        """Which layer a module is called as, if several share it; None if no forward of the model counts them."""
+        if len(sites) == 1:
+            return sites[0]
+        forward, key = self._forward, id(sites[0].module)
+        turn = forward.turns[key]
+        forward.turns[key] += 1
+        return sites[turn] if forward.inside and turn < len(sites) else None
+
+    def leave(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a call that stays exact."""
+        self._ineligible(reason, args, kwargs)
+
+    def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, Spans]:
+        """The call and where its valid tokens lie, or None if it must stay exact."""
         forward = self._forward
         if site.module.training:
             return self._ineligible("training mode", args, kwargs)
@@ -362,35 +449,57 @@ class Engine:
             return self._ineligible("gradients are recorded (use torch.inference_mode)", args, kwargs)
         if hidden.device.type != "cpu":
             return self._ineligible(f"the model is on {hidden.device.type}", args, kwargs)
-        batch, length = int(hidden.shape[0]), int(hidden.shape[1])
-        # All layers of a forward get the same mask object: read it once. Holding it keeps its identity from reuse.
-        if not forward.inside or forward.size != (batch, length) or forward.mask is not call.mask:
-            forward.lengths = self.adapter.valid_lengths(call.mask, batch, length) if batch else None
-            forward.mask, forward.size = call.mask, (batch, length)
-        if forward.lengths is None:
-            return self._ineligible("the mask is not plain padding at the end", args, kwargs)
-        return call, forward.lengths
+        spans = self._spans(site.module, call)
+        if isinstance(spans, str):
+            return self._ineligible(spans, args, kwargs)
+        return call, spans
 
-    def _ineligible(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, list[int]]:
+    def _spans(self, module: nn.Module, call: Call) -> Spans | str:
+        """Where valid tokens lie, or why nobody knows.
+
+        All layers of a forward get the same mask object, or one of two: each is read once.
+        """
+        forward, window = self._forward, self.adapter.window(module)
+        size = int(call.hidden.shape[0]), int(call.hidden.shape[1])
+        if forward.inside:
+            for mask, known, shape, found in forward.masks:
+                if mask is call.mask and known == window and shape == size:
+                    return found
+        spans = self.adapter.spans(module, call.mask, *size) if size[0] else None
+        found = spans if spans is not None else "the mask is not plain padding on one side"
+        if spans is not None and self.adapter.rotary and not consecutive(forward.positions, spans, size[1]):
+            found = "positions are not consecutive"
+        if forward.inside:
+            forward.masks.append((call.mask, window, size, found))  # holding it keeps its identity from reuse
+        return found
+
+    def _ineligible(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, Spans]:
         self.ineligible[reason] += _rows(args, kwargs)
-        return None, []
+        return None, _NOTHING
 
-    def begin_forward(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_forward(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Before a forward of the model: outputs that only the exact path can give make the whole forward exact."""
-        self._forward.reset()
-        self._forward.inside, self._forward.exact_only = True, None
-        config = getattr(_model, "config", None)
+        forward = self._forward
+        forward.reset()
+        forward.inside, forward.exact_only = True, None
+        forward.turns.clear()
+        forward.positions = given.get("position_ids") if self.adapter.rotary else None
+        config = getattr(model, "config", None)
         for wanted in ("output_attentions", "output_hidden_states"):
-            given = kwargs.get(wanted)
-            if given if given is not None else getattr(config, wanted, False):
-                self._forward.exact_only = wanted
+            value = given.get(wanted)
+            # 0 selects a layer
+            if getattr(config, wanted, False) if value is None else value is not False:
+                forward.exact_only = wanted
+        past = getattr(given.get("past_key_values"), "get_seq_length", None)
+        if forward.exact_only is None and past is not None and int(past()) > 0:
+            forward.exact_only = "cached decoding"
 
     def end_forward(self) -> None:
         """After a forward of the model, or an error in it: nothing that was found serves what is called later."""
         forward = self._forward
         last = forward.last
         forward.reset()
-        forward.last, forward.inside, forward.exact_only = last, False, None
+        forward.last, forward.inside, forward.exact_only, forward.positions = last, False, None, None
 
     @property
     def last_found(self) -> Found | None:
@@ -439,12 +548,32 @@ def _records_gradients(module: nn.Module, hidden: Tensor) -> bool:
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
-def _gather(hidden: Tensor, rows: Ints, counts: Ints) -> tuple[Tensor, Ints]:
-    """Tokens that need V, ``[N, H]``, and where each row's begin; of ``[B, L, H]``, the first `counts` of `rows`."""
+def _gather(hidden: Tensor, rows: Ints, counts: Ints, offsets: Ints) -> tuple[Tensor, Ints]:
+    """Tokens that need V, ``[N, H]``, and where each row's begin.
+
+    Of ``[B, L, H]``, `counts` tokens of `rows` from `offsets` on.
+    """
     batch, padded, size = hidden.shape
     if counts.sum() >= _WHOLE * batch * padded:
-        return hidden.reshape(batch * padded, size), rows * padded
+        return hidden.reshape(batch * padded, size), rows * padded + offsets
     starts = np.cumsum(counts) - counts
     if counts[0] == padded:  # the least of them
         return hidden[torch.from_numpy(rows)].view(-1, size), starts
-    return torch.cat([hidden[row, :n] for row, n in zip(rows.tolist(), counts.tolist(), strict=True)]), starts
+    spans = zip(rows.tolist(), offsets.tolist(), (offsets + counts).tolist(), strict=True)
+    return torch.cat([hidden[row, first:last] for row, first, last in spans]), starts
+
+
+def _to_front(hidden: Tensor, spans: Spans) -> Tensor:
+    """Rows padded on the left ``[B, L, H]``, turned so that their tokens come first."""
+    return _turned(hidden, hidden.shape[1] - torch.tensor(spans.lengths))
+
+
+def _to_back(context: Tensor, counts: Ints) -> Tensor:
+    """The reverse."""
+    return _turned(context, torch.from_numpy(counts))
+
+
+def _turned(rows: Tensor, by: Tensor) -> Tensor:
+    batch, length = rows.shape[:2]
+    places = (torch.arange(length)[None] + by[:, None]) % length
+    return rows[torch.arange(batch)[:, None], places]

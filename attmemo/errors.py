@@ -95,3 +95,39 @@ class WindowBusyError(WindowError):
 
 class TuningError(AttmemoError):
     """No threshold can be chosen from this data."""
+
+
+class ArgumentError(AttmemoError, ValueError):
+    """An argument of an operator breaks a rule of its specification; nothing was written."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of the wrong type; a boolean mask, say, would be added as numbers 0 and 1."""
+
+
+class CacheRangeError(ArgumentError):
+    """A row of the cache that would be read or written does not exist; a kernel would leave its memory."""
+
+
+class CacheOverlapError(ArgumentError):
+    """Two tokens would be written to one row of the cache, or a row is rewritten after another sequence read it."""
+
+
+class ImplementationError(AttmemoError):
+    """The implementation that was asked for by name cannot do this, here; another one would have to be taken."""
+
+
+class CacheError(AttmemoError):
+    """Base class of what goes wrong in the bookkeeping of a key-value cache; its contents are as before."""
+
+
+class OutOfPagesError(CacheError):
+    """No page is free for the next tokens; a server preempts a sequence or lets one finish first."""
+
+
+class UnknownSequenceError(CacheError):
+    """The cache never gave out this sequence number."""
+
+
+class DoubleFreeError(UnknownSequenceError):
+    """The sequence was freed before; its pages may hold another's keys by now."""

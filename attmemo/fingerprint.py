@@ -27,8 +27,21 @@ CONFIG_KEYS = (
     "is_decoder", "type_vocab_size",
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
 )  # fmt: skip
+# More of them, of families that came later: only those that are set count, so that older fingerprints stay.
+MORE_KEYS = (
+    "num_hidden_groups", "inner_group_num", "talking_head", "local_attention", "global_attn_every_n_layers",
+    "layer_types", "norm_eps", "layer_norm_epsilon", "scale_embedding", "activation_function", "feed_forward_proj",
+    "d_kv", "num_heads", "num_layers", "encoder_layers", "encoder_attention_heads", "relative_attention_num_buckets",
+    "relative_attention_max_distance", "max_source_positions", "image_size", "patch_size", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "attention_types", "window_size",
+    "do_layer_norm_before", "use_sliding_window", "max_window_layers", "partial_rotary_factor",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "attention_multiplier", "embedding_multiplier",
+)  # fmt: skip
 # What comes after the last attention map cannot change one, so a classifier and a bare encoder share a database.
 AFTER_ATTENTION = ("pooler.",)
+
+
+_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
@@ -42,7 +55,17 @@ def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's bytes, row-major."""
+    """SHA-256 of a tensor's bytes, row-major; of a quantized one, of its numbers with their scales."""
+    if tensor.is_quantized:
+        if tensor.qscheme() in _PER_TENSOR:
+            scales: object = (tensor.q_scale(), tensor.q_zero_point())
+        else:
+            scales = (tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist())
+        return hashlib.sha256(repr(scales).encode() + tensor_digest(tensor.int_repr())).digest()
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor made of others, as torchao's
+        names, rest = tensor.__tensor_flatten__()
+        parts = b"".join(name.encode() + tensor_digest(getattr(tensor, name)) for name in names)
+        return hashlib.sha256(parts + repr(rest).encode()).digest()
     flat = tensor.detach().to("cpu").contiguous().flatten()
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""
 
@@ -53,7 +76,7 @@ def model_fields(model: nn.Module) -> dict[str, str]:
     Parameters
     ----------
     model : nn.Module
-        A transformers model, with or without a head; only its base model counts.
+        A transformers model, with or without a head: only its base model counts; or the part of one that is served.
 
     Returns
     -------
@@ -64,10 +87,11 @@ def model_fields(model: nn.Module) -> dict[str, str]:
     base = getattr(model, "base_model", model)
     config = getattr(model, "config", None)
     settings = {key: getattr(config, key, None) for key in CONFIG_KEYS}
+    settings |= {key: value for key in MORE_KEYS if (value := getattr(config, key, None)) is not None}
     weights: list[tuple[str, bytes]] = []
     dtypes = set()
-    for name, tensor in sorted(base.state_dict().items()):
-        if name.startswith(AFTER_ATTENTION) or not isinstance(tensor, Tensor):
+    for name, tensor in sorted(_tensors(base.state_dict())):
+        if name.startswith(AFTER_ATTENTION):
             continue
         if tensor.is_floating_point():
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
@@ -77,6 +101,17 @@ def model_fields(model: nn.Module) -> dict[str, str]:
         "dtype": "+".join(sorted(dtypes)),
         "weights": digest_fields(weights),
     }
+
+
+def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Tensors of a state by name, those packed into tuples too: quantized layers keep their weights so."""
+    found: list[tuple[str, Tensor]] = []
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, tuple):
+            found += _tensors({f"{name}.{place}": part for place, part in enumerate(value)})
+    return found
 
 
 def fingerprint(fields: Mapping[str, str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,6 +21,9 @@ from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, St
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
+from attmemo.precision import slow
+
+_LOG = logging.getLogger("attmemo")
 
 Model = TypeVar("Model")
 Threshold = float | Sequence[float] | Literal["auto"]
@@ -42,7 +47,7 @@ class Memoization:
         self.database = engine.database
         self.lookup: Lookup = engine.lookup
         self.threshold_source = source
-        self._base: nn.Module = getattr(model, "base_model", model)
+        self._host = engine.adapter.host(model)
         self._sites = list(sites)
         self._served: list[_Served] = []
         self._undone = False
@@ -63,8 +68,11 @@ class Memoization:
             return
         if self._undone:
             raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
-        layers = [(site.module, _ServedLayer(self, site)) for site in self._sites]
-        for module, served in [*layers, (self._base, _ServedModel(self, self._base))]:
+        shared: dict[int, list[Site]] = {}
+        for site in self._sites:
+            shared.setdefault(id(site.module), []).append(site)
+        layers = [(sites[0].module, _ServedLayer(self, sites)) for sites in shared.values()]
+        for module, served in [*layers, (self._host, _ServedModel(self, self._host))]:
             module.forward = served
             self._served.append(served)
 
@@ -226,11 +234,14 @@ def _prepare(
     device = next(encoder.parameters()).device
     if device.type != "cpu":
         raise UnsupportedModelError(f"the model is on {device}; attmemo serves models on the CPU.", "model.to('cpu')")
-    fields = model_fields(encoder)
+    fields = model_fields(adapter.host(encoder))
     opened = _open(database, fields, residency)
     check_fields(opened.manifest.model.fields, fields, opened.path)
     _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
     check_adapter(adapter, encoder, sites)
+    warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
+    if warning is not None:
+        _LOG.warning("attmemo: %s", warning)
     values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
     engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
     return Memoization(encoder, sites, engine, source, owned=opened is not database)
@@ -291,12 +302,14 @@ class _ServedModel(_Served):
 
     def __init__(self, handle: Memoization, model: nn.Module) -> None:
         super().__init__(handle, model)
+        self._names = tuple(inspect.signature(self.__wrapped__).parameters)
         self._begin, self._end = handle.engine.begin_forward, handle.engine.end_forward
         self._begin_untraced, self._end_untraced = _untraced(self._begin), _untraced(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = torch.compiler.is_compiling()
-        (self._begin_untraced if traced else self._begin)(self._module, args, kwargs)
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        (self._begin_untraced if traced else self._begin)(self._module, given)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
@@ -304,13 +317,17 @@ class _ServedModel(_Served):
 
 
 class _ServedLayer(_Served):
-    """One attention layer."""
+    """One attention layer, or several that share a module."""
 
-    def __init__(self, handle: Memoization, site: Site) -> None:
-        super().__init__(handle, site.module)
-        engine, exact = handle.engine, self.__wrapped__
+    def __init__(self, handle: Memoization, sites: Sequence[Site]) -> None:
+        super().__init__(handle, sites[0].module)
+        engine, exact, only = handle.engine, self.__wrapped__, sites[0] if len(sites) == 1 else None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            site = only or engine.site(sites)
+            if site is None:
+                engine.leave("a layer that stands for several was called by hand", args, kwargs)
+                return exact(*args, **kwargs)
             return engine.attend(site, exact, args, kwargs)
 
         self._forward, self._forward_untraced = forward, _untraced(forward)

@@ -26,9 +26,14 @@
  * INSTRUCTION SETS.  product_kernel.h is compiled once for AVX-512, once for AVX2 and once for whatever the compiler
  * takes for granted; the first that the processor has is used.
  *
- * ROADS NOT TAKEN.  AMX multiplies bfloat16, eight times faster, but V would lose sixteen bits and a hit on a model's
- * own map would no longer reproduce its output. Blocking over k: V of one head (n d floats) fits in the second-level
- * cache for every n served, and that is fast enough to keep the multipliers busy.
+ * BFLOAT16.  Of a model in bfloat16, V is read and A.V written in it: widened while it is packed, rounded once at the
+ * end. Where the processor has a matrix unit (AMX) it makes these products, eight times faster: rows of a map are
+ * rounded to bfloat16, as the model's own softmax would have been, and sums are made in float32. Maps that are stored
+ * in bfloat16 go into its tiles as they lie. For a float32 model it is not used: V would lose sixteen bits, and a hit on
+ * a model's own map would no longer reproduce its output.
+ *
+ * ROADS NOT TAKEN.  Blocking over k: V of one head (n d floats) fits in the second-level cache for every n served, and
+ * that is fast enough to keep the multipliers busy.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -44,6 +49,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 /* What a map's numbers are. ROOT8: a byte q stands for q^3 / (sum of the row's q^3), see attmemo/db/forms.py. */
@@ -61,9 +68,10 @@ typedef struct {
     const int64_t *rows;    /* of each sequence in context */
     size_t count, heads, length, width, padded;
     enum form form;
-    bool triangle;       /* of each map only the lower triangle is stored, row after row */
-    const float *values; /* [tokens, heads * width] */
-    float *context;      /* [batch, padded, heads * width] */
+    bool triangle;      /* of each map only the lower triangle is stored, row after row */
+    bool brain;         /* values and context are bfloat16; else float32 */
+    const char *values; /* [tokens, heads * width] */
+    char *context;      /* [batch, padded, heads * width] */
     size_t parts;        /* each head's rows are split in so many tasks */
     char *scratch;       /* scratch_bytes for each thread */
     size_t scratch_bytes;
@@ -98,6 +106,14 @@ static inline float from_half(uint16_t half)
     return from_bits(sign | ((rest << 13) + 0x38000000));
 }
 
+/* To the nearest bfloat16, ties to even: what torch does. */
+static inline uint16_t to_brain(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 
@@ -130,20 +146,30 @@ static inline float from_half(uint16_t half)
 #define BRAINS(source)                                                                                                 \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
 #include "product_kernel.h"
+#include "product_amx.h"
 #endif
+
+static size_t generic_scratch(size_t length, size_t width, size_t lanes, size_t rows)
+{
+    size_t wide = (width + lanes - 1) / lanes * lanes;
+    return (length * wide + rows * (length + lanes) + rows * wide) * sizeof(float);
+}
 
 typedef struct {
     const char *name;
+    bool brain; /* for values in bfloat16 only */
     size_t lanes, rows;
+    size_t (*scratch)(size_t, size_t, size_t, size_t); /* bytes for each thread: of length, width, lanes, rows */
     void (*task)(const void *, size_t, size_t, size_t, size_t, float *);
 } Set;
 
 static const Set sets[] = {
 #if defined(__x86_64__)
-    {"avx512", 16, 6, task_avx512},
-    {"avx2", 8, 6, task_avx2},
+    {"amx", true, 16, 32, amx_scratch, task_amx},
+    {"avx512", false, 16, 6, generic_scratch, task_avx512},
+    {"avx2", false, 8, 6, generic_scratch, task_avx2},
 #endif
-    {"generic", 4, 4, task_generic},
+    {"generic", false, 4, 4, generic_scratch, task_generic},
 };
 
 enum { SETS = sizeof sets / sizeof sets[0] };
@@ -151,6 +177,16 @@ enum { SETS = sizeof sets / sizeof sets[0] };
 static bool has_set(const char *name)
 {
 #if defined(__x86_64__)
+    if (strcmp(name, "amx") == 0) { /* its registers are large: Linux wants to be asked for them, once a process */
+        static atomic_int granted; /* 1: yes, -1: no */
+        if (!granted)
+            granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                              __builtin_cpu_supports("avx512bf16") && has_set("avx512") &&
+                              syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0
+                          ? 1
+                          : -1;
+        return granted == 1;
+    }
     if (strcmp(name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -195,7 +231,7 @@ static bool check(const Job *job, size_t maps, size_t values, size_t context, si
                  "heads, length, width and padded must be positive and below 2^20, and padded at least length") ||
         !is_fine(starts == job->count && rows == job->count, "offsets, starts and rows must be of one length"))
         return false;
-    size_t columns = job->heads * job->width, line = columns * sizeof(float), map, sequence;
+    size_t columns = job->heads * job->width, line = columns * (job->brain ? 2 : 4), map, sequence;
     size_t items = items_before(job->length, job->length, job->triangle);
     if (!is_fine(!__builtin_mul_overflow(job->heads * item_bytes[job->form], items, &map) &&
                      !__builtin_mul_overflow(job->padded, line, &sequence),
@@ -234,9 +270,8 @@ static bool run(Job *job, const Set *set, size_t threads)
         job->parts = (blocks + 3) / 4;
     if (threads > tasks * job->parts)
         threads = tasks * job->parts;
-    size_t wide = (job->width + set->lanes - 1) / set->lanes * set->lanes;
-    size_t floats = job->length * wide + set->rows * (job->length + set->lanes);
-    job->scratch_bytes = (floats * sizeof(float) + LINE - 1) / LINE * LINE;
+    size_t needed = set->scratch(job->length, job->width, set->lanes, set->rows);
+    job->scratch_bytes = (needed + LINE - 1) / LINE * LINE;
     void *scratch;
     if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes) != 0)
         return false;
@@ -252,28 +287,29 @@ static bool run(Job *job, const Set *set, size_t threads)
 
 PyDoc_STRVAR(multiply_doc,
              "multiply($module, /, maps, offsets, form, heads, length, width, values, starts, context, rows, padded,\n"
-             "         threads, triangle=False, isa='')\n--\n\n"
+             "         threads, triangle=False, isa='', brain=False)\n--\n\n"
              "context[rows[i], :length] = A.V of the map at byte offsets[i] of `maps` and values[starts[i]:][:length].\n\n"
-             "`maps`, `values` (float32 [tokens, heads * width]) and `context` (float32 [batch, padded, heads * width],\n"
-             "written) are contiguous buffers; offsets, starts and rows are buffers of int64. Rows of the context from\n"
-             "`length` on are set to zero. Raises ValueError before anything is written, or MemoryError.");
+             "`maps`, `values` ([tokens, heads * width]) and `context` ([batch, padded, heads * width], written), both\n"
+             "float32 or, with `brain`, bfloat16, are contiguous buffers; offsets, starts and rows are buffers of int64.\n"
+             "Rows of the context from `length` on are set to zero. Raises ValueError before anything is written, or\n"
+             "MemoryError.");
 
 static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"maps",   "offsets", "form", "heads",  "length",  "width",    "values",
-                            "starts", "context", "rows", "padded", "threads", "triangle", "isa", NULL};
+                            "starts", "context", "rows", "padded", "threads", "triangle", "isa",   "brain", NULL};
     Py_buffer maps, offsets, values, starts, context, rows;
     Py_ssize_t heads, length, width, padded, threads;
-    int form, triangle = 0;
+    int form, triangle = 0, brain = 0;
     const char *isa = "";
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*y*innny*y*w*y*nn|ps:multiply", names, &maps, &offsets, &form,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*y*innny*y*w*y*nn|psp:multiply", names, &maps, &offsets, &form,
                                      &heads, &length, &width, &values, &starts, &context, &rows, &padded, &threads,
-                                     &triangle, &isa))
+                                     &triangle, &isa, &brain))
         return NULL;
 
     const Set *set = NULL;
     for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_set(sets[i].name))
+        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && (brain || !sets[i].brain) && has_set(sets[i].name))
             set = &sets[i];
     bool done = false;
     if (is_fine(form >= 0 && form < FORMS, "there is no such form of maps") &&
@@ -293,6 +329,7 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, Py
                    .padded = (size_t)padded,
                    .form = (enum form)form,
                    .triangle = triangle != 0,
+                   .brain = brain != 0,
                    .values = values.buf,
                    .context = context.buf};
         done = check(&job, (size_t)maps.len, (size_t)values.len, (size_t)context.len, (size_t)starts.len / 8,
@@ -330,11 +367,14 @@ static PyObject *native_use_team(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(found != NULL);
 }
 
-static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *args)
 {
+    int brain = 0;
+    if (!PyArg_ParseTuple(args, "|p:instruction_sets", &brain))
+        return NULL;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_set(sets[i].name))
+        if (!has_set(sets[i].name) || (sets[i].brain && !brain))
             continue;
         PyObject *name = PyUnicode_FromString(sets[i].name);
         if (!name || PyList_Append(list, name) != 0)
@@ -349,8 +389,9 @@ static PyMethodDef native_methods[] = {
     {"use_team", native_use_team, METH_VARARGS,
      "use_team($module, path, /)\n--\n\nShare work with the OpenMP library at `path`, if the process has loaded it and "
      "it speaks GNU's interface: returns whether."},
-    {"instruction_sets", native_instruction_sets, METH_NOARGS,
-     "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first."},
+    {"instruction_sets", native_instruction_sets, METH_VARARGS,
+     "instruction_sets($module, brain=False, /)\n--\n\nWhat this processor has of what was compiled, best first; "
+     "`brain`: for values in bfloat16."},
     {NULL, NULL, 0, NULL},
 };
 

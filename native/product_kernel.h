@@ -11,6 +11,18 @@
 
 typedef float VECTOR __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* bfloat16 to float32 */
+TARGET static inline void NAME(widen)(const uint16_t *source, size_t count, float *out)
+{
+    size_t i = 0;
+#ifdef BRAINS
+    for (; i + LANES <= count; i += LANES)
+        *(VECTOR *)(out + i) = BRAINS(source + i);
+#endif
+    for (; i < count; i++)
+        out[i] = from_bits((uint32_t)source[i] << 16);
+}
+
 /* `count` items of a map from item `first` on, as float32; `scale` is what their sums are still to be multiplied with. */
 TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t first, size_t count, float *out,
                                        float *scale)
@@ -42,13 +54,7 @@ TARGET static inline void NAME(unpack)(const char *map, enum form form, size_t f
         for (; i < count; i++)
             out[i] = from_half(source[i]);
     } else {
-        const uint16_t *source = (const uint16_t *)map + first;
-#ifdef BRAINS
-        for (; i + LANES <= count; i += LANES)
-            *(VECTOR *)(out + i) = BRAINS(source + i);
-#endif
-        for (; i < count; i++)
-            out[i] = from_bits((uint32_t)source[i] << 16);
+        NAME(widen)((const uint16_t *)map + first, count, out);
     }
 }
 
@@ -119,12 +125,15 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
     size_t wide = (width + LANES - 1) / LANES * LANES;
     const char *map =
         job->maps + job->offsets[sequence] + head * items_before(length, length, job->triangle) * item_bytes[job->form];
-    const float *values = job->values + (size_t)job->starts[sequence] * line + head * width;
-    float *context = job->context + (size_t)job->rows[sequence] * job->padded * line;
-    float *packed = scratch, *unpacked = scratch + length * wide;
+    size_t item = job->brain ? 2 : 4, start = (size_t)job->starts[sequence] * line + head * width;
+    size_t place = (size_t)job->rows[sequence] * job->padded * line;
+    float *packed = scratch, *unpacked = scratch + length * wide, *sums = unpacked + ROWS * (length + LANES);
 
     for (size_t k = 0; k < length; k++) {
-        memcpy(packed + k * wide, values + k * line, width * sizeof(float));
+        if (job->brain)
+            NAME(widen)((const uint16_t *)job->values + start + k * line, width, packed + k * wide);
+        else
+            memcpy(packed + k * wide, (const float *)job->values + start + k * line, width * sizeof(float));
         for (size_t c = width; c < wide; c++)
             packed[k * wide + c] = 0;
     }
@@ -150,10 +159,18 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
             memset(to + count, 0, (reach - count) * sizeof(float));
             a[r] = to;
         }
-        NAME(columns)(a, scale, rows, packed, wide, reach, context + row * line + head * width, line, width);
+        size_t out = place + row * line + head * width;
+        if (!job->brain) {
+            NAME(columns)(a, scale, rows, packed, wide, reach, (float *)job->context + out, line, width);
+            continue;
+        }
+        NAME(columns)(a, scale, rows, packed, wide, reach, sums, wide, width);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t c = 0; c < width; c++)
+                ((uint16_t *)job->context)[out + r * line + c] = to_brain(sums[r * wide + c]);
     }
     if (head == 0 && first == 0 && job->padded > length)
-        memset(context + length * line, 0, (job->padded - length) * line * sizeof(float));
+        memset(job->context + (place + length * line) * item, 0, (job->padded - length) * line * item);
 }
 
 #undef NAME

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ def ask(
     after: Callable[[list[Tokens]], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Answers of all texts, ``[Q, C]`` (logits) or ``[Q, H]`` (unit embeddings), in the order of rows.
+    """Answers of all texts, in the order of rows: ``[Q, C]`` or ``[Q, V]`` (logits), ``[Q, H]`` (unit embeddings).
 
     Parameters
     ----------
@@ -64,9 +66,44 @@ def serving(loaded: LoadedModel, database: Database, lookup: Lookup) -> Iterator
         unmemoize(loaded.model)
 
 
+def perplexity(loaded: LoadedModel, prepared: Sequence[Batch], most: int = 1 << 27) -> tuple[float | None, int]:
+    """Perplexity of a language model on the texts themselves, teacher-forced, and how many tokens it was asked for.
+
+    Every valid token but the first of each text counts alike: exp of their mean negative log-likelihood, in nats; None
+    if there is none.
+
+    Parameters
+    ----------
+    most : int
+        Logits to hold at once. A batch that has more is run several times, for some positions each: split by rows it
+        would not be the batch that the gate was asked about.
+    """
+    model: Any = loaded.model
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for _, inputs in prepared:
+            ids = inputs["input_ids"]
+            rows, length = ids.shape
+            targets = ids[:, 1:].masked_fill(inputs["attention_mask"][:, 1:] == 0, -100)  # [B, L - 1]
+            step = max(1, most // (rows * int(model.config.vocab_size)))
+            for first in range(0, length - 1, step):
+                kept = torch.arange(first, min(first + step, length - 1))
+                whole = step >= length - 1  # then no argument that some model might not know
+                some = {} if whole else {"logits_to_keep": kept}
+                logits = model(**inputs, use_cache=False, **some).logits
+                wanted = targets[:, kept]
+                total += float(
+                    nn.functional.cross_entropy(
+                        logits[:, : len(kept)].flatten(0, 1).float(), wanted.flatten(), reduction="sum"
+                    )
+                )
+                count += int((wanted >= 0).sum())
+    return (math.exp(total / count) if count else None), count
+
+
 def changed(kind: str, exact: Tensor, given: Tensor, min_cosine: float) -> Tensor:
-    """Which answers differ: another class, or an embedding whose cosine to the exact one is below `min_cosine`."""
-    if kind == "classifier":
+    """Which answers differ: another class or next token, or an embedding with a cosine to the exact one below that."""
+    if kind != "encoder":
         return exact.argmax(1) != given.argmax(1)
     return cosine(exact, given) < min_cosine
 
@@ -77,8 +114,8 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def harm(kind: str, exact: Tensor, given: Tensor) -> Tensor:
-    """How far answers are apart, continuous: total variation of class probabilities, or one minus the cosine."""
-    if kind == "classifier":
+    """How far answers are apart, continuous: total variation of the probabilities, or one minus the cosine."""
+    if kind != "encoder":
         return 0.5 * (exact.softmax(1) - given.softmax(1)).abs().sum(1)
     return 1.0 - cosine(exact, given)
 

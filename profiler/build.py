@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from attmemo.adapters import adapter_for, check_adapter
+from torch import Tensor, nn
+
+from attmemo.adapters import Adapter, Site, adapter_for, check_adapter
 from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
 from attmemo.errors import DataError, StorageFullError
 from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
@@ -75,31 +78,9 @@ def build_database(
     adapter, sites = adapter_for(loaded.model)
     check_adapter(adapter, loaded.model, sites)
     max_length = greatest_length(loaded, options.max_length)
-    fields = model_fields(loaded.model)
-    heads, _ = adapter.shape(sites[0].module)
-    info = ModelInfo(
-        name=loaded.name,
-        family=adapter.family,
-        mask_kind=adapter.mask_kind,
-        layers=len(sites),
-        heads=heads,
-        hidden=int(loaded.model.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        dtype=loaded.dtype,
-        max_length=max_length,
-        fingerprint=fingerprint(fields),
-        fields=fields,
-        tokenizer=tokenizer_digest(loaded.tokenizer),
-    )
+    info = describe(loaded.model, adapter, sites, loaded.name, max_length, tokenizer_digest(loaded.tokenizer))
     path = output or default_path(info.fingerprint)
-    storage = options.storage
-    if storage == "auto":
-        # Probabilities lie in [0, 1], where float16 has eight times the resolution of bfloat16; but a bfloat16 model
-        # multiplies bfloat16 maps as they lie, on the matrix unit.
-        storage = "bfloat16" if loaded.dtype == "bfloat16" else "float16"
-    inputs = options.inputs
-    if inputs == "auto":
-        inputs = "first" if storage == "uint8" else "all"
-    settings = {} if inputs == "all" else {"inputs": inputs}
+    storage, settings = resolve_storage(info.dtype, options.storage, options.inputs)
     rows = read_texts(files, text_column=options.text_column, limit=options.limit)
     total = count_rows(files, limit=options.limit)
     added = skipped = held = done = alike = 0
@@ -171,6 +152,103 @@ def build_database(
         writer.publish()
         spent = time.monotonic() - start
         return BuildResult(path, writer.records, added, skipped, held, writer.stored_bytes, spent, stopped, alike)
+
+
+def build_from_inputs(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    output: Path | None = None,
+    *,
+    storage: str = "auto",
+    inputs: str = "auto",
+    held_out: float = 0.15,
+    name: str = "given",
+) -> Path:
+    """Store the attention maps of inputs that are tensors already: images, audio, or text tokenized elsewhere.
+
+    Parameters
+    ----------
+    model : transformers model
+        In memory; training and tuning from the command line will want it as a directory.
+    batches : iterable of mapping of str to Tensor
+        What the attention layers' part of the model is called with: ``input_ids`` and ``attention_mask``, or
+        ``pixel_values``, or ``input_features``; the encoder's, of models that have one.
+    output : Path, optional
+        Default: in the user's cache directory, by the model's fingerprint.
+    storage, inputs, held_out
+        As `BuildOptions` has them.
+    name : str
+        What the database says about where the inputs come from.
+
+    Returns
+    -------
+    Path
+        The database, published. `attmemo.profiler.train.train_database` comes next.
+
+    Raises
+    ------
+    UnsupportedModelError, AdapterCheckError
+        The model is not known, or not as it should be.
+    DataError
+        There was no input.
+    """
+    adapter, sites = adapter_for(model)
+    check_adapter(adapter, model, sites)
+    first = None
+    with ExitStack() as stack:
+        capture = stack.enter_context(Capture(model, adapter, sites))
+        row = 0
+        for batch in batches:
+            captured = capture.run(dict(batch))
+            if first is None:
+                longest = int(getattr(adapter.host(model).config, "max_position_embeddings", 0) or 0)
+                length = max(longest, captured.inputs[0].shape[1])
+                info = describe(model, adapter, sites, name, length, None)
+                path = output or default_path(info.fingerprint)
+                kind, settings = resolve_storage(info.dtype, storage, inputs)
+                writer = stack.enter_context(DatabaseWriter(path, info, kind, settings))
+                first = writer.add_source(name, f"rows from {writer.records}")
+            for maps, hidden in captured:
+                writer.add(maps, hidden, Provenance(first, row, _split(0, row, held_out)))
+                row += 1
+        if first is None:
+            raise DataError("there is no input to build from.", "give at least one batch")
+        writer.publish()
+    return path
+
+
+def describe(
+    model: nn.Module, adapter: Adapter, sites: Sequence[Site], name: str, max_length: int, tokenizer: str | None
+) -> ModelInfo:
+    """What a database says about the model it belongs to."""
+    host = adapter.host(model)
+    fields = model_fields(host)
+    return ModelInfo(
+        name=name,
+        family=adapter.family,
+        mask_kind=adapter.mask_kind,
+        layers=len(sites),
+        heads=adapter.shape(sites[0].module)[0],
+        hidden=int(host.config.hidden_size),  # type: ignore[union-attr,arg-type]
+        dtype=str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch."),
+        max_length=max_length,
+        fingerprint=fingerprint(fields),
+        fields=fields,
+        tokenizer=tokenizer,
+    )
+
+
+def resolve_storage(dtype: str, storage: str, inputs: str) -> tuple[str, dict[str, str]]:
+    """Storage type and settings for a model that computes in `dtype`, of what was asked for ("auto": what suits it).
+
+    Probabilities lie in [0, 1], where float16 has eight times the resolution of bfloat16; but a bfloat16 model
+    multiplies bfloat16 maps as they lie, on the matrix unit.
+    """
+    if storage == "auto":
+        storage = "bfloat16" if dtype == "bfloat16" else "float16"
+    if inputs == "auto":
+        inputs = "first" if storage == "uint8" else "all"
+    return storage, {} if inputs == "all" else {"inputs": inputs}
 
 
 def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[Tokens]:

@@ -11,26 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site
+from attmemo.adapters import Adapter, Site, Spans
 from attmemo.adapters.check import UNKNOWN
 from attmemo.errors import UnsupportedModelError
 
 
 @dataclass
 class Captured:
-    """One forward: hidden states ``[B, L, H]`` and maps ``[B, h, L, L]`` per layer, and each row's valid length."""
+    """One forward: hidden states ``[B, L, H]`` and maps ``[B, h, L, L]`` per layer, and where valid tokens lie."""
 
     inputs: list[Tensor]
     maps: list[Tensor]
-    lengths: list[int]
+    spans: Spans
 
     def sequence(self, row: int) -> tuple[list[Tensor], list[Tensor]]:
         """Maps ``[h, n, n]`` and inputs ``[n, H]`` of one row, every layer, cut to its valid tokens."""
-        n = self.lengths[row]
-        return [m[row, :, :n, :n] for m in self.maps], [x[row, :n] for x in self.inputs]
+        length, n = self.inputs[0].shape[1], self.spans.lengths[row]
+        own = slice(length - n, length) if self.spans.left else slice(n)
+        return [m[row, :, own, own] for m in self.maps], [x[row, own] for x in self.inputs]
 
     def __iter__(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        return (self.sequence(row) for row in range(len(self.lengths)))
+        return (self.sequence(row) for row in range(len(self.spans.lengths)))
 
 
 class Capture:
@@ -41,13 +42,14 @@ class Capture:
 
     def __init__(self, model: nn.Module, adapter: Adapter, sites: Sequence[Site]) -> None:
         self._model, self._adapter, self._sites = model, adapter, list(sites)
-        self._calls: dict[int, tuple[Any, Any, Any]] = {}
+        self._host = adapter.host(model)
+        self._calls: dict[int, list[tuple[Any, Any, Any]]] = {}
         self._stack = ExitStack()
         self._extra: dict[str, Any] = {}
 
     def __enter__(self) -> Capture:
-        for site in self._sites:
-            handle = site.module.register_forward_hook(self._keep(site.layer), with_kwargs=True)
+        for module in {id(site.module): site.module for site in self._sites}.values():  # layers may share one
+            handle = module.register_forward_hook(self._keep, with_kwargs=True)
             self._stack.callback(handle.remove)
         self._extra = self._stack.enter_context(self._adapter.capturing(self._model))
         return self
@@ -59,30 +61,28 @@ class Capture:
         self._calls.clear()
 
     def run(self, inputs: dict[str, Tensor]) -> Captured:
-        """One forward, exact, with maps."""
+        """One forward of the layers (an encoder without the decoder behind it, no head), exact, with maps."""
         self._calls.clear()
         with torch.inference_mode():
-            self._model(**inputs, **self._extra)
-        maps, states, lengths = [], [], None
+            self._host(**inputs, **self._extra)
+        turns = {key: iter(calls) for key, calls in self._calls.items()}
+        maps, states, found = [], [], Spans([])
         for site in self._sites:
-            args, kwargs, output = self._calls[site.layer]
-            kwargs = {k: v for k, v in kwargs.items() if k != "output_attentions"}
-            call = self._adapter.read(site.module, args[:2], kwargs)
+            args, kwargs, output = next(turns[id(site.module)])
+            given = dict(zip(self._adapter.parameters, args, strict=False)) | kwargs | {"output_attentions": False}
+            call = self._adapter.read(site.module, (), given)
             if isinstance(call, str):
                 raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {call}.", UNKNOWN)
-            batch, length = call.hidden.shape[:2]
-            lengths = self._adapter.valid_lengths(call.mask, batch, length)
-            if lengths is None:
+            spans = self._adapter.spans(site.module, call.mask, *call.hidden.shape[:2])
+            if spans is None:
                 raise UnsupportedModelError(
-                    f"layer {site.layer} cannot be captured: the mask is not plain padding.", UNKNOWN
+                    f"layer {site.layer} cannot be captured: the mask is not plain padding on one side.", UNKNOWN
                 )
+            found = spans
             states.append(call.hidden)
             maps.append(self._adapter.map_of(output))
         self._calls.clear()
-        return Captured(states, maps, lengths or [])
+        return Captured(states, maps, found)
 
-    def _keep(self, layer: int) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._calls[layer] = (args, kwargs, output)
-
-        return hook
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._calls.setdefault(id(module), []).append((args, kwargs, output))

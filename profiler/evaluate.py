@@ -23,12 +23,12 @@ from attmemo.engine import Engine, Lookup
 from attmemo.errors import DataError
 from attmemo.memoization import Memoization, Threshold, memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
-from attmemo.profiler.answers import Batch, ask, changed, cosine, prepare, time_passes
+from attmemo.profiler.answers import Batch, ask, changed, cosine, perplexity, prepare, time_passes
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.conditions import conditions
 from attmemo.profiler.controls import CONTROLS, duplicate_share, serving_control
 from attmemo.profiler.data import digest
-from attmemo.profiler.models import LoadedModel, Tokens, collate
+from attmemo.profiler.models import LoadedModel, NextToken, Tokens, answers, collate
 from attmemo.profiler.open import Asked, open_model, open_texts
 from attmemo.similarity import similarity_matrix, similarity_score
 
@@ -87,6 +87,7 @@ def evaluate(
         prepared = prepare(loaded, asked.tokens, options.batch_size)
         total = len(asked.tokens)
         exact = ask(loaded, prepared, progress=lambda done: tell("exact answers", done, total))
+        surprise, predicted = _perplexity(loaded, prepared)
         result = _describe(loaded, database, asked, files, options)
         memoize(
             loaded.model, options.threshold, database, lookup=options.lookup, gate=options.gate, fetch=options.fetch
@@ -100,6 +101,12 @@ def evaluate(
             stats = handle.stats()
             result["hit_rate"], result["ineligible"] = stats["hit_rate"], sum(stats["ineligible"].values())
             result["quality"] = _quality(loaded, exact, given, labels, options)
+            if surprise is not None:
+                result["quality"] |= {
+                    "perplexity_exact": surprise,
+                    "perplexity_memoized": _perplexity(loaded, prepared)[0],
+                    "perplexity_tokens": predicted,
+                }
             result["layers"] = [_layer_row(row) for row in stats["layers"]]
             result["time"] = _time(loaded, handle, prepared, options, tell, total, result["notes"])
             saved = result["time"]["exact_ms"][result["time"]["best_exact"]] - result["time"]["memoized_ms"]
@@ -167,8 +174,9 @@ def _labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor | N
     if column is None:
         return None
     if loaded.kind != "classifier":
+        gives = "next tokens" if loaded.kind == "language-model" else "embeddings"
         raise DataError(
-            f"the model gives embeddings, not classes, so there is nothing to compare column {column!r} with.",
+            f"the model gives {gives}, not classes, so there is nothing to compare column {column!r} with.",
             "leave --label-column out; answers are compared with the exact model's in any case",
         )
     known = loaded.labels
@@ -199,18 +207,24 @@ def _accuracy(given: Tensor, labels: Tensor | None) -> float | None:
     return float((given.argmax(1) == labels)[known].float().mean())
 
 
+def _perplexity(loaded: LoadedModel, prepared: Sequence[Batch]) -> tuple[float | None, int]:
+    """Of a language model; None of one that is none."""
+    return perplexity(loaded, prepared) if loaded.kind == "language-model" else (None, 0)
+
+
 def _quality(
     loaded: LoadedModel, exact: Tensor, given: Tensor, labels: Tensor | None, options: EvaluateOptions
 ) -> dict[str, Any]:
     different = changed(loaded.kind, exact, given, options.min_cosine)
+    means = {"classifier": "another class", "language-model": "another first token"}
     values: dict[str, Any] = {
         "agreement": 1.0 - float(different.float().mean()),
         "changed": float(different.float().mean()),
-        "changed_means": "another class" if loaded.kind == "classifier" else f"cosine below {options.min_cosine:g}",
+        "changed_means": means.get(loaded.kind, f"cosine below {options.min_cosine:g}"),
         "accuracy_exact": _accuracy(exact, labels),
         "accuracy_memoized": _accuracy(given, labels),
     }
-    if loaded.kind == "classifier":
+    if loaded.kind != "encoder":
         distance = (exact - given).norm(dim=1)
         values |= {
             "logit_distance_mean": float(distance.mean()),
@@ -297,13 +311,14 @@ def _time(
 def _compile(loaded: LoadedModel, prepared: Sequence[Batch], tell: Progress) -> nn.Module:
     """The exact model under torch.compile, warmed up on every shape that will be asked."""
     plain = copy.deepcopy(loaded.model)
-    compiled: nn.Module = torch.compile(plain)  # type: ignore[assignment]
+    asked = NextToken(plain) if loaded.kind == "language-model" else plain
+    compiled: nn.Module = torch.compile(asked)  # type: ignore[assignment]
     shapes = {tuple(inputs["input_ids"].shape): inputs for _, inputs in prepared}
     with torch.inference_mode():
         for step, inputs in enumerate(shapes.values()):
             tell("compiling", step, len(shapes))
             for _ in range(2):
-                compiled(**inputs)
+                answers(loaded, inputs, compiled)
     tell("compiling", len(shapes), len(shapes))
     return compiled
 
@@ -350,7 +365,7 @@ def _similarities(
                     for layer in range(layers):
                         owner = SEQUENCE if engine.lookup == "sequence" else layer
                         if found is None or engine.lookup == "layer":
-                            found = engine.find(owner, captured.inputs[layer], captured.lengths)
+                            found = engine.find(owner, captured.inputs[layer], captured.spans.lengths)
                         maps = captured.maps[layer][:, :, :length, :length]
                         for row, (place, _) in enumerate(part):
                             best[layer, place] = _best(database, layer, maps[row : row + 1], there)
@@ -397,7 +412,9 @@ def _controls(
         handle.reset_stats()
         with serving_control(handle.engine, name):
             given = ask(loaded, prepared)
-        rows.append(_control_row(name, handle.stats()["hit_rate"], _quality(loaded, exact, given, labels, options)))
+            hit_rate, quality = handle.stats()["hit_rate"], _quality(loaded, exact, given, labels, options)
+            quality["perplexity_memoized"] = _perplexity(loaded, prepared)[0]
+        rows.append(_control_row(name, hit_rate, quality))
     tell("controls", len(CONTROLS), len(CONTROLS))
     return rows
 
@@ -410,6 +427,7 @@ def _control_row(name: str, hit_rate: float, quality: dict[str, Any]) -> dict[st
         "accuracy": quality["accuracy_memoized"],
         "cosine_mean": quality["cosine_mean"],
         "logit_distance_mean": quality.get("logit_distance_mean"),
+        "perplexity": quality.get("perplexity_memoized"),
     }
 
 
@@ -468,6 +486,7 @@ def _sweep(
         other.reset_stats()
         given = ask(loaded, renumbered)
         hit_rate = other.stats()["hit_rate"]
+        surprise = _perplexity(loaded, renumbered)[0]
         spent = time_passes(
             loaded,
             renumbered,
@@ -483,6 +502,7 @@ def _sweep(
                 "agreement": 1.0 - float(different.float().mean()),
                 "changed": float(different.float().mean()),
                 "cosine_mean": float(cosine(reference, given).mean()),
+                "perplexity": surprise,
             }
         )
     tell("threshold sweep", len(SWEEP), len(SWEEP))
@@ -494,7 +514,10 @@ def _verdict(result: dict[str, Any]) -> str:
     """One honest sentence."""
     rate, speed, quality = result["hit_rate"], result["time"]["speedup"], result["quality"]
     off = sum(row["gate"] == "off" for row in result["layers"])
-    same = f"{100 * quality['agreement']:.1f} % of the answers are those of the exact model"
+    what = "first tokens" if "perplexity_exact" in quality else "answers"
+    same = f"{100 * quality['agreement']:.1f} % of the {what} are those of the exact model"
+    if "perplexity_exact" in quality:
+        same += f", perplexity {quality['perplexity_memoized']:.4g} (exact {quality['perplexity_exact']:.4g})"
     if rate < 0.05:
         why = (
             f"the gate is off in {off} of {len(result['layers'])} layers" if off else "few records are similar enough"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ class LoadedModel:
     Attributes
     ----------
     kind : str
-        ``"classifier"`` (answers are labels) or ``"encoder"`` (answers are embeddings, mean-pooled).
+        ``"classifier"`` (answers are labels), ``"language-model"`` (answers are next tokens) or ``"encoder"`` (answers
+        are embeddings, mean-pooled).
     """
 
     name: str
@@ -37,7 +39,7 @@ class LoadedModel:
 
     @property
     def labels(self) -> dict[str, int]:
-        """Class numbers by label text; empty for an encoder."""
+        """Class numbers by label text; empty for a model that has no classes."""
         config: Any = self.model.config
         return {str(k): int(v) for k, v in (config.label2id or {}).items()} if self.kind == "classifier" else {}
 
@@ -55,16 +57,22 @@ class Tokens:
 
 
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """Load a model directory or hub name: as a classifier if it is one, else as a bare encoder.
+    """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 
     Raises
     ------
     DataError
         There is no such directory, and the name cannot be loaded from the hub.
     UnsupportedModelError
-        transformers cannot load it as an encoder.
+        transformers cannot load it, or the head that its configuration speaks of has no weights.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
 
     if dtype not in DTYPES:
         raise AttmemoError(f"precision {dtype!r} is not supported.", f"one of {', '.join(DTYPES)}")
@@ -77,25 +85,38 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
     try:
         with quiet():
             config = AutoConfig.from_pretrained(path)
-            classifies = any("ForSequenceClassification" in a for a in config.architectures or [])
-            loader = AutoModelForSequenceClassification if classifies else AutoModel
+            kind = kind_of(config)
+            loader = {"classifier": AutoModelForSequenceClassification, "language-model": AutoModelForCausalLM}.get(
+                kind, AutoModel
+            )
             model, report = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
             model = model.eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        kind = DataError if isinstance(error, OSError) else UnsupportedModelError
-        raise kind(
+        raised = DataError if isinstance(error, OSError) else UnsupportedModelError
+        raise raised(
             f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
         ) from error
     absent = sorted(report["missing_keys"])
-    if classifies and any(not key.startswith(model.base_model_prefix + ".") for key in absent):
+    if kind != "encoder" and any(not key.startswith(model.base_model_prefix + ".") for key in absent):
+        head = "classifier" if kind == "classifier" else "head"
         raise UnsupportedModelError(
-            f"the model {name} says it is a classifier, but has no weights for {', '.join(absent[:3])}: "
-            "its answers would be random.",
-            "give a model whose classifier was trained, or save the bare encoder without its head",
+            f"the model {name} says it is a {kind.replace('-', ' ')}, but has no weights for "
+            f"{', '.join(absent[:3])}: its answers would be random.",
+            f"give a model whose {head} was trained, or save the bare encoder without its head",
         )
-    return LoadedModel(name, model, tokenizer, "classifier" if classifies else "encoder", dtype)
+    return LoadedModel(name, model, tokenizer, kind, dtype)
+
+
+def kind_of(config: Any) -> str:
+    """What a model's configuration says it is: see `LoadedModel`."""
+    names = config.architectures or []
+    if any("ForSequenceClassification" in name for name in names):
+        return "classifier"
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):  # the latter: GPT-2
+        return "language-model"
+    return "encoder"
 
 
 def tokenize(loaded: LoadedModel, texts: Sequence[str], max_length: int, first_row: int = 0) -> list[Tokens]:
@@ -104,8 +125,10 @@ def tokenize(loaded: LoadedModel, texts: Sequence[str], max_length: int, first_r
         return []  # the tokenizer raises an IndexError
     encoded = loaded.tokenizer(list(texts), truncation=True, max_length=max_length)
     segments = encoded.get("token_type_ids")
+    # A tokenizer that adds no special tokens makes nothing of some texts, and a model cannot be asked nothing.
+    empty = [next((n for n in (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_id) if n is not None), 0)]
     return [
-        Tokens(first_row + i, ids, segments[i] if segments is not None else None)
+        Tokens(first_row + i, ids or empty, segments[i] if segments is not None and ids else None)
         for i, ids in enumerate(encoded["input_ids"])
     ]
 
@@ -148,13 +171,73 @@ def collate(loaded: LoadedModel, batch: Sequence[Tokens]) -> dict[str, Tensor]:
         if item.segments is not None:
             segments[row, :n] = torch.tensor(item.segments)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if batch[0].segments is not None and "token_type_ids" in loaded.tokenizer.model_input_names:
+    # A plain fast tokenizer gives segments to any model; a decoder without them would hand them on to its attention.
+    wanted = "token_type_ids" in loaded.tokenizer.model_input_names and _takes_segments(loaded.model)
+    if wanted and any(item.segments is not None for item in batch):
         inputs["token_type_ids"] = segments
     return inputs
 
 
+def _takes_segments(model: nn.Module) -> bool:
+    return "token_type_ids" in inspect.signature(model.forward).parameters
+
+
+class NextToken(nn.Module):
+    """A language model asked for the token behind each row's last valid one, as a prefill is: no cache is kept.
+
+    Its head is computed for these rows alone. The rows are taken out right before the head, inside the model's own
+    `forward`, so that whatever a family does to its logits afterwards (scaling, capping) is done.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A ``…ForCausalLM``; `remove` leaves it as it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.last: Tensor | None = None
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self._hook = head.register_forward_pre_hook(self._take)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """Logits are ``[B, 1, V]``."""
+        self.last = inputs["attention_mask"].sum(1) - 1
+        return self.model(**inputs, use_cache=False)
+
+    def remove(self) -> None:
+        """Take the hook out of the model."""
+        self._hook.remove()
+
+    def _take(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        hidden: Tensor = args[0]  # [B, L, H], padded at the end
+        assert self.last is not None
+        return (hidden[torch.arange(len(hidden)), self.last].unsqueeze(1),)
+
+
 def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
-    """What the user gets, float32: logits ``[B, C]``, or mean-pooled embeddings of unit length ``[B, H]``."""
+    """What the user gets, float32.
+
+    Parameters
+    ----------
+    model : nn.Module, optional
+        Asked instead of `loaded.model`; in place of a language model, a `NextToken`.
+
+    Returns
+    -------
+    Tensor
+        Logits ``[B, C]`` of classes; logits ``[B, V]`` of the token behind the last valid one; or mean-pooled
+        embeddings of unit length ``[B, H]``.
+    """
+    if loaded.kind == "language-model":
+        asked = NextToken(loaded.model) if model is None else model
+        try:
+            following: Tensor = asked(**inputs).logits[:, 0]
+        finally:
+            if model is None:
+                asked.remove()  # type: ignore[operator]
+        return following.float()
     output = (loaded.model if model is None else model)(**inputs)
     if loaded.kind == "classifier":
         logits: Tensor = output.logits

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from attmemo.adapters import adapter_for
 from attmemo.db import Database, ModelInfo
 from attmemo.errors import DataError, StaleDatabaseError
 from attmemo.fingerprint import check_fields, model_fields, tokenizer_digest
@@ -35,7 +36,8 @@ def open_model(info: ModelInfo, name: str | None = None) -> LoadedModel:
         loaded = load_model(name or info.name, info.dtype)
     except DataError as error:
         raise DataError(error.what, "give its place with --model") from error
-    check_fields(info.fields, model_fields(loaded.model), "the database")
+    adapter, _ = adapter_for(loaded.model)
+    check_fields(info.fields, model_fields(adapter.host(loaded.model)), "the database")
     if info.tokenizer is not None and tokenizer_digest(loaded.tokenizer) != info.tokenizer:
         raise StaleDatabaseError(
             "the database was built for another tokenizer than the one beside this model.",

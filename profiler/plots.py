@@ -460,3 +460,56 @@ def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, facecolor="white")
     return buffer.getvalue()
+
+
+_FAMILY_COLUMNS = 4
+
+
+def draw_families(result: Result) -> bytes:
+    """Draw how much faster a forward is with every row served, and at most could be, family by family.
+
+    Parameters
+    ----------
+    result : mapping
+        Of `bench_families`.
+
+    Returns
+    -------
+    bytes
+        A PNG: a panel for each family; a pair of bars, served and ceiling, for each shape and precision.
+    """
+    rows = entries_of(result, "rows")
+    families = list(dict.fromkeys(str(row["family"]) for row in rows))
+    lines = max(1, -(-len(families) // _FAMILY_COLUMNS))
+    figure = Figure(figsize=(15.5, 0.9 + 2.9 * lines), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    conditions = section(result, "conditions")
+    said = f"{conditions.get('layers', '?')} layers of width {conditions.get('hidden', '?')}"
+    title = figure.suptitle(
+        f"Time of an exact forward over that of one with every row served ({said}): filled as measured, "
+        "outlined without lookup and fetch",
+        fontsize=12, color=_INK, x=0.01, ha="left",
+    )  # fmt: skip
+    title.set_parse_math(False)
+    highest = max([1.0, *(number for key in ("speedup", "ceiling") for number in _numbers(rows, key) if number)])
+    for place, family in enumerate(families, start=1):
+        axes = figure.add_subplot(lines, _FAMILY_COLUMNS, place)
+        _style(axes)
+        own = [row for row in rows if row["family"] == family]
+        shapes = sorted({(int(row["length"]), int(row["batch"])) for row in own})
+        for shift, (dtype, color) in enumerate((("float32", _BLUE), ("bfloat16", _ORANGE))):
+            found = {(int(row["length"]), int(row["batch"])): row for row in own if row["dtype"] == dtype}
+            xs = [number + 0.4 * shift - 0.2 for number in range(len(shapes))]
+            for key, filled in (("ceiling", False), ("speedup", True)):
+                ys = _as_nan(as_number(found.get(shape, {}).get(key)) for shape in shapes)
+                axes.bar(
+                    xs, ys, width=0.36, color=color if filled else "none", edgecolor=color, linewidth=1.0,
+                    label=dtype if filled else None,
+                )  # fmt: skip
+        axes.axhline(1.0, color=_INK, linewidth=0.9)
+        axes.set_ylim(0.0, 1.06 * highest)
+        axes.set_title(family, fontsize=10.5, color=_INK, loc="left")
+        axes.xaxis.set_major_locator(FixedLocator(list(range(len(shapes)))))
+        axes.set_xticklabels([f"{length}\nx {batch}" for length, batch in shapes], fontsize=7.5)
+        if place == 1:
+            axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+    return _png(figure)

@@ -116,6 +116,7 @@ _CONTROL_COLUMNS: tuple[tuple[str, str, Show], ...] = (
     ("accuracy", "accuracy", _percent),
     ("cosine_mean", "cosine, mean", _decimal(".4f")),
     ("logit_distance_mean", "logit distance, mean", _decimal(".4f")),
+    ("perplexity", "perplexity", _decimal(".4g")),
 )
 _SWEEP_COLUMNS: tuple[tuple[str, str, Show], ...] = (
     ("threshold", "threshold", _decimal(".4g")),
@@ -124,6 +125,7 @@ _SWEEP_COLUMNS: tuple[tuple[str, str, Show], ...] = (
     ("agreement", "same answer", _percent),
     ("changed", "changed answers", _percent),
     ("cosine_mean", "cosine, mean", _decimal(".4f")),
+    ("perplexity", "perplexity", _decimal(".4g")),
 )
 _CONDITIONS: tuple[tuple[str, str, str, Show], ...] = (
     ("database", "model", "model", _plain),
@@ -191,6 +193,16 @@ def _both_accuracies(result: Result) -> str:
     return _NOTHING if memoized == _NOTHING else f"{memoized}, exact {exact}"
 
 
+def _same_means(quality: Mapping[str, Any]) -> str:
+    return "the exact model's next token" if "perplexity_exact" in quality else "as the exact model"
+
+
+def _both_perplexities(result: Result) -> str:
+    quality, show = section(result, "quality"), _decimal(".4g")
+    exact, memoized = show(quality.get("perplexity_exact")), show(quality.get("perplexity_memoized"))
+    return _NOTHING if memoized == _NOTHING else f"{memoized}, exact {exact}"
+
+
 def _summary(result: Result) -> Table:
     quality = section(result, "quality")
     best = section(result, "time").get("best_exact")
@@ -206,8 +218,9 @@ def _summary(result: Result) -> Table:
         ("Speed-up", _speedup(result), against),
         ("Bytes per saved ms", _size(section(result, "time").get("bytes_per_saved_ms")), "of a sequence's time"),
         ("Time", _times_per(result), "mean; lookup and misses included"),
-        ("Same answer", _percent(quality.get("agreement")), "as the exact model"),
+        ("Same answer", _percent(quality.get("agreement")), _same_means(quality)),
         ("Accuracy", _both_accuracies(result), "on the labels of the data"),
+        ("Perplexity", _both_perplexities(result), "of the texts themselves, token by token"),
         ("Cosine, mean", cosine(quality.get("cosine_mean")), "between memoized and exact outputs"),
         ("Cosine, lowest 1%", cosine(quality.get("cosine_p1")), "1 sequence in 100 lies below"),
         ("Cosine, lowest", cosine(quality.get("cosine_min")), "the worst sequence"),

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Collection
@@ -137,7 +138,8 @@ def run_child(
             os.close(writer)
             assert child.stdin is not None
             with child.stdin as orders:
-                json.dump({"path": sys.path, "timeout": timeout, "code": body, "values": values}, orders)
+                code_ = textwrap.dedent(body)
+                json.dump({"path": sys.path, "timeout": timeout, "code": code_, "values": values}, orders)
             answer = answers.read()
             code = child.wait()
         else:

@@ -21,31 +21,36 @@ from transformers import (
     CamembertConfig,
     CamembertForSequenceClassification,
     CamembertModel,
+    DebertaConfig,
+    DebertaModel,
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
     DebertaV2Model,
-    DistilBertConfig,
-    DistilBertModel,
     ElectraConfig,
     ElectraForSequenceClassification,
     ElectraModel,
     GPT2Config,
     GPT2Model,
+    LlamaConfig,
+    LlamaModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     RobertaModel,
-    T5Config,
-    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
     XLMRobertaModel,
+    XLNetConfig,
+    XLNetModel,
 )
 
 from attmemo import AdapterCheckError, UnsupportedModelError, memoize, unmemoize
-from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
-from attmemo.adapters.base import Rows, prefix_lengths
+from attmemo.adapters import Adapter, Site, Spans, adapter_for, check_adapter, encoder_of
+from attmemo.adapters.base import Rows
 from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
+from attmemo.adapters.masks import spans_of
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -107,18 +112,39 @@ KNOWN: dict[str, Callable[[], nn.Module]] = {
 KNOWN |= {f"deberta-v2 {name}": lambda more=more: make_deberta(**more) for name, more in DEBERTA.items()}  # type: ignore[misc]
 KNOWN |= {"deberta-v2 classifier": lambda: make_deberta(head=True, **DEBERTA["as v3"])}
 
-UNKNOWN: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=120, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64)),
-    "t5": lambda: T5EncoderModel(T5Config(vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
-    "distilbert": lambda: DistilBertModel(
-        DistilBertConfig(vocab_size=120, dim=32, hidden_dim=48, n_layers=LAYERS, n_heads=4)
+UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "bert decoder": (lambda: BertModel(BertConfig(**SIZES, is_decoder=True)), "none of its modules"),
+    "bert decoder with cross-attention": (
+        lambda: BertModel(BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)),
+        "none of its modules",
     ),
-    "albert": lambda: AlbertModel(AlbertConfig(**SIZES | {"embedding_size": 16})),
-    "bert decoder": lambda: BertModel(BertConfig(**SIZES, is_decoder=True)),
-    "bert decoder with cross-attention": lambda: BertModel(
-        BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    "bert language model": (lambda: BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)), "none of its modules"),
+    "xlnet": (
+        lambda: XLNetModel(XLNetConfig(vocab_size=120, d_model=32, n_layer=2, n_head=4, d_inner=48)),
+        "none of its modules",
     ),
-    "bert language model": lambda: BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)),
+    "umt5": (
+        lambda: UMT5EncoderModel(UMT5Config(vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
+        "none of its modules",
+    ),
+    "gpt2 with cross-attention": (
+        lambda: GPT2Model(
+            GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=64, add_cross_attention=True)
+        ),
+        "it looks like gpt2, but it has cross-attention layers",
+    ),
+    "deberta with talking heads": (
+        lambda: DebertaModel(DebertaConfig(**SIZES, talking_head=True, relative_attention=True, pos_att_type=["c2p"])),
+        "it looks like deberta, but its heads are mixed after the softmax",
+    ),
+    "llama whose positions depend on the batch": (
+        lambda: LlamaModel(
+            LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+            )
+        ),
+        "it looks like llama, but its rotary positions depend on the length of the batch",
+    ),
 }
 
 
@@ -209,12 +235,12 @@ class TestRefusedModels:
     @pytest.mark.parametrize("name", UNKNOWN)
     def test_a_family_nobody_knows_is_refused_by_name_and_left_alone(self, name: str) -> None:
         torch.manual_seed(1)
-        model = UNKNOWN[name]().eval()
+        make, reason = UNKNOWN[name]
+        model = make().eval()
+        with pytest.raises(UnsupportedModelError, match=r"attmemo families.*adapters/README\.md"):
+            memoize(model)
         refused(
-            model,
-            UnsupportedModelError,
-            r"no adapter knows .* found bert: \d of .*deberta-v2: ",
-            lambda: memoize(model),
+            model, UnsupportedModelError, rf"no adapter knows .* \(model type '.*{reason}", lambda: memoize(model)
         )
 
     def test_what_is_not_a_model_at_all_is_refused(self) -> None:
@@ -229,7 +255,7 @@ class TestRefusedModels:
             """As a low-rank adapter wraps it."""
 
         attention_of(model, 1).value = Adapted(32, 32)
-        refused(model, UnsupportedModelError, "bert: 2 of 3 layers", lambda: adapter_for(model))
+        refused(model, UnsupportedModelError, "looks like bert, but 2 of 3 layers", lambda: adapter_for(model))
 
     @pytest.mark.parametrize(
         "make", [lambda: make_bert_like("bert", head=True), lambda: make_deberta(**DEBERTA["as v3"])]
@@ -257,9 +283,15 @@ class TestRefusedModels:
         refused(model, AdapterCheckError, "layer 2 .* is not called", lambda: check_adapter(*_arguments(model)))
 
     def test_a_lookalike_whose_layer_goes_on_after_attention_is_refused(self) -> None:
-        torch.manual_seed(1)  # ALBERT with one layer: the same names, but projection and residual are inside
+        torch.manual_seed(1)  # ALBERT has the names of BERT, but projection and residual are inside
         model = AlbertModel(AlbertConfig(**SIZES | {"embedding_size": 16, "num_hidden_layers": 1})).eval()
-        refused(model, AdapterCheckError, "layer 0 ", lambda: check_adapter(*_arguments(model)))
+        module: Any = model.encoder.albert_layer_groups[0].albert_layers[0].attention  # type: ignore[union-attr,index]
+        refused(
+            model,
+            AdapterCheckError,
+            "layer 0 ",
+            lambda: check_adapter(BertAdapter(), model, [Site(0, "attention", module)]),
+        )
 
     def test_attention_that_gives_no_map_is_refused(self) -> None:
         model = make_bert_like("bert", head=False)
@@ -272,8 +304,8 @@ class TestRefusedModels:
         model = make_bert_like("bert", head=False)
 
         class Blind(BertAdapter):
-            def valid_lengths(self, mask: Tensor | None, batch: int, length: int) -> list[int] | None:
-                return [length] * batch
+            def spans(self, module: nn.Module, mask: Any, batch: int, length: int) -> Spans | None:
+                return Spans([length] * batch)
 
         with pytest.raises(AdapterCheckError, match="reads as lengths"):
             check_adapter(Blind(), model, adapter_for(model)[1])
@@ -336,6 +368,13 @@ FORMS: dict[str, tuple[Adapter, Callable[[Tensor], Tensor]]] = {
 }
 
 
+def lengths_of(adapter: Adapter, mask: Any, batch: int, length: int) -> list[int] | None:
+    """What a mask is read as; None: the call stays exact."""
+    spans = adapter.spans(nn.Identity(), mask, batch, length)
+    assert spans is None or not spans.left
+    return None if spans is None else spans.lengths
+
+
 @pytest.mark.parametrize("form", FORMS)
 class TestMasks:
     @settings(derandomize=True, deadline=None, max_examples=30)
@@ -343,7 +382,7 @@ class TestMasks:
     def test_padding_at_the_end_reads_as_its_lengths(self, form: str, lengths: list[int], more: int) -> None:
         adapter, make = FORMS[form]
         length = max(lengths) + more
-        assert adapter.valid_lengths(make(mask_of(lengths, length)), len(lengths), length) == lengths
+        assert lengths_of(adapter, make(mask_of(lengths, length)), len(lengths), length) == lengths
 
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(valid=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -351,57 +390,57 @@ class TestMasks:
         adapter, make = FORMS[form]
         counts = [sum(row) for row in valid]
         plain = all(row == [True] * n + [False] * (5 - n) and n > 0 for row, n in zip(valid, counts, strict=True))
-        found = adapter.valid_lengths(make(torch.tensor(valid)), len(valid), 5)
+        found = lengths_of(adapter, make(torch.tensor(valid)), len(valid), 5)
         assert found == (counts if plain else None)
 
     def test_a_mask_of_another_batch_or_length_stays_exact(self, form: str) -> None:
         adapter, make = FORMS[form]
         mask = make(mask_of([3, 5], 5))
-        assert adapter.valid_lengths(mask, 3, 5) is None
-        assert adapter.valid_lengths(mask, 2, 6) is None
-        assert adapter.valid_lengths(mask[:, 0], 2, 5) is None
-        assert adapter.valid_lengths(mask.repeat(1, 4, 1, 1), 2, 5) is None
+        assert lengths_of(adapter, mask, 3, 5) is None
+        assert lengths_of(adapter, mask, 2, 6) is None
+        assert lengths_of(adapter, mask[:, 0], 2, 5) is None
+        assert lengths_of(adapter, mask.repeat(1, 4, 1, 1), 2, 5) is None
 
 
 class TestOddMasks:
     @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
     def test_no_mask_means_that_every_token_is_valid(self, adapter: Adapter) -> None:
-        assert adapter.valid_lengths(None, 2, 7) == [7, 7]
+        assert lengths_of(adapter, None, 2, 7) == [7, 7]
 
     def test_one_mask_for_all_rows_counts_for_each(self) -> None:
-        assert BertAdapter().valid_lengths(boolean(mask_of([3], 5)), 4, 5) == [3, 3, 3, 3]
+        assert lengths_of(BertAdapter(), boolean(mask_of([3], 5)), 4, 5) == [3, 3, 3, 3]
 
     @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
     def test_a_causal_mask_stays_exact(self, adapter: Adapter) -> None:
-        assert adapter.valid_lengths(torch.ones(5, 5).tril().bool().expand(2, 1, 5, 5), 2, 5) is None
+        assert lengths_of(adapter, torch.ones(5, 5).tril().bool().expand(2, 1, 5, 5), 2, 5) is None
 
     @pytest.mark.parametrize("adapter", [BertAdapter(), DebertaV2Adapter()])
     def test_blocks_of_packed_sequences_stay_exact(self, adapter: Adapter) -> None:
         blocks = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool().expand(2, 1, 5, 5)
-        assert adapter.valid_lengths(blocks, 2, 5) is None
+        assert lengths_of(adapter, blocks, 2, 5) is None
 
     @pytest.mark.parametrize("bias", [-1e4, -3.0, 1e-6, float("nan")])
     def test_a_bias_is_not_taken_for_padding(self, bias: float) -> None:
         mask = additive(mask_of([5], 5)).clone()
         mask[..., 4] = bias
-        assert BertAdapter().valid_lengths(mask, 1, 5) is None
+        assert lengths_of(BertAdapter(), mask, 1, 5) is None
 
     def test_minus_infinity_is_padding(self) -> None:
         mask = torch.zeros(1, 1, 1, 5)
         mask[..., 3:] = float("-inf")
-        assert BertAdapter().valid_lengths(mask, 1, 5) == [3]
+        assert lengths_of(BertAdapter(), mask, 1, 5) == [3]
 
     @pytest.mark.parametrize("mask", [torch.ones(1, 1, 5, 5, dtype=torch.long), object()])
     def test_what_is_neither_bool_nor_float_stays_exact(self, mask: Any) -> None:
-        assert BertAdapter().valid_lengths(mask, 1, 5) is None
+        assert lengths_of(BertAdapter(), mask, 1, 5) is None
 
     def test_a_row_without_a_single_token_stays_exact(self) -> None:
-        assert prefix_lengths(torch.tensor([[True, False], [False, False]])) is None
+        assert spans_of(torch.tensor([[True, False], [False, False]])) is None
 
     def test_a_mask_that_differs_between_queries_of_real_tokens_only_is_noticed(self) -> None:
         allowed = outer(mask_of([4], 6)).bool()
         allowed[0, 0, 1, 3] = False
-        assert DebertaV2Adapter().valid_lengths(allowed, 1, 6) is None
+        assert lengths_of(DebertaV2Adapter(), allowed, 1, 6) is None
 
 
 HIDDEN = torch.zeros(2, 5, 32)
@@ -463,16 +502,18 @@ class TestReading:
 class TestTakingRows:
     def test_only_what_belongs_to_the_batch_is_cut(self) -> None:
         mask = torch.arange(3.0)[:, None]
-        for rows in (Rows(3, np.array([2, 0])), Rows(3, np.array([2, 0]), mask)):
-            assert rows.of(mask).tolist() == rows.of(mask.clone()).tolist() == [[2.0], [0.0]]
+        rows = Rows(3, np.array([2, 0]))
+        for keep in (False, True):
+            assert rows.of(mask, keep).tolist() == rows.of(mask.clone(), keep).tolist() == [[2.0], [0.0]]
+            assert [part.tolist() for part in rows.of((mask, mask[:1]), keep)] == [[[2.0], [0.0]], [[0.0]]]
             for shared in (None, "x", torch.tensor(3.0), torch.zeros(1, 5), torch.zeros(4, 5)):
-                assert rows.of(shared) is shared
+                assert rows.of(shared, keep) is shared
 
     def test_what_was_taken_from_one_mask_is_not_given_for_another(self) -> None:
         first, second = torch.arange(3.0), torch.arange(3.0) + 5
-        rows = Rows(3, np.array([1]), first)
-        assert rows.of(first) is rows.of(first)
-        assert (rows.of(first).item(), rows.of(second).item()) == (1.0, 6.0)
+        rows = Rows(3, np.array([1]))
+        assert rows.of(first, keep=True) is rows.of(first, keep=True)
+        assert (rows.of(first, keep=True).item(), rows.of(second, keep=True).item()) == (1.0, 6.0)
 
     def test_deberta_keeps_positions_that_look_like_a_batch(self) -> None:
         batch = 3
@@ -508,7 +549,7 @@ class TestTakingRows:
             handle.remove()
             args, kwargs, output = calls[0]
             some_args, some_kwargs = adapter.take_rows(args, kwargs, Rows(4, np.array([3, 1])))
-            part = adapter.context_of(sites[1].module(*some_args, **some_kwargs))
-        whole = adapter.context_of(output)
+            part = adapter.output_of(sites[1].module(*some_args, **some_kwargs))
+        whole = adapter.output_of(output)
         assert torch.allclose(part[0, :9], whole[3, :9], atol=1e-5)
         assert torch.allclose(part[1, :7], whole[1, :7], atol=1e-5)

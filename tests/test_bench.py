@@ -21,6 +21,7 @@ from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, multiply, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS, sweep_gather
+from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.conditions import conditions
 from attmemo.profiler.plots import draw_gather
 
@@ -317,8 +318,8 @@ def test_layer_serves_every_row(family: Any, dtype: str) -> None:
 
 def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
     with torch.random.fork_rng(devices=[]):
-        model = layer._random_model("bert", 32, 2, 16, 1, "float32")
-    inputs = layer._inputs(torch.Generator().manual_seed(1), 3, 16)
+        model = random_model("bert", 32, 2, 16, 1, "float32")
+    inputs = random_inputs("bert", torch.Generator().manual_seed(1), 3, 16, "float32")
     with torch.inference_mode():
         before = model(**inputs).last_hidden_state
         twin = layer._ceiling_model(model, inputs)
@@ -334,7 +335,11 @@ def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
 
 def test_layer_refuses_a_ceiling_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     right = layer._hit_only
-    monkeypatch.setattr(layer, "_hit_only", lambda adapter, module, apm: right(adapter, module, apm.flip(-1)))
+
+    def wrong(adapter: Any, module: Any, maps: Any) -> Any:
+        return right(adapter, module, [apm.flip(-1) for apm in maps])
+
+    monkeypatch.setattr(layer, "_hit_only", wrong)
     with pytest.raises(AttmemoError, match="another output"):
         bench_layer(**LAYER)
 
@@ -345,9 +350,9 @@ def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
     from attmemo.profiler.capture import Capture
 
     with torch.random.fork_rng(devices=[]):
-        model = layer._random_model("deberta-v2", 128, 2, 32, 2, "float32")
+        model = random_model("deberta-v2", 128, 2, 32, 2, "float32")
     with Capture(model, *adapter_for(model)) as capture:
-        maps = capture.run(layer._inputs(torch.Generator().manual_seed(1), 4, 32)).maps
+        maps = capture.run(random_inputs("deberta-v2", torch.Generator().manual_seed(1), 4, 32, "float32")).maps
     for apm in maps:
         highest = float(apm.max(-1).values.mean())
         assert 3 / 32 < highest < 0.9
@@ -389,7 +394,7 @@ def test_sizes_must_be_positive_integers(value: Any) -> None:
         (bench_search, {"backends": ("annoy",)}, "backends: 'annoy'"),
         (bench_search, {"backends": "faiss"}, "sequence of names"),
         (bench_search, {"backends": ()}, "at least one"),
-        (bench_layer, {"family": "t5"}, "family: 't5' is not one of bert, deberta-v2"),
+        (bench_layer, {"family": "xlnet"}, "family: 'xlnet' is not one of bert, albert"),
         (bench_layer, {"dtype": "float16"}, "dtype"),
         (bench_layer, {"storage": "int8"}, "storage"),
         (bench_layer, {"fetch": "steal"}, "fetch"),
@@ -423,3 +428,42 @@ def test_a_full_disk_is_said_before_anything_is_written(monkeypatch: pytest.Monk
     monkeypatch.setattr("shutil.disk_usage", lambda _path: Usage)
     with pytest.raises(StorageFullError, match="0 MiB are free in the folder for temporary files"):
         bench_gather(**GATHER)
+
+
+class TestAllFamilies:
+    def test_every_family_has_a_shape_to_measure(self) -> None:
+        from attmemo.adapters import ADAPTERS, adapter_for, check_adapter
+
+        for adapter in ADAPTERS:
+            with torch.random.fork_rng(devices=[]):
+                model = random_model(adapter.family, 32, 4, 12, 2, "float32")
+            found, sites = adapter_for(model)
+            assert found.family == adapter.family
+            assert len(sites) == 2
+            assert check_adapter(found, model, sites) <= 1e-5
+            inputs = random_inputs(adapter.family, torch.Generator().manual_seed(0), 2, 12, "float32")
+            with torch.inference_mode():
+                assert found.host(model)(**inputs).last_hidden_state.shape[:2] == (2, 12), adapter.family
+
+    def test_a_row_for_each_case_that_fits_and_a_note_for_each_that_does_not(self, tmp_path: Path) -> None:
+        from attmemo.profiler.bench.families import as_markdown, bench_families
+        from attmemo.profiler.plots import draw_families
+
+        common: dict[str, Any] = {"hidden": 32, "heads": 4, "batches": (1, 2), "dtypes": ("float32",), "repeats": 1}
+        found = bench_families(families=["t5", "llama"], lengths=(8,), long_lengths=(16,), **common)
+        shapes = [(row["family"], row["length"], row["batch"]) for row in found["rows"]]
+        assert shapes == [
+            ("t5", 8, 1), ("t5", 8, 2), ("llama", 8, 1), ("llama", 8, 2), ("llama", 16, 1), ("llama", 16, 2)
+        ]  # fmt: skip
+        for row in found["rows"]:
+            assert row["speedup"] == pytest.approx(row["exact_ms"] / row["served_ms"])
+            assert row["ceiling"] == pytest.approx(row["exact_ms"] / row["ceiling_ms"])
+        text = as_markdown(found)
+        assert text.count("\n") == 2 + 2
+        assert "| llama | float32 | sdpa |" in text
+        assert draw_families(found).startswith(b"\x89PNG")
+        json.dumps(found)
+        nothing = bench_families(families=["t5"], lengths=(8,), max_bytes=10, **common)
+        assert not nothing["rows"]
+        left_out = [note.split(" is left out")[0] for note in nothing["notes"]]
+        assert left_out == ["t5, float32, 1 x 8", "t5, float32, 2 x 8"]

@@ -374,13 +374,13 @@ class TestBadInput:
         assert "no model in" in stderr
 
     def test_a_model_of_an_unknown_family(self, tmp_path: Path, service_log: Path, tiny_bert: str) -> None:
-        from transformers import AutoTokenizer, GPT2Config, GPT2Model
+        from transformers import AutoTokenizer, XLNetConfig, XLNetModel
 
-        config = GPT2Config(vocab_size=900, n_positions=128, n_embd=32, n_layer=2, n_head=2)
-        GPT2Model(config).save_pretrained(tmp_path / "gpt2")
-        AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "gpt2")
+        config = XLNetConfig(vocab_size=900, d_model=32, n_layer=2, n_head=2, d_inner=48)
+        XLNetModel(config).save_pretrained(tmp_path / "xlnet")
+        AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "xlnet")
         stderr = refuse(
-            "build-database", "--model", tmp_path / "gpt2", "--data", service_log, "--output", tmp_path / "db"
+            "build-database", "--model", tmp_path / "xlnet", "--data", service_log, "--output", tmp_path / "db"
         )
         assert "no adapter knows" in stderr
         assert not (tmp_path / "db").exists()
@@ -607,3 +607,32 @@ class TestConsole:
         rows = histogram(lengths)
         assert len(rows) <= 8
         assert sum(int(count.replace(",", "")) for *_, count in rows) == sum(lengths.values())
+
+
+class TestFamilies:
+    def test_all_of_them_are_listed(self) -> None:
+        from attmemo.adapters import ADAPTERS
+
+        found = json.loads(succeed("families", "--json", "-"))
+        assert [row["family"] for row in found["families"]] == [adapter.family for adapter in ADAPTERS]
+        assert all(row["models"] for row in found["families"])
+
+    def test_a_model_is_told_by_its_configuration_alone(self, tiny_deberta: str, tmp_path: Path) -> None:
+        shutil.copy(Path(tiny_deberta) / "config.json", tmp_path)
+        found = json.loads(succeed("families", tmp_path, "--json", "-"))
+        assert (found["family"], found["layers"], found["heads"]) == ("deberta-v2", 2, 4)
+
+    def test_a_model_that_is_refused_says_why(self, tmp_path: Path) -> None:
+        from transformers import LlamaConfig, XLNetConfig
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        LlamaConfig(**sizes, rope_parameters=rope).save_pretrained(tmp_path / "llama")
+        XLNetConfig(d_model=32, n_layer=2, n_head=2).save_pretrained(tmp_path / "xlnet")
+        for name, reason in (("llama", "depend on the length of the batch"), ("xlnet", "none of its modules")):
+            done = attmemo("families", tmp_path / name)
+            assert done.exit_code == 1
+            assert reason in done.stdout.replace("\n", " ")
+
+    def test_what_is_no_model_is_an_error(self, tmp_path: Path) -> None:
+        assert "cannot read the configuration" in refuse("families", tmp_path)

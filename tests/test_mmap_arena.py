@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import faulthandler
+import fcntl
 import gc
 import mmap
 import os
@@ -33,6 +35,7 @@ from attmemo.mmap import (
     MapFetcher,
     SlotLayout,
     ViewFetcher,
+    choose_fetcher,
     hugepages,
     page_size,
     pages,
@@ -364,6 +367,59 @@ def test_without_huge_pages_the_same_bytes_come_with_a_notice(path: Path, layout
     assert Arena(path, layout).notice is None
 
 
+def test_pages_that_a_page_cache_gives_are_found_out_and_the_bytes_are_the_same(path: Path) -> None:
+    """Small or huge, as the file system has them; what is reported is what the kernel says of each slot."""
+    layout = SlotLayout((1, 600, 700), torch.float32, HUGE_PAGE, HUGE_PAGE, 12)
+    slots = write_arena(path, layout)
+    plain = Arena(path, layout)
+    address = plain.slot(0).data_ptr()
+    looked = [number * 12 // 8 for number in range(8)]
+    assert all(torch.equal(plain.slot(i), slots[i]) for i in range(12))
+    huge = sum(pages.is_huge(address + i * HUGE_PAGE) for i in looked)
+    assert plain.page_bytes == plain.window_page_bytes == (HUGE_PAGE if huge > 4 else PAGE)
+    assert pages.is_huge(address) == (pages.huge_mapping(address, 1)[1] > 0 and huge > 0)
+    plain.close()
+    told: list[tuple[int, int]] = []
+    asked = Arena(path, layout, "hugepages", lambda done, total: told.append((done, total)))
+    assert all(torch.equal(asked.slot(i), slots[i]) for i in range(12))
+    assert told[-1] == (layout.file_bytes, layout.file_bytes)
+    if asked.residency == "page-cache":
+        assert asked.notice is not None
+        got = asked.mapping.huge_bytes
+        assert asked.page_bytes == (HUGE_PAGE if 2 * got > layout.file_bytes else PAGE)
+        assert (f"{got >> 20} of {layout.file_bytes >> 20} MiB" if got else "in small pages") in asked.notice
+    with MapFetcher(strict=True).fetch(asked, [11, 0, 11]) as batch:
+        assert batch.stacked is not None
+        assert torch.equal(batch.stacked, slots[[11, 0, 11]])
+
+
+@pytest.mark.parametrize(("huge", "expected"), [(8, HUGE_PAGE), (5, HUGE_PAGE), (4, PAGE), (0, PAGE)])
+def test_most_of_the_slots_that_are_looked_at_decide(
+    path: Path, monkeypatch: pytest.MonkeyPatch, huge: int, expected: int
+) -> None:
+    layout = SlotLayout((1, 600, 700), torch.float32, HUGE_PAGE, HUGE_PAGE, 8)
+    slots = write_arena(path, layout)
+    answers = iter([True] * huge + [False] * (8 - huge))
+    monkeypatch.setattr(pages, "is_huge", lambda address: next(answers))
+    arena = Arena(path, layout)
+    assert (arena.page_bytes, arena.window_page_bytes) == (expected, expected)
+    assert next(answers, None) is None
+    with choose_fetcher("auto", arena.window_page_bytes).fetch(arena, [2, 7]) as batch:
+        assert (batch.stacked is None) == (expected == PAGE)
+        assert torch.equal(batch[1], slots[7])
+
+
+def test_a_kernel_that_knows_no_question_about_one_page_is_asked_about_all(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOTTY, "inappropriate ioctl for device")
+
+    monkeypatch.setattr(fcntl, "ioctl", refuse)
+    monkeypatch.setattr(pages, "huge_mapping", lambda address, nbytes: (HUGE_PAGE, HUGE_PAGE))
+    assert pages.is_huge(0)
+
+
 def test_large_slots_name_the_pool_too(path: Path) -> None:
     layout = SlotLayout.paged((2, 400, 400), torch.float32, slots=2)
     slots = write_arena(path, layout)
@@ -560,8 +616,9 @@ def test_huge_pages_that_are_there_are_used_by_arena_and_window(
             stacked = batch.stacked
             assert stacked is not None
             assert stacked.data_ptr() % HUGE_PAGE == 0
-            assert pages.huge_mapping(stacked.data_ptr(), 3 * HUGE_PAGE)[1] >= 3 * HUGE_PAGE
             assert torch.equal(stacked, slots[[4, 1, 1]])
+            assert pages.huge_mapping(stacked.data_ptr(), 3 * HUGE_PAGE)[1] >= 3 * HUGE_PAGE
+            assert pages.is_huge(stacked.data_ptr() + HUGE_PAGE + 12345)
             del stacked
         assert fetcher.fallbacks == 0
         # And a database that lies on such a file system is recognized without a copy.

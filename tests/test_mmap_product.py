@@ -18,6 +18,7 @@ from attmemo.mmap import Arena, SlotLayout, is_direct, multiply
 from attmemo.mmap.product import _FORMS
 
 SETS = _kernels.instruction_sets()
+BRAIN_SETS = _kernels.instruction_sets(True)
 POISON = 7.25
 
 
@@ -108,20 +109,94 @@ def test_the_product_is_that_of_float64(
     assert bool((context[untouched] == POISON).all())
 
 
-@pytest.mark.parametrize("isa", SETS)
-def test_a_sequence_gives_the_same_bits_in_any_company_and_with_any_number_of_threads(isa: str) -> None:
+@settings(deadline=None, max_examples=60)
+@given(
+    isa=st.sampled_from(BRAIN_SETS),
+    dtype=st.sampled_from(sorted(_FORMS, key=str)),
+    causal=st.booleans(),
+    heads=st.integers(1, 3),
+    length=st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 96, 128])),
+    width=st.one_of(st.integers(1, 20), st.sampled_from([32, 48, 64, 80, 128])),
+    padding=st.integers(0, 3),
+    batch=st.integers(1, 4),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_of_values_in_bfloat16_the_product_is_that_of_float64_rounded(
+    isa: str,
+    dtype: torch.dtype,
+    causal: bool,
+    heads: int,
+    length: int,
+    width: int,
+    padding: int,
+    batch: int,
+    threads: int,
+    seed: int,
+) -> None:
+    """Within half a step of bfloat16; where the matrix unit rounds the map, within what that may add to a sum."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(5, heads, length, length, generator=generator).mul(4)
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    name = next(name for name, known in TYPES.items() if known == dtype)
+    maps = torch.stack([pack(apm, name, causal) for apm in scores.softmax(-1)])
+    stride = maps[0].numel() * maps.element_size()
+    slots = torch.randint(0, 5, (batch,), generator=generator)
+    starts = torch.randperm(batch, generator=generator) * length + 2
+    values = torch.randn(batch * length + 2, heads * width, generator=generator).bfloat16()
+    values[:2] = torch.nan  # rows of nobody
+    rows = torch.randperm(batch + 2, generator=generator)[:batch]
+    context = torch.full((batch + 2, length + padding, heads * width), POISON).bfloat16()
+    _kernels.multiply(
+        maps=maps.view(torch.uint8).numpy(),
+        offsets=(slots * stride).numpy(),
+        form=_FORMS[dtype],
+        heads=heads,
+        length=length,
+        width=width,
+        values=values.view(torch.int16).numpy(),
+        starts=starts.numpy(),
+        context=context.view(torch.int16).numpy(),
+        rows=rows.numpy(),
+        padded=length + padding,
+        threads=threads,
+        triangle=causal,
+        isa=isa,
+        brain=True,
+    )
+    for slot, start, row in zip(slots.tolist(), starts.tolist(), rows.tolist(), strict=True):
+        v = values[start : start + length].view(length, heads, width).transpose(0, 1).double()
+        apm = unpack(maps[slot]).double()
+        expected = (apm @ v).transpose(0, 1).reshape(length, heads * width)
+        slack = (apm @ v.abs()).transpose(0, 1).reshape(length, heads * width) if isa == "amx" else 0.0
+        within = 2.0**-8 * expected.abs() + 2.0**-8 * slack + 1e-5
+        assert bool(((context[row, :length].double() - expected).abs() <= within).all())
+        assert bool((context[row, length:] == 0).all())
+    untouched = [row for row in range(batch + 2) if row not in rows.tolist()]
+    assert bool((context[untouched] == POISON).all())
+
+
+@pytest.mark.parametrize(("isa", "brain"), [(isa, False) for isa in SETS] + [(isa, True) for isa in BRAIN_SETS])
+@pytest.mark.parametrize("length", [61, 96])
+def test_a_sequence_gives_the_same_bits_in_any_company_and_with_any_number_of_threads(
+    isa: str, brain: bool, length: int
+) -> None:
     generator = torch.Generator().manual_seed(3)
-    heads, length, width, batch = 3, 61, 32, 7
-    maps = torch.rand(batch, heads, length, length, generator=generator).softmax(-1).half()
+    heads, width, batch = 3, 32, 7
+    kind = torch.bfloat16 if brain else torch.float16
+    maps = torch.rand(batch, heads, length, length, generator=generator).softmax(-1).to(kind)
     values = torch.randn(batch * length, heads * width, generator=generator)
     stride, found = maps[0].numel() * 2, {}
+    bits = lambda numbers: (numbers.view(torch.int16) if brain else numbers).numpy()  # noqa: E731
+    values = values.to(torch.bfloat16 if brain else torch.float32)
     for threads in (1, 2, 5):
         for group in ([4], [0, 4], [6, 5, 4, 3, 2, 1, 0]):
-            context = torch.empty(batch, length, heads * width)
+            context = torch.empty(batch, length, heads * width, dtype=values.dtype)
             picked = np.array(group, np.int64)
             _kernels.multiply(
-                maps.view(torch.uint8).numpy(), picked * stride, 1, heads, length, width, values.numpy(),
-                picked * length, context.numpy(), picked, length, threads, isa=isa,
+                maps.view(torch.uint8).numpy(), picked * stride, _FORMS[kind], heads, length, width, bits(values),
+                picked * length, bits(context), picked, length, threads, isa=isa, brain=brain,
             )  # fmt: skip
             found[threads, len(group)] = context[4].clone()
     first = found[1, 1]
@@ -142,6 +217,26 @@ def test_every_half_precision_number_is_read_as_it_is() -> None:
             )  # fmt: skip
             seen, expected = (t.nan_to_num(0.5, 1e38, -1e38) for t in (context.flatten(), numbers.float()))
             assert torch.equal(seen, expected), (dtype, isa)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in BRAIN_SETS if isa != "amx"])
+def test_every_bfloat16_is_read_and_written_as_it_is(isa: str) -> None:
+    """The matrix unit takes subnormals for zero, here and in torch."""
+    numbers = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    context = torch.empty(65536, 1, 1, dtype=torch.bfloat16)
+    _kernels.multiply(
+        np.ones(1, np.float32), np.zeros(65536, np.int64), 0, 1, 1, 1, numbers.view(torch.int16)[:, None].numpy(),
+        np.arange(65536), context.view(torch.int16).numpy(), np.arange(65536), 1, 2, isa=isa, brain=True,
+    )  # fmt: skip
+    seen, expected = (t.float().nan_to_num(0.5, 3e38, -3e38) for t in (context.flatten(), numbers))
+    assert torch.equal(seen, expected)
+
+
+def test_the_matrix_unit_is_not_asked_for_float32() -> None:
+    if "amx" not in BRAIN_SETS:
+        pytest.skip("this processor has no matrix unit for bfloat16")
+    with pytest.raises(ValueError, match="no such instruction set"):
+        call(isa="amx")
 
 
 def test_what_is_not_a_number_in_a_map_does_not_come_out_as_one() -> None:
@@ -170,6 +265,8 @@ def test_what_is_not_a_number_in_a_map_does_not_come_out_as_one() -> None:
         ({"length": -1}, "must be positive"),
         ({"padded": 2}, "at least length"),
         ({"padded": 4}, "whole number of rows"),
+        ({"brain": True, "starts": np.array([0, 10], np.int64)}, "outside the values"),
+        ({"brain": True, "width": 5}, "whole number of rows"),
         ({"width": 5}, "whole number of rows"),
         ({"threads": 0}, "must be positive"),
         ({"isa": "sse9"}, "no such instruction set"),

@@ -93,20 +93,29 @@ for calls, code, forever in itertools.product(
         if not hit:
             break
 
+for how in ("collapse", "darken"):
+    window = native.Window(8 * PAGE, PAGE)
+    window.map(fd, offsets(old), PAGE)
+    shim.arm(MMAP | MPROTECT, 1, 1, errno.ENOMEM)
+    try:
+        getattr(window, how)()
+        raise AssertionError(how + " reported success")
+    except OSError as error:
+        assert error.errno == errno.ENOMEM
+    shim.disarm()
+    for show in (memoryview, lambda window: window.show((1,), PAGE, 1, 8)):
+        try:
+            show(window)
+            raise AssertionError("a window in an unknown state was shown")
+        except ValueError:
+            pass
+    window.close()
 window = native.Window(8 * PAGE, PAGE)
 window.map(fd, offsets(old), PAGE)
-shim.arm(MMAP | MPROTECT, 1, 1, errno.ENOMEM)
-try:
-    window.collapse()
-    raise AssertionError("collapse reported success")
-except OSError as error:
-    assert error.errno == errno.ENOMEM
-shim.disarm()
-try:
-    memoryview(window)
-    raise AssertionError("a window in an unknown state was shown")
-except ValueError:
-    pass
+shim.arm(MPROTECT, 1, 1, errno.ENOMEM)  # then darkened by taking the mappings away
+window.darken()
+assert shim.disarm()
+assert dark(window)
 window.close()
 shim.arm(MUNMAP, 1, 0, errno.ENOMEM)
 window = native.Window(8 * PAGE, PAGE)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils.dlpack import from_dlpack
 
 from attmemo import _native
 
@@ -257,6 +258,103 @@ def test_collapse_takes_every_page_and_keeps_the_addresses(fd: int) -> None:
     assert dark(window)
     assert window.address == address
     assert any(first <= address and address + window.capacity <= end for first, end, _ in mappings())
+
+
+def test_a_darkened_window_is_dark_and_the_next_batch_replaces_what_it_left(fd: int) -> None:
+    window = _native.Window(8 * PAGE, PAGE)
+    window.map(fd, offsets(1, 3, 5), PAGE)
+    window.darken()
+    assert dark(window)
+    window.darken()
+    window.map(fd, offsets(2, 9), PAGE)
+    assert seen(window) == [2, 9]
+    assert [readable(window.address + i * PAGE) for i in range(8)] == [True] * 2 + [False] * 6
+    window.darken()
+    with memoryview(window) as view:
+        assert len(view) == 0
+    window.collapse()
+    assert len(inside(window)) <= 1
+
+
+def test_slots_by_number_are_those_of_the_layout(fd: int) -> None:
+    window = _native.Window(8 * PAGE, PAGE)
+    window.map_slots(fd, array("q", [3, 0, 29]), 4 * PAGE, 2 * PAGE, 30)
+    assert seen(window) == [10, 11, 4, 5, 62, 63]
+    window.map_slots(fd, array("q", []), 4 * PAGE, 2 * PAGE, 30)
+    assert dark(window)
+
+
+@pytest.mark.parametrize("slot", [30, -1, 2**63 - 1, -(2**63), 2**52])
+def test_a_slot_that_the_layout_does_not_have_moves_nothing(fd: int, slot: int) -> None:
+    """2^52 slots of a page come round to offset 0."""
+    window = _native.Window(8 * PAGE, PAGE)
+    window.map_slots(fd, array("q", [7]), 4 * PAGE, 2 * PAGE, 30)
+    with pytest.raises(IndexError, match=f"slot {slot} does not exist"):
+        window.map_slots(fd, array("q", [1, slot]), 4 * PAGE, 2 * PAGE, 30)
+    assert seen(window) == [18, 19]
+
+
+@pytest.mark.parametrize(
+    ("header", "stride", "limit"), [(5, 2, 30), (4, 2, 31), (0, 1, 1 << 62), (2**50, 1, 2**50), (0, 2**51, 2**11)]
+)
+def test_a_file_shorter_than_its_slots_is_refused_whatever_is_asked_of_it(
+    fd: int, header: int, stride: int, limit: int
+) -> None:
+    window = _native.Window(8 * PAGE, PAGE)
+    with pytest.raises(ValueError, match=r"shorter|do not fit|cannot fit"):
+        window.map_slots(fd, array("q", [0]), header * PAGE, stride * PAGE, limit)
+    assert dark(window)
+
+
+def test_a_tensor_shown_is_a_lease_until_its_last_view_is_gone(fd: int) -> None:
+    window = _native.Window(4 * PAGE, PAGE)
+    window.map(fd, offsets(4, 6), PAGE)
+    tensor = from_dlpack(window.show((2, 3), PAGE, 1, 8))
+    assert (tensor.shape, tensor.stride()) == ((2, 2, 3), (PAGE, 3, 1))
+    assert tensor.tolist() == [[[5] * 3] * 2, [[7] * 3] * 2]
+    part = tensor[1, 1]
+    del tensor
+    for change in (lambda: window.map(fd, offsets(1), PAGE), window.collapse, window.darken, window.close):
+        with pytest.raises(BufferError, match="leased"):
+            change()
+    assert part.tolist() == [7, 7, 7]
+    del part
+    assert window.leases == 0
+    window.show((1,), PAGE, 1, 8)  # taken by nobody
+    assert window.leases == 0
+    window.close()
+
+
+def test_a_tensor_keeps_the_pages_when_the_window_object_is_gone(fd: int) -> None:
+    window = _native.Window(PAGE, PAGE)
+    window.map(fd, offsets(4), PAGE)
+    tensor = from_dlpack(window.show((PAGE,), PAGE, 1, 8))
+    count = sys.getrefcount(window)
+    others = threading.Thread(target=lambda kept: None, args=(tensor,))  # let go by another thread
+    del window, tensor
+    assert count > 2
+    others.start()
+    others.join()
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("shape", "slot", "code", "bits"),
+    [
+        ((PAGE + 1,), PAGE, 1, 8), ((PAGE,), PAGE, 1, 16), ((2**32, 2**32), PAGE, 1, 8), ((0,), PAGE, 1, 8),
+        ((-1,), PAGE, 1, 8), ((1,) * 9, PAGE, 1, 8), ((1,), PAGE, 1, 7), ((1,), PAGE, 1, 0), ((1,), PAGE, 256, 8),
+        ((1,), 0, 1, 8), ((1,), PAGE + 1, 1, 16), ((1,), 3 * PAGE, 1, 8), (("1",), PAGE, 1, 8),
+    ],
+)  # fmt: skip
+def test_a_tensor_larger_than_what_is_mapped_is_refused(
+    fd: int, shape: tuple[int, ...], slot: int, code: int, bits: int
+) -> None:
+    window = _native.Window(2 * PAGE, PAGE)
+    window.map(fd, offsets(4, 6), PAGE)
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        window.show(shape, slot, code, bits)
+    assert window.leases == 0
+    assert seen(window) == [4, 6]
 
 
 def test_a_leased_window_is_not_remapped_collapsed_or_closed(fd: int) -> None:

@@ -503,7 +503,7 @@ class TestCapture:
         with Capture(loaded.model, adapter, sites) as capture:
             captured = capture.run(collate(loaded, items))
             alone = capture.run(collate(loaded, items[:1]))
-        assert captured.lengths == [len(item) for item in items]
+        assert captured.spans.lengths == [len(item) for item in items]
         for item, (maps, inputs) in zip(items, captured, strict=True):
             n = len(item)
             assert [m.shape for m in maps] == [(4, n, n)] * 2

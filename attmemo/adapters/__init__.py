@@ -1,6 +1,7 @@
 """Model families: one small adapter each, found by the structure of the modules rather than by class name.
 
-To add a family, write one file with an `Adapter` and list it in `ADAPTERS`; `check` proves it on the model itself.
+To add a family, write one file with an `Adapter` and list it in `ADAPTERS` (README.md beside this file has a worked
+example); `check` proves it on the model itself.
 """
 
 from __future__ import annotations
@@ -9,19 +10,51 @@ from typing import Any
 
 from torch import nn
 
+from attmemo.adapters.albert import AlbertAdapter
+from attmemo.adapters.bart import BartAdapter
 from attmemo.adapters.base import Adapter, Call, Rows, Site
 from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.check import check_adapter
+from attmemo.adapters.deberta import DebertaAdapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
+from attmemo.adapters.distilbert import DistilBertAdapter
+from attmemo.adapters.gpt2 import GPT2Adapter
+from attmemo.adapters.gpt_neo import GPTNeoAdapter
+from attmemo.adapters.llama import LlamaAdapter
+from attmemo.adapters.masks import Spans
+from attmemo.adapters.modernbert import ModernBertAdapter
+from attmemo.adapters.mpnet import MPNetAdapter
+from attmemo.adapters.opt import OPTAdapter
+from attmemo.adapters.rotary_encoder import RotaryEncoderAdapter
+from attmemo.adapters.t5 import T5Adapter
+from attmemo.adapters.vit import ViTAdapter
+from attmemo.adapters.whisper import WhisperAdapter
 from attmemo.errors import UnsupportedModelError
 
-ADAPTERS: tuple[Adapter, ...] = (BertAdapter(), DebertaV2Adapter())
+ADAPTERS: tuple[Adapter, ...] = (
+    BertAdapter(),
+    AlbertAdapter(),
+    DistilBertAdapter(),
+    MPNetAdapter(),
+    DebertaAdapter(),
+    DebertaV2Adapter(),
+    ModernBertAdapter(),
+    RotaryEncoderAdapter(),
+    ViTAdapter(),
+    BartAdapter(),
+    T5Adapter(),
+    WhisperAdapter(),
+    GPT2Adapter(),
+    GPTNeoAdapter(),
+    OPTAdapter(),
+    LlamaAdapter(),
+)
 
-__all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "adapter_for", "check_adapter", "encoder_of"]
+__all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of"]
 
 
 def encoder_of(model: Any) -> nn.Module:
-    """The transformers model inside what the user holds (a model, or a sentence-transformers wrapper).
+    """The transformers model inside what the user holds (a model, a pipeline, or a sentence-transformers wrapper).
 
     Raises
     ------
@@ -30,7 +63,7 @@ def encoder_of(model: Any) -> nn.Module:
     """
     if hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module):
         return model
-    for name in ("auto_model", "model"):
+    for name in ("auto_model", "model", "_orig_mod"):
         inner = getattr(model, name, None)
         if inner is not None and inner is not model and isinstance(inner, nn.Module) and hasattr(inner, "config"):
             return inner
@@ -50,15 +83,21 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
     UnsupportedModelError
         Names what was looked for. Nothing has been changed.
     """
-    expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     seen = []
     for adapter in ADAPTERS:
         sites = adapter.sites(model)
-        if sites and (expected is None or len(sites) == expected):
+        if not sites:
+            continue
+        expected, reason = adapter.depth(model), adapter.refusal(model)
+        if reason is None and expected is not None and len(sites) != expected:
+            reason = f"{len(sites)} of {expected} layers were found as this family has them"
+        if reason is None:
             return adapter, sites
-        seen.append(f"{adapter.family}: {len(sites)} of {expected} layers")
+        seen.append(f"it looks like {adapter.family}, but {reason}")
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     raise UnsupportedModelError(
-        f"no adapter knows the attention of {type(model).__name__} (model type {kind!r}); found {'; '.join(seen)}.",
-        "supported families are " + ", ".join(a.family for a in ADAPTERS) + "; see attmemo/adapters to add one",
+        f"no adapter knows the attention of {type(model).__name__} (model type {kind!r}); "
+        + ("; ".join(seen) or "none of its modules has the projections of a family that is known")
+        + ".",
+        "see what is supported with: attmemo families; attmemo/adapters/README.md says how to add one",
     )

@@ -1,16 +1,20 @@
 """What the engine needs to know about one family's attention: the adapter protocol.
 
 An adapter is data plus a few small methods, one file a family. The engine never looks inside a module itself.
+README.md beside this file shows the shapes and how to add a family.
 
-Shapes: B sequences of padded length L, hidden size H, h heads of width d, n valid tokens in a sequence.
+Shapes: B sequences of padded length L, hidden size H, h heads of width d (of which V may have fewer: grouped heads), n
+valid tokens in a sequence.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,12 +22,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from attmemo.adapters.masks import Spans, read_mask
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Two lengths, so that padding, the mask and the row order are all exercised by the self-check.
+CHECK_LENGTHS = (7, 11)
+
+# What an attention module is called with that does not change a map; a family adds its own. Anything else might
+# (is_causal, cu_seq_lens_q, …), so it keeps a call exact.
+HARMLESS = frozenset({
+    "hidden_states", "attention_mask", "past_key_values", "position_ids", "position_embeddings", "use_cache",
+    "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+})  # fmt: skip
+_CROSS = ("encoder_hidden_states", "key_value_states")  # given: keys of another sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One self-attention layer of a model: where `forward` is replaced."""
+    """One self-attention layer of a model: where `forward` is replaced. Layers may share a module (ALBERT)."""
 
     layer: int
     name: str
@@ -34,11 +51,14 @@ class Site:
 class Call:
     """One call of a site, read: what goes in and which mask applies.
 
-    ``mask`` is the module's own mask argument (None: everything may attend everything).
+    ``mask`` is the module's own mask argument (None: everything may attend everything, or everything before it);
+    ``cache`` a key-value cache that is empty in this layer and wants its keys and values; ``given`` all by name.
     """
 
     hidden: Tensor  # [B, L, H], as the module sees it
-    mask: Tensor | None
+    mask: Any
+    cache: Any
+    given: dict[str, Any]
 
 
 class Rows:
@@ -50,98 +70,246 @@ class Rows:
         B, the rows that there are.
     rows : array of int
         Which to take.
-    mask : Tensor, optional
-        An argument that many layers share: its rows are taken once.
     """
 
-    def __init__(self, batch: int, rows: npt.NDArray[np.int64], mask: Tensor | None = None) -> None:
+    def __init__(self, batch: int, rows: npt.NDArray[np.int64]) -> None:
         self.batch, self.rows = batch, rows
-        self._index = torch.from_numpy(rows)
-        self._mask = mask
-        self._of_mask: Tensor | None = None
+        self.index = torch.from_numpy(rows)
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(self, value: Any) -> Any:
-        """Rows of a tensor whose first dimension is the batch; anything else belongs to all rows alike."""
+    def of(self, value: Any, keep: bool = False) -> Any:
+        """Rows of a tensor whose first dimension is the batch; anything else belongs to all rows alike.
+
+        With `keep`, for arguments that many layers share: their rows are taken once.
+        """
+        if isinstance(value, tuple):
+            return tuple(self.of(item, keep) for item in value)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != self.batch or self.batch == 1:
             return value
-        if value is not self._mask:
-            return value[self._index]
-        if self._of_mask is None:
-            self._of_mask = value[self._index]
-        return self._of_mask
+        if not keep:
+            return value[self.index]
+        if id(value) not in self._kept:
+            self._kept[id(value)] = value, value[self.index]  # holding the tensor keeps its identity from reuse
+        return self._kept[id(value)][1]
 
 
 class Adapter(ABC):
     """One family of attention modules.
 
+    The defaults are those of a module of transformers 5 that projects Q, K and V, asks the attention interface, and
+    returns ``(output, map)``.
+
     Attributes
     ----------
     family : str
         Name shown to users and stored in a database.
-    mask_kind : str
-        ``"bidirectional"``; a record serves only calls of the same kind.
+    models : tuple of str
+        Models that are known to work, for people to read.
+    limits : str
+        What of them is refused or left exact, for people to read.
+    causal : bool
+        Tokens attend to what comes before them: maps are stored as lower triangles.
+    rotary : bool
+        Positions enter in the attention itself and not with the hidden states: only consecutive ones can be served.
+    parameters : tuple of str
+        Names of `forward`'s arguments as far as they are given by position.
+    mask_name, cache_name : str
+        Which of them are the mask and the key-value cache.
+    harmless : frozenset of str
+        More arguments that do not change a map.
     """
 
     family: ClassVar[str]
-    mask_kind: ClassVar[str] = "bidirectional"
+    models: ClassVar[tuple[str, ...]]
+    limits: ClassVar[str] = ""
+    causal: ClassVar[bool] = False
+    rotary: ClassVar[bool] = False
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")
+    mask_name: ClassVar[str] = "attention_mask"
+    cache_name: ClassVar[str] = "past_key_values"
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    # Arguments of a layer's own, whatever their first dimension happens to be; and those that all layers are given.
+    unbatched: ClassVar[frozenset[str]] = frozenset({"cache_position"})
+    shared: ClassVar[frozenset[str]] = frozenset({"attention_mask", "position_embeddings", "position_ids"})
+
+    @property
+    def mask_kind(self) -> str:
+        """A record serves only calls of the same kind: ``"bidirectional"`` or ``"causal"``."""
+        return "causal" if self.causal else "bidirectional"
+
+    # -- finding
 
     @abstractmethod
     def sites(self, model: nn.Module) -> list[Site]:
         """Self-attention modules in the order of layers, found by structure; empty if this is another family."""
 
-    @abstractmethod
-    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
-        """The call's hidden states and mask, or the reason why it must stay exact."""
+    def refusal(self, model: nn.Module) -> str | None:
+        """Why a model of this family can never be served, if so."""
+        return None
 
-    @abstractmethod
-    def valid_lengths(self, mask: Tensor | None, batch: int, length: int) -> list[int] | None:
-        """Valid tokens of each sequence, or None unless the mask is plain padding at the end."""
+    def host(self, model: nn.Module) -> nn.Module:
+        """The part of the model whose `forward` calls all of the sites."""
+        return getattr(model, "base_model", model)
+
+    def depth(self, model: nn.Module) -> int | None:
+        """How many sites there have to be; None if nobody says."""
+        count = getattr(self.host(model), "config", None)
+        return getattr(count, "num_hidden_layers", None)
+
+    # -- reading a call
+
+    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
+        """The call's hidden states, mask and empty cache, or the reason why it must stay exact."""
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        hidden = given.get("hidden_states")
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            return "hidden states are not [batch, length, hidden]"
+        for name in _CROSS:
+            if given.get(name) is not None:
+                return "cross-attention"
+        if given.get("output_attentions"):
+            return "output_attentions"
+        for name, value in given.items():
+            if name not in HARMLESS and name not in self.harmless and value is not None and value is not False:
+                return f"the argument {name}"
+        cache = given.get(self.cache_name)
+        if cache is not None:
+            reason = self._unfillable(module, cache)
+            if reason is not None:
+                return reason
+        return Call(hidden, given.get(self.mask_name), cache, given)
+
+    def _unfillable(self, module: nn.Module, cache: Any) -> str | None:
+        """Why a hit cannot give this cache what the original code would."""
+        if not self.causal:
+            return "a key-value cache is in use"
+        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+        layer = self.layer_index(module)
+        if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+            return f"a key-value cache of type {type(cache).__name__}"
+        if layer < len(cache.layers) and type(cache.layers[layer]) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"a key-value cache with layers of type {type(cache.layers[layer]).__name__}"
+        if cache.get_seq_length(layer) > 0:
+            return "cached decoding"
+        return None
+
+    def layer_index(self, module: nn.Module) -> int:
+        """Which layer of a key-value cache is the module's."""
+        return int(module.layer_idx)  # type: ignore[arg-type]
+
+    def window(self, module: nn.Module) -> int | None:
+        """How far a token sees by the mask that the module is given; None: all the way."""
+        return None
+
+    def spans(self, module: nn.Module, mask: Any, batch: int, length: int) -> Spans | None:
+        """Where the valid tokens of each sequence lie, or None unless the mask is the family's own with padding.
+
+        Padding on the left is a decoder's. What pools an encoder's first place would read padding there, for which a
+        hit makes nothing.
+        """
+        spans = read_mask(mask, batch, length, self.causal, self.window(module))
+        return None if spans is not None and spans.left and not self.causal else spans
+
+    # -- a hit
 
     @abstractmethod
     def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        """V for packed tokens: ``[N, H]`` to ``[N, h * d]``."""
+        """V for packed tokens: ``[N, H]`` to ``[N, h * d]``, or less if heads of V are shared."""
 
-    @abstractmethod
-    def finish(self, module: nn.Module, context: Tensor) -> Any:
-        """What `forward` returns, from the context ``[B, L, h * d]``."""
+    def key(self, module: nn.Module, call: Call) -> Tensor:
+        """What a key-value cache is given: ``[B, heads of K, L, d]``. Only decoders have it."""
+        raise NotImplementedError(f"{self.family} fills no cache")
 
-    @abstractmethod
-    def context_of(self, output: Any) -> Tensor:
-        """The context ``[B, L, h * d]`` inside what the original `forward` returned."""
+    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
+        """What the module makes of the context ``[B, L, h * d]`` and its input ``[B, L, H]``: ``[B, L, H]``."""
+        return context
 
-    @abstractmethod
-    def map_of(self, output: Any) -> Tensor:
+    def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
+        """What `forward` returns, from the finished output."""
+        return output, None
+
+    def output_of(self, returned: Any) -> Tensor:
+        """The finished output inside what the original `forward` returned."""
+        output: Tensor = returned[0]
+        return output
+
+    def map_of(self, returned: Any) -> Tensor:
         """The attention map ``[B, h, L, L]`` inside what `forward` returned while capturing."""
+        probabilities: Tensor = returned[1]
+        return probabilities
 
-    @abstractmethod
-    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Rows) -> Arguments:
-        """The same call for some rows of the batch."""
+    def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Rows, cache: Any = None) -> Arguments:
+        """The same call for some rows of the batch, with another cache if it has one."""
+
+        def take(name: str, value: Any) -> Any:
+            if name == self.cache_name and value is not None:
+                return cache
+            return value if name in self.unbatched else rows.of(value, name in self.shared)
+
+        taken = tuple(take(name, value) for name, value in _named(self.parameters, args))
+        return taken, {name: take(name, value) for name, value in kwargs.items()}
 
     @abstractmethod
     def shape(self, module: nn.Module) -> tuple[int, int]:
-        """Heads and head width ``(h, d)``."""
+        """Heads of the map and their width ``(h, d)``."""
+
+    # -- offline
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        """While inside, model calls made with the yielded keyword arguments return their maps."""
-        yield {"output_attentions": True}
+        """While inside, calls of `host` made with the yielded keyword arguments make their layers return maps.
+
+        Only the eager implementation has a map to return. The setting is read at each call, so it is switched for the
+        time of the capture and put back.
+        """
+        host = self.host(model)
+        found = {id(module.config): module.config for module in host.modules() if hasattr(module, "config")}
+        configs: list[Any] = [config for config in found.values() if hasattr(config, "_attn_implementation")]
+        before = [config._attn_implementation for config in configs]
+        for config in configs:
+            config._attn_implementation = "eager"
+        try:
+            yield {"use_cache": False} if self.causal else {}
+        finally:
+            for config, implementation in zip(configs, before, strict=True):
+                config._attn_implementation = implementation
+
+    def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
+        """A small batch for `host` and the valid lengths in it, for the self-check.
+
+        Not drawn: the user may have seeded the generator. Ids from all over the vocabulary, special ones perhaps among
+        them: to a layer they are numbers like others.
+        """
+        vocabulary = int(getattr(self.host(model).config, "vocab_size", 100))
+        rows, longest = len(CHECK_LENGTHS), max(CHECK_LENGTHS)
+        ids = (torch.arange(rows * longest).view(rows, longest) * 7919 + vocabulary // 3) % vocabulary
+        mask = torch.arange(longest)[None] < torch.tensor(CHECK_LENGTHS)[:, None]
+        return {"input_ids": ids, "attention_mask": mask.long()}, list(CHECK_LENGTHS)
 
 
-def prefix_lengths(valid: Tensor) -> list[int] | None:
-    """Lengths of the valid prefixes in a ``[B, L]`` boolean tensor; None if any row is not a non-empty prefix."""
-    counts = valid.sum(-1)
-    prefix = torch.arange(valid.shape[-1], device=valid.device) < counts[:, None]
-    if not torch.equal(prefix, valid):
-        return None
-    lengths = [int(n) for n in counts.tolist()]
-    return lengths if min(lengths, default=0) > 0 else None
-
-
-def is_row_invariant(mask: Tensor) -> bool:
-    """True if a ``[B, 1, L, L]`` mask is the same for every query row (an expanded view costs nothing to check)."""
-    return mask.shape[-2] == 1 or mask.stride(-2) == 0 or bool((mask == mask[..., :1, :]).all())
+def _named(names: Sequence[str], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    return list(zip_longest(names[: len(args)], args, fillvalue=""))  # more arguments than names have none
 
 
 def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules that have all the attributes, as Linear layers or anything else, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if all(hasattr(module, a) for a in attributes)]
+
+
+def takes(module: nn.Module, *names: str) -> bool:
+    """Whether the class's `forward` has arguments of these names."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return all(name in parameters for name in names)
+
+
+def number(found: Sequence[tuple[str, nn.Module]]) -> list[Site]:
+    """One site for each module, in this order."""
+    return [Site(layer, name, module) for layer, (name, module) in enumerate(found)]
+
+
+def encoder_part(model: nn.Module) -> nn.Module:
+    """The encoder of a model that also has a decoder, or of which only the encoder was loaded."""
+    base: nn.Module = getattr(model, "base_model", model)
+    inner = getattr(base, "encoder", None)
+    return inner if isinstance(inner, nn.Module) else base

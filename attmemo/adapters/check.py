@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from attmemo.adapters.base import Adapter, Site
 from attmemo.errors import AdapterCheckError
 
-# Two lengths, so that padding, the mask and the row order are all exercised.
-CHECK_LENGTHS = (7, 11)
 UNKNOWN = "the model's attention was changed in a way this version does not know; leave it unmemoized"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-9}
+QUANTIZED = 5e-2  # int8 activations: the scale of a tensor depends on all of its rows
 
 
 def context_from_maps(adapter: Adapter, module: nn.Module, tokens: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
@@ -34,7 +33,7 @@ def context_from_maps(adapter: Adapter, module: nn.Module, tokens: Tensor, maps:
         Contexts, ``[n, h * d]`` each.
     """
     heads, width = adapter.shape(module)
-    values = adapter.value(module, tokens)
+    values = share_heads(adapter.value(module, tokens), heads, width)
     contexts, start = [], 0
     for apm in maps:
         n = apm.shape[-1]
@@ -44,13 +43,24 @@ def context_from_maps(adapter: Adapter, module: nn.Module, tokens: Tensor, maps:
     return contexts
 
 
+def share_heads(values: Tensor, heads: int, width: int) -> Tensor:
+    """V with a head for each head of the map, ``[N, h * d]``, from ``[N, fewer * d]``: head i takes ``i // group``."""
+    group = heads * width // values.shape[1]
+    if group == 1:
+        return values
+    return values.view(len(values), -1, 1, width).expand(-1, -1, group, -1).reshape(len(values), heads * width)
+
+
 def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> float:
-    """Run a tiny padded batch through the exact model and reproduce every layer's context from its own map.
+    """Run a tiny padded batch through the exact model and reproduce every layer's output from its own map.
+
+    Layers are compared as they run, so that no more than one map is held. Of decoders also the keys are compared that
+    a hit would put into a key-value cache.
 
     Returns
     -------
     float
-        The greatest absolute difference seen, relative to the largest context value.
+        The greatest absolute difference seen, relative to the largest output value.
 
     Raises
     ------
@@ -58,75 +68,102 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
         Names the first layer that is not reproduced; nothing has been changed.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    vocabulary = int(getattr(model.config, "vocab_size", 100))
-    longest = max(CHECK_LENGTHS)
-    # Ids all over the vocabulary, special ones perhaps among them: to a layer they are numbers like others. Not drawn:
-    # the user may have seeded the generator.
-    ids = (
-        torch.arange(len(CHECK_LENGTHS) * longest).view(len(CHECK_LENGTHS), longest) * 7919 + vocabulary // 3
-    ) % vocabulary
-    mask = torch.arange(longest)[None] < torch.tensor(CHECK_LENGTHS)[:, None]
-    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
-
-    def keep(layer: int) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[layer] = (args, kwargs, output)
-
-        return hook
-
-    handles = [site.module.register_forward_hook(keep(site.layer), with_kwargs=True) for site in sites]
-    base: nn.Module = getattr(model, "base_model", model)
+    inputs, lengths = adapter.sample(model)
+    allowed = TOLERANCE.get(dtype, 1e-5) if is_exact(model) else QUANTIZED
+    check = _Check(adapter, lengths, allowed)
+    turns: dict[int, list[Site]] = {}
+    for site in sites:
+        turns.setdefault(id(site.module), []).append(site)
+    handles = [
+        group[0].module.register_forward_hook(check.hook(group), with_kwargs=True) for group in turns.values()
+    ]
+    host = adapter.host(model)
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
         with torch.no_grad(), adapter.capturing(model) as extra:
-            base(input_ids=ids.to(_device(model)), attention_mask=mask.long().to(_device(model)), **extra)
+            if adapter.causal:
+                extra = extra | {"use_cache": True}
+            device = next(model.parameters()).device
+            host(**{name: tensor.to(device) for name, tensor in inputs.items()}, **extra)
     finally:
         for module in training:  # one by one: a model may be in training mode in parts
             module.training = True
         for handle in handles:
             handle.remove()
-
-    worst = 0.0
     for site in sites:
-        if site.layer not in calls:
+        if site.layer not in check.seen:
             raise AdapterCheckError(
                 f"layer {site.layer} ({site.name}) is not called in a forward of this model.", UNKNOWN
             )
-        args, kwargs, output = calls[site.layer]
-        wanted = dict(kwargs) | {"output_attentions": False}
-        call = adapter.read(site.module, args[:2], {k: v for k, v in wanted.items() if k != "output_attentions"})
+    return check.worst
+
+
+class _Check:
+    """What is compared in each layer, and the greatest difference so far."""
+
+    def __init__(self, adapter: Adapter, lengths: list[int], allowed: float) -> None:
+        self.adapter, self.lengths, self.allowed = adapter, lengths, allowed
+        self.worst = 0.0
+        self.seen: set[int] = set()
+
+    def hook(self, sites: Sequence[Site]) -> Any:
+        turn = iter(sites)
+
+        def compare(_module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
+            site = next(turn, None)
+            if site is None:
+                raise AdapterCheckError(
+                    f"layer {sites[0].layer} ({sites[0].name}) is called more often than expected.", UNKNOWN
+                )
+            self.seen.add(site.layer)
+            self._layer(site, args, kwargs, returned)
+
+        return compare
+
+    def _layer(self, site: Site, args: Any, kwargs: Any, returned: Any) -> None:
+        adapter, module, lengths = self.adapter, site.module, self.lengths
+        given = dict(zip(adapter.parameters, args, strict=False)) | kwargs
+        cache = given.get(adapter.cache_name)
+        call = adapter.read(module, (), given | {"output_attentions": False, adapter.cache_name: None})
+        where = f"layer {site.layer} ({site.name})"
         if isinstance(call, str):
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be memoized: {call}.", UNKNOWN)
-        lengths = adapter.valid_lengths(call.mask, len(CHECK_LENGTHS), longest)
-        if lengths != list(CHECK_LENGTHS):
-            raise AdapterCheckError(
-                f"layer {site.layer} ({site.name}): the mask reads as lengths {lengths}, not {list(CHECK_LENGTHS)}.",
-                UNKNOWN,
-            )
-        apm, expected = adapter.map_of(output), adapter.context_of(output)
+            raise AdapterCheckError(f"{where} cannot be memoized: {call}.", UNKNOWN)
+        spans = adapter.spans(module, call.mask, *call.hidden.shape[:2])
+        if spans is None or spans.lengths != lengths or spans.left:
+            found = "no plain padding" if spans is None else f"lengths {spans.lengths}"
+            raise AdapterCheckError(f"{where}: the mask reads as {found}, not lengths {lengths}.", UNKNOWN)
+        apm, expected = adapter.map_of(returned), adapter.output_of(returned)
         if not isinstance(apm, Tensor):
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) gives no attention map.", UNKNOWN)
-        with torch.no_grad():
-            tokens = torch.cat([call.hidden[b, :n] for b, n in enumerate(lengths)])
-            contexts = context_from_maps(
-                adapter, site.module, tokens, [apm[b, :, :n, :n] for b, n in enumerate(lengths)]
-            )
-        scale = float(expected.abs().max()) or 1.0
+            raise AdapterCheckError(f"{where} gives no attention map.", UNKNOWN)
+        tokens = torch.cat([call.hidden[b, :n] for b, n in enumerate(lengths)])
+        contexts = context_from_maps(adapter, module, tokens, [apm[b, :, :n, :n] for b, n in enumerate(lengths)])
         for b, n in enumerate(lengths):
-            difference = float((contexts[b] - expected[b, :n]).abs().max()) / scale
-            # max() would forget a NaN that another row follows
-            worst = difference if math.isnan(difference) or difference > worst else worst
-            if math.isnan(worst):
-                break
-        if not worst <= TOLERANCE.get(dtype, 1e-5):
+            output = adapter.finish(module, contexts[b][None], call.hidden[b : b + 1, :n])[0]
+            self._compare(where, "a hit on the layer's own map", output, expected[b, :n])
+        if adapter.causal and cache is not None:
+            keys = cache.layers[adapter.layer_index(module)].keys
+            ours = adapter.key(module, call)
+            ours = ours[..., ours.shape[-2] - keys.shape[-2] :, :]  # a cache with a window keeps the last ones
+            if ours.shape != keys.shape:
+                raise AdapterCheckError(
+                    f"{where}: keys for the cache are {list(ours.shape)}, the model's {list(keys.shape)}.", UNKNOWN
+                )
+            self._compare(where, "what a hit puts into the key-value cache", ours, keys)
+
+    def _compare(self, where: str, what: str, seen: Tensor, expected: Tensor) -> None:
+        scale = float(expected.abs().max()) or 1.0
+        difference = float((seen - expected).abs().max()) / scale
+        # max() would forget a NaN that another row follows
+        self.worst = difference if math.isnan(difference) or difference > self.worst else self.worst
+        if not self.worst <= self.allowed:
             raise AdapterCheckError(
-                f"layer {site.layer} ({site.name}): a hit on the layer's own map differs from the exact output by "
-                f"{worst:.2e} of its range (allowed {TOLERANCE.get(dtype, 1e-5):.0e}).",
+                f"{where}: {what} differs from the exact output by {self.worst:.2e} of its range "
+                f"(allowed {self.allowed:.0e}).",
                 UNKNOWN,
             )
-    return worst
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def is_exact(model: nn.Module) -> bool:
+    """Whether no projection rounds its inputs by what else is in the batch, as dynamic int8 quantization does."""
+    return not any("quantized" in type(module).__module__ for module in model.modules())

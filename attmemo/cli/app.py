@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from attmemo.cli import bench, build, demo, look, measure
+from attmemo.cli import bench, build, demo, families, generate, look, measure
 
 HELP = """Serve a transformer's attention maps from a database instead of computing them.
 
@@ -62,9 +62,11 @@ app.command("build-database")(build.build_database)
 app.command("train-embedder")(build.train_embedder)
 app.command("tune")(measure.tune)
 app.command("evaluate")(measure.evaluate)
+app.command("families")(families.families)
 app.command("inspect")(look.inspect)
 app.command("check")(look.check)
 app.add_typer(bench.app, name="bench")
+app.command("generate", context_settings=generate.CONTEXT)(generate.generate)
 app.command("demo")(demo.demo)
 
 

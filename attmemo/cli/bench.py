@@ -146,7 +146,7 @@ def search(
 
 @app.command()
 def layer(
-    family: Annotated[Literal["bert", "deberta-v2"], typer.Option(help="Model family.")] = "bert",
+    family: Annotated[str, typer.Option(help="Model family, as attmemo families lists them.")] = "bert",
     hidden: Annotated[int, typer.Option(metavar="N", min=1, help="Width of the model.")] = 768,
     heads: Heads = 12,
     length: Length = 256,
@@ -161,6 +161,17 @@ def layer(
     ] = "auto",
     fetch: Fetch = "auto",
     residency: Residency = "page-cache",
+    all_families: Annotated[
+        bool,
+        typer.Option(
+            "--all-families",
+            help="Every family in both precisions, 128 and 512 tokens, batches of 1, 8 and 32; decoders up to 2048 "
+            "tokens. Takes half an hour.",
+        ),
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --all-families: also draw the result in this PNG.")
+    ] = None,
     max_bytes: MaxBytes = EIGHT_GIB,
     json: Json = None,
     quiet: Quiet = False,
@@ -169,6 +180,9 @@ def layer(
 
     A random model of this shape, exact and with every sequence served from memory: the most that can be saved.
     """
+    if all_families:
+        _bench_families(hidden, heads, layers, repeats, plot, max_bytes, json, quiet)
+        return
 
     def run(**common: Any) -> dict[str, Any]:
         from attmemo.profiler.bench import bench_layer
@@ -189,6 +203,35 @@ def layer(
         )
 
     _bench(run, repeats, max_bytes, json, quiet)
+
+
+def _bench_families(
+    hidden: int, heads: int, layers: int, repeats: int, plot: str | None, max_bytes: int, json: str | None, quiet: bool
+) -> None:
+    """The table over all families: a line for each case, since there are too many for columns."""
+    with output(json, quiet) as out:
+        from attmemo.profiler.bench.families import bench_families
+
+        if plot is not None:
+            _check_plot(plot)
+        found = bench_families(
+            hidden=hidden, heads=heads, layers=layers, repeats=repeats, max_bytes=max_bytes, progress=out.stages
+        )
+        names = [key for key in found["rows"][0] if key != "attention"] if found["rows"] else []
+        lines = [[cell(row[name]) for name in names] for row in found["rows"]]
+        out.table("Exact forward over the served one", [name.replace("_", " ") for name in names], lines)
+        if plot is not None:
+            from attmemo.profiler.plots import draw_families
+
+            try:
+                Path(plot).write_bytes(draw_families(found))
+            except OSError as error:
+                raise _no_plot(plot, error.strerror or str(error)) from error
+            out.say(f"Plot: {plot}")
+        for note in found["notes"]:
+            out.say(f"Note: {note}")
+        out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
+        out.result(found)
 
 
 def _bench(

@@ -254,7 +254,8 @@ class LayerIndex:
             raise DatabaseCorruptError(f"{file}: unknown index backend {backend!r}", again)
         try:
             tensors = load_file(str(file))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # AttributeError: a type of number that safetensors knows and numpy does not, such as F8_E4M3.
             raise DatabaseCorruptError(f"{file}: not an index container: {error}", again) from error
         found: dict[int, tuple[VectorIndex, Ids]] = {}
         for name, raw in tensors.items():

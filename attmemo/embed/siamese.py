@@ -112,7 +112,7 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
     """
     try:
         flat = load_file(str(file))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatabaseCorruptError(
             f"{file}: not an embedder file: {error}", f"attmemo train-embedder {file.parent}"
         ) from error

@@ -1,8 +1,10 @@
-"""Lossless fast generation for transformers models: shared beam caches, EL-attention, finished rows leave.
+"""Lossless fast generation for transformers models; knows nothing of memoization.
 
-from attmemo import fastseq
-fast = fastseq.wrap(model)
-tokens = fast.generate(**inputs, num_beams=4)   # what model.generate takes and returns
+    from attmemo import fastseq
+    fast = fastseq.wrap(model)
+    tokens = fast.generate(**inputs, num_beams=4)   # takes and returns what model.generate does
+
+`attmemo.fastseq.ops` has the attention operator for serving ragged batches from a cache.
 """
 
 from __future__ import annotations
@@ -11,29 +13,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attmemo.fastseq.fastmodel import FastModel, wrap
+    from attmemo.fastseq.ngram import EncoderNoRepeatNGram, NoRepeatNGram, swap_ngram_processors
+    from attmemo.fastseq.pipeline import Pipeline
+    from attmemo.fastseq.planner import BatchPlanner
     from attmemo.fastseq.prefixlm import PrefixLM
-    from attmemo.fastseq.wrap import FastModel, wrap
 
-# Where each public name lives. A module is imported when a name of it is first used, so that one that needs an
-# optional package (Triton, a tokenizer) costs nothing to those who do not use it.
+# Where each public name lives. A module is imported when a name of it is first used: importing torch and transformers
+# takes seconds, and one that needs an optional package costs nothing to those who do not use it.
 _HOMES = {
-    "FastModel": "wrap",
-    "PrefixLM": "prefixlm",
-    "wrap": "wrap",
-    "NoRepeatNGram": "ngram",
+    "BatchPlanner": "planner",
     "EncoderNoRepeatNGram": "ngram",
+    "FastModel": "fastmodel",
+    "NoRepeatNGram": "ngram",
     "Pipeline": "pipeline",
+    "PrefixLM": "prefixlm",
+    "swap_ngram_processors": "ngram",
+    "wrap": "fastmodel",
 }
 
-__all__ = ["FastModel", "PrefixLM", "wrap"]
+__all__ = [
+    "BatchPlanner",
+    "EncoderNoRepeatNGram",
+    "FastModel",
+    "NoRepeatNGram",
+    "Pipeline",
+    "PrefixLM",
+    "swap_ngram_processors",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name != "wrap":  # importing the module of the same name has already bound `wrap` to the module
-        globals()[name] = value
-        return value
-    globals()["wrap"] = value
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, SupportsIndex
@@ -21,6 +23,9 @@ from attmemo.errors import DatabaseError, DatabaseNotFoundError, DatabaseTruncat
 from attmemo.mmap import hugepages, pages
 from attmemo.mmap.layout import SlotLayout
 from attmemo.mmap.tensor import slots_over
+
+LOOKED_AT = 8
+"""Slots that are looked at to learn what pages a page cache has."""
 
 Residency = Literal["page-cache", "hugepages"]
 Slots = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
@@ -72,8 +77,8 @@ class Mapping:
         self._descriptor = descriptor
         self.sealed = copy_bytes is not None
         self.check_whole()
-        self.page_bytes = pages.page_size()
         self.huge_bytes = 0
+        self._page_bytes: int | None = pages.page_size()  # None: to be looked up when somebody asks
         self._map: mmap.mmap | None = None
         with torch.inference_mode(False):  # a tensor born in inference mode could not be used outside it
             if layout.slots == 0:
@@ -90,17 +95,63 @@ class Mapping:
             memory = np.frombuffer(self._map, np.uint8)  # keeps the map from being closed under a tensor
             address = memory.ctypes.data
             self._table = slots_over(address, layout.slots, layout, memory, layout.header)
-        # Only hugetlbfs and tmpfs mounted with huge= announce such blocks. Others are not asked: the answer means
-        # touching a page and reading all of smaps, and a database has hundreds of arenas.
+        # Only hugetlbfs and tmpfs mounted with huge= announce such blocks.
         if self.sealed or os.fstat(self.fd).st_blksize >= pages.HUGE_PAGE:
             self._map[layout.header]
-            self.page_bytes, self.huge_bytes = pages.huge_mapping(address, nbytes)
+            self._page_bytes, self.huge_bytes = pages.huge_mapping(address, nbytes)
+        elif layout.stride % pages.HUGE_PAGE == layout.header % pages.HUGE_PAGE == 0:
+            # The page cache of ext4, xfs and btrfs may have huge pages too, since Linux 6.x; it announces nothing.
+            # What is not in memory yet is read in such pieces if asked, and slots are at least that large.
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._page_bytes = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes in the pages of the arena."""
+        if self._page_bytes is None:
+            self._page_bytes = self._look()
+        return self._page_bytes
 
     @property
     def window_page_bytes(self) -> int:
         """Bytes in the pages that a window over these slots gets: small ones if slots begin inside a huge one."""
-        whole = self.layout.stride % self.page_bytes == 0 and self.layout.header % self.page_bytes == 0
-        return self.page_bytes if whole else pages.page_size()
+        page = self.page_bytes
+        whole = self.layout.stride % page == 0 and self.layout.header % page == 0
+        return page if whole else pages.page_size()
+
+    @cached_property
+    def window_facts(self) -> tuple[int, bool]:
+        """`window_page_bytes`, and whether windows should ask for huge pages where the file is not in memory yet."""
+        page = self.window_page_bytes
+        there = self.huge_bytes >= hugepages.ENOUGH * self.layout.file_bytes  # and in huge pages already
+        return page, page >= pages.HUGE_PAGE and not there
+
+    def reload(self, progress: hugepages.Progress | None) -> int:
+        """Have the file in huge pages of the page cache, if its file system has any. Bytes that are."""
+        self.check_whole()
+        self.huge_bytes = hugepages.reload(self.fd, self.memory, self._address, progress)
+        if 2 * self.huge_bytes > len(self.memory):
+            self._page_bytes = pages.HUGE_PAGE
+        return self.huge_bytes
+
+    @property
+    def _address(self) -> int:
+        return np.frombuffer(self.memory, np.uint8).ctypes.data
+
+    def _look(self) -> int:
+        """Size of the pages in the page cache, from `LOOKED_AT` slots: huge if most of those are.
+
+        Not asked when the arena is opened: slots must be read for it, and a database has hundreds of arenas.
+        """
+        self.check_whole()
+        huge = 0
+        looked_at = {number * self.slots // LOOKED_AT for number in range(LOOKED_AT)}
+        for slot in looked_at:
+            offset = self.layout.offset(slot)
+            self.memory[offset]
+            huge += pages.is_huge(self._address + offset)
+        return pages.HUGE_PAGE if 2 * huge > len(looked_at) else pages.page_size()
 
     @property
     def memory(self) -> mmap.mmap:
@@ -188,7 +239,8 @@ class Arena:
         How its slots lie, as the manifest says.
     residency : {"page-cache", "hugepages"}
         Where the bytes are served from: the file's own pages, or a copy in 2 MiB pages made now. If the machine gives
-        no huge pages the arena stays in the page cache and `notice` says why; that is not an error.
+        no such copy the arena is read into the page cache, in huge pages where the file system has them, and `notice`
+        says what was got and why; that is not an error.
     progress : callable, optional
         Called with (bytes done, bytes in total) while the copy is made.
 
@@ -255,8 +307,11 @@ class Arena:
         self.notice = None
         if self._wanted == "page-cache":
             return plain
-        copy, self.notice = hugepages.load(source.fd, layout, str(self.path), self._progress)
+        copy, lack = hugepages.load(source.fd, layout, self._progress)
         if copy is None:
+            if lack is not None:
+                reloaded = plain.reload(self._progress)
+                self.notice = lack.notice(str(self.path), reloaded, layout.file_bytes)
             return plain
         huge = Mapping(_Descriptor(copy.fd), copy.layout, self.path, copy.nbytes)
         if huge.huge_bytes < copy.nbytes:

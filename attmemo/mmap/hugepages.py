@@ -1,15 +1,18 @@
-"""An arena copied into memory that is made of 2 MiB pages.
+"""An arena in memory that is made of 2 MiB pages.
 
 A window over 4 KiB pages costs a page-table entry for each 4 KiB, either when it is mapped or while it is read, and
 then it is no faster than reading each record where it lies. Over 2 MiB pages the same window costs 0.3 ms instead of
-17 ms for a batch of 200 MB. The page cache of most file systems has no such pages; memory files have, where the
-administrator allows it. Two ways lead there, tried in this order:
+17 ms for a batch of 200 MB. Three ways lead there, tried in this order:
 
-1. hugetlb: pages from a pool set aside with ``vm.nr_hugepages``. Certain once obtained, refused at once otherwise.
-2. shared memory with transparent huge pages (``shmem_enabled``). A wish: what was obtained is read back.
+1. hugetlb: a copy in pages from a pool set aside with ``vm.nr_hugepages``. Certain once obtained, refused at once
+   otherwise.
+2. shared memory: a copy with transparent huge pages (``shmem_enabled``). A wish: what was obtained is read back.
+3. the page cache of a file system that keeps large folios (ext4 since Linux 6.16, xfs, btrfs): no copy. What lies
+   there in small pages, as a builder's writes often leave it, is dropped and read again with ``MADV_HUGEPAGE``. A wish
+   too, and unlike the copies these pages may be evicted when memory runs short.
 
-If neither gives huge pages the arena stays in the page cache, with one line that says so. That is never an error: the
-results are the same bytes.
+If none gives huge pages the arena is served from the page cache as it is, with one line that says so. That is never an
+error: the results are the same bytes.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ WORTH_ROUNDING = 1 << 20
 """Slots of at least this many bytes get whole huge pages, so that windows keep them; at most half is wasted."""
 
 F_SEAL_FUTURE_WRITE = 0x0010  # in fcntl only since Python 3.13
+MADV_POPULATE_READ = 22  # Linux 5.14; not in mmap
+ENOUGH = 0.95
+"""Share of a file in huge pages from which on it is not worth reading again."""
 
 
 class _NotHugeError(Exception):
@@ -54,9 +60,25 @@ class HugeCopy:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Lack:
+    """Why there is no copy in huge pages, and what would give one; sentences without a subject."""
+
+    reasons: tuple[str, ...]
+    remedies: tuple[str, ...]
+
+    def notice(self, name: str, huge: int, total: int) -> str:
+        """One line: what was asked, what was got (`huge` of `total` bytes), which setting would give more."""
+        got = f"{huge >> 20} of {total >> 20} MiB of it in huge pages" if huge else "in small pages"
+        return (
+            f"{name}: huge pages asked, page cache used, {got} ({'; '.join(self.reasons)}); "
+            f"more speed with: {' or '.join(self.remedies)}"
+        )
+
+
 def load(
-    source: int, layout: SlotLayout, name: str, progress: Progress | None = None
-) -> tuple[HugeCopy | None, str | None]:
+    source: int, layout: SlotLayout, progress: Progress | None = None
+) -> tuple[HugeCopy | None, Lack | None]:
     """Copy the slots of a file into huge pages, if this machine gives any.
 
     Parameters
@@ -65,8 +87,6 @@ def load(
         Descriptor of the arena file.
     layout : SlotLayout
         How its slots lie. The copy has no header and, for slots of 1 MiB and more, a stride rounded up to 2 MiB.
-    name : str
-        What to call the file in the notice.
     progress : callable, optional
         Called with (bytes done, bytes in total) after every 64 MiB or slot.
 
@@ -74,8 +94,8 @@ def load(
     -------
     copy : HugeCopy or None
         None if there are no huge pages to be had.
-    notice : str or None
-        One line: what was asked, what was got, which setting would give more. None if there is nothing to say.
+    lack : Lack or None
+        Why there is no copy; None if there is one, or nothing to copy.
 
     Raises
     ------
@@ -111,9 +131,50 @@ def load(
         except (OSError, _NotHugeError) as error:
             reasons.append(f"shared memory: {error}")
             remedies.append("freeing or compacting memory (vm.compact_memory)")
-    return None, (
-        f"{name}: huge pages asked, page cache used ({'; '.join(reasons)}); more speed with: {' or '.join(remedies)}"
-    )
+    return None, Lack(tuple(reasons), tuple(remedies))
+
+
+def reload(source: int, mapped: mmap.mmap, address: int, progress: Progress | None = None) -> int:
+    """Have a file in huge pages of the page cache, as far as its file system has any.
+
+    Parameters
+    ----------
+    source : int
+        Descriptor of the file.
+    mapped : mmap.mmap
+        The whole file, shared; all of it will be mapped.
+    address : int
+        Where that is.
+    progress : callable, optional
+        Called with (bytes done, bytes in total) after every 64 MiB; from the start again where the file is read again.
+
+    Returns
+    -------
+    int
+        How many bytes of it are in huge pages now; 0 if the kernel cannot be asked (before Linux 5.14), or if there is
+        less memory than the file has bytes.
+    """
+    room = available_memory()
+    if room is not None and len(mapped) > room:
+        return 0
+    huge = 0
+    try:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        for again in (False, True):
+            if again:  # what is in memory in small pages stays so until it leaves
+                mapped.madvise(mmap.MADV_DONTNEED)
+                os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
+            for start in range(0, len(mapped), CHUNK):
+                count = min(CHUNK, len(mapped) - start)
+                mapped.madvise(MADV_POPULATE_READ, start, count)
+                if progress is not None:
+                    progress(start + count, len(mapped))
+            huge = huge_mapping(address, len(mapped))[1]
+            if huge >= ENOUGH * len(mapped):
+                break
+    except OSError:
+        return 0
+    return huge
 
 
 def shared_memory_allowed() -> bool:

@@ -55,7 +55,8 @@ def multiply(
     slots : sequence of int, shape [g]
         Where the maps are.
     values : Tensor
-        V of all sequences, ``[N, h * d]``, contiguous. The product is made in float32.
+        V of all sequences, ``[N, h * d]``, contiguous; float32, bfloat16 or float16. Sums are made in float32. With
+        values in bfloat16, maps may be rounded to it, as the model's own are (see `native/product_amx.h`).
     starts : array of int, shape [g]
         First row of each sequence in `values`; n rows are read from there.
     context : Tensor
@@ -104,7 +105,8 @@ def multiply(
         )
     wide, target = values.detach(), context.detach()
     starts, places = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(rows, np.int64)
-    if values.dtype != torch.float32:
+    half = values.dtype == torch.float16
+    if half:
         if len(np.unique(places)) != len(places):
             raise ValueError("a row of the context is named twice")
         first = int(starts.min())  # of a batch of many lengths only the rows that this one needs
@@ -118,16 +120,25 @@ def multiply(
         heads=heads,
         length=length,
         width=width,
-        values=wide.numpy(),
+        values=_bits(wide),
         starts=starts,
-        context=target.numpy(),
+        context=_bits(target),
         rows=places,
         padded=context.shape[1],
         threads=torch.get_num_threads(),
         triangle=triangle,
+        brain=values.dtype == torch.bfloat16,
     )
-    if values.dtype != torch.float32:
+    if half:
         context[torch.from_numpy(np.ascontiguousarray(rows, np.int64))] = target.to(context.dtype)
+
+
+def _bits(numbers: torch.Tensor) -> npt.NDArray[np.generic]:
+    """The memory of a tensor; numpy has no bfloat16."""
+    array: npt.NDArray[np.generic] = (
+        numbers.view(torch.int16) if numbers.dtype == torch.bfloat16 else numbers
+    ).numpy()
+    return array
 
 
 def _join_torch() -> bool:

@@ -13,11 +13,11 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from attmemo.errors import WindowBusyError, WindowError
 from attmemo.mmap.layout import SlotLayout
 from attmemo.mmap.pages import map_count, max_map_count, page_size
-from attmemo.mmap.tensor import slots_over
 
 
 class _NativeWindow(Protocol):
@@ -34,12 +34,33 @@ class _NativeWindow(Protocol):
     @property
     def leases(self) -> int: ...
     def map(self, fd: int, offsets: npt.NDArray[np.int64], slot_bytes: int, populate: bool = True) -> None: ...
+    def map_slots(
+        self,
+        fd: int,
+        slots: npt.NDArray[np.int64],
+        header: int,
+        slot_bytes: int,
+        limit: int,
+        populate: bool = True,
+        huge: bool = False,
+    ) -> None: ...
+    def show(self, shape: tuple[int, ...], slot_bytes: int, code: int, bits: int, /) -> object: ...
+    def darken(self) -> None: ...
     def collapse(self) -> None: ...
     def lease(self) -> None: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
+
+_DLPACK = {
+    torch.float32: (2, 32),
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.int8: (0, 8),
+    torch.uint8: (1, 8),
+    torch.float8_e4m3fn: (1, 8),  # has a code of its own only since 2025: shown as bytes, and seen as what they are
+}
+"""DLPack's code and bits of the types in `DTYPES`."""
 
 _new_window = cast(Callable[[int, int], _NativeWindow], importlib.import_module("attmemo._native").Window)
 
@@ -134,6 +155,45 @@ class Window:
         except (ValueError, OSError, BufferError) as error:
             raise _translated(error) from error
 
+    def show(
+        self, fd: int, slots: npt.NDArray[np.int64], layout: SlotLayout, populate: bool, huge: bool = False
+    ) -> torch.Tensor:
+        """`map` of slots of a layout by their numbers, which are checked here, and their `tensor`.
+
+        Parameters
+        ----------
+        fd : int
+            The file; it must hold all slots of the layout.
+        slots : int64 array, shape [count]
+            Slot numbers.
+        layout : SlotLayout
+            How they lie in the file.
+        populate : bool
+            See `map`.
+        huge : bool
+            Ask the kernel to read what is not in memory in pieces of 2 MiB. A wish.
+
+        Returns
+        -------
+        torch.Tensor
+            See `tensor`.
+
+        Raises
+        ------
+        IndexError
+            If a number is not that of a slot; the window is unchanged.
+        WindowBusyError, WindowError
+            See `map`; also if the file is shorter than the layout says, or if there are no slots.
+        """
+        native = self._native
+        try:
+            native.map_slots(fd, slots, layout.header, layout.stride, layout.slots, populate, huge)
+            capsule = native.show(layout.shape, layout.stride, *_DLPACK[layout.dtype])
+        except (ValueError, OSError, BufferError) as error:
+            raise _translated(error) from error
+        tensor: torch.Tensor = from_dlpack(capsule)
+        return tensor if tensor.dtype == layout.dtype else tensor.view(layout.dtype)
+
     def tensor(self, layout: SlotLayout) -> torch.Tensor:
         """The mapped slots as one tensor, which leases the window until its memory is no longer referred to.
 
@@ -158,14 +218,11 @@ class Window:
             If nothing is mapped, or the window is closed.
         """
         try:
-            lease = memoryview(cast(bytes, self._native))
+            capsule = self._native.show(layout.shape, layout.stride, *_DLPACK[layout.dtype])
         except (ValueError, BufferError) as error:
             raise _translated(error) from error
-        # Counted by the lease: what was mapped before it was taken, another thread may have taken away.
-        count = lease.nbytes // layout.stride
-        if count == 0:
-            raise WindowError("the window has no slots mapped")
-        return slots_over(self.address, count, layout, lease)
+        slots: torch.Tensor = from_dlpack(capsule)
+        return slots if slots.dtype == layout.dtype else slots.view(layout.dtype)
 
     def lease(self) -> None:
         """Forbid `map`, `collapse` and `close` until the matching `release`. Raises `WindowError`."""
@@ -181,8 +238,23 @@ class Window:
         except (ValueError, BufferError) as error:
             raise _translated(error) from error
 
+    def darken(self) -> None:
+        """Make the window inaccessible; its mappings go when the next `map` puts others in their place.
+
+        Raises
+        ------
+        WindowBusyError
+            If it is leased.
+        WindowError
+            If the kernel refuses.
+        """
+        try:
+            self._native.darken()
+        except (ValueError, OSError, BufferError) as error:
+            raise _translated(error) from error
+
     def collapse(self) -> None:
-        """Make the whole window inaccessible, keeping the addresses.
+        """Make the whole window inaccessible and take its mappings away, keeping the addresses.
 
         Raises
         ------

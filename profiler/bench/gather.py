@@ -235,7 +235,8 @@ def bench_gather(
 
         - ``copy``: into a fresh tensor;
         - ``copy_reused``: into a kept one;
-        - ``map``: a window mapped, and unmapped at the end of the batch: both are in the time;
+        - ``map``: a window mapped, which takes away what is left of the batch before, and made inaccessible at the
+          end of the batch: all in the time;
         - ``view``: no gathering, one product for each record;
         - ``direct``: `attmemo.mmap.multiply` reads the maps where they lie; V was packed before, outside the time;
         - ``contiguous``: maps that are there already, in the type of V;
@@ -288,7 +289,7 @@ def bench_gather(
         _write_maps(file, layout, dtype, generator, tell)
         values = torch.randn(batch, heads, length, width, generator=generator).to(wide)
         there = _ThereFetcher(torch.empty(batch, *shape, dtype=wide))
-        mapped = MapFetcher(strict=True)  # which unmaps at the end of each batch
+        mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
         fetchers: dict[str, Any] = {
             "copy": CopyFetcher(),
             "copy_reused": _ReusedFetcher(torch.empty(batch, *shape, dtype=kind)),

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal, get_args
+from time import perf_counter
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site, adapter_for
-from attmemo.db import KIND_MAP, Database, DatabaseWriter, ModelInfo, Provenance
+from attmemo.adapters import ADAPTERS, Adapter, adapter_for
+from attmemo.adapters.check import share_heads
+from attmemo.db import KIND_MAP, Database, DatabaseWriter
 from attmemo.db.forms import STORAGE, TYPES
 from attmemo.embed.train import TrainOptions, build_indexes, train
 from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
-from attmemo.fingerprint import fingerprint, model_fields
 from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency, choose_fetcher
+from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.bench.timing import (
     MAX_BYTES,
     SEED,
@@ -36,14 +37,11 @@ from attmemo.profiler.bench.timing import (
     temporary_folder,
     threads_kept,
 )
+from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.conditions import conditions
-from attmemo.profiler.models import quiet
-
-Family = Literal["bert", "deberta-v2"]
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
-_VOCABULARY: Final = 1000
 _CEILING_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
@@ -67,9 +65,38 @@ class _Served:
         self.hit_rates.append(stats["hit_rate"])
 
 
+class _Clock:
+    """Time spent in a model's attention modules, per layer and forward."""
+
+    def __init__(self, adapter: Adapter, model: nn.Module) -> None:
+        sites = adapter.sites(model)
+        self._layers, self._spent, self._start = len(sites), 0.0, 0.0
+        self._seen: list[float] = []
+        for module in {id(site.module): site.module for site in sites}.values():
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end)
+
+    @property
+    def ms(self) -> float:
+        """In the median over turns."""
+        return median(self._seen)
+
+    def note(self, turn: int) -> None:
+        """Read the clock after a forward; the first warms up and does not count."""
+        if turn > 0:
+            self._seen.append(1e3 * self._spent / self._layers)
+        self._spent = 0.0
+
+    def _begin(self, *_: Any) -> None:
+        self._start = perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self._spent += perf_counter() - self._start
+
+
 def bench_layer(
     *,
-    family: Family = "bert",
+    family: str = "bert",
     hidden: int = 768,
     heads: int = 12,
     length: int = 256,
@@ -78,6 +105,7 @@ def bench_layer(
     layers: int = 2,
     repeats: int = 5,
     compile: bool = False,
+    lookups: Sequence[Lookup] = ("sequence", "layer"),
     storage: str = "auto",
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",
@@ -92,7 +120,8 @@ def bench_layer(
 
     Parameters
     ----------
-    family : {"bert", "deberta-v2"}
+    family : str
+        One of those that `attmemo families` lists.
     hidden, heads, layers : int
         Shape of the model; `hidden` is a multiple of `heads`.
     length, batch : int
@@ -103,6 +132,8 @@ def bench_layer(
         Turns counted.
     compile : bool
         Measure `torch.compile` of the exact model too; compiling takes up to minutes.
+    lookups : sequence of {"sequence", "layer"}
+        Which of the memoized variants to measure.
     storage : {"auto", "float32", "bfloat16", "float16"}
         How maps are stored; "auto" is what `attmemo build-database` takes.
     fetch, residency : str
@@ -124,8 +155,10 @@ def bench_layer(
 
         with ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one); for
         the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (in the mean over layers; one
-        lookup for all is divided among them) and ``share_of_ceiling`` (saving over ``exact``, as a share of what the
-        ceiling saves; None where that saves nothing). ``conditions`` and ``notes``.
+        lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of what the
+        ceiling saves; None where that saves nothing) and ``overhead_of_attention`` (lookup, and what serving takes
+        longer than the ceiling's hit path, as a share of the exact attention module's time). ``exact`` and ``ceiling``
+        have ``attention_ms_per_layer``. ``conditions`` and ``notes``.
 
     Raises
     ------
@@ -138,7 +171,7 @@ def bench_layer(
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    check_choice("family", family, get_args(Family))
+    check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
     check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
     check_choice("storage", storage, ("auto", *STORAGE))
     check_choice("fetch", fetch, get_args(FetcherName))
@@ -151,50 +184,54 @@ def bench_layer(
     where = conditions()
     notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
     notes += busy(where)
-    records = max(2 * batch, _LEAST_RECORDS)
+    records = max(batch, _LEAST_RECORDS)
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
     in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * TYPES[dtype].itemsize
     with temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
-        model = _random_model(family, hidden, heads, length, layers, dtype)
-        implementation = str(getattr(model.config, "_attn_implementation", "eager"))
-        adapter, sites = adapter_for(model)
+        model = random_model(family, hidden, heads, length, layers, dtype)
+        adapter = adapter_for(model)[0]
+        implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
         generator = torch.Generator().manual_seed(SEED)
         tell("database", 0, 1)
         path = folder / "database"
         with threads_kept(notes):
-            _build_database(path, model, adapter, sites, storage, _inputs(generator, records, length), batch)
+            _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
         tell("database", 1, 1)
-        inputs = [_inputs(generator, batch, length) for _ in range(1 + repeats)]
+        inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(1 + repeats)]
         ceiling = _ceiling_model(model, inputs[0])
         with Database(path, residency) as database:
             served: dict[str, _Served] = {}
-            lookups: tuple[Lookup, ...] = ("sequence", "layer")
             for lookup in lookups:
                 twin = _twin(model)
                 with threads_kept():
                     memoize(twin, threshold=0.0, database=database, lookup=lookup, gate=False, fetch=fetch)
                 served[f"memoized-{lookup}"] = _Served(twin)
             try:
-                models: dict[str, Any] = {"exact": model}
+                models: dict[str, Any] = {"exact": adapter.host(model)}
                 if compile:
                     tell("compile", 0, 1)
-                    compiled, why = _compiled(model, inputs[0])
+                    compiled, why = _compiled(adapter, model, inputs[0])
                     tell("compile", 1, 1)
                     if compiled is None:
                         notes.append(f"exact-compiled is left out: {why}")
                     else:
                         models["exact-compiled"] = compiled
-                models |= {name: one.model for name, one in served.items()} | {"ceiling": ceiling}
+                models |= {name: adapter.host(one.model) for name, one in served.items()}
+                models["ceiling"] = adapter.host(ceiling)
+                clocks = {name: _Clock(adapter, one) for name, one in (("exact", model), ("ceiling", ceiling))}
 
                 def read_counters(name: str, turn: int) -> None:
+                    if name in clocks:
+                        clocks[name].note(turn)
                     if name in served and turn > 0:
                         served[name].note()
                     elif name in served:
                         served[name].model.attmemo.reset_stats()  # type: ignore[operator,union-attr]
 
                 with torch.inference_mode():
-                    jobs = {name: _forward_job(one, inputs) for name, one in models.items()}
+                    more = {"use_cache": False} if adapter.causal else {}
+                    jobs = {name: _forward_job(one, inputs, more) for name, one in models.items()}
                     found = interleave(jobs, repeats, after=read_counters, tell=tell)
             finally:
                 for one in served.values():
@@ -222,10 +259,12 @@ def bench_layer(
             "ms_min": min(times.milliseconds),
             "speedup": stock / times.ms,
             "speedup_best": best / times.ms,
+            "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
             "hit_rate": None,
             "lookup_ms_per_layer": None,
             "serve_ms_per_layer": None,
             "share_of_ceiling": None,
+            "overhead_of_attention": None,
         }
         if name in served:
             one = served[name]
@@ -233,6 +272,8 @@ def bench_layer(
             row["lookup_ms_per_layer"] = median(one.lookup_ms)
             row["serve_ms_per_layer"] = median(one.serve_ms)
             row["share_of_ceiling"] = (stock - times.ms) / (stock - floor) if stock > floor else None
+            fetch_ms = max(0.0, row["serve_ms_per_layer"] - clocks["ceiling"].ms)
+            row["overhead_of_attention"] = (row["lookup_ms_per_layer"] + fetch_ms) / clocks["exact"].ms
             if row["hit_rate"] < 1.0:
                 notes.append(f"{name}: only {row['hit_rate']:.0%} of the calls were served, so its times are mixed")
         rows.append(row)
@@ -249,81 +290,13 @@ def bench_layer(
     return {"rows": rows, "conditions": where, "notes": notes}
 
 
-def _random_model(family: Family, hidden: int, heads: int, length: int, layers: int, dtype: str) -> nn.Module:
-    """A model of the family's base shape, made under a seed of its own; call it inside `fork_rng`."""
-    from transformers import AutoModel, BertConfig, DebertaV2Config
-
-    shape = {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": max(512, length),
-        # Q and K then have a variance of 2, and scores a standard deviation of 2: maps that are neither flat nor
-        # one-hot. The usual 0.02 gives flat ones.
-        "initializer_range": math.sqrt(2.0 / hidden),
-    }
-    config: Any
-    if family == "bert":
-        config = BertConfig(**shape)
-    else:
-        config = DebertaV2Config(
-            **shape,
-            relative_attention=True,
-            position_buckets=256,
-            share_att_key=True,
-            pos_att_type=["p2c", "c2p"],
-            norm_rel_ebd="layer_norm",
-            position_biased_input=False,
-            type_vocab_size=0,
-            layer_norm_eps=1e-7,
-        )
-    torch.manual_seed(SEED)
-    with quiet():
-        model: nn.Module = AutoModel.from_config(config)
-    return model.to(TYPES[dtype]).eval()
-
-
-def _inputs(generator: torch.Generator, rows: int, length: int) -> dict[str, Tensor]:
-    ids = torch.randint(10, _VOCABULARY, (rows, length), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _build_database(
-    path: Path,
-    model: nn.Module,
-    adapter: Adapter,
-    sites: Sequence[Site],
-    storage: str,
-    inputs: Mapping[str, Tensor],
-    batch: int,
-) -> None:
+def _build_database(path: Path, model: nn.Module, storage: str, inputs: Mapping[str, Tensor], batch: int) -> None:
     """Capture, store, train without gradients, index and publish, as the command line does."""
-    fields = model_fields(model)
-    length = int(inputs["input_ids"].shape[1])
-    info = ModelInfo(
-        name="random weights",
-        family=adapter.family,
-        mask_kind=adapter.mask_kind,
-        layers=len(sites),
-        heads=adapter.shape(sites[0].module)[0],
-        hidden=int(model.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        max_length=length,
-        fingerprint=fingerprint(fields),
-        fields=fields,
-        tokenizer=None,
-    )
-    with DatabaseWriter(path, info, storage) as writer:
-        source = writer.add_source("random tokens", f"seed {SEED}")
-        with Capture(model, adapter, sites) as capture:
-            for start in range(0, len(inputs["input_ids"]), batch):
-                part = {name: tensor[start : start + batch] for name, tensor in inputs.items()}
-                for row, (maps, states) in enumerate(capture.run(part)):
-                    writer.add(maps, states, Provenance(source, start + row))
-        writer.publish()
-    with Database(path) as database, DatabaseWriter(path, info, storage) as writer:
+    rows = len(next(iter(inputs.values())))
+    starts = range(0, rows, batch)
+    parts = ({name: tensor[start : start + batch] for name, tensor in inputs.items()} for start in starts)
+    build_from_inputs(model, parts, path, storage=storage, inputs="all", name="random inputs")
+    with Database(path) as database, DatabaseWriter(path, database.manifest.model, storage) as writer:
         # Where the sequences go is all the same here; that something is embedded and searched is not.
         trained = train(database, TrainOptions(steps=0))
         writer.publish(embedder=build_indexes(database, trained), profile=None, tuning=None)
@@ -341,11 +314,15 @@ def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
     adapter, sites = adapter_for(twin)
     with Capture(twin, adapter, sites) as capture:
         maps = [apm.contiguous() for apm in capture.run(inputs).maps]
+    turns: dict[int, list[Tensor]] = {}
     for site, apm in zip(sites, maps, strict=True):
-        site.module.forward = _hit_only(adapter, site.module, apm)
+        turns.setdefault(id(site.module), []).append(apm)
+    for module in {id(site.module): site.module for site in sites}.values():
+        module.forward = _hit_only(adapter, module, turns[id(module)])
+    more = {"use_cache": False} if adapter.causal else {}
     with torch.inference_mode():
-        expected = model(**inputs).last_hidden_state.float()
-        seen = twin(**inputs).last_hidden_state.float()
+        expected = adapter.host(model)(**inputs, **more).last_hidden_state.float()
+        seen = adapter.host(twin)(**inputs, **more).last_hidden_state.float()
     difference = float((seen - expected).norm() / expected.norm())
     allowed = _CEILING_TOLERANCE[maps[0].dtype]
     if not difference <= allowed:
@@ -356,8 +333,12 @@ def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
     return twin
 
 
-def _hit_only(adapter: Adapter, module: nn.Module, apm: Tensor) -> Callable[..., Any]:
-    """`forward` of an attention module as a hit has it, with a map ``[B, h, L, L]`` that is already there."""
+def _hit_only(adapter: Adapter, module: nn.Module, maps: Sequence[Tensor]) -> Callable[..., Any]:
+    """`forward` of an attention module as a hit has it, with maps ``[B, h, L, L]`` that are already there.
+
+    One for each layer that the module stands for, called in turn.
+    """
+    turn = cycle(maps)
     heads, width = adapter.shape(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -365,23 +346,24 @@ def _hit_only(adapter: Adapter, module: nn.Module, apm: Tensor) -> Callable[...,
         if isinstance(call, str):
             raise AttmemoError(f"the ceiling cannot be measured: {call}.")
         batch, length, size = call.hidden.shape
-        values = adapter.value(module, call.hidden.reshape(batch * length, size)).view(batch, length, heads, width)
-        products = torch.matmul(apm, values.transpose(1, 2))  # [B, h, L, d]
-        return adapter.finish(module, products.transpose(1, 2).reshape(batch, length, heads * width))
+        values = share_heads(adapter.value(module, call.hidden.reshape(batch * length, size)), heads, width)
+        products = torch.matmul(next(turn), values.view(batch, length, heads, width).transpose(1, 2))  # [B, h, L, d]
+        context = products.transpose(1, 2).reshape(batch, length, heads * width)
+        return adapter.pack(module, adapter.finish(module, context, call.hidden), call)
 
     return forward
 
 
-def _compiled(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any | None, str]:
+def _compiled(adapter: Adapter, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any | None, str]:
     """The model through torch.compile, compiled now; or None and why not."""
     try:
-        compiled = torch.compile(_twin(model))
+        compiled = torch.compile(adapter.host(_twin(model)))
         with torch.inference_mode():
-            compiled(**inputs)
+            compiled(**inputs, **({"use_cache": False} if adapter.causal else {}))
     except Exception as error:  # compilers fail in many ways, all of which leave the other variants to be measured
         return None, (str(error).strip() or type(error).__name__).splitlines()[0]
     return compiled, ""
 
 
-def _forward_job(model: Callable[..., Any], inputs: Sequence[dict[str, Tensor]]) -> Job:
-    return lambda turn: model(**inputs[turn])
+def _forward_job(model: Callable[..., Any], inputs: Sequence[dict[str, Tensor]], more: dict[str, Any]) -> Job:
+    return lambda turn: model(**inputs[turn], **more)

@@ -19,8 +19,7 @@ def test_a_database_forged_for_minutes_ends_the_process(backend: str) -> None:
     if backend == "hnswlib":
         pytest.importorskip("hnswlib", reason="hnswlib is an extra")
     for part in range(4):
-        with memory_directory() as folder:
-            forged_in_a_child(folder, backend, seed=3100 + part, trials=1 << 30, seconds=50.0)
+        forged_in_a_child(backend, seed=3100 + part, trials=1 << 30, seconds=50.0)
 
 
 def test_readers_beside_a_builder_for_a_minute_read_a_torn_slot() -> None:

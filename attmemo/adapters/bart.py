@@ -1,0 +1,38 @@
+"""Encoders of BART and its kin: mBART, Marian, Pegasus, M2M-100, Blenderbot.
+
+The same class serves self- and cross-attention of the decoder, which stay exact: what is memoized is the encoder, and
+`generate` calls it once.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from attmemo.adapters.base import encoder_part, takes
+from attmemo.adapters.projected import ProjectedAdapter
+
+
+class BartAdapter(ProjectedAdapter):
+    """`encoder.layers.i.self_attn`."""
+
+    family = "bart"
+    models: ClassVar[tuple[str, ...]] = ("BART", "mBART", "Marian", "Pegasus", "M2M-100")
+    limits = "the decoder, which stays exact"
+    out = "out_proj"
+
+    def host(self, model: nn.Module) -> nn.Module:
+        return encoder_part(model)
+
+    def depth(self, model: nn.Module) -> int | None:
+        return getattr(getattr(self.host(model), "config", None), "encoder_layers", None)
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)
+        return plain and takes(module, "key_value_states") and not self.is_audio(module)
+
+    @staticmethod
+    def is_audio(module: nn.Module) -> bool:
+        """Whether the module is Whisper's: its keys have no bias, and its inputs are no tokens."""
+        return takes(module, "output_attentions")

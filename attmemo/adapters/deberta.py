@@ -1,0 +1,40 @@
+"""DeBERTa v1: as v2, but Q, K and V are one projection whose rows are interleaved head by head, without a bias."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from attmemo.adapters.base import Site, layers_named, number
+from attmemo.adapters.deberta_v2 import DisentangledAdapter
+from attmemo.adapters.projections import Slices, is_plain, why_not
+
+
+class DebertaAdapter(DisentangledAdapter):
+    """`encoder.layer.i.attention.self` of the first DeBERTa."""
+
+    family = "deberta"
+    models = ("DeBERTa (v1)",)
+    limits = "talking_head; a quantized or adapted in_proj"
+
+    def __init__(self) -> None:
+        self._slices: dict[int, Slices] = {}  # by heads; the rows of V lie apart, and BLAS wants them together
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        return number(layers_named(model, ("in_proj", "q_bias", "v_bias", "pos_att_type", "num_attention_heads")))
+
+    def refusal(self, model: nn.Module) -> str | None:
+        for site in self.sites(model):
+            if site.module.talking_head:
+                return "its heads are mixed after the softmax, so that its maps are no probabilities (talking_head)"
+            if not is_plain(site.module.in_proj):
+                return why_not(site.module, ("in_proj",))
+        return None
+
+    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
+        heads, width = self.shape(module)
+        slices = self._slices.setdefault(
+            heads, Slices(lambda weight: weight.view(heads, 3, width, -1)[:, 2].flatten(0, 1))
+        )
+        weight = slices.of(module, module.in_proj.weight)  # type: ignore[union-attr, arg-type]
+        return linear(tokens, weight, module.v_bias)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""GPT-2: Q, K and V in one `Conv1D`, whose weight is ``[in, 3 H]``: V is its last third of columns.
+
+BLAS multiplies columns of a wider matrix as they lie, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters.base import Adapter, Call, Site, layers_named, number
+
+
+class GPT2Adapter(Adapter):
+    """`h.i.attn`."""
+
+    family = "gpt2"
+    models = ("GPT-2", "DistilGPT2", "CPM", "GPT-SW3")
+    limits = "cross-attention; a quantized or adapted c_attn"
+    causal = True
+    parameters = (
+        "hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask",
+        "output_attentions",
+    )  # fmt: skip
+    harmless = frozenset({"encoder_attention_mask"})
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        found = layers_named(model, ("c_attn", "c_proj", "num_heads", "head_dim", "split_size"))
+        return number([(name, module) for name, module in found if not getattr(module, "is_cross_attention", True)])
+
+    def refusal(self, model: nn.Module) -> str | None:
+        if getattr(model.config, "add_cross_attention", False):
+            return "it has cross-attention layers"
+        for site in self.sites(model):
+            for part in (site.module.c_attn, site.module.c_proj):
+                weight = getattr(part, "weight", None)
+                if type(part).__name__ != "Conv1D" or type(weight) is not nn.Parameter:
+                    return f"its fused projection is a {type(part).__name__} (quantized or adapted)"
+        return None
+
+    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
+        return self._columns(module, tokens, 2)
+
+    def key(self, module: nn.Module, call: Call) -> Tensor:
+        batch, length, _ = call.hidden.shape
+        keys = self._columns(module, call.hidden.flatten(0, 1), 1)
+        return keys.view(batch, length, *self.shape(module)).transpose(1, 2)
+
+    def _columns(self, module: nn.Module, tokens: Tensor, third: int) -> Tensor:
+        size = int(module.split_size)  # type: ignore[arg-type]
+        part = slice(third * size, (third + 1) * size)
+        fused: nn.Module = module.c_attn  # type: ignore[assignment]
+        return torch.addmm(fused.bias[part], tokens, fused.weight[:, part])  # type: ignore[index]
+
+    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
+        output: Tensor = module.c_proj(context)  # type: ignore[operator]
+        return output
+
+    def shape(self, module: nn.Module) -> tuple[int, int]:
+        return int(module.num_heads), int(module.head_dim)  # type: ignore[arg-type]

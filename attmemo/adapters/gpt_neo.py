@@ -1,0 +1,34 @@
+"""GPT-Neo: scores without scaling, in float32, and in every other layer a window that the module keeps to itself.
+
+The mask that the module is given knows nothing of the window, so it is read as a plain causal one; the stored map
+has it. The cache is called `layer_past`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from attmemo.adapters.base import Call
+from attmemo.adapters.projected import ProjectedAdapter
+
+
+class GPTNeoAdapter(ProjectedAdapter):
+    """`h.i.attn.attention`."""
+
+    family = "gpt-neo"
+    models = ("GPT-Neo",)
+    causal = True
+    out = "out_proj"
+    cache_name = "layer_past"
+    harmless = frozenset({"layer_past"})
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        return hasattr(module, "attention_type") and hasattr(module, "layer_id")
+
+    def layer_index(self, module: nn.Module) -> int:
+        return int(module.layer_id)  # type: ignore[arg-type]
+
+    def key(self, module: nn.Module, call: Call) -> Tensor:
+        batch, length, _ = call.hidden.shape
+        keys: Tensor = module.k_proj(call.hidden)  # type: ignore[operator]
+        return keys.view(batch, length, *self.shape(module)).transpose(1, 2)

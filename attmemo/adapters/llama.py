@@ -1,0 +1,68 @@
+"""Llama and the decoders built alike: Mistral, Qwen2, Qwen3, and whoever passes the self-check.
+
+Rotary positions, grouped heads of K and V, in some a norm on each head of Q and K, in some a sliding window. K for the
+cache is rotated by the family's own function, found in the module's own file.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from attmemo.adapters.base import Call, takes
+from attmemo.adapters.projected import ProjectedAdapter
+
+# Rotary scalings whose angles depend on the length of the whole batch: a map made in one batch is wrong in another.
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+class LlamaAdapter(ProjectedAdapter):
+    """`layers.i.self_attn`."""
+
+    family = "llama"
+    models = ("Llama", "Mistral", "Qwen2", "Qwen3")
+    limits = "rope_type dynamic or longrope; attention sinks"
+    causal = True
+    rotary = True
+    parameters = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = bool(getattr(module, "is_causal", False)) and hasattr(module, "num_key_value_groups")
+        return plain and takes(module, "position_embeddings", "past_key_values")
+
+    def refusal(self, model: nn.Module) -> str | None:
+        config: Any = self.host(model).config
+        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        kinds = {str(part.get("rope_type")) for part in (scaling, *scaling.values()) if isinstance(part, dict)}
+        for kind in _BY_LENGTH:
+            if kind in kinds:
+                return f"its rotary positions depend on the length of the batch (rope_type {kind!r})"
+        for site in self.sites(model):
+            if hasattr(site.module, "sinks"):
+                return "its maps do not sum to one (attention sinks)"
+            if not hasattr(sys.modules[type(site.module).__module__], "apply_rotary_pos_emb"):
+                return "its rotary positions are applied in a way this version does not know"
+        return None
+
+    def window(self, module: nn.Module) -> int | None:
+        # Mistral's layers all have the configuration's; others say it for each layer, None where there is none.
+        config = getattr(module, "config", None)
+        always = not hasattr(config, "layer_types") or getattr(config, "layer_types", None) is None
+        default = getattr(config, "sliding_window", None) if always else None
+        window = getattr(module, "sliding_window", default)
+        return None if window is None else int(window)
+
+    def key(self, module: nn.Module, call: Call) -> Tensor:
+        width = int(module.head_dim)  # type: ignore[arg-type]
+        batch, length, _ = call.hidden.shape
+        keys: Tensor = module.k_proj(call.hidden).view(batch, length, -1, width)  # type: ignore[operator]
+        norm = getattr(module, "k_norm", None)
+        if norm is not None:
+            keys = norm(keys)
+        keys = keys.transpose(1, 2)
+        cos, sin = call.given["position_embeddings"]
+        rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        rotated: Tensor = rotate(keys[:, :0], keys, cos, sin)[1]  # of no heads of Q
+        return rotated

@@ -1,0 +1,118 @@
+"""Reading attention masks: where the valid tokens lie, and whether nothing but padding is masked.
+
+A map is stored over valid tokens only and serves calls in which the same tokens see each other. So a mask is read in
+full, against the one that the family's layers get for these tokens; a mask that differs in a single bit (packed
+sequences, a mask of the user's own) keeps the call exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Valid tokens of each row: the first ``lengths[i]`` of it, or the last if `left` is padded."""
+
+    lengths: list[int]
+    left: bool = False
+
+
+def spans_of(valid: Tensor) -> Spans | None:
+    """Spans in a ``[B, L]`` boolean tensor; None if a row is empty, has a hole, or padding is on both sides."""
+    counts = valid.sum(-1)
+    lengths = [int(n) for n in counts.tolist()]
+    if min(lengths, default=0) == 0:
+        return None
+    places = torch.arange(valid.shape[-1], device=valid.device)
+    if torch.equal(places < counts[:, None], valid):
+        return Spans(lengths)
+    if torch.equal(places >= valid.shape[-1] - counts[:, None], valid):
+        return Spans(lengths, left=True)
+    return None
+
+
+def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: int | None = None) -> Spans | None:
+    """Spans of a mask as transformers makes it.
+
+    Parameters
+    ----------
+    mask : Tensor or None
+        ``[B or 1, 1, L or 1, L]``: boolean (True attends), or added to scores (0 attends, the type's lowest value does
+        not). None: no padding.
+    causal : bool
+        Whether tokens are meant to see only what comes before them.
+    window : int, optional
+        How many tokens are seen at most: back, with oneself, if causal; else ``window - 1`` to each side.
+
+    Returns
+    -------
+    Spans or None
+        None if the mask is anything else.
+    """
+    if mask is None:
+        return Spans([length] * batch) if window is None or window >= length else None
+    if not isinstance(mask, Tensor):  # a BlockMask of flex attention
+        return None
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[-1] != length or mask.shape[0] not in (1, batch):
+        return None
+    if mask.shape[-2] not in (1, length):
+        return None
+    if mask.shape[-2] == 1 or mask.stride(-2) == 0:  # the same for all queries; an expanded view is not looked through
+        mask = mask[:, :, :1]
+    allowed = _allowed(mask)
+    if allowed is None:
+        return None
+    allowed = allowed[:, 0]  # [B or 1, L or 1, L]
+    if allowed.shape[1] == 1:
+        if causal and length > 1:
+            return None
+        valid = allowed[:, 0]
+    else:
+        valid = allowed.diagonal(dim1=1, dim2=2)  # a valid token sees itself, and nobody sees padding
+    spans = spans_of(valid.expand(batch, length))
+    if spans is None:
+        return None
+    if allowed.shape[1] == 1:
+        return spans if window is None or window >= length else None
+    wanted = valid[:, None, :]
+    if causal or window is not None:
+        place = torch.arange(length, device=mask.device)
+        ahead = place[None, :] - place[:, None]  # [L, L], of the key before the query
+        seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        if window is not None:
+            seen &= ahead.abs() < window
+        wanted = wanted & seen
+    wrong = (allowed != wanted) & valid[:, :, None]  # what padding sees is all the same
+    return None if bool(wrong.any()) else spans
+
+
+def consecutive(positions: Tensor | None, spans: Spans, length: int) -> bool:
+    """Whether positions ``[B or 1, L]`` count up by one over the valid tokens."""
+    if positions is None:
+        return True
+    if positions.dim() != 2 or positions.shape[-1] != length or positions.shape[0] not in (1, len(spans.lengths)):
+        return False
+    steps = positions.diff() == 1  # [B or 1, L - 1]
+    if bool(steps.all()):
+        return True
+    for row, n in zip(steps.expand(len(spans.lengths), -1), spans.lengths, strict=True):
+        inside = row[length - n :] if spans.left else row[: n - 1]
+        if not bool(inside.all()):
+            return False
+    return True
+
+
+def _allowed(mask: Tensor) -> Tensor | None:
+    """The mask as a boolean, True where it attends; None if it adds something in between."""
+    if mask.dtype is torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    attends = mask == 0
+    # Anything between is a bias that we do not know.
+    return attends if bool((attends | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None

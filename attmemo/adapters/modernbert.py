@@ -1,0 +1,52 @@
+"""ModernBERT: one fused projection, rotary positions, and in most layers a window.
+
+The rows of `Wqkv` are those of Q, then K, then V, so V is a view of the last third. Two layers of three see 64 tokens
+to each side; by them the map is a band, which is stored and multiplied as any other map.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from attmemo.adapters.base import Adapter, Site, layers_named, number, takes
+from attmemo.adapters.projections import is_linear, is_plain, why_not
+
+
+class ModernBertAdapter(Adapter):
+    """`layers.i.attn`."""
+
+    family = "modernbert"
+    models = ("ModernBERT",)
+    limits = "a quantized or adapted Wqkv"
+    rotary = True
+    parameters = ("hidden_states", "position_embeddings", "attention_mask")
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        found = layers_named(model, ("Wqkv", "Wo", "head_dim", "is_causal"))
+        return number([
+            (name, module) for name, module in found if not module.is_causal and takes(module, "position_embeddings")
+        ])
+
+    def refusal(self, model: nn.Module) -> str | None:
+        for site in self.sites(model):
+            if not is_plain(site.module.Wqkv) or not is_linear(site.module.Wo):
+                return why_not(site.module, ("Wqkv", "Wo"))
+        return None
+
+    def window(self, module: nn.Module) -> int | None:
+        window = getattr(module, "sliding_window", None)
+        return None if window is None else int(window)
+
+    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
+        fused: nn.Linear = module.Wqkv  # type: ignore[assignment]
+        first = 2 * fused.out_features // 3
+        return linear(tokens, fused.weight[first:], None if fused.bias is None else fused.bias[first:])
+
+    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
+        output: Tensor = module.Wo(context)  # type: ignore[operator]
+        return output
+
+    def shape(self, module: nn.Module) -> tuple[int, int]:
+        width = int(module.head_dim)  # type: ignore[arg-type]
+        return module.Wqkv.out_features // (3 * width), width  # type: ignore[union-attr, operator, return-value]

@@ -1,0 +1,32 @@
+"""OPT: learned positions, queries scaled before the product."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from attmemo.adapters.base import Call, takes
+from attmemo.adapters.projected import ProjectedAdapter
+
+
+class OPTAdapter(ProjectedAdapter):
+    """`decoder.layers.i.self_attn`."""
+
+    family = "opt"
+    models = ("OPT",)
+    causal = True
+    out = "out_proj"
+    parameters = ("hidden_states", "past_key_values", "attention_mask", "output_attentions")
+
+    def host(self, model: nn.Module) -> nn.Module:
+        base = super().host(model)
+        inner = getattr(base, "decoder", None)
+        return inner if isinstance(inner, nn.Module) else base
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = bool(getattr(module, "is_causal", False)) and hasattr(module, "enable_bias")
+        return plain and not takes(module, "key_value_states") and not takes(module, "position_embeddings")
+
+    def key(self, module: nn.Module, call: Call) -> Tensor:
+        batch, length, _ = call.hidden.shape
+        keys: Tensor = module.k_proj(call.hidden)  # type: ignore[operator]
+        return keys.view(batch, length, *self.shape(module)).transpose(1, 2)

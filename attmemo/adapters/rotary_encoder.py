@@ -1,0 +1,21 @@
+"""Encoders with separate projections and rotary positions: NomicBERT, GTE, and others built alike."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from attmemo.adapters.base import takes
+from attmemo.adapters.projected import ProjectedAdapter
+
+
+class RotaryEncoderAdapter(ProjectedAdapter):
+    """`layers.i.self_attn` of bidirectional models that are given `position_embeddings`."""
+
+    family = "rotary-encoder"
+    models = ("NomicBERT", "GTE")
+    rotary = True
+    parameters = ("hidden_states", "attention_mask", "position_embeddings")
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = not module.is_causal and not hasattr(module, "sliding_window")
+        return plain and takes(module, "position_embeddings")

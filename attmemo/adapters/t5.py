@@ -1,0 +1,66 @@
+"""T5's encoder: a relative position bias, which the first layer makes and hands on to all others.
+
+A hit in the first layer must still make it, for layers behind it that miss. Scores are not scaled, and `forward`
+returns three values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attmemo.adapters.base import Adapter, Call, Site, encoder_part, layers_named, number, takes
+from attmemo.adapters.projections import are_linear
+
+
+class T5Adapter(Adapter):
+    """`encoder.block.i.layer.0.SelfAttention`."""
+
+    family = "t5"
+    models = ("T5", "mT5", "Flan-T5")
+    limits = "the decoder, which stays exact; UMT5"
+    parameters = ("hidden_states", "mask", "key_value_states", "position_bias", "past_key_values")
+    mask_name = "mask"
+    harmless = frozenset({"mask", "position_bias"})
+    shared = frozenset({"mask", "position_bias"})
+
+    def host(self, model: nn.Module) -> nn.Module:
+        return encoder_part(model)
+
+    def depth(self, model: nn.Module) -> int | None:
+        return getattr(getattr(self.host(model), "config", None), "num_layers", None)
+
+    def sites(self, model: nn.Module) -> list[Site]:
+        found = layers_named(self.host(model), ("q", "k", "v", "o", "key_value_proj_dim", "n_heads"))
+        return number([
+            (name, module)
+            for name, module in found
+            if not module.is_decoder
+            and takes(module, "position_bias", "mask")
+            and are_linear(module, "q", "k", "v", "o")
+        ])
+
+    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
+        projected: Tensor = module.v(tokens)  # type: ignore[operator]
+        return projected
+
+    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
+        output: Tensor = module.o(context)  # type: ignore[operator]
+        return output
+
+    def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
+        bias = call.given.get("position_bias")
+        length = call.hidden.shape[1]
+        if bias is None and module.has_relative_attention_bias:
+            bias = module.compute_bias(length, length, device=output.device)  # type: ignore[operator]
+        elif bias is None:
+            bias = output.new_zeros(1, self.shape(module)[0], length, length)
+        return output, bias, None
+
+    def map_of(self, returned: Any) -> Tensor:
+        probabilities: Tensor = returned[2]
+        return probabilities
+
+    def shape(self, module: nn.Module) -> tuple[int, int]:
+        return int(module.n_heads), int(module.key_value_proj_dim)  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""ViT: patches instead of tokens, all of them valid, and as many in every image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters.base import CHECK_LENGTHS, takes
+from attmemo.adapters.projected import ProjectedAdapter
+
+
+class ViTAdapter(ProjectedAdapter):
+    """`layers.i.attention`."""
+
+    family = "vit"
+    models = ("ViT", "DeiT")
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = not module.is_causal and not takes(module, "position_embeddings")
+        return plain and not takes(module, "key_value_states")
+
+    def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
+        config: Any = self.host(model).config
+        size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+        patch = config.patch_size if isinstance(config.patch_size, list | tuple) else [config.patch_size] * 2
+        shape = (len(CHECK_LENGTHS), int(config.num_channels), int(size[0]), int(size[1]))
+        pixels = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.731).view(shape)
+        prefix = next(iter(self.host(model).state_dict().items()))[1].shape[1]  # class token, and DeiT's second
+        dtype = next(model.parameters()).dtype
+        count = (int(size[0]) // int(patch[0])) * (int(size[1]) // int(patch[1])) + int(prefix)
+        return {"pixel_values": pixels.to(dtype)}, [count] * len(CHECK_LENGTHS)

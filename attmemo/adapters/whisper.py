@@ -1,0 +1,31 @@
+"""Whisper's encoder: BART's attention over a fixed number of audio frames, without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters.bart import BartAdapter
+from attmemo.adapters.base import takes
+
+
+class WhisperAdapter(BartAdapter):
+    """`encoder.layers.i.self_attn`, given log-mel features of 30 seconds."""
+
+    family = "whisper"
+    models = ("Whisper",)
+    limits = "the decoder, which stays exact"
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)
+        return plain and takes(module, "key_value_states") and self.is_audio(module)
+
+    def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
+        host: Any = self.host(model)
+        frames = int(host.config.max_source_positions)
+        length = frames * host.conv1.stride[0] * host.conv2.stride[0]
+        features = torch.sin(torch.arange(host.config.num_mel_bins * length) * 0.731)
+        dtype = next(model.parameters()).dtype
+        return {"input_features": features.view(1, -1, length).to(dtype)}, [frames]

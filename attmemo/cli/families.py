@@ -1,0 +1,114 @@
+"""`attmemo families`: which models can be served, and why one cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attmemo.cli.console import output
+from attmemo.cli.options import Json, Quiet
+
+_NEXT = "attmemo/adapters/README.md says how to add a family"
+
+
+def families(
+    model: Annotated[
+        str | None, typer.Argument(help="Model directory or hub name: only its configuration is read.")
+    ] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """List the families that can be served, or ask about a model.
+
+    A model is known by how its attention modules are built and not by its name. When it is memoized its own output is
+    reproduced from its own maps first, so a lookalike is refused before anything is changed.
+    """
+    with output(json, quiet) as out:
+        found: dict[str, Any]
+        if model is None:
+            found = {"families": listing()}
+            out.table(
+                "Families of self-attention",
+                ("family", "models", "attends to", "refused or left exact"),
+                [
+                    (row["family"], ", ".join(row["models"]), row["attends_to"], row["limits"] or "-")
+                    for row in found["families"]
+                ],
+                f"others may do (attmemo families MODEL asks); {_NEXT}",
+            )
+        else:
+            found = look_at(model)
+            verdict = found["family"] if found["supported"] else f"not supported: {found['reason']}"
+            out.say(f"{model} ({found['architecture']}, {found['model_type']}): {verdict}")
+            if found["supported"]:
+                out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
+            else:
+                out.say(f"  Next: {_NEXT}")
+        out.result(found)
+        if not found.get("supported", True):
+            raise typer.Exit(1)
+
+
+def listing() -> list[dict[str, Any]]:
+    """One row for each family, JSON-able."""
+    from attmemo.adapters import ADAPTERS
+
+    return [
+        {
+            "family": adapter.family,
+            "models": list(adapter.models),
+            "attends_to": "what came before" if adapter.causal else "everything",
+            "limits": adapter.limits,
+        }
+        for adapter in ADAPTERS
+    ]
+
+
+def look_at(name: str) -> dict[str, Any]:
+    """What the library makes of a model, by its configuration alone: no weights are loaded.
+
+    Raises
+    ------
+    DataError
+        There is no such configuration.
+    UnsupportedModelError
+        transformers does not know the architecture.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    from attmemo.adapters import adapter_for
+    from attmemo.errors import DataError, UnsupportedModelError
+    from attmemo.profiler.models import quiet
+
+    path = str(Path(name).expanduser())
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(path if Path(path).exists() else name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"cannot read the configuration of {name}: {reason}", "check the path, or the name on the model hub"
+        ) from error
+    about = {"model": name, "model_type": config.model_type, "architecture": (config.architectures or ["?"])[0]}
+    try:
+        with quiet(), torch.device("meta"):
+            bare = AutoModel.from_config(config)
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"transformers has no model for {name}: {str(error).strip().splitlines()[0]}",
+            "pip install -U transformers",
+        ) from error
+    try:
+        adapter, sites = adapter_for(bare)
+    except UnsupportedModelError as error:
+        return about | {"supported": False, "reason": error.what.rstrip(".")}
+    return about | {
+        "supported": True,
+        "family": adapter.family,
+        "mask_kind": adapter.mask_kind,
+        "layers": len(sites),
+        "heads": adapter.shape(sites[0].module)[0],
+    }

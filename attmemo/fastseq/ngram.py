@@ -1,0 +1,243 @@
+"""No n-gram twice: tokens that would repeat one get the score -inf before the next token is chosen.
+
+FastSeq, Algorithm 1 (seed ``000_0ea113c51f7ad12d.txt``). Stock transformers (5.15 and later) makes a mask of rows
+times vocabulary for it and fills a copy of the scores; its variant for n-grams of the source still loops in Python.
+Here a kernel writes the few banned scores where they lie: `native/ngram.c` on a CPU, Triton on a GPU, and the mask,
+`banned_mask`, everywhere else. The mask is also what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
+
+from attmemo import _ngram
+
+_FORMS = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float64",
+}
+_NOTHING = -1  # an id that no token has: what fills rows of a source that are shorter than others
+
+
+def banned_mask(scores: Tensor, tokens: Tensor, size: int, source: Tensor | None = None) -> Tensor:
+    """Where `ban_ngrams` writes -inf; in plain torch, any device.
+
+    Returns
+    -------
+    Tensor
+        bool ``[R, V]``.
+    """
+    text = tokens if source is None else source
+    rows, columns = scores.shape
+    if tokens.shape[1] < size - 1 or text.shape[1] < size or rows == 0:
+        return scores.new_zeros((rows, columns), dtype=torch.bool)
+    group = rows // text.shape[0]
+    windows = text.unfold(1, size, 1)  # [R / k, W, n]
+    suffix = tokens[:, tokens.shape[1] - (size - 1) :].view(text.shape[0], group, 1, size - 1)
+    matches = (windows[:, None, :, :-1] == suffix).all(-1).view(rows, -1)  # [R, W]
+    last = windows[..., -1].repeat_interleave(group, 0)
+    # What is not banned goes to a column of its own, where it can't unban another window's token.
+    last = torch.where(matches & (last >= 0) & (last < columns), last, columns)
+    mask = scores.new_zeros((rows, columns + 1), dtype=torch.bool)
+    return mask.scatter_(1, last, True)[:, :columns]
+
+
+def ban_ngrams(scores: Tensor, tokens: Tensor, size: int, source: Tensor | None = None) -> None:
+    """Set to -inf, in place, the score of each token that would complete an n-gram of the row's text.
+
+    Parameters
+    ----------
+    scores : Tensor
+        ``[R, V]``, floating point. Written.
+    tokens : Tensor
+        ``[R, T]`` of int64: what each row has said so far, prompt and padding included, as stock has it.
+    size : int
+        n, at least 1. With 1 every token of the text is banned.
+    source : Tensor, optional
+        ``[R / k, S]`` of int64: the texts whose n-grams are banned, each for k rows that follow each other, its
+        beams. Default: `tokens`.
+
+    Raises
+    ------
+    ValueError
+        If shapes or types do not fit; nothing was written.
+
+    Notes
+    -----
+    Ids outside the vocabulary, negative ones too, are passed over: nothing can generate them.
+    """
+    text = tokens if source is None else source
+    if scores.dim() != 2 or tokens.dim() != 2 or text.dim() != 2 or scores.shape[0] != tokens.shape[0] or size < 1:
+        raise ValueError(
+            f"cannot ban n-grams of {size} tokens: scores {list(scores.shape)}, tokens {list(tokens.shape)}, source "
+            f"{list(text.shape)}; expected [R, V], [R, T], [R / k, S] and at least one token"
+        )
+    if scores.shape[0] and (text.shape[0] == 0 or scores.shape[0] % text.shape[0]):
+        raise ValueError(f"{scores.shape[0]} rows of scores are not a multiple of the {text.shape[0]} source texts")
+    if tokens.dtype != torch.int64 or text.dtype != torch.int64:
+        raise ValueError(f"tokens are {tokens.dtype}, source {text.dtype}; expected torch.int64")
+    if not scores.is_floating_point():
+        raise ValueError(f"scores are {scores.dtype}; expected a floating-point type")
+    if _fits_kernel(scores, tokens, text):
+        _ngram.ban_ngrams(_items(scores), _inner(tokens).numpy(), _inner(text).numpy(), size, _FORMS[scores.dtype])
+    elif scores.is_cuda and _has_triton() and not torch.compiler.is_compiling():
+        from attmemo.fastseq.ngram_triton import ban_ngrams as ban_on_gpu
+
+        ban_on_gpu(scores, tokens, text, size)
+    else:
+        scores.masked_fill_(banned_mask(scores, tokens, size, source), -float("inf"))
+
+
+class NoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
+    """As ``NoRepeatNGramLogitsProcessor`` of transformers, with the same result, by a kernel.
+
+    Parameters
+    ----------
+    ngram_size : int
+        n, at least 1.
+    in_place : bool
+        Write into the scores that were handed over and return them. Beam search allows it; sampling does unless it
+        is asked for ``output_logits``, which it keeps without a copy. The default is what stock does: a new tensor.
+    """
+
+    def __init__(self, ngram_size: int, *, in_place: bool = False) -> None:
+        if not isinstance(ngram_size, int) or ngram_size <= 0:
+            raise ValueError(f"`ngram_size` has to be a strictly positive integer, but is {ngram_size}")
+        self.ngram_size = ngram_size
+        self.in_place = in_place
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores ``[R, V]`` after the rows ``[R, T]``."""
+        if input_ids.shape[-1] < self.ngram_size:
+            return scores  # itself, as stock
+        result = scores if self.in_place else scores.clone()
+        ban_ngrams(result, input_ids, self.ngram_size)
+        return result
+
+
+class EncoderNoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
+    """As ``EncoderNoRepeatNGramLogitsProcessor``: no n-gram of the source; by a kernel, where stock loops in Python.
+
+    Parameters
+    ----------
+    ngram_size : int
+        n, at least 1.
+    encoder_input_ids : Tensor
+        ``[B, S]``, or ``[S]`` for one text, int64, padding included.
+    in_place : bool
+        As in `NoRepeatNGram`.
+
+    Notes
+    -----
+    Ids beyond the vocabulary are passed over; stock raises for them, and takes negative ones (a padding of -100) for
+    places counted from the vocabulary's end.
+    """
+
+    def __init__(self, ngram_size: int, encoder_input_ids: Tensor, *, in_place: bool = False) -> None:
+        if not isinstance(ngram_size, int) or ngram_size <= 0:
+            raise ValueError(f"`ngram_size` has to be a strictly positive integer, but is {ngram_size}")
+        self.ngram_size = ngram_size
+        self.in_place = in_place
+        self.source = encoder_input_ids.unsqueeze(0) if encoder_input_ids.dim() == 1 else encoder_input_ids
+
+    @property
+    def batch_size(self) -> int:
+        """Number of source texts."""
+        return self.source.shape[0]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these source texts ``[B']``, in this order: when finished ones leave the batch."""
+        self.source = self.source.index_select(0, rows.to(self.source.device))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores ``[B * M, V]`` after the rows ``[B * M, T]``; the M beams of a text follow each other."""
+        if self.source.device != scores.device:
+            self.source = self.source.to(scores.device)
+        result = scores if self.in_place else scores.clone()
+        ban_ngrams(result, input_ids, self.ngram_size, self.source)
+        return result
+
+
+def swap_ngram_processors(
+    processors: LogitsProcessorList, *, source: Tensor | None = None, in_place: bool = False
+) -> int:
+    """Put ours in the places of stock's n-gram processors; the list is changed, its order is kept.
+
+    Parameters
+    ----------
+    processors : LogitsProcessorList
+        As `generate` prepares it.
+    source : Tensor, optional
+        ``[B, S]``: the encoder's input. Without it what is banned is read from stock's own table.
+    in_place : bool
+        As in `NoRepeatNGram`.
+
+    Returns
+    -------
+    int
+        How many were swapped. Only stock's own classes are: what a subclass does nobody knows.
+    """
+    swapped = 0
+    for place, processor in enumerate(processors):
+        if type(processor) is NoRepeatNGramLogitsProcessor:
+            processors[place] = NoRepeatNGram(processor.ngram_size, in_place=in_place)
+        elif type(processor) is EncoderNoRepeatNGramLogitsProcessor:
+            size = processor.ngram_size
+            text = _text_of(processor.generated_ngrams, size) if source is None else source
+            processors[place] = EncoderNoRepeatNGram(size, text, in_place=in_place)
+        else:
+            continue
+        swapped += 1
+    return swapped
+
+
+def _text_of(tables: Sequence[Mapping[tuple[int, ...], Sequence[int]]], size: int) -> Tensor:
+    """A text ``[B, S]`` with the n-grams of stock's tables and no others: each is followed by an id of no token."""
+    rows = []
+    for table in tables:
+        ngrams = ((*prefix, token, _NOTHING) for prefix, tokens in table.items() for token in dict.fromkeys(tokens))
+        rows.append([token for ngram in ngrams for token in ngram])
+    text = torch.full((len(rows), max([size, *map(len, rows)])), _NOTHING, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        text[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return text
+
+
+def _fits_kernel(scores: Tensor, tokens: Tensor, text: Tensor) -> bool:
+    """The C kernel takes them: a CPU, known types, rows that are whole and do not overlap, nobody who traces."""
+    return (
+        scores.device.type == tokens.device.type == text.device.type == "cpu"
+        and scores.dtype in _FORMS
+        and not scores.requires_grad
+        and not torch.compiler.is_compiling()
+        and (scores.shape[1] <= 1 or scores.stride(1) == 1)
+        and (scores.shape[0] <= 1 or scores.stride(0) >= scores.shape[1])
+    )
+
+
+def _items(scores: Tensor) -> Any:
+    # numpy has no bfloat16; the kernel only needs to know how wide a score is.
+    return (scores.view(torch.int16) if scores.dtype == torch.bfloat16 else scores).numpy()
+
+
+def _inner(ids: Tensor) -> Tensor:
+    """The ids with each row contiguous."""
+    wide = ids.shape[1] <= 1 or ids.stride(1) == 1
+    apart = ids.shape[0] <= 1 or ids.stride(0) >= ids.shape[1]
+    return ids if wide and apart else ids.contiguous()
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,478 @@
+"""Texts in, texts out: tokenization ahead, generation here, detokenization behind.
+
+FastSeq, section 4.3 (seed ``000_0ea113c51f7ad12d.txt``): while a batch is generated, the next is tokenized and the
+last is turned into text. Generation stays in the caller's thread, where Ctrl-C arrives and torch's settings are the
+caller's; what runs beside it are pure functions in threads (`attmemo.fastseq.stages`), and all that waits is bounded.
+An error of any stage ends the whole and is raised as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attmemo.errors import AttmemoError, UnsupportedModelError
+from attmemo.fastseq.encoding import Batch, Copies, Encoder, Padding, Window, with_padding
+from attmemo.fastseq.journal import Journal
+from attmemo.fastseq.lines import count_lines, read_lines
+from attmemo.fastseq.planner import BatchPlanner, Guard, Mode, ModelShape, is_out_of_memory
+from attmemo.fastseq.properties import attribute, digest, positions
+from attmemo.fastseq.result import Result, Summary
+from attmemo.fastseq.stages import map_ahead
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many are done, and how many there are."""
+
+_BEHIND = 2  # batches that may wait for being turned into text
+
+
+class Pipeline:
+    """Generate for many texts.
+
+    Parameters
+    ----------
+    model : object with ``generate``
+        A transformers model, or one wrapped by `attmemo.fastseq.wrap`.
+    tokenizer : PreTrainedTokenizerBase
+    batch : int or "auto"
+        Texts in a batch; ``"auto"``: the most that fit, by length (`attmemo.fastseq.planner`).
+    window : int
+        Texts that are read, sorted by length and then generated. No output of a window can come before its longest
+        texts are done; it is also all that is in memory.
+    buckets : bool
+        Sort within the window. Which texts share a batch then changes, and with it their padding, on which stock's
+        results depend as little or as much as ever; False gives the batches of a plain loop.
+    prefix : str
+        Put before every text (T5's ``"summarize: "``).
+    max_source : int, optional
+        Cut texts to so many tokens. Default: what tokenizer and model take.
+    truncate : bool
+        False: a text longer than the model's positions is an error.
+    padding, padding_side
+        As the tokenizer's. Default side: left for decoders, else the tokenizer's.
+    new_only : bool
+        Of decoders, give what was generated without the prompt.
+    keep_special : bool
+        Leave special tokens in the texts.
+    clean_up : bool, optional
+        ``clean_up_tokenization_spaces``.
+    encoders, decoders : int
+        Threads that tokenize, and that turn tokens into text.
+    seed : int, optional
+        Seed of every batch, with the number of its first row: a resumed run samples what it would have sampled.
+    mode : {"stock", "shared", "el"}, optional
+        How the model keeps the source's states, for the planner. Default: what the model says in an attribute
+        ``cache_mode``, else the one that takes most, ``"stock"``.
+    config, device
+        Of the model, where it has no such attributes.
+    progress : callable, optional
+    **generation
+        Arguments of ``generate``, the same for all texts.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The model cannot generate.
+    AttmemoError
+        An argument makes no sense.
+
+    Examples
+    --------
+    ::
+
+        pipeline = Pipeline(model, tokenizer, num_beams=4, max_new_tokens=60)
+        for text in pipeline(lines):
+            ...
+        summary = pipeline.run("input.txt", "output.txt")
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch: int | Literal["auto"] = "auto",
+        window: int = 512,
+        buckets: bool = True,
+        prefix: str = "",
+        max_source: int | None = None,
+        truncate: bool = True,
+        padding: Padding = "longest",
+        padding_side: Literal["left", "right"] | None = None,
+        new_only: bool = True,
+        keep_special: bool = False,
+        clean_up: bool | None = None,
+        encoders: int = 2,
+        decoders: int = 1,
+        seed: int | None = None,
+        mode: Mode | None = None,
+        config: Any = None,
+        device: torch.device | str | None = None,
+        progress: Progress | None = None,
+        **generation: Any,
+    ) -> None:
+        if not callable(getattr(model, "generate", None)):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no generate: it cannot make texts.",
+                "give a model for text generation, such as AutoModelForSeq2SeqLM loads",
+            )
+        if batch != "auto" and (not isinstance(batch, int) or batch < 1):
+            raise AttmemoError(f"batch {batch!r}: expected a number of texts, or 'auto'.", "batch=8")
+        if window < 1 or encoders < 1 or decoders < 1:
+            raise AttmemoError("window, encoders and decoders are at least 1.", "leave them out")
+        self.model = model
+        self.tokenizer = with_padding(tokenizer)
+        self.config = config if config is not None else attribute(model, "config")
+        if self.config is None:
+            raise AttmemoError(f"{type(model).__name__} has no config.", "hand it over: config=model.config")
+        self.device = torch.device(device if device is not None else attribute(model, "device") or "cpu")
+        self.causal = not bool(getattr(self.config, "is_encoder_decoder", False))
+        self.generation = {name: value for name, value in generation.items() if value is not None}
+        if self.causal:
+            self.generation.setdefault("pad_token_id", self.tokenizer.pad_token_id)
+        self.batch = batch
+        self.window = window
+        self.planner = self._planner(mode) if batch == "auto" else None
+        self.limit = self._limit(max_source, truncate)
+        self._options: dict[str, Any] = {
+            "prefix": prefix,
+            "limit": self.limit,
+            "truncate": truncate,
+            "buckets": buckets,
+            "padding": padding,
+            "side": padding_side or ("left" if self.causal else tokenizer.padding_side),
+        }
+        if padding == "max_length" and self.limit is None:
+            raise AttmemoError(
+                "padding to the greatest length, and there is none.", "give max_source, or padding='longest'"
+            )
+        self._new_only, self._keep_special, self._clean_up = new_only, keep_special, clean_up
+        self._encoders, self._decoders, self._seed = encoders, decoders, seed
+        self._progress = progress or (lambda what, done, total: None)
+        self._returned = int(self._setting("num_return_sequences", 1))
+        self._scored = bool(self.generation.get("output_scores"))
+        if self._scored:
+            if self._setting("num_beams", 1) < 2:
+                raise AttmemoError("only beam search gives scores of sequences.", "num_beams=4, or no scores")
+            self.generation["return_dict_in_generate"] = True
+
+    def __call__(self, texts: Iterable[str]) -> Iterator[Any]:
+        """Generate, one after another, in the order of the input.
+
+        Yields
+        ------
+        str, or with ``num_return_sequences`` above 1 a list of str, for each text; ``""`` for a blank one.
+        """
+        for result in self.results(texts):
+            yield result.texts[0] if self._returned == 1 else result.texts
+
+    def results(self, texts: Iterable[str]) -> Iterator[Result]:
+        """Generate, in the order of the input, with everything that is known of each text."""
+        waiting: dict[int, Result] = {}
+        row = 0
+        for results in self._batches(texts, (), Summary()):
+            waiting.update((result.row, result) for result in results)
+            while row in waiting:
+                yield waiting.pop(row)
+                row += 1
+
+    def run(
+        self,
+        source: str | Path,
+        output: str | Path,
+        *,
+        limit: int | None = None,
+        resume: bool = True,
+        identity: Mapping[str, Any] | None = None,
+    ) -> Summary:
+        """Generate a line of output for every line of a file.
+
+        An interrupted run leaves ``OUTPUT.part``; the same call goes on with it. OUTPUT appears when it is whole.
+
+        Parameters
+        ----------
+        source : path
+            UTF-8, a text a line.
+        output : path
+            Replaced at the end, if it is there.
+        limit : int, optional
+            Only the first lines.
+        resume : bool
+            False: begin anew.
+        identity : mapping, optional
+            What else decides the output; a run that was interrupted under another is refused.
+
+        Raises
+        ------
+        DataError
+            The input is missing, empty, or not UTF-8.
+        JournalError
+            What was left cannot be gone on with.
+        """
+        source, output = Path(source), Path(output)
+        begin = time.perf_counter()
+        lines, digest = count_lines(source, limit)
+        made_from = {"input": digest, "lines": lines, **self._identity(), **(identity or {})}
+        notes = {} if self.planner is None else {"free": self.planner.free}
+        with Journal(output, made_from, resume=resume, notes=notes) as journal:
+            noted = journal.notes.get("free")
+            if self.planner is not None and noted and noted <= 1.25 * self.planner.free:
+                self.planner.free = noted  # the same batches as then, unless much less is free now
+            summary = Summary(lines=lines, resumed=len(journal))
+            self._progress("generating", len(journal), lines)
+            texts = islice(read_lines(source), limit)
+            for results in self._batches(texts, journal.done, summary):
+                journal.append([result.row for result in results], [result.line for result in results])
+                self._progress("generating", len(journal), lines)
+            journal.finish(lines)
+        summary.seconds = time.perf_counter() - begin
+        return summary
+
+    def _batches(self, texts: Iterable[str], done: Container[int], summary: Summary) -> Iterator[list[Result]]:
+        """Results of each batch as soon as it is text, in whatever order; rows that are done already are left out."""
+        encode = Encoder(self.tokenizer, self._size, **self._options)
+        windows = map_ahead(encode, _windows(texts, self.window), workers=self._encoders)
+        pool = ThreadPoolExecutor(self._decoders, thread_name_prefix="behind")
+        copies, guard = Copies(self.tokenizer), Guard()
+        behind: deque[Future[list[Result]]] = deque()
+        clock = _Clock(summary.stages)
+        failure: BaseException | None = None
+        try:
+            try:
+                while (window := clock.time("waiting for texts", next, windows, None)) is not None:
+                    yield from self._blanks(window, done, summary)
+                    for batch in self._left(window, done, summary):
+                        for part, sequences, scores in self._generate(batch, guard, clock, summary):
+                            behind.append(pool.submit(self._decode, copies, part, sequences, scores))
+                            while behind and (behind[0].done() or len(behind) > _BEHIND):
+                                results = clock.time("waiting for words", behind[0].result)
+                                behind.popleft()
+                                yield results
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # what is generated is not thrown away, even on Ctrl-C
+                failure = error
+            while behind:
+                try:
+                    results = behind.popleft().result()
+                except BaseException as error:
+                    raise failure or error from None
+                yield results
+            if failure is not None:
+                raise failure
+        finally:
+            summary.halvings = guard.halvings
+            windows.close()  # type: ignore[attr-defined]
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _blanks(self, window: Window, done: Container[int], summary: Summary) -> Iterator[list[Result]]:
+        summary.blank += len(window.blank)
+        if found := [Result(row, [""] * self._returned, blank=True) for row in window.blank if row not in done]:
+            yield found
+
+    def _left(self, window: Window, done: Container[int], summary: Summary) -> Iterator[Batch]:
+        """The window's batches without the rows that are done."""
+        for batch in window.batches:
+            summary.truncated += sum(batch.truncated)
+            left = [place for place, row in enumerate(batch.rows) if row not in done]
+            if left:
+                yield batch if len(left) == len(batch) else batch.take(left)
+
+    def _generate(
+        self, batch: Batch, guard: Guard, clock: _Clock, summary: Summary
+    ) -> Iterator[tuple[Batch, Tensor, list[float] | None]]:
+        """Sequences ``[B * R, T]`` of a batch, or of its parts if memory ran out."""
+        parts = deque([batch])
+        while parts:
+            part = parts.popleft()
+            tokens = part.ids.shape[1] + self._new_tokens(part.ids.shape[1])
+            fits = guard.allowed(tokens)
+            if len(part) > fits:
+                parts.extendleft(
+                    reversed([part.take(range(i, min(i + fits, len(part)))) for i in range(0, len(part), fits)])
+                )
+                continue
+            outcome = clock.time("generating", self._try, part)
+            if outcome is None:
+                if len(part) == 1:
+                    raise AttmemoError(
+                        f"line {part.rows[0] + 1:,}: memory ran out for one text of {part.ids.shape[1]:,} tokens.",
+                        "fewer beams (--num-beams), shorter texts (--max-tokenizer-length), or a smaller model",
+                    )
+                guard.failed(len(part), tokens)
+                parts.appendleft(part)
+                continue
+            summary.batches += 1
+            summary.generated += len(part)
+            summary.largest_batch = max(summary.largest_batch, len(part))
+            yield part, *outcome
+
+    def _try(self, batch: Batch) -> tuple[Tensor, list[float] | None] | None:
+        """Sequences and scores; None if memory ran out."""
+        try:
+            gpus = range(torch.cuda.device_count()) if self.device.type == "cuda" else ()
+            with torch.random.fork_rng(gpus, enabled=self._seed is not None):
+                if self._seed is not None:
+                    torch.manual_seed((self._seed * 1_000_003 + batch.rows[0]) % 2**63)
+                output = self.model.generate(
+                    input_ids=batch.ids.to(self.device),
+                    attention_mask=batch.mask.to(self.device),
+                    **self.generation,
+                )
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            scores = output.sequences_scores.tolist() if self._scored else None
+            if self.causal and self._new_only:
+                sequences = sequences[:, batch.ids.shape[1] :]
+            # A few kilobytes, and generate has waited for the device already: nothing to gain from copying later.
+            return sequences.cpu(), scores
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Out here, where the traceback is gone that held what filled the memory.
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _decode(self, copies: Copies, batch: Batch, sequences: Tensor, scores: list[float] | None) -> list[Result]:
+        texts = copies.get().batch_decode(
+            sequences.tolist(), skip_special_tokens=not self._keep_special, clean_up_tokenization_spaces=self._clean_up
+        )
+        each = self._returned
+        if len(texts) != each * len(batch):
+            raise AttmemoError(
+                f"{len(texts)} sequences came back for {len(batch)} texts; expected {each} each.",
+                "set num_return_sequences where the pipeline is made",
+            )
+        return [
+            Result(
+                row,
+                texts[place * each : (place + 1) * each],
+                None if scores is None else scores[place * each : (place + 1) * each],
+                batch.truncated[place],
+            )
+            for place, row in enumerate(batch.rows)
+        ]
+
+    def _size(self, length: int) -> int:
+        """Texts in a batch of which the longest has so many tokens."""
+        if self.planner is None:
+            return int(self.batch)
+        beams = max(self._setting("num_beams", 1), self._returned)
+        if self._options["padding"] == "max_length":
+            length = self.limit or length
+        return self.planner.plan(length, self._new_tokens(length), beams)
+
+    def _planner(self, mode: Mode | None) -> BatchPlanner:
+        mode = mode or getattr(self.model, "cache_mode", None) or "stock"
+        dtype = attribute(self.model, "dtype") or torch.float32
+        return BatchPlanner(ModelShape.of(self.config, dtype), device=self.device, mode=mode)
+
+    def _setting(self, name: str, otherwise: Any) -> Any:
+        """An argument of generate: as given, else as the model's own generation configuration has it."""
+        given = self.generation.get(name)
+        if given is None:
+            given = getattr(self.generation.get("generation_config"), name, None)
+        if given is None:
+            given = getattr(attribute(self.model, "generation_config"), name, None)
+        return otherwise if given is None else given
+
+    def _lengths(self) -> tuple[int | None, int | None]:
+        """``max_new_tokens`` or else ``max_length``, whichever decides in `generate`."""
+        configs = (self.generation.get("generation_config"), attribute(self.model, "generation_config"))
+        for settings in (self.generation, *(vars(config) for config in configs if config is not None)):
+            if settings.get("max_new_tokens") is not None:
+                return int(settings["max_new_tokens"]), None
+            if settings.get("max_length") is not None:
+                return None, int(settings["max_length"])
+        return 20, None  # what generate does when nobody says anything
+
+    def _new_tokens(self, source: int) -> int:
+        """Tokens that are generated at most for texts of so many tokens."""
+        new, total = self._lengths()
+        if new is None:
+            assert total is not None
+            new = total - source if self.causal else total
+        return max(1, new)
+
+    def _limit(self, asked: int | None, truncate: bool) -> int | None:
+        """Tokens that a text may have: as asked, within what tokenizer and model take; None: any number."""
+        most = positions(self.config)
+        if self.causal:
+            # A prompt stands in the positions of the tokens that follow it, and max_length counts both.
+            new, total = self._lengths()
+            room = min((value for value in (most, total) if value is not None), default=None)
+            if room is not None:
+                most = room - (1 if new is None else new)
+                if most < 1:
+                    raise AttmemoError(
+                        f"{new or total:,} tokens to generate leave no room for a text: there are {room:,} positions.",
+                        "fewer new tokens",
+                    )
+        if asked is not None and asked < 1:
+            raise AttmemoError(f"texts cut to {asked} tokens are none.", "max_source at least 1")
+        if asked is not None and most is not None and asked > most:
+            raise AttmemoError(
+                f"texts of {asked:,} tokens are asked for, the model takes {most:,}.", f"at most {most:,}"
+            )
+        known = getattr(self.tokenizer, "model_max_length", None)
+        limits = [asked if asked is not None else known if truncate else None, most]
+        # A tokenizer that knows no limit says 10^30.
+        return min((limit for limit in limits if limit is not None and limit < 1 << 40), default=None)
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the output beside the input. Batches only if they are seeded: else they decide padding."""
+        sampled = {"batch": self.batch, "window": self.window, "buckets": self._options["buckets"]}
+        return {
+            **(sampled if self._seed is not None and self._setting("do_sample", False) else {}),
+            "model": digest(self.model, self.config),
+            "prefix": self._options["prefix"],
+            "max_source": self.limit,
+            "padding_side": self._options["side"],
+            "new_only": self._new_only,
+            "keep_special": self._keep_special,
+            "clean_up": self._clean_up,
+            "seed": self._seed,
+            **{f"generate {name}": _plain(value) for name, value in sorted(self.generation.items())},
+        }
+
+
+def _plain(value: Any) -> Any:
+    """An argument as JSON keeps it; of an object, such as a processor, only the kind: its repr has an address."""
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "to_dict"):
+        return {str(name): _plain(item) for name, item in value.to_dict().items()}
+    return type(value).__name__
+
+
+class _Clock:
+    """Adds up seconds by what they went to."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+
+    def time(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - begin
+
+
+def _windows(texts: Iterable[str], size: int) -> Iterator[tuple[int, list[str]]]:
+    source, first = iter(texts), 0
+    while window := list(islice(source, size)):
+        yield first, window
+        first += len(window)

@@ -1,0 +1,297 @@
+"""How many texts fit in a batch: what a batch takes, what is free, and what to do when it was too many.
+
+What the cached states take is known exactly (``reference/generation.md``, item 19; it reproduces every cell of
+FastSeq's Table 2):
+
+    stock       2 L W s (B M N + B M t)
+    shared      2 L W s (B N + B M t)          keys and values of the source once per text, not per beam
+    el          B N D s + 2 L W s B M t        one hidden state of the source for all layers
+
+with L decoder layers, W = key/value heads times their width, D the model's width, s bytes a number, B texts, M beams,
+N source tokens, t new tokens. Beside them a step holds several copies of the scores ``[B M, V]``, and the first pass
+the activations of a layer; these are estimated, from above. Predicted and measured growth of the resident set, in MiB
+(random weights of width 512 with 4 layers, float32, stock generation, two cores; B, M, N, t):
+
+    BART 8, 4, 512, 8       463  424        GPT-2 8, 4, 256, 8      544  531
+    BART 16, 4, 128, 24     375  333        GPT-2 16, 1, 512, 6     544  535
+    BART 32, 1, 512, 4      512  391        GPT-2 4, 4, 64, 60       83   79
+    BART 2, 8, 64, 40        75   74
+
+The estimate is one half; the other is `Guard`: a batch that ran out of memory is halved and done again, and no later
+batch may be as large.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from attmemo.errors import AttmemoError
+
+Mode = Literal["stock", "shared", "el"]
+
+SHARE: Final = {"cpu": 0.5, "cuda": 0.9}
+"""How much of what is free is planned with. On a CPU a process that takes too much is killed, with no error to catch,
+and the page cache wants some of it."""
+
+MOST: Final = 256
+"""Larger batches gain nothing any more, and make a user wait for the first line."""
+
+_SCORES = 12  # copies of the scores in float32 in a step of beam search, sorting included; measured: 5 to 11
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator|can't allocate memory|not enough memory|out of memory|ALLOC_FAILED", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides how much memory its generation takes.
+
+    Attributes
+    ----------
+    layers : int
+        Decoder layers, L.
+    keys : int
+        Numbers in the keys of a token, W: key/value heads times their width.
+    width : int
+        D.
+    inner : int
+        Width of the feed-forward layer.
+    heads : int
+        Query heads.
+    vocabulary : int
+        V.
+    item : int
+        Bytes a number, s.
+    encoder : bool
+        Whether the source goes through an encoder; else it is a prompt.
+    eager : bool
+        Whether attention maps are made ``[B, h, N, N]``.
+    """
+
+    layers: int
+    keys: int
+    width: int
+    inner: int
+    heads: int
+    vocabulary: int
+    item: int = 4
+    encoder: bool = True
+    eager: bool = False
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype = torch.float32) -> ModelShape:
+        """From the configuration of a transformers model.
+
+        Raises
+        ------
+        AttmemoError
+            It does not say how large the model is.
+        """
+        encoder = bool(getattr(config, "is_encoder_decoder", False))
+        # Of an encoder-decoder it would give the decoder's under other names, and defaults under these.
+        text = config.get_text_config() if hasattr(config, "get_text_config") and not encoder else config
+
+        def first(*names: str) -> int:
+            for name in names:
+                value = getattr(text, name, None)
+                if isinstance(value, int) and value > 0:
+                    return value
+            raise AttmemoError(
+                f"the configuration of {type(config).__name__} has none of {', '.join(names)}: the batch cannot be "
+                "planned.",
+                "give a batch size, --batch-size 8",
+            )
+
+        layers = ("decoder_layers", "num_decoder_layers", "num_layers") if encoder else ()
+        width = first("d_model", "hidden_size", "n_embd")
+        heads = first("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "num_heads")
+        head = getattr(text, "d_kv", None) or getattr(text, "head_dim", None) or width // heads
+        return cls(
+            layers=first(*layers, "num_hidden_layers", "n_layer"),
+            keys=int(getattr(text, "num_key_value_heads", None) or heads) * int(head),
+            width=width,
+            inner=int(
+                getattr(text, "d_ff", None)
+                or getattr(text, "encoder_ffn_dim", None)
+                or getattr(text, "intermediate_size", None)
+                or 4 * width
+            ),
+            heads=heads,
+            vocabulary=first("vocab_size"),
+            item=dtype.itemsize,
+            encoder=encoder,
+            eager=getattr(config, "_attn_implementation", None) == "eager",
+        )
+
+    def cache_bytes(self, batch: int, beams: int, source: int, new: int, mode: Mode = "stock") -> int:
+        """Bytes of all cached states for B texts of `source` tokens when `new` tokens were generated; exact."""
+        suffix = 2 * self.layers * self.keys * self.item * batch * beams * new
+        if mode == "el" and self.encoder:
+            return batch * source * self.width * self.item + suffix
+        rows = batch * beams if mode == "stock" else batch
+        return 2 * self.layers * self.keys * self.item * rows * source + suffix
+
+    def peak_bytes(self, batch: int, beams: int, source: int, new: int, mode: Mode = "stock") -> int:
+        """Bytes beside the weights at the worst moment, estimated from above: in the first pass or the last step."""
+        rows = batch if self.encoder or mode != "stock" else batch * beams
+        # Activations of a layer; GPT-2's gelu, in plain torch, makes several of the inner width.
+        first = rows * source * (8 * self.width + 2 * self.inner) * self.item
+        if not self.encoder:
+            first = rows * source * (10 * self.width + 4 * self.inner) * self.item
+            first += self.cache_bytes(batch, beams, source, 0, mode)
+        if self.eager:
+            first += 2 * rows * self.heads * source * source * 4
+        cache = self.cache_bytes(batch, beams, source, new, mode)
+        # Stock re-indexes and appends to one layer's states after another: keys and values of one layer twice.
+        moved = 2 * cache // self.layers
+        return max(first, cache + moved + _SCORES * batch * beams * self.vocabulary * 4)
+
+
+class BatchPlanner:
+    """The largest batch that fits.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    free : int, optional
+        Bytes that may be used. Default: `SHARE` of what is free on `device` now.
+    device : torch.device or str
+    mode : {"stock", "shared", "el"}
+        How the source's states are kept.
+    most : int
+        No batch is larger.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        free: int | None = None,
+        device: torch.device | str = "cpu",
+        mode: Mode = "stock",
+        most: int = MOST,
+    ) -> None:
+        self.shape = shape
+        self.free = int(free_memory(device) * SHARE.get(torch.device(device).type, 0.8)) if free is None else free
+        self.mode: Mode = mode
+        self.most = most
+
+    def bytes(self, batch: int, beams: int, source: int, new: int) -> int:
+        """What such a batch takes beside the model's weights, estimated from above."""
+        return self.shape.peak_bytes(batch, beams, source, new, self.mode)
+
+    def plan(self, source: int, new: int, beams: int = 1) -> int:
+        """Texts in a batch, at least 1; above 8 a multiple of 8.
+
+        Parameters
+        ----------
+        source : int
+            Tokens of the longest text, N.
+        new : int
+            Tokens to generate at most, t.
+        beams : int
+            M: beams, or sequences sampled for each text.
+        """
+        # What a batch takes grows in proportion to it.
+        fits = min(self.most, max(1, self.free // max(1, self.bytes(1, beams, source, new))))
+        return fits if fits <= 8 else fits // 8 * 8
+
+
+class Guard:
+    """Keeps batches below the size that ran out of memory once.
+
+    Sizes are counted in tokens, rows times columns of what a batch can become, so that a batch of shorter texts may
+    have more of them.
+    """
+
+    def __init__(self) -> None:
+        self.halvings = 0
+        self._most: int | None = None
+
+    def allowed(self, tokens: int) -> int:
+        """How many texts of `tokens` tokens, source and new ones, may be in a batch; at least 1."""
+        return 2**62 if self._most is None else max(1, self._most // tokens)
+
+    def failed(self, batch: int, tokens: int) -> None:
+        """A batch of so many texts ran out of memory: from now on at most half of it, for all that come."""
+        self.halvings += 1
+        self._most = max(1, batch // 2) * tokens
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: a GPU's, the CPU allocator's, or Python's own."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # The CPU allocator raises a plain RuntimeError; only its words tell.
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes that can be allocated now: on a GPU as the driver and torch's own pool say, else of the process's limits.
+
+    For a CPU the least of what the kernel calls available, what each control group above the process leaves
+    (containers), and the limit of its address space.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    left = [_available(), *_cgroups(), *_address_space()]
+    return max(0, min((value for value in left if value is not None), default=4 << 30))
+
+
+def _available() -> int | None:
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _cgroups() -> Iterator[int]:
+    """What each control group with a limit leaves; its clean page cache can be taken back and counts as free."""
+    for line in _read(_PROC / "self/cgroup").splitlines():
+        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if number == "0":  # version 2
+            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = (
+                _CGROUPS / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        # In a container the path may be that of the host, and the root is the container's own group.
+        group = root / path.strip("/") if (root / path.strip("/")).is_dir() else root
+        while True:
+            limit, used = _number(group / names[0]), _number(group / names[1])
+            if limit is not None and used is not None and limit < 1 << 60:
+                cached = re.search(rf"^{names[2]} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+                yield limit - used + (int(cached[1]) if cached else 0)
+            if group == root or root not in group.parents:
+                break
+            group = group.parent
+
+
+def _address_space() -> Iterator[int]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = _read(_PROC / "self/statm").split()
+        yield limit - (int(pages[0]) * resource.getpagesize() if pages else 0)
+
+
+def _number(file: Path) -> int | None:
+    text = _read(file).strip()
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,135 @@
+"""`bench_layer` over all families, precisions, lengths and batches: where memoization pays, at most, and where not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attmemo.adapters import ADAPTERS
+from attmemo.errors import StorageFullError
+from attmemo.profiler.bench.layer import bench_layer
+from attmemo.profiler.bench.timing import MAX_BYTES, Progress, silent
+
+LENGTHS = (128, 512)
+LONG_LENGTHS = (1024, 2048)  # of decoders too
+BATCHES = (1, 8, 32)
+DTYPES = ("float32", "bfloat16")
+# Maps of a long batch are many bytes, and nobody prefills so much at once on a few cores.
+MOST_TOKENS = 32 * 512
+
+
+def bench_families(
+    *,
+    families: Sequence[str] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    lengths: Sequence[int] = LENGTHS,
+    long_lengths: Sequence[int] = LONG_LENGTHS,
+    batches: Sequence[int] = BATCHES,
+    hidden: int = 768,
+    heads: int = 12,
+    layers: int = 2,
+    repeats: int = 3,
+    max_bytes: int = MAX_BYTES,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """One forward with every row served, against the exact one, for every family.
+
+    Parameters
+    ----------
+    families : sequence of str, optional
+        Default: all.
+    long_lengths : sequence of int
+        Lengths of decoders besides `lengths`, as far as a batch has no more than 16,384 tokens.
+    layers : int
+        Of each model. The one lookup of a forward is divided among them, so few layers make it look dear.
+    dtypes, lengths, batches, hidden, heads, repeats, max_bytes, progress
+        As for `bench_layer`.
+
+    Returns
+    -------
+    dict
+        ``rows``: ``family``, ``dtype``, ``length``, ``batch``; ``exact_ms``, ``served_ms`` and ``ceiling_ms`` of a
+        forward; ``speedup`` and ``ceiling`` (exact over served, exact over ceiling); ``share_of_ceiling``;
+        ``overhead`` (lookup and fetch, as a share of the exact attention's time). ``conditions``, ``notes``.
+    """
+    tell = progress or silent
+    chosen = [adapter for adapter in ADAPTERS if families is None or adapter.family in families]
+    cases = [
+        (adapter.family, dtype, length, batch)
+        for adapter in chosen
+        for dtype in dtypes
+        for length in (*lengths, *(long_lengths if adapter.causal else ()))
+        for batch in batches
+        if batch * length <= MOST_TOKENS
+    ]
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    where: dict[str, Any] = {}
+    for done, (family, dtype, length, batch) in enumerate(cases):
+        tell(f"{family}, {dtype}", done, len(cases))
+        try:
+            found = bench_layer(
+                family=family, dtype=dtype, length=length, batch=batch, hidden=hidden, heads=heads, layers=layers,
+                repeats=repeats, lookups=("sequence",), max_bytes=max_bytes,
+            )  # fmt: skip
+        except StorageFullError as error:
+            notes.append(f"{family}, {dtype}, {batch} x {length} is left out: {error.what}")
+            continue
+        rows.append(_row(found["rows"], family, dtype, length, batch))
+        # What goes for one case only is in its row.
+        of_all = {key: value for key, value in found["conditions"].items() if key not in _OF_A_CASE}
+        where = of_all if not where else {key: value for key, value in where.items() if of_all.get(key) == value}
+        known = {_gist(note) for note in notes}
+        notes += [note for note in found["notes"] if _gist(note) not in known and "ceiling saves nothing" not in note]
+    tell("families", len(cases), len(cases))
+    return {"rows": rows, "conditions": where | {"layers": layers, "hidden": hidden, "heads": heads}, "notes": notes}
+
+
+_OF_A_CASE = {"dtype", "storage_dtype", "batch_size", "max_length", "records", "attention", "page_bytes", "fetch"}
+
+
+def _gist(note: str) -> str:
+    """A note without its numbers: how busy the machine was is said once."""
+    return note.split(" (")[0]
+
+
+def _row(variants: Sequence[Mapping[str, Any]], family: str, dtype: str, length: int, batch: int) -> dict[str, Any]:
+    by_name = {str(row["variant"]): row for row in variants}
+    exact, served, ceiling = (by_name[name] for name in ("exact", "memoized-sequence", "ceiling"))
+    return {
+        "family": family,
+        "dtype": dtype,
+        "length": length,
+        "batch": batch,
+        "exact_ms": exact["ms"],
+        "served_ms": served["ms"],
+        "ceiling_ms": ceiling["ms"],
+        "speedup": exact["ms"] / served["ms"],
+        "ceiling": exact["ms"] / ceiling["ms"],
+        "share_of_ceiling": served["share_of_ceiling"],
+        "overhead": served["overhead_of_attention"],
+        "attention": exact["attention"],
+    }
+
+
+def as_markdown(found: Mapping[str, Any]) -> str:
+    """The rows as a table: a line for each family and precision, a column for each shape."""
+    rows = found["rows"]
+    shapes = sorted({(row["length"], row["batch"]) for row in rows})
+    at = {(row["family"], row["dtype"], row["length"], row["batch"]): row for row in rows}
+    lines = [
+        "| family | type | exact attention | " + " | ".join(f"{length} x {batch}" for length, batch in shapes) + " |",
+        "|---" * (3 + len(shapes)) + "|",
+    ]
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
+        cells = []
+        kind = ""
+        for length, batch in shapes:
+            row = at.get((family, dtype, length, batch))
+            if row is None:
+                cells.append("")
+                continue
+            kind = row["attention"]
+            cells.append(f"{row['speedup']:.2f} ({row['ceiling']:.2f})")
+        lines.append(f"| {family} | {dtype} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

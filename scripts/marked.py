@@ -1,0 +1,23 @@
+"""Puts measured tables into a document between two marks, so that the words around them outlive a new measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def replace_measured(file: Path, tables: str) -> None:
+    """Write `tables` where `file` says that they belong; a file that is absent is made of them alone.
+
+    Raises
+    ------
+    ValueError
+        The file does not have both marks, once each.
+    """
+    body = file.read_text(encoding="utf-8") if file.is_file() else f"{BEGIN}\n{END}\n"
+    if body.count(BEGIN) != 1 or body.count(END) != 1:
+        raise ValueError(f"{file}: expected one line {BEGIN} and one line {END}")
+    before, rest = body.split(BEGIN)
+    _, after = rest.split(END)
+    file.write_text(f"{before}{BEGIN}\n\n{tables.strip()}\n\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,187 @@
+"""The native attention kernel: every instruction set, number of threads and split gives what the reference gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from ops_cases import TOLERANCE, Case, clone, octets
+from test_ops_attention import cases
+
+from attmemo import _cache_attention as native
+from attmemo.fastseq.ops import check_arguments, cpu, multi_head_cache_attention
+
+SETS = cpu.instruction_sets()
+
+
+def attend(case: Case, inputs: dict[str, Any], isa: str = "") -> torch.Tensor:
+    return cpu.attend(check_arguments(**inputs, **case.attributes()), isa)
+
+
+def test_the_best_instruction_set_comes_first() -> None:  # 67
+    assert SETS[-1] == "generic"
+    assert [name for name in ("avx512", "avx2", "generic") if name in SETS] == SETS
+    with pytest.raises(ValueError, match="no such instruction set"):
+        attend(Case([(1, 1)]), Case([(1, 1)]).make(), "avx1024")
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(case=cases())
+def test_instruction_sets_agree_with_the_reference(case: Case) -> None:  # 68, 72
+    inputs = case.make()
+    expected = clone(inputs)
+    output = multi_head_cache_attention(**expected, **case.attributes(), implementation="reference").double()
+    for isa in SETS:
+        own = clone(inputs)
+        error = (attend(case, own, isa).double() - output).abs() / (1 + output.abs())
+        assert float(error.max() if error.numel() else 0) <= TOLERANCE[case.dtype], isa
+        assert torch.equal(octets(own["cache"]), octets(expected["cache"])), isa
+        assert case.bits == 0 or torch.equal(octets(own["scale"]), octets(expected["scale"])), isa
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 33, 100, 130])
+def test_widths_that_are_no_multiple_of_a_vector(isa: str, width: int) -> None:  # 72
+    for bits, group in ((0, 1), (8, width)):
+        case = Case([(1, 40), (20, 3)], width=width, heads=8, kv_heads=1, bits=bits, group=group)
+        inputs = case.make()
+        expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference")
+        torch.testing.assert_close(attend(case, inputs, isa), expected, atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("sequences", [[(1, 2000)], [(1, 511), (1, 512), (1, 513)], [(120, 30), (1, 700), (2, 600)]])
+def test_threads_change_no_bit(sequences: list[tuple[int, int]]) -> None:  # 71, 80
+    case = Case(sequences, bits=8, page=16)
+    inputs = case.make()
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            outputs.append(attend(case, clone(inputs)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+
+
+@pytest.mark.parametrize("keys", [512, 513, 1024, 1500])
+def test_splits_agree_with_the_reference(keys: int) -> None:  # 80
+    case = Case([(1, keys - 1), (3, keys - 3)], mask="2d", page=32)
+    inputs = case.make()
+    inputs["attn_mask"][0, 512:1024] = float("-inf")  # a whole split is hidden
+    expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference")
+    torch.testing.assert_close(attend(case, inputs), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_python_threads_with_caches_of_their_own() -> None:  # 71
+    case = Case([(1, 300), (4, 20)], bits=8, page=16)
+    inputs = case.make()
+    expected = attend(case, clone(inputs))
+    wrong = []
+
+    def serve() -> None:
+        for _ in range(20):
+            if not torch.equal(attend(case, clone(inputs)), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_nothing_of_the_size_of_the_keys_is_allocated() -> None:  # 74
+    """No unpacked copy of an int8 cache: peak memory grows by far less than that would take."""
+    program = """
+import resource, torch
+from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
+torch.set_num_threads(1)
+tokens, heads, width = 65536, 4, 64
+cache = torch.ones(cache_shape(3, tokens, 1, heads, width), dtype=torch.int8)
+scale = torch.ones(scale_shape(3, tokens, 1, heads, width, 64))
+def step(keys):
+    q, k = torch.randn(1, heads, width), torch.randn(1, heads, width)
+    multi_head_cache_attention(
+        q, k, k, torch.tensor([0, 1]), torch.tensor([0, keys]), torch.tensor([0]), torch.tensor([keys - 1]), 1, None,
+        None, cache, scale, None, heads, width, quant_bit=8, quant_group=64, cache_layout=3)
+step(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(tokens)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, 2 * tokens * heads * width * 4)
+"""
+    words = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    grown, unpacked = map(int, words)
+    assert grown < unpacked / 20, "an unpacked copy"
+
+
+def test_the_native_call_checks_what_it_can() -> None:
+    """Sizes that would lead astray are refused whoever calls."""
+    case = Case([(1, 3)], bits=8)
+    a = check_arguments(**case.make(), **case.attributes())
+    at = a.indices
+    output = torch.zeros(a.query.shape)
+    tensors = (
+        *(cpu._rows(tensor) for tensor in (a.query, a.key, a.value)),
+        cpu._planes(a.cache_planes),
+        cpu._planes(a.scale_planes),
+        cpu._NONE,
+    )
+    indices = (at.seqstarts, at.kvstarts, at.cachestarts, at.start_pos)
+    sizes = (1, a.tokens, 4, 2, 16, 8, 8, a.pages, 4)
+    good: list[Any] = [tensors, output.data_ptr(), indices, sizes, (True, 0, 1), cpu._NO_SLOPES, ""]
+    native.attend(*good)
+    short = (at.seqstarts[:1], *indices[1:])
+    for place, wrong in (
+        (0, ((*tensors[0][:1], 7, *tensors[0][2:]), *tensors[1:])),
+        (0, ((*tensors[0][:1], 1, *tensors[0][2:]), *tensors[1:])),
+        (0, (*tensors[:4], cpu._NONE, cpu._NONE)),
+        (2, short),
+        (3, (*sizes[:2], 3, *sizes[3:])),
+        (3, (*sizes[:5], 5, *sizes[6:])),
+        (3, (*sizes[:6], 3, *sizes[7:])),
+        (3, (*sizes[:7], 9, 4)),
+        (3, (1, 2, *sizes[2:])),
+        (3, (2, *sizes[1:])),
+        (4, (True, 0, 0)),
+        (5, cpu._slopes(3)),
+    ):
+        arguments = [*good]
+        arguments[place] = wrong
+        before = octets(a.cache).clone()
+        with pytest.raises(ValueError):
+            native.attend(*arguments)
+        assert torch.equal(octets(a.cache), before)
+    with pytest.raises(TypeError):
+        native.attend(*good[:3])
+
+
+def test_nothing_leaks() -> None:
+    case = Case([(1, 600), (2, 0)], bits=8)
+    inputs = case.make()
+    attend(case, inputs)
+    tracemalloc.start()
+    for _ in range(50):
+        attend(case, inputs)
+        with pytest.raises(ValueError):
+            attend(case, inputs, "none")
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 50_000
+
+
+def test_a_lone_query_head_of_a_wide_group() -> None:
+    """More query heads than a tile has rows."""
+    case = Case([(1, 20), (2, 600)], heads=200, kv_heads=1, width=8)
+    inputs = case.make()
+    expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference")
+    for isa in SETS:
+        torch.testing.assert_close(attend(replace(case), clone(inputs), isa), expected, atol=2e-6, rtol=2e-6)
