@@ -157,9 +157,9 @@ class Bench:
         from attmemo.fastseq import loop
 
         texts: list[str] = []
-        kept = loop._swap_ngram
-        if not swap:  # the rung below has stock's n-gram processor
-            loop._swap_ngram = lambda processors, config: None
+        kept = loop.swap_ngram_processors
+        if not swap:  # this rung still has stock's n-gram processor
+            loop.swap_ngram_processors = lambda processors, in_place: 0
         try:
             for first in range(0, len(self.lines), self.batch):
                 inputs = self.tokenizer(
@@ -172,7 +172,7 @@ class Bench:
                 tokens = engine.generate(**inputs, **self.settings)[:, prompt:]
                 texts += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finally:
-            loop._swap_ngram = kept
+            loop.swap_ngram_processors = kept
         return texts
 
     def _pipeline(self, batch: int | str) -> list[str]:
@@ -255,16 +255,16 @@ def table(record: dict[str, Any]) -> str:
         f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. "
         "Random weights, n-gram 3. GPU: not measured.",
         "",
-        "| shape | N | new | beam | batch | rounds | load | rung | seconds | against stock | CPU seconds | against stock "
-        "| same text |",
+        "| shape | N | new | beam | batch | rounds | load | rung | seconds | against stock "
+        "| CPU seconds | against stock | same text |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         for rung, seconds in row["seconds"].items():
             lines.append(
                 f"| {row['shape']} | {row['length']} | {row['new']} | {row['beams']} | {row['batch']} "
-                f"| {len(row['rounds'][rung])} | {row['load'][0]:.0f} to {row['load'][1]:.0f} | {rung} | {seconds:.2f} "
-                f"| {row['ratio'][rung]:.2f}x | {row['cpu_seconds'][rung]:.1f} "
+                f"| {len(row['rounds'][rung])} | {row['load'][0]:.0f} to {row['load'][1]:.0f} | {rung} "
+                f"| {seconds:.2f} | {row['ratio'][rung]:.2f}x | {row['cpu_seconds'][rung]:.1f} "
                 f"| {row['cpu_seconds'][next(iter(row['seconds']))] / row['cpu_seconds'][rung]:.2f}x "
                 f"| {'yes' if row['same_text'][rung] else 'no'} |"
             )
