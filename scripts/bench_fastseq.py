@@ -136,11 +136,12 @@ class Bench:
         self.fast = fastseq.wrap(model, attention="shared")
         self.el = fastseq.wrap(model, attention="el") if "el" in options.rungs else None
         self.outputs: dict[str, list[str]] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
 
     def run(self, rung: str) -> float:
         """Seconds from lines to lines."""
         with tempfile.TemporaryDirectory() as folder:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             if rung in ("+pipeline", "+batch"):
                 texts = self._pipeline("auto" if rung == "+batch" else self.batch)
             else:
@@ -149,15 +150,16 @@ class Bench:
             Path(folder, "out.txt").write_text("\n".join(texts) + "\n")
             seconds = time.perf_counter() - start
         self.outputs[rung] = texts
+        self.cpu_seconds.setdefault(rung, []).append(time.process_time() - cpu)
         return seconds
 
     def _plain(self, engine: Any, swap: bool) -> list[str]:
         from attmemo.fastseq import loop
 
         texts: list[str] = []
-        kept = loop._swap_ngram
-        if not swap:  # the rung below has stock's n-gram processor
-            loop._swap_ngram = lambda processors, config: None
+        kept = loop.swap_ngram_processors
+        if not swap:  # this rung still has stock's n-gram processor
+            loop.swap_ngram_processors = lambda processors, in_place: 0
         try:
             for first in range(0, len(self.lines), self.batch):
                 inputs = self.tokenizer(
@@ -170,7 +172,7 @@ class Bench:
                 tokens = engine.generate(**inputs, **self.settings)[:, prompt:]
                 texts += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finally:
-            loop._swap_ngram = kept
+            loop.swap_ngram_processors = kept
         return texts
 
     def _pipeline(self, batch: int | str) -> list[str]:
@@ -187,6 +189,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for length in options.length:
         for new in options.new:
             for beams in options.beams:
+                before = os.getloadavg()[0]
                 bench = Bench(options, options.shape, length, new, beams, model)
                 seconds: dict[str, list[float]] = {rung: [] for rung in rungs}
                 for number in range(options.rounds):
@@ -206,6 +209,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "lines": options.lines,
                     "seconds": {rung: statistics.median(values) for rung, values in seconds.items()},
                     "rounds": seconds,
+                    "cpu_seconds": {rung: statistics.median(values) for rung, values in bench.cpu_seconds.items()},
+                    "load": [before, os.getloadavg()[0]],
                     "same_text": {rung: bench.outputs[rung] == bench.outputs[rungs[0]] for rung in rungs},
                     "counts": bench.fast.stats()["counts"],
                     "cache_bytes": bench.fast.stats()["cache_bytes"],
@@ -237,7 +242,6 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
         "rounds": options.rounds,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "load_before": os.getloadavg()[0],
     }
 
 
@@ -251,14 +255,17 @@ def table(record: dict[str, Any]) -> str:
         f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. "
         "Random weights, n-gram 3. GPU: not measured.",
         "",
-        "| shape | N | new | beam | batch | rounds | rung | seconds | against stock | same text |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| shape | N | new | beam | batch | rounds | load | rung | seconds | against stock "
+        "| CPU seconds | against stock | same text |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         for rung, seconds in row["seconds"].items():
             lines.append(
                 f"| {row['shape']} | {row['length']} | {row['new']} | {row['beams']} | {row['batch']} "
-                f"| {len(row['rounds'][rung])} | {rung} | {seconds:.2f} | {row['ratio'][rung]:.2f}x "
+                f"| {len(row['rounds'][rung])} | {row['load'][0]:.0f} to {row['load'][1]:.0f} | {rung} "
+                f"| {seconds:.2f} | {row['ratio'][rung]:.2f}x | {row['cpu_seconds'][rung]:.1f} "
+                f"| {row['cpu_seconds'][next(iter(row['seconds']))] / row['cpu_seconds'][rung]:.2f}x "
                 f"| {'yes' if row['same_text'][rung] else 'no'} |"
             )
     return "\n".join(lines) + "\n"

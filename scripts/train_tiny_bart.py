@@ -122,7 +122,9 @@ def main() -> None:
     model, tokenizer, sentences = train(options.data, options.steps)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
-    inputs = tokenizer(sentences[:4], return_tensors="pt", padding=True, return_token_type_ids=False)
+    inputs = tokenizer(
+        sentences[:4], return_tensors="pt", padding=True, truncation=True, max_length=100, return_token_type_ids=False
+    )
     for line in tokenizer.batch_decode(
         model.generate(**inputs, num_beams=4, max_new_tokens=40), skip_special_tokens=True
     ):

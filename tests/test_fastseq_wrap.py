@@ -362,3 +362,24 @@ def test_sliding_windows_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert "sliding_window" in caplog.text
     expected, got = both(model, fast, inputs("llama"), {"num_beams": 3})
     assert torch.equal(expected, got)
+
+
+def test_encoder_ngrams_follow_the_samples_that_stay_and_the_callers_processor_stays_whole() -> None:
+    model = make("bart")
+    fast = fastseq.wrap(model)
+    arguments = inputs("bart", "right", batch=8)
+    setting: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 40, "exponential_decay_length_penalty": (2, 1.12)}
+    expected, got = both(model, fast, arguments, {**setting, "encoder_no_repeat_ngram_size": 2})
+    assert torch.equal(expected, got)
+    mine = fastseq.EncoderNoRepeatNGram(2, arguments["input_ids"])
+    for _ in range(2):
+        again = fast.generate(**arguments, **setting, logits_processor=LogitsProcessorList([mine]))
+        assert torch.equal(again, expected)
+    assert mine.batch_size == 8
+    assert fast.stats()["counts"]["rows_removed"] > 0
+
+
+def test_the_planner_is_told_what_is_held() -> None:
+    assert fastseq.wrap(make("bart")).cache_mode == "shared"
+    assert fastseq.wrap(make("bart"), attention="el").cache_mode == "el"
+    assert fastseq.wrap(make("bart"), attention="stock").cache_mode == "stock"

@@ -1,8 +1,8 @@
 """Linear layers for few rows on the CPU: the weight is read as the large left factor of the product.
 
 A decoding step multiplies some rows with every weight once; what it costs is reading the weights. For the product
-x Wᵀ with few rows MKL reads W at half the speed that it does for W xᵀ. Which of the two is taken changes the rounding, as
-another batch size would.
+x Wᵀ with few rows MKL reads W at half the speed that it does for W xᵀ. Which of the two is taken changes the rounding,
+as another batch size would.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class StreamedLinear(nn.Linear):
 
 def streamed(linear: nn.Module) -> StreamedLinear | None:
     """A stand-in for a linear layer where one pays: plain, on the CPU, in float32, large. Else None."""
-    if type(linear) is not nn.Linear or linear.weight.numel() < FEWEST_WEIGHTS:
+    # A quantized weight is a tensor of another class, which may not know these products.
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        return None
+    if linear.weight.numel() < FEWEST_WEIGHTS:
         return None
     if linear.weight.device.type != "cpu" or linear.weight.dtype != torch.float32:
         return None

@@ -9,7 +9,7 @@ Shapes: B samples, M beams, R = B·M rows, V vocabulary, P length of the decoder
 
 from __future__ import annotations
 
-from importlib import import_module
+from copy import copy
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers.generation.utils import (
 
 from attmemo.fastseq.cache import hole_filling
 from attmemo.fastseq.call import CallState
+from attmemo.fastseq.ngram import swap_ngram_processors
 from attmemo.fastseq.refusal import Refusal
 from attmemo.fastseq.stepper import Stepper
 
@@ -81,7 +82,12 @@ def decode(
         raise Refusal("attentions or hidden states were asked for")
     if generation_config.prefill_chunk_size is not None:
         raise Refusal("prefill_chunk_size")
-    _swap_ngram(logits_processor, generation_config)
+    # In place of what `generate` made for this call, or kept apart from what the caller owns and may use again.
+    in_place = not (generation_config.return_dict_in_generate and generation_config.output_logits)
+    swap_ngram_processors(logits_processor, in_place=in_place)
+    for place, processor in enumerate(logits_processor):
+        if hasattr(processor, "select_rows"):
+            logits_processor[place] = copy(processor)
     arguments = (model, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE):
         return _beam(*arguments)
@@ -362,12 +368,3 @@ def _select_sources(processors: Any, keep: Tensor) -> None:
     for processor in processors:
         if hasattr(processor, "select_rows"):
             processor.select_rows(keep)
-
-
-def _swap_ngram(processors: Any, config: Any) -> None:
-    """Put the kernels in the places of stock's n-gram processors."""
-    try:
-        ngram = import_module("attmemo.fastseq.ngram")
-    except ModuleNotFoundError:
-        return
-    ngram.swap_ngram_processors(processors, in_place=not (config.return_dict_in_generate and config.output_logits))

@@ -47,6 +47,7 @@ def wears_another_forward(model: nn.Module) -> str | None:
 
     Such a forward is bound to the original module: called through the copy it would run past the copy's children.
     """
+    name: str
     for name, module in model.named_modules():
         own = vars(module)
         if "forward" in own or own.get("_compiled_call_impl") is not None:

@@ -18,6 +18,17 @@ from attmemo.fastseq.costmodel import Shape, choose, free_bytes, measured
 from attmemo.fastseq.el import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
 from attmemo.fastseq.refusal import Refusal
 
+# Inputs whose rows are known to be those of the batch. Others (an image's patches) may be numbered in another way.
+_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+    "encoder_outputs",
+    "past_key_values",
+}
+
 
 def decoder_layers(config: Any) -> int:
     """Number of decoder layers. The text config of an encoder-decoder is no help: it may count the encoder's."""
@@ -29,8 +40,8 @@ def decoder_layers(config: Any) -> int:
 
 
 def first_of(config: Any, *names: str) -> int:
-    """The first of these attributes that the config has."""
-    return next(int(getattr(config, name)) for name in names if isinstance(getattr(config, name, None), int))
+    """The first of these attributes that the config has; 0 without any."""
+    return next((int(getattr(config, name)) for name in names if isinstance(getattr(config, name, None), int)), 0)
 
 
 class Stepper:
@@ -60,6 +71,9 @@ class Stepper:
         self.samples = input_ids.shape[0] // rows_each
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         self.kwargs = dict(model_kwargs)
+        for name, value in self.kwargs.items():
+            if name not in _INPUTS and not isinstance(value, (bool, int, float, str, type(None))):
+                raise Refusal(f"a model input {name!r}")
         layers = decoder_layers(model.config)
         if self.encoder_decoder:
             if state.encoder_outputs is None:
@@ -83,6 +97,8 @@ class Stepper:
         config = self.model.config.get_text_config(decoder=True)
         heads = first_of(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head")
         width = first_of(config, "d_model", "hidden_size", "n_embd")
+        if min(heads, width, self.rows_each, length, room) < 1:
+            return "shared"
         shape = Shape(
             layers=layers,
             samples=self.samples,
@@ -96,8 +112,6 @@ class Stepper:
             size=self.model.dtype.itemsize,
             cross=self.encoder_decoder,
         )
-        if min(self.rows_each, length, room) < 1:
-            return "shared"
         device, dtype = self.model.device, self.model.dtype
         fast_products = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
         chosen = choose(shape, measured(device, dtype) if fast_products else None, free_bytes(device))
@@ -125,7 +139,7 @@ class Stepper:
         if self.rows_each == 1:
             return self._forward(input_ids, None, self.kwargs, first=True)
         rows = input_ids.shape[0]
-        once = {name: self._each_sample(name, value, rows) for name, value in self.kwargs.items()}
+        once = {name: self._each_sample(value, rows) for name, value in self.kwargs.items()}
         logits = self._forward(input_ids[:: self.rows_each], None, once, first=True, keep_for=self.kwargs)
         self.cache.arena.repeat(self.rows_each)
         return logits.repeat_interleave(self.rows_each, dim=0)
@@ -146,9 +160,11 @@ class Stepper:
         row_index = (index[:, None] * self.rows_each + torch.arange(self.rows_each)).flatten()
         self.cache.keep(samples, self.rows_each)
         for name, value in self.kwargs.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or name == "cache_position":
+            if not isinstance(value, Tensor):
                 continue
-            if self.encoder_decoder and name == "attention_mask" and value.shape[0] == before:
+            if value.dim() == 3:  # positions of several kinds: [kinds, R, n]
+                self.kwargs[name] = value[:, row_index.to(value.device)]
+            elif self.encoder_decoder and name == "attention_mask" and value.shape[0] == before:
                 self.kwargs[name] = value[index.to(value.device)]
             elif value.shape[0] == rows:
                 self.kwargs[name] = value[row_index.to(value.device)]
@@ -187,9 +203,9 @@ class Stepper:
         logits: Tensor = outputs.logits[:, -1, :]
         return logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
 
-    def _each_sample(self, name: str, value: Any, rows: int) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
+    def _each_sample(self, value: Any, rows: int) -> Any:
+        if not isinstance(value, Tensor):
             return value
-        if value.dim() == 3 and name == "position_ids" and value.shape[1] == rows:
+        if value.dim() == 3:  # positions of several kinds: [kinds, R, n]
             return value[:, :: self.rows_each]
         return value[:: self.rows_each] if value.shape[0] == rows else value
