@@ -1,25 +1,29 @@
-"""Huge pages: the same bytes as in small ones (H8: T18, T19)."""
+"""Huge pages: the same bytes as in small ones and on any node (H8, H10: T18, T19, T22)."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import run_child
 from test_mmap_arena import pretend_huge, smaps
 from test_mmap_fetch import make_arena
 
 from attmemo.mmap import Arena, CopyFetcher, MapFetcher, SlotLayout, ViewFetcher, multiply
 
+FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 
-def test_maps_out_of_a_pool_of_huge_pages_are_the_same_bytes(tmp_path: Path) -> None:
-    free = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-    if not free.exists() or int(free.read_text()) < 5:
-        pytest.skip("fewer than 5 free pages in the pool of huge pages: sysctl vm.nr_hugepages")
+
+def from_a_pool(folder: Path) -> None:
+    """Serve an arena out of the pool of huge pages, which has some, in every way."""
     layout = SlotLayout.paged((2, 400, 400), torch.float32, slots=5, header=1)
-    plain = make_arena(tmp_path / "arena.bin", layout)
-    huge = Arena(tmp_path / "arena.bin", layout, "hugepages")
+    plain = make_arena(folder / "arena.bin", layout)
+    huge = Arena(folder / "arena.bin", layout, "hugepages")
     assert (huge.residency, huge.notice) == ("hugepages", None)
     assert huge.page_bytes == huge.window_page_bytes == 2 << 20
     assert "/anon_hugepage" in smaps(huge.slot(0).data_ptr()) or "KernelPageSize:     2048 kB" in smaps(
@@ -34,6 +38,64 @@ def test_maps_out_of_a_pool_of_huge_pages_are_the_same_bytes(tmp_path: Path) -> 
     for source, product in zip((plain, huge), products, strict=True):
         multiply(source, order, values, np.arange(4) * 400, product, np.arange(4))
     assert torch.equal(*products)
+
+
+def test_maps_out_of_a_pool_of_huge_pages_are_the_same_bytes(tmp_path: Path) -> None:
+    if not FREE.exists() or int(FREE.read_text()) < 5:
+        pytest.skip("fewer than 5 free pages in the pool of huge pages: sysctl vm.nr_hugepages, or make test-slow")
+    from_a_pool(tmp_path)
+
+
+@pytest.mark.slow
+def test_maps_out_of_a_pool_made_for_it_are_the_same_bytes(tmp_path: Path) -> None:
+    """Where the test may, it lends itself a few pages (16 MiB), and gives them back."""
+    pool = FREE.with_name("nr_hugepages")
+    if not os.access(pool, os.W_OK):
+        pytest.skip(f"{pool} cannot be written: no pool can be reserved")
+    before = int(pool.read_text())
+    try:
+        try:
+            pool.write_text(str(before + 8))
+        except OSError as error:
+            pytest.skip(f"no pool can be reserved: {error}")
+        if int(FREE.read_text()) < 5:
+            pytest.skip(f"no pool can be reserved: of 8 pages asked {int(pool.read_text()) - before} were got")
+        from_a_pool(tmp_path)
+    finally:
+        pool.write_text(str(before))
+
+
+NODES = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+
+
+def test_whatever_node_the_memory_lies_on_the_bytes_are_the_same(tmp_path: Path) -> None:
+    """T22. The policy is the task's: of pages of a file, the first to touch them decides."""
+    layout = SlotLayout.paged((2, 400, 400), torch.float32, slots=5, header=1)
+    slots = torch.stack([make_arena(tmp_path / "arena.bin", layout).slot(i) for i in range(5)])
+
+    def body() -> str:
+        libc = ctypes.CDLL(None, use_errno=True)
+        mask = ctypes.c_ulong(sum(1 << int(node.name[4:]) for node in NODES))
+        if libc.syscall(238, 3, ctypes.byref(mask), 64):  # set_mempolicy(MPOL_INTERLEAVE)
+            return f"no policy can be set: {os.strerror(ctypes.get_errno())}"
+        with open(tmp_path / "arena.bin", "rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with Arena(tmp_path / "arena.bin", layout, "hugepages") as arena:
+            for fetcher in (CopyFetcher(), ViewFetcher(), MapFetcher()):
+                with fetcher.fetch(arena, range(5)) as batch:
+                    assert all(torch.equal(batch[i], slots[i]) for i in range(5)), fetcher.name
+            address = arena.slot(0).data_ptr()
+            lines = Path("/proc/self/numa_maps").read_text().splitlines()  # in the order of addresses
+            spread = [line for line in lines if int(line.split()[0], 16) <= address][-1]
+        if len(NODES) < 2:
+            return "one node: the bytes are the same, and there is no spread to be seen"
+        assert len(re.findall(r" N\d+=", spread)) > 1, spread
+        return ""
+
+    if os.uname().machine != "x86_64" or not Path("/proc/self/numa_maps").exists():
+        pytest.skip("no NUMA to be asked here")
+    if why := run_child(body).result:
+        pytest.skip(why)
 
 
 def test_maps_in_small_and_in_huge_pages_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
