@@ -73,8 +73,9 @@ sanitize-threads: $(READY)  ## races in the C code, looked for with the thread s
 	done
 	export PYTHONPATH="$$PWD/$(SANE_THREADS)" LD_PRELOAD="$$library" OMP_NUM_THREADS=1
 	export TSAN_OPTIONS="log_path=$$PWD/$(SANE_THREADS)/report:exitcode=0:handle_segv=0:handle_sigbus=0"
-	export TSAN_OPTIONS="$$TSAN_OPTIONS:ignore_noninstrumented_modules=1:report_signal_unsafe=0:die_after_fork=0"
-	# Addresses are not shuffled: the sanitizer knows only where things usually lie.
+	export TSAN_OPTIONS="$$TSAN_OPTIONS:ignore_noninstrumented_modules=1:report_signal_unsafe=0"
+	# It knows neither threads after a fork nor, where addresses are shuffled, what lies where.
+	export ATTMEMO_TEST_NO_FORK=1
 	timeout 3600 setarch -R $(BIN)/python -P -m pytest -m "slow or not slow" tests/test_native_window.py \
 	  tests/test_mmap_fetch.py tests/test_reliability_races.py tests/slow/test_slow_mmap.py \
 	  -k "thread or race or reader_sees or dlopen" || { unset LD_PRELOAD; exit 1; }
