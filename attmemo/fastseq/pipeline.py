@@ -249,7 +249,6 @@ class Pipeline:
         try:
             try:
                 while (window := clock.time("waiting for texts", next, windows, None)) is not None:
-                    yield from self._blanks(window, done, summary)
                     for batch in self._left(window, done, summary):
                         for part, sequences, scores in self._generate(batch, guard, clock, summary):
                             behind.append(pool.submit(self._decode, copies, part, sequences, scores))
@@ -257,6 +256,8 @@ class Pipeline:
                                 results = clock.time("waiting for words", behind[0].result)
                                 behind.popleft()
                                 yield results
+                    # Last: a run whose first batch fails has done nothing, and leaves nothing.
+                    yield from self._blanks(window, done, summary)
             except GeneratorExit:
                 raise
             except BaseException as error:  # what is generated is not thrown away, even on Ctrl-C
