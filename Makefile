@@ -52,8 +52,8 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	# The program pytest, not the module: that would look for attmemo in this folder first.
 	# Left out: what uses up or counts the mappings of a process, since the sanitizer's own allocator makes many.
 	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
-	  tests/test_mmap_product.py tests/test_reliability_mmap.py tests/slow/test_slow_mmap.py \
-	  -k "not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute" \
+	  tests/test_mmap_product.py tests/test_reliability_mmap.py tests/slow/test_slow_mmap.py tests/test_ops_native.py \
+	  -k "not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute and not of_the_size and not leaks" \
 	  || { unset LD_PRELOAD; cat $(SANE)/report.* 2>/dev/null; exit 1; }
 
 lint: $(READY)  ## ruff and mypy
