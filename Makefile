@@ -33,6 +33,8 @@ test-slow: $(READY)  ## the tests that take minutes: races and leaks that need m
 
 # Built beside, never over, what is installed. The tests see a tree of links with the other extensions in it.
 SANE := build/sanitize
+NOT_SANE := not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute
+NOT_SANE += and not of_the_size and not leaks
 PAGES := $(addprefix tests/test_reliability_,neighbours.py refused.py races.py leaks.py padding.py hugepages.py readonly.py)
 sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour sanitizers
 	@library=$$("$${CC:-cc}" -print-file-name=libasan.so)
@@ -53,8 +55,8 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	# The program pytest, not the module: that would look for attmemo in this folder first.
 	# Left out: what uses up or counts the mappings of a process, since the sanitizer's own allocator makes many.
 	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
-	  tests/test_mmap_product.py $(PAGES) tests/slow/test_slow_mmap.py tests/test_fastseq_ngram.py \
-	  -k "not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute" \
+	  tests/test_mmap_product.py $(PAGES) tests/slow/test_slow_mmap.py tests/test_fastseq_ngram.py tests/test_ops_native.py \
+	  -k "$(NOT_SANE)" \
 	  || { unset LD_PRELOAD; cat $(SANE)/report.* 2>/dev/null; exit 1; }
 
 # Only what is compiled here is watched, not Python itself: its lock is seen, its reference counts are not.

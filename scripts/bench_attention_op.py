@@ -41,7 +41,7 @@ FORMS: dict[str, dict[str, Any]] = {  # what the cache holds
 }
 
 
-def seconds(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str, float]:
+def seconds(calls: dict[str, Callable[[], Any]], budget: float, clock: Callable[[], float]) -> dict[str, float]:
     """Median of each, taking turns, for about so long together."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -49,9 +49,9 @@ def seconds(calls: dict[str, Callable[[], Any]], budget: float) -> dict[str, flo
     started = time.perf_counter()
     while time.perf_counter() - started < budget or len(next(iter(times.values()))) < 5:
         for name, call in calls.items():
-            before = time.perf_counter()
+            before = clock()
             call()
-            times[name].append(time.perf_counter() - before)
+            times[name].append(clock() - before)
     return {name: median(taken) for name, taken in times.items()}
 
 
@@ -139,8 +139,8 @@ def ragged(count: int, seed: int) -> list[int]:
     return torch.randint(128, 4097, (count,), generator=generator).tolist()
 
 
-def cases(quick: bool) -> list[dict[str, Any]]:
-    """What is measured."""
+def cases(quick: bool, largest: int) -> list[dict[str, Any]]:
+    """What is measured, with batches up to `largest`."""
     found: list[dict[str, Any]] = []
     for context in (128, 512, 2048, 8192):
         for batch in (1, 8, 64):
@@ -154,18 +154,19 @@ def cases(quick: bool) -> list[dict[str, Any]]:
     for batch in (8,) if quick else (8, 32):
         keys = [*ragged(batch - 1, batch), 1536]
         found.append({"kind": "mixed", "lengths": "128-4096", "new": [1] * (batch - 1) + [512], "keys": keys})
+    found = [case for case in found if len(case["keys"]) <= largest]
     for length in (512, 2048):
         found.append({"kind": "prefill", "lengths": f"all {length}", "new": [length], "keys": [length]})
     return found
 
 
-def measure(case: dict[str, Any], budget: float) -> dict[str, Any]:
+def measure(case: dict[str, Any], budget: float, clock: Callable[[], float]) -> dict[str, Any]:
     """One row of the table."""
     calls: dict[str, Callable[[], Any]] = {"padded SDPA": padded_call(case["new"], case["keys"])}
     read: dict[str, int] = {}
     for name, options in FORMS.items():
         calls[name], read[name] = operator_call(case["new"], case["keys"], **options)
-    times = seconds(calls, budget)
+    times = seconds(calls, budget, clock)
     return {
         "kind": case["kind"],
         "lengths": case["lengths"],
@@ -252,6 +253,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     right.set_xticks(contexts, [str(context) for context in contexts])
     right.set_ylim(bottom=0)
     right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.minorticks_off()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -262,20 +265,29 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder for attention-op.json and attention-op.png")
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--largest", type=int, default=64, help="sequences in a batch; 64 need 6 GB")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: time that the threads worked, for a machine that has other things to do, too",
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row of the table")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = []
+    clock = time.perf_counter if options.clock == "wall" else time.process_time
     with torch.inference_mode():
-        for case in cases(options.quick):
-            rows.append(measure(case, 1.0 if options.quick else options.seconds))
+        for case in cases(options.quick, options.largest):
+            rows.append(measure(case, min(1.0, options.seconds) if options.quick else options.seconds, clock))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     uneven = [row for row in rows if row["kind"] == "decode" and row["lengths"] == "128-4096"]
     long = [row for row in rows if row["kind"] == "decode" and row["lengths"] in ("all 2048", "all 8192")]
     result = {
         "conditions": {
             "threads": options.threads,
+            "clock": options.clock,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "instruction_set": cpu.instruction_sets()[0],

@@ -313,6 +313,7 @@ def test_without_validation_the_same(implementation: str) -> None:  # 15
         {"seqstarts": lambda t: t + 1},
         {"seqstarts": lambda t: t.flip(0)},
         {"cachestarts": lambda t: t[:, :1]},
+        {"attn_mask": lambda _: torch.zeros(3, 11)},
     ],
 )
 def test_native_code_never_leaves_the_cache(changes: dict[str, Any]) -> None:

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import shared
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, UnsupportedModelError
@@ -123,6 +131,20 @@ def test_each_answer_is_the_one_of_transformers(
     assert ((stats.shared > 0), (stats.preempted > 0)) == (shares, preempts)
     if not preempts:  # nothing was computed twice: prompts and answers but for each one's last token
         assert stats.tokens + stats.shared == sum(len(request.text) - 1 for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("kind", "configuration", "more"),
+    [(MistralForCausalLM, MistralConfig, {"sliding_window": None}), (Qwen2ForCausalLM, Qwen2Config, {})],
+)
+def test_other_families_answer_as_in_transformers(kind: Any, configuration: Any, more: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    model = kind(configuration(**{**SHAPE, **more})).eval()
+    arrivals = example.make_arrivals([[5, 6, 7], [9], list(range(20, 50))], 6)
+    alone = [example.generate_alone(model, arrival, set()) for arrival in arrivals]
+    with CachedModel(model, make_cache(model, pages=60)) as cached:
+        requests = example.serve(Server(cached, max_tokens=16), arrivals, set())
+    assert [request.tokens for request in requests] == alone
 
 
 def test_a_stop_token_ends_an_answer_as_in_transformers(llama: Any, arrivals: list[Any]) -> None:

@@ -194,4 +194,4 @@ def _fake(query: torch.Tensor, *rest: Any) -> torch.Tensor:
 _LIBRARY: Any = torch.library.Library("attmemo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"multi_head_cache_attention{_SCHEMA}")
 _LIBRARY.impl("multi_head_cache_attention", _run, "CompositeExplicitAutograd")
-_LIBRARY._register_fake("multi_head_cache_attention", _fake)
+torch.library.register_fake("attmemo::multi_head_cache_attention", _fake, lib=_LIBRARY)

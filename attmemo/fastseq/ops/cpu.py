@@ -54,6 +54,8 @@ def attend(a: Arguments, isa: str = "") -> torch.Tensor:
     """
     output = torch.empty(a.query.shape, dtype=a.query.dtype)
     at = a.indices
+    if a.mask is not None and a.mask.shape[2] < at.kvstarts[-1]:
+        raise ValueError(f"attn_mask has {a.mask.shape[2]} columns for {at.kvstarts[-1]} keys")
     # Kept until the call has returned: native code is given addresses.
     query, key, value = (_packed(tensor) for tensor in (a.query, a.key, a.value))
     mask = a.mask.float() if a.mask is not None and a.mask.dtype not in _TYPES else a.mask
