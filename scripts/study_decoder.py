@@ -448,7 +448,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
             axes.set_axisbelow(True)
             axes.grid(visible=True, axis="y", color="#e3e8ec")
     figure.suptitle(
-        "stories260K, chunks of 128 tokens: similarity by layer, perplexity and greedy continuations when memoized"
+        "stories260K, chunks of 128 tokens: similarity by layer, perplexity and greedy continuations when memoized\n"
+        "(points are measured, lines only join them)"
     )
     figure.savefig(file)
 
@@ -526,19 +527,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for kind in args.kinds:
         found = study(kind, loaded, args.shared, args.output, (args.stored, args.asked))
         (args.output / f"{kind}.json").write_text(json.dumps(found) + "\n")
-    done = {kind: args.output / f"{kind}.json" for kind in KINDS}
-    result: dict[str, Any] = {
-        "schema": "attmemo.study-decoder/1",
-        "conditions": conditions(),
-        "length": LENGTH,
-        "storage": "float16",
-        "kinds": {kind: json.loads(file.read_text()) for kind, file in done.items() if file.is_file()},
-    }
+    result = collect(args.output)
     print(tables(result))
     if args.docs is not None:
-        (args.docs / "study-decoder.json").write_text(json.dumps(result) + "\n")
-        replace_measured(args.docs / "study-decoder.md", tables(result))
-        draw(result, args.docs / "study-decoder.png")
+        write(result, args.docs)
+
+
+def collect(output: Path) -> dict[str, Any]:
+    """The results of all kinds of text that were studied so far."""
+    files = {kind: output / f"{kind}.json" for kind in KINDS}
+    return {
+        "schema": "attmemo.study-decoder/1",
+        "conditions": {key: value for key, value in conditions().items() if key != "kernel"},
+        "length": LENGTH,
+        "storage": "float16",
+        "kinds": {kind: json.loads(file.read_text()) for kind, file in files.items() if file.is_file()},
+    }
+
+
+def write(result: dict[str, Any], docs: Path) -> None:
+    """The numbers, the tables in the document, and the figure."""
+    (docs / "study-decoder.json").write_text(json.dumps(result) + "\n")
+    replace_measured(docs / "study-decoder.md", tables(result))
+    draw(result, docs / "study-decoder.png")
 
 
 if __name__ == "__main__":
