@@ -70,7 +70,8 @@ def perplexity(loaded: LoadedModel, prepared: Sequence[Batch], most: int = 1 << 
     """Perplexity of a language model on the texts themselves, teacher-forced, and how many tokens it was asked for.
 
     Every valid token but the first of each text counts alike: exp of their mean negative log-likelihood, in nats; None
-    if there is none.
+    if there is none. Of a memoized model it flatters, if anything: each map was looked up with the whole text in view,
+    the tokens that are yet to be predicted too.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ LENGTH = 128  # tokens of a chunk
 STORED, ASKED = 1500, 288  # the paper: 2,778 maps and 288 queries
 NEW = 32  # tokens generated behind a memoized prefill
 PROMPTED = 96  # chunks that are gone on from
-THRESHOLDS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.0)
+THRESHOLDS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.0)
 BATCH = 32
 BEGINNINGS = {
     "stored": (
@@ -148,11 +148,11 @@ def write_stories(loaded: LoadedModel, part: str, count: int, seed: int) -> Tens
     return torch.cat(written)[torch.randperm(each * len(written), generator=_generator(seed))[:count]]
 
 
-def stories(loaded: LoadedModel, shared: Path) -> tuple[Tensor, Tensor]:
-    return write_stories(loaded, "stored", STORED, 1000), write_stories(loaded, "asked", ASKED, 9000)
+def stories(loaded: LoadedModel, shared: Path, stored: int, asked: int) -> tuple[Tensor, Tensor]:
+    return write_stories(loaded, "stored", stored, 1000), write_stories(loaded, "asked", asked, 9000)
 
 
-def captions(loaded: LoadedModel, shared: Path) -> tuple[Tensor, Tensor]:
+def captions(loaded: LoadedModel, shared: Path, stored: int, asked: int) -> tuple[Tensor, Tensor]:
     def read(*names: str) -> str:
         rows = [
             line.rstrip("\n").split("\t")
@@ -163,29 +163,29 @@ def captions(loaded: LoadedModel, shared: Path) -> tuple[Tensor, Tensor]:
         # The sentences of a pair say the same: first all of the one side, then of the other.
         return " ".join(dict.fromkeys(row[side] for side in (5, 6) for row in found))
 
-    return chunks(loaded, read("sts-train"), STORED), chunks(loaded, read("sts-dev", "sts-test"), ASKED)
+    return chunks(loaded, read("sts-train"), stored), chunks(loaded, read("sts-dev", "sts-test"), asked)
 
 
-def wikitext(loaded: LoadedModel, shared: Path) -> tuple[Tensor, Tensor]:
+def wikitext(loaded: LoadedModel, shared: Path, stored: int, asked: int) -> tuple[Tensor, Tensor]:
     def read(name: str) -> str:
         lines = (shared / f"data/wikitext2/wiki.{name}.raw").read_text(encoding="utf-8").split("\n")
         return " ".join(line.strip() for line in lines if line.strip() and not line.startswith(" ="))
 
-    return chunks(loaded, read("valid"), STORED), chunks(loaded, read("test"), ASKED)
+    return chunks(loaded, read("valid"), stored), chunks(loaded, read("test"), asked)
 
 
-def templates(loaded: LoadedModel, shared: Path) -> tuple[Tensor, Tensor]:
+def templates(loaded: LoadedModel, shared: Path, stored: int, asked: int) -> tuple[Tensor, Tensor]:
     every = list(itertools.product(TEMPLATES, SLOTS["who"], SLOTS["animal"], SLOTS["place"], SLOTS["thing"]))
-    order = torch.randperm(len(every), generator=_generator(7))[: STORED + ASKED].tolist()
+    order = torch.randperm(len(every), generator=_generator(7))[: stored + asked].tolist()
     texts = [
         template.format(name=who[0], kind=who[1], animal=animal, place=place, thing=thing) + FILLER
         for template, who, animal, place, thing in (every[place] for place in order)
     ]
     rows = torch.tensor([loaded.tokenizer(text).input_ids[:LENGTH] for text in texts])
-    return rows[:STORED], rows[STORED:]
+    return rows[:stored], rows[stored:]
 
 
-KINDS: dict[str, Callable[[LoadedModel, Path], tuple[Tensor, Tensor]]] = {
+KINDS: dict[str, Callable[[LoadedModel, Path, int, int], tuple[Tensor, Tensor]]] = {
     "stories": stories,
     "captions": captions,
     "wikitext": wikitext,
@@ -327,10 +327,12 @@ def generate(loaded: LoadedModel, database: Database, asked: Tensor, stored: Ten
     }
 
 
-def study(kind: str, loaded: LoadedModel, shared: Path, output: Path) -> dict[str, Any]:
-    """Everything about one kind of text."""
+def study(
+    kind: str, loaded: LoadedModel, shared: Path, output: Path, counts: tuple[int, int] = (STORED, ASKED)
+) -> dict[str, Any]:
+    """Everything about one kind of text, of which at most so many chunks are stored and asked."""
     start = time.monotonic()
-    stored, asked = KINDS[kind](loaded, shared)
+    stored, asked = KINDS[kind](loaded, shared, *counts)
     known = {tuple(row) for row in stored.tolist()}
     copies = sum(tuple(row) in known for row in asked.tolist())
     path = output / f"database-{kind}"
@@ -446,7 +448,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
             axes.set_axisbelow(True)
             axes.grid(visible=True, axis="y", color="#e3e8ec")
     figure.suptitle(
-        "stories260K, chunks of 128 tokens: similarity by layer, perplexity and greedy continuations when memoized"
+        "stories260K, chunks of 128 tokens: similarity by layer, perplexity and greedy continuations when memoized\n"
+        "(points are measured, lines only join them)"
     )
     figure.savefig(file)
 
@@ -490,7 +493,8 @@ def _draw_perplexity(axes: Any, part: dict[str, Any]) -> None:
     axes.set_ylabel("perplexity")
     if max(p["perplexity, random map"] for p in serving["points"]) > 4 * serving["perplexity_exact"]:
         axes.set_yscale("log")
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    axes.margins(y=0.25)  # room for the legend
+    axes.legend(fontsize=8, frameon=False, loc="best", ncols=2)
 
 
 def _draw_generation(axes: Any, part: dict[str, Any]) -> None:
@@ -500,7 +504,8 @@ def _draw_generation(axes: Any, part: dict[str, Any]) -> None:
         ("identical", _BLUE, f"all {NEW} tokens identical"),
         ("first_token_same", _GREEN, "first token identical"),
     ):
-        axes.plot(at, [100.0, *(100 * p[key] for p in points)], color=color, marker="o", markersize=3.5, label=name)
+        values = [100.0, *(100 * p[key] for p in points)]
+        axes.plot(at, values, ":", color=color, marker="o", markersize=4, linewidth=1, label=name)
     own = part["generation"]["own_maps"]
     axes.plot([100 * own["hit_rate"]], [100 * own["identical"]], "*", color=_ORANGE, markersize=11, label="own maps")
     axes.set(title="greedy continuation behind a memoized prefill", xlabel="calls of the prefill served, %")
@@ -513,26 +518,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("shared", type=Path, help="folder with data/")
     parser.add_argument("output", type=Path, help="folder for the converted model, databases and results by kind")
     parser.add_argument("kinds", nargs="*", default=list(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--stored", type=int, default=STORED, help=f"chunks to store at most [default: {STORED}]")
+    parser.add_argument("--asked", type=int, default=ASKED, help=f"chunks to ask at most [default: {ASKED}]")
     parser.add_argument("--docs", type=Path, help="write study-decoder.json, .md and .png here")
     args = parser.parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
     loaded = load_model(str(convert(args.shared / "data/weights_stories260K", args.output / "model")))
     for kind in args.kinds:
-        found = study(kind, loaded, args.shared, args.output)
+        found = study(kind, loaded, args.shared, args.output, (args.stored, args.asked))
         (args.output / f"{kind}.json").write_text(json.dumps(found) + "\n")
-    done = {kind: args.output / f"{kind}.json" for kind in KINDS}
-    result: dict[str, Any] = {
-        "schema": "attmemo.study-decoder/1",
-        "conditions": conditions(),
-        "length": LENGTH,
-        "storage": "float16",
-        "kinds": {kind: json.loads(file.read_text()) for kind, file in done.items() if file.is_file()},
-    }
+    result = collect(args.output)
     print(tables(result))
     if args.docs is not None:
-        (args.docs / "study-decoder.json").write_text(json.dumps(result) + "\n")
-        replace_measured(args.docs / "study-decoder.md", tables(result))
-        draw(result, args.docs / "study-decoder.png")
+        write(result, args.docs)
+
+
+def collect(output: Path) -> dict[str, Any]:
+    """The results of all kinds of text that were studied so far."""
+    files = {kind: output / f"{kind}.json" for kind in KINDS}
+    return {
+        "schema": "attmemo.study-decoder/1",
+        "conditions": {key: value for key, value in conditions().items() if key != "kernel"},
+        "length": LENGTH,
+        "storage": "float16",
+        "kinds": {kind: json.loads(file.read_text()) for kind, file in files.items() if file.is_file()},
+    }
+
+
+def write(result: dict[str, Any], docs: Path) -> None:
+    """The numbers, the tables in the document, and the figure."""
+    (docs / "study-decoder.json").write_text(json.dumps(result) + "\n")
+    replace_measured(docs / "study-decoder.md", tables(result))
+    draw(result, docs / "study-decoder.png")
 
 
 if __name__ == "__main__":

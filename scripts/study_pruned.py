@@ -309,7 +309,7 @@ def main() -> None:
     phrases.write_text("".join(f"{text}\n" for text in stored))
     result: dict[str, Any] = {
         "schema": "attmemo.study-pruned/1",
-        "conditions": conditions(),
+        "conditions": {key: value for key, value in conditions().items() if key != "kernel"},
         "data": {"stored": len(stored), "asked": len(dev), "max_length": LONGEST},
         "lookup": "sequence",
         "pruning": json.loads(notes.read_text()),
