@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Whoever sets it keeps what they set.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test test-slow sanitize lint bench install clean help
+.PHONY: demo test test-slow sanitize sanitize-threads lint bench install clean help
 
 demo: $(READY)  ## build, train, tune and evaluate on log lines (LOG=file: yours); ends with a table and a report
 	@$(BIN)/attmemo demo $(if $(LOG),"$(LOG)") --output "$(OUTPUT)"
@@ -33,6 +33,7 @@ test-slow: $(READY)  ## the tests that take minutes: races and leaks that need m
 
 # Built beside, never over, what is installed. The tests see a tree of links with the other extensions in it.
 SANE := build/sanitize
+PAGES := $(addprefix tests/test_reliability_,neighbours.py refused.py races.py leaks.py padding.py hugepages.py readonly.py)
 sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour sanitizers
 	@library=$$("$${CC:-cc}" -print-file-name=libasan.so)
 	if [ ! -e "$$library" ]; then
@@ -52,9 +53,34 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	# The program pytest, not the module: that would look for attmemo in this folder first.
 	# Left out: what uses up or counts the mappings of a process, since the sanitizer's own allocator makes many.
 	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
-	  tests/test_mmap_product.py tests/test_reliability_mmap.py tests/slow/test_slow_mmap.py \
+	  tests/test_mmap_product.py $(PAGES) tests/slow/test_slow_mmap.py tests/test_fastseq_ngram.py \
 	  -k "not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute" \
 	  || { unset LD_PRELOAD; cat $(SANE)/report.* 2>/dev/null; exit 1; }
+
+# Only what is compiled here is watched, not Python itself: its lock is seen, its reference counts are not.
+SANE_THREADS := build/sanitize-threads
+sanitize-threads: $(READY)  ## races in the C code, looked for with the thread sanitizer
+	@library=$$("$${CC:-cc}" -print-file-name=libtsan.so)
+	if [ ! -e "$$library" ]; then
+	  echo "skipped: $${CC:-cc} has no libtsan; on Debian it is in the package libgcc-12-dev, or that of your version"
+	  exit 0
+	fi
+	rm -rf $(SANE_THREADS) && mkdir -p $(SANE_THREADS)/attmemo
+	ATTMEMO_SANITIZE=thread $(BIN)/python setup.py --quiet build_ext --build-lib $(SANE_THREADS) \
+	  --build-temp $(SANE_THREADS)/temp
+	for file in attmemo/* profiler; do
+	  case $$file in *.so | */__pycache__) ;; *) ln -s "$$PWD/$$file" $(SANE_THREADS)/attmemo/ ;; esac
+	done
+	export PYTHONPATH="$$PWD/$(SANE_THREADS)" LD_PRELOAD="$$library" OMP_NUM_THREADS=1
+	export TSAN_OPTIONS="log_path=$$PWD/$(SANE_THREADS)/report:exitcode=0:handle_segv=0:handle_sigbus=0"
+	export TSAN_OPTIONS="$$TSAN_OPTIONS:ignore_noninstrumented_modules=1:report_signal_unsafe=0"
+	# It knows neither threads after a fork nor, where addresses are shuffled, what lies where.
+	export ATTMEMO_TEST_NO_FORK=1
+	timeout 3600 setarch -R $(BIN)/python -P -m pytest -m "slow or not slow" tests/test_native_window.py \
+	  tests/test_mmap_fetch.py tests/test_reliability_races.py tests/slow/test_slow_mmap.py \
+	  -k "thread or race or reader_sees or dlopen" || { unset LD_PRELOAD; exit 1; }
+	unset LD_PRELOAD
+	if ls $(SANE_THREADS)/report.* >/dev/null 2>&1; then cat $(SANE_THREADS)/report.*; exit 1; fi
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -355,7 +355,7 @@ TARGET static inline __attribute__((always_inline)) void NAME(block)(const float
     for (size_t r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (size_t c = 0; c < columns; c++)
-            sum[r][c] = LOAD(out + r * line + c * LANES);
+            sum[r][c] = SPLAT(0); /* not what is there: sums of sums lose less */
     for (size_t k = 0; k < count; k++) {
         if (ahead)
             hint(ahead, k);
@@ -375,7 +375,7 @@ TARGET static inline __attribute__((always_inline)) void NAME(block)(const float
     for (size_t r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (size_t c = 0; c < columns; c++)
-            STORE(out + r * line + c * LANES) = sum[r][c];
+            STORE(out + r * line + c * LANES) = LOAD(out + r * line + c * LANES) + sum[r][c];
 }
 
 TARGET static inline __attribute__((always_inline)) void NAME(strip)(const float *a, size_t a_line,

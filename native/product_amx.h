@@ -73,6 +73,31 @@ AMX static inline void amx_narrow(const float *source, size_t count, size_t whol
         out[i] = 0;
 }
 
+/* packed[k / 2][c][k % 2] = values[k][c], and zeros up to `deep` rows and `wide` columns. */
+AMX static void amx_pack(const uint16_t *values, size_t line, size_t length, size_t width, size_t deep, size_t wide,
+                         uint16_t *packed)
+{
+    for (size_t k = 0; k < deep; k += 2, packed += 2 * wide) {
+        const uint16_t *even = values + k * line, *odd = even + line;
+        bool both = k + 1 < length;
+        size_t c = 0;
+        if (k < length) {
+            for (; c + 16 <= width; c += 16) {
+                __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + c)));
+                __m512i high = _mm512_setzero_si512();
+                if (both)
+                    high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + c))), 16);
+                _mm512_storeu_si512(packed + 2 * c, _mm512_or_si512(low, high));
+            }
+            for (; c < width; c++) {
+                packed[2 * c] = even[c];
+                packed[2 * c + 1] = both ? odd[c] : 0;
+            }
+        }
+        memset(packed + 2 * c, 0, (wide - c) * 4);
+    }
+}
+
 /* Rows [first, last) of one head of one sequence. */
 AMX static void task_amx(const void *pointer, size_t sequence, size_t head, size_t first, size_t last, float *scratch)
 {
@@ -87,11 +112,7 @@ AMX static void task_amx(const void *pointer, size_t sequence, size_t head, size
     float *row_floats = (float *)(rounded + 2 * TILE * deep), *sums = row_floats + deep;
     bool as_it_lies = job->form == BFLOAT16 && !job->triangle && deep == length;
 
-    /* packed[k / 2][c][k % 2] */
-    memset(packed, 0, deep * wide * 2);
-    for (size_t k = 0; k < length; k++)
-        for (size_t c = 0; c < width; c++)
-            packed[k / 2 * 2 * wide + 2 * c + k % 2] = values[k * line + c];
+    amx_pack(values, line, length, width, deep, wide, packed);
 
     _tile_loadconfig(&tile_shapes);
     for (size_t row = first, rows; row < last; row += rows) {

@@ -7,8 +7,12 @@ projection overlooks costs bytes, never answers.
 
 from __future__ import annotations
 
+import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ CANDIDATES = 4  # records compared in full
 _DIMENSIONS = 64
 _CHANNELS = 8
 _SEED = 20240229
+LEFT_OUT = "left-out.json"
+"""What a builder notes beside the database; no reader asks for it."""
 
 Maps = Callable[[int], Sequence[Tensor]]
 
@@ -79,3 +85,53 @@ class Admission:
             generator = torch.Generator().manual_seed(_SEED + length)
             self._mix[length] = torch.randn(_DIMENSIONS, length * _CHANNELS, generator=generator)
         return self._mix[length] @ (hidden.float() @ self._narrow).flatten()
+
+
+class LeftOut:
+    """The rows that were found in the database already, nearly, so that a resumed build need not ask the model again.
+
+    A note of the builder, not a part of the database: where it is missing, torn or another database's, the rows are
+    asked anew. It is written after a publication, since before it the record that stands for a row may yet be lost.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        The database.
+    uuid : str
+        Its own.
+    threshold : float
+        Rows left out at this similarity score or a higher one count.
+    """
+
+    def __init__(self, path: Path, uuid: str, threshold: float) -> None:
+        self._file, self._uuid, self._threshold = path / LEFT_OUT, uuid, threshold
+        self._rows: dict[tuple[str, float], set[int]] = defaultdict(set)  # (digest of the file, threshold) -> rows
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            if found["database"] == uuid:
+                self._rows |= {
+                    (str(e["source"]), float(e["admit"])): {int(row) for row in e["rows"]} for e in found["left_out"]
+                }
+
+    def __contains__(self, row: tuple[str, int]) -> bool:
+        """Whether a row, (digest of its file, number), was left out at such a score."""
+        source, number = row
+        return any(
+            number in rows for (of, admit), rows in self._rows.items() if of == source and admit >= self._threshold
+        )
+
+    def add(self, source: str, row: int) -> None:
+        """Note a row of the file with this digest."""
+        self._rows[source, self._threshold].add(row)
+
+    def save(self) -> None:
+        """Write the note; an error of the disk only costs the next build some time."""
+        if not self._rows:
+            return
+        entries = [
+            {"source": source, "admit": admit, "rows": sorted(rows)} for (source, admit), rows in self._rows.items()
+        ]
+        fresh = self._file.with_suffix(".tmp")
+        with suppress(OSError):
+            fresh.write_text(json.dumps({"database": self._uuid, "left_out": entries}), encoding="utf-8")
+            os.replace(fresh, self._file)

@@ -15,7 +15,7 @@ from attmemo.adapters import Adapter, Site, adapter_for, check_adapter
 from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
 from attmemo.errors import DataError, StorageFullError
 from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
-from attmemo.profiler.admit import Admission
+from attmemo.profiler.admit import Admission, LeftOut
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
@@ -91,18 +91,31 @@ def build_database(
         if admission is not None:
             for record in range(writer.records):
                 admission.remember(record, writer.first_input(record))
-        numbers = {str(f): writer.add_source(Path(f).name, digest(f)) for f in files}
+        digests = {str(f): digest(f) for f in files}
+        numbers = {str(f): writer.add_source(Path(f).name, digests[str(f)]) for f in files}
+        left_out = None if options.admit is None else LeftOut(path, writer.manifest.uuid, options.admit)
         published = time.monotonic()
+
+        def publish() -> None:
+            writer.publish()
+            if left_out is not None:
+                left_out.save()
+
         try:
             with Capture(loaded.model, adapter, sites) as capture:
                 while stopped is None and (chunk := list(islice(rows, CHUNK))):
-                    fresh = []
+                    fresh, before = [], alike
                     for row in chunk:
                         rows_of = known.setdefault(numbers[row.source], set())
-                        if row.row not in rows_of:
-                            rows_of.add(row.row)  # the same file may have been given twice
+                        if row.row in rows_of:
+                            continue
+                        rows_of.add(row.row)  # the same file may have been given twice
+                        was_alike = left_out is not None and (digests[row.source], row.row) in left_out
+                        if was_alike and _split(numbers[row.source], row.row, options.held_out) != SPLIT_HELD_OUT:
+                            alike += 1
+                        else:
                             fresh.append(row)
-                    skipped += len(chunk) - len(fresh)
+                    skipped += len(chunk) - len(fresh) - (alike - before)
                     done += len(chunk) - len(fresh)
                     for batch in batches(_tokens(loaded, fresh, max_length), options.batch_size):
                         captured = capture.run(collate(loaded, batch))
@@ -123,6 +136,8 @@ def build_database(
                                 and not admission.admits(maps, hidden[0])
                             ):
                                 alike += 1
+                                if left_out is not None:
+                                    left_out.add(digests[row.source], row.row)
                                 continue
                             record = writer.add(maps, hidden, Provenance(numbers[row.source], row.row, split))
                             if admission is not None:
@@ -135,13 +150,13 @@ def build_database(
                         if stopped is not None:
                             break
                         if time.monotonic() - published > PUBLISH_SECONDS:
-                            writer.publish()
+                            publish()
                             published = time.monotonic()
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
             if writer.records > writer.manifest.records:
-                writer.publish()
+                publish()
             raise
         if stopped is not None and writer.records == 0:
             raise StorageFullError(
@@ -149,7 +164,7 @@ def build_database(
             )
         if writer.records == 0:
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
-        writer.publish()
+        publish()
         spent = time.monotonic() - start
         return BuildResult(path, writer.records, added, skipped, held, writer.stored_bytes, spent, stopped, alike)
 

@@ -2,6 +2,9 @@
 
 Measured on the user's model and machine, through the engine itself, at batch sizes and lengths that the database
 holds. Hit rates come from held-out sequences (`embed.train`), never from records that find themselves.
+
+A decoder is measured as a prefill runs, with a key-value cache to fill: a hit then still projects K. Where no cache is
+wanted (scoring, classification) a hit costs less, so that a gate which goes by these costs errs towards leaving alone.
 """
 
 from __future__ import annotations

@@ -106,6 +106,11 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             f"{', '.join(absent[:3])}: its answers would be random.",
             f"give a model whose {head} was trained, or save the bare encoder without its head",
         )
+    if kind == "language-model" and model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not say which module its head is (get_output_embeddings is None).",
+            "save the bare decoder without its head: its answers are then embeddings",
+        )
     return LoadedModel(name, model, tokenizer, kind, dtype)
 
 

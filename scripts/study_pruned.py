@@ -22,9 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pandas as pd
 import torch
+from marked import replace_measured
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
@@ -290,7 +292,7 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder for the pruned model and the databases")
     parser.add_argument("--steps", type=int, default=900, help="of pruning and training [default: 900]")
     parser.add_argument("--reuse", action="store_true", help="take the pruned model of an earlier run")
-    parser.add_argument("--docs", type=Path, help="also write study-pruned.json here")
+    parser.add_argument("--docs", type=Path, help="write study-pruned.json and the table of study-pruned.md here")
     args = parser.parse_args()
     dense, pruned = args.shared / "models/minilm-sst2", args.output / "pruned"
     train, dev = read(args.shared, "train"), read(args.shared, "dev")
@@ -318,7 +320,7 @@ def main() -> None:
         path = args.output / f"database-{name}"
         build_database(loaded, [phrases], path, BuildOptions(max_length=LONGEST))
         trained = train_database(path, profile=False)
-        levels = measure(loaded, path, dev["sentence"].tolist(), torch.from_numpy(dev["label"].to_numpy()))
+        levels = measure(loaded, path, dev["sentence"].tolist(), torch.tensor(dev["label"].tolist()))
         result["models"][name] = {
             "zeros_in_linear_weights": zeros(linear_weights(loaded.model)),
             "held_out_similarity": trained["layers"]["-1"],
@@ -328,6 +330,7 @@ def main() -> None:
     (args.output / "study-pruned.json").write_text(text)
     if args.docs is not None:
         (args.docs / "study-pruned.json").write_text(text)
+        replace_measured(args.docs / "study-pruned.md", table(result))
     print(table(result))
 
 

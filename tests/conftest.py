@@ -24,7 +24,10 @@ from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model
 from attmemo.profiler.train import train_database
 
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("helpers", "page_tools", "reliability_tools")
+
+from page_tools import arena, pages  # noqa: E402, F401  # fixtures of several test files
+from reliability_tools import copy, whole  # noqa: E402, F401
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

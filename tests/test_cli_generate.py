@@ -317,6 +317,20 @@ class TestBadInput:
         assert "--no-truncation" in stderr
         assert "1 texts were cut" in succeed(*common)
 
+    @pytest.mark.parametrize("options", [("--num-return-sequences", "3"), ("--do-sample", "--temperature", "-1")])
+    def test_options_that_transformers_refuses(
+        self, options: tuple[str, ...], saved: dict[str, str], source: Path, tmp_path: Path
+    ) -> None:
+        common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
+        assert "these options cannot be generated with" in refuse(*common, *options)
+        succeed(*common)  # and what was refused is not in the way of what is right
+
+    @pytest.mark.parametrize("place", [".", "none/score.json"])
+    def test_a_place_for_scores_that_cannot_be_written(self, place: str, source: Path, tmp_path: Path) -> None:
+        pytest.importorskip("rouge_score")
+        args = ("--reference-path", source, "--score-path", tmp_path / place)
+        assert "--score-path" in refuse("generate", "no-such-model", source, tmp_path / "out", *args)
+
     def test_a_missing_model(self, source: Path, tmp_path: Path) -> None:
         assert "no model in" in refuse("generate", tmp_path / "none", source, tmp_path / "out")
 
@@ -369,7 +383,7 @@ class TestInterrupted:
     def test_a_killed_run_loses_or_doubles_a_line(
         self, how: signal.Signals, saved: dict[str, str], tmp_path: Path
     ) -> None:
-        texts = [*LINES, ""] * 20
+        texts = [*LINES, ""] * 6
         source, output, part = tmp_path / "in.txt", tmp_path / "out", tmp_path / "out.part"
         source.write_text("".join(f"{text}\n" for text in texts))
         common = ["generate", saved["bart"], str(source), str(output), *OPTIONS, "--window", "100"]
@@ -396,7 +410,7 @@ class TestInterrupted:
         assert found["resumed"] >= 30
         assert found["lines"] == len(texts)
         once = plain_loop(make_model("bart"), [*LINES, ""], **BEAMS)
-        assert lines(output) == once * 20
+        assert lines(output) == once * 6
 
     def test_other_options_are_refused_and_restart_begins_anew(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from attmemo.db.forms import STORAGE, TYPES, map_shape, pack, unpack
 from attmemo.embed.train import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 from attmemo.mmap import length_of
-from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.build import BuildOptions, BuildResult, build_database
 from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.train import train_database
 from attmemo.similarity import similarity_score
@@ -143,6 +143,66 @@ class TestAdmission:
         after = build_database(loaded, [tmp_path / "second.log"], tmp_path / "db", options)
         assert after.records - before.records == after.added == 1
         assert after.alike == 20
+
+    def asked_of_the_model(
+        self, monkeypatch: pytest.MonkeyPatch, model: str, log: Path, output: Path, **options: Any
+    ) -> tuple[BuildResult, int]:
+        """What a build comes to, and how many sequences the model was run over."""
+        from attmemo.profiler.capture import Capture
+
+        run, asked = Capture.run, []
+
+        def counted(self: Capture, inputs: Any) -> Any:
+            asked.append(len(inputs["input_ids"]))
+            return run(self, inputs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Capture, "run", counted)
+            found = build_database(load_model(model), [log], output, BuildOptions(max_length=48, **options))
+        return found, sum(asked)
+
+    def test_what_was_left_out_is_asked_of_the_model_again(
+        self, tiny_bert: str, log_lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        log, output = tmp_path / "a.log", tmp_path / "db"
+        log.write_text("\n".join([*log_lines[:20], *log_lines[:20]]) + "\n")
+        ask = lambda **options: self.asked_of_the_model(monkeypatch, tiny_bert, log, output, **options)  # noqa: E731
+        first, asked = ask(admit=0.99)
+        assert asked == 40
+        assert first.alike >= 20
+        again, asked = ask(admit=0.99)
+        assert (asked, again.alike, again.skipped) == (0, first.alike, first.records)
+        assert ask(admit=0.9)[1] == 0  # what is alike at .99 is so at .9
+        assert ask(admit=0.995)[1] == first.alike  # but not the other way round
+        assert ask(admit=0.995)[1] == 0
+        note = output / "left-out.json"
+        good = note.read_bytes()
+        for bad in (b"", b"[]", good[:-9], good.replace(b"rows", b"rose"), good.replace(b"base", b"bank"), b"\xff"):
+            note.write_bytes(bad)
+            assert ask(admit=0.99)[1] == first.alike, bad
+        everything, asked = ask()
+        assert (asked, everything.added) == (first.alike, first.alike)
+
+    def test_what_was_left_out_for_a_record_that_was_lost_is_lost(
+        self, tiny_bert: str, log_lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A note of unpublished work would leave out rows for which no record stands."""
+        from attmemo.db import DatabaseWriter
+
+        log, output = tmp_path / "a.log", tmp_path / "db"
+        log.write_text("\n".join([*log_lines[:10], *log_lines[:10]]) + "\n")
+        with monkeypatch.context() as patch:
+
+            def fail(self: DatabaseWriter, **changes: Any) -> None:
+                raise OSError("the machine went down here")
+
+            patch.setattr(DatabaseWriter, "publish", fail)
+            with pytest.raises(OSError, match="went down"):
+                self.asked_of_the_model(monkeypatch, tiny_bert, log, output, admit=0.99)
+        assert not (output / "left-out.json").exists()
+        found, asked = self.asked_of_the_model(monkeypatch, tiny_bert, log, output, admit=0.99)
+        assert asked == 20
+        assert found.records + found.alike == 20
 
     def test_nothing_like_it_is_stored(self, tiny_bert: str, log_lines: list[str], tmp_path: Path) -> None:
         (tmp_path / "a.log").write_text("\n".join(log_lines[:25]) + "\n")

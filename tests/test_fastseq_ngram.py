@@ -19,8 +19,8 @@ from transformers import BartConfig, BartForConditionalGeneration, LogitsProcess
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from attmemo import _ngram
-from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram, ngram, swap_ngram_processors
-from attmemo.fastseq.ngram import ban_ngrams, banned_mask
+from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram, ngram
+from attmemo.fastseq.ngram import ban_ngrams, banned_mask, swap_ngram_processors
 
 INFINITY = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

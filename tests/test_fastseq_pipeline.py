@@ -377,7 +377,7 @@ class TestResume:
         with pytest.raises(kind):
             Pipeline(first, tokenizer(), batch=4, window=10, **BEAMS).run(source, output)
         assert not output.exists()
-        assert (tmp_path / "out.part").exists()
+        assert (tmp_path / "out.part").exists() == (stop > 0), "nothing done, nothing left"
         second = Watched(models["bart"])
         summary = Pipeline(second, tokenizer(), batch=4, window=10, **BEAMS).run(source, output)
         assert output.read_bytes() == whole
@@ -386,7 +386,7 @@ class TestResume:
         assert summary.lines == len(TEXTS)
         assert not (tmp_path / "out.part").exists()
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     @given(share=st.floats(0, 1), batch=st.integers(1, 9), garbage=st.booleans())
     def test_a_journal_that_was_cut_anywhere(
         self, share: float, batch: int, garbage: bool, whole: bytes, models: dict[str, Any], tmp_path: Path
@@ -564,6 +564,17 @@ class TestJournal:
             journal.append([0], ["zeroth"])
             journal.finish(2)
         assert (tmp_path / "out").read_text() == "zeroth\nfirst\n"
+
+    def test_a_run_that_did_nothing_is_in_the_way(self, tmp_path: Path) -> None:
+        with Journal(tmp_path / "out", {"beams": 1}):
+            part = (tmp_path / "out.part").read_bytes()
+        assert list(tmp_path.iterdir()) == []
+        (tmp_path / "out.part").write_bytes(part)  # as a kill would have left it
+        with Journal(tmp_path / "out", {"beams": 2}) as journal:
+            journal.append([0], ["a"])
+        with pytest.raises(JournalError, match="beams 2 then, 1 now"):
+            Journal(tmp_path / "out", {"beams": 1})
+        assert len(Journal(tmp_path / "out", {"beams": 2})) == 1
 
     def test_a_row_is_missing(self, tmp_path: Path) -> None:
         with Journal(tmp_path / "out", {}) as journal:

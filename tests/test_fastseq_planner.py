@@ -15,8 +15,8 @@ from transformers import BartConfig, GPT2Config, LlamaConfig, MarianConfig, Pega
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from attmemo.errors import AttmemoError
-from attmemo.fastseq import BatchPlanner, planner
-from attmemo.fastseq.planner import Guard, ModelShape, free_memory, is_out_of_memory
+from attmemo.fastseq import planner
+from attmemo.fastseq.planner import BatchPlanner, Guard, ModelShape, free_memory, is_out_of_memory
 
 GIB = 1 << 30
 BART_LARGE = ModelShape(12, 1024, 1024, 4096, 16, 50265, item=2)

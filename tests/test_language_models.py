@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attmemo import Database, UnsupportedModelError, memoize, unmemoize
-from attmemo.profiler.answers import ask, changed, perplexity, prepare
+from attmemo.profiler.answers import ask, changed, perplexity, prepare, serving
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
+from attmemo.profiler.measure import _inputs, _run
 from attmemo.profiler.models import LoadedModel, NextToken, answers, collate, load_model, tokenize
 from attmemo.profiler.report import make_tables
 
@@ -266,6 +267,18 @@ class TestTheWholeWay:
         assert bare.attmemo.stats()["hit_rate"] == 1.0
         assert given == pytest.approx(exact, rel=1e-2)
         unmemoize(loaded.model)
+
+    def test_costs_are_those_of_a_prefill_that_fills_a_cache(self, tuned: tuple[str, Path]) -> None:
+        """Measured without one, the gate would take a hit for cheaper than it is when text is generated."""
+        loaded = load_model(tuned[0])
+        kept: list[Any] = []
+        with Database(tuned[1]) as database, serving(loaded, database, "sequence") as handle:
+            fill = handle.engine._fill
+            handle.engine._fill = lambda *given: (kept.append(given[2]), fill(*given))  # type: ignore[method-assign]
+            _run(loaded, _inputs(loaded, 2, int(database.records.lengths[0]), 0))
+            assert handle.stats()["hit_rate"] == 1.0
+        assert len(kept) == 2, "one cache for each layer"
+        assert all(keys is not None for keys in kept)
 
     def test_labels_are_refused(self, tuned: tuple[str, Path], tmp_path: Path) -> None:
         rows = tmp_path / "rows.csv"

@@ -336,6 +336,8 @@ class TestArena:
         whole = SlotLayout.paged((2, 9, 9), torch.bfloat16)
         assert is_direct(whole, torch.float32)
         assert not is_direct(whole, torch.bfloat16)
+        assert is_direct(SlotLayout.paged((2, 9, 9), torch.float16), torch.bfloat16)
+        assert not is_direct(SlotLayout.paged((2, 9, 9), torch.float16), torch.float16)
         assert is_direct(SlotLayout.paged((2, 45), torch.bfloat16), torch.bfloat16)
         assert is_direct(SlotLayout.paged((2, 9, 9), torch.uint8), torch.bfloat16)
         assert not is_direct(SlotLayout.paged((2, 9, 9), torch.int8), torch.float32)

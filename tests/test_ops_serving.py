@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,15 @@ def load_example() -> Any:
 
 
 example = load_example()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Thousands of tiny steps: on a machine that is busy, threads that wait for each other take minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +193,11 @@ def test_a_pass_that_fails_can_be_repeated(
         with pytest.raises(RuntimeError, match="lost"):
             server.step()
     assert small.cache.length(small.cache.sequences[0]) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_choose", lambda logits: logits.argmax(-1)[:0])
+        with pytest.raises(ValueError, match="shorter"):
+            server.step()
+    assert small.cache.length(small.cache.sequences[0]) == 3
     server.run()
     small.close()
     assert request.tokens == example.generate_alone(llama, example.Arrival(0, [5, 6, 7], 8), set())
@@ -209,6 +224,8 @@ def test_the_model_is_its_own_again_after_closing(llama: Any) -> None:
         model = CachedModel(llama, make_cache(llama, pages=2))
         with pytest.raises(UnsupportedModelError, match="without a cache step"):
             llama(tokens)
+        with pytest.raises(UnsupportedModelError, match="already"):
+            CachedModel(llama, make_cache(llama, pages=2))
         model.close()
         model.close()
         assert torch.equal(llama(tokens).logits, before)
@@ -302,6 +319,20 @@ def test_a_request_can_be_read_in_parts() -> None:
             assert request.part(begin, end) == list(request.text[begin:end])
 
 
+def test_the_code_in_the_document_runs(llama: Any, arrivals: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    prompts = [*(arrival.prompt for arrival in arrivals[:8] if 20 < len(arrival.prompt) < 40), [7], [3, 4]]
+    names: dict[str, Any] = {"model": llama, "prompts": prompts}
+    for block in blocks:
+        exec(block, names)
+    assert len(prompts) == 5
+    assert sorted(map(len, names["answers"])) == [40] * 5
+    assert all(any(answer[: len(prompt)] == prompt for answer in names["answers"]) for prompt in prompts)
+    assert all(request.finish in ("length", "stop") for request in names["requests"])
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
 @pytest.fixture(scope="module")
 def stories() -> tuple[Any, Any]:
     model, tokenizer = example.load(shared("data/weights_stories260K"))
@@ -334,3 +365,16 @@ def test_int8_costs_stories260k_next_to_nothing_and_int4_what_rounding_costs(sto
     # The keys of this model's heads of 8 elements reach 27: four bits are too few for them, and not by a mistake.
     expected = rounded_perplexity(model, texts, 4, 4) / exact
     assert found["int4, groups of 4, float16 scales"] == pytest.approx(expected, rel=0.02)
+
+
+def test_the_example_says_what_it_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared("data/weights_stories260K")
+    monkeypatch.setattr(sys, "argv", ["continuous_batching.py", str(folder), "--requests", "5", "--pages", "12"])
+    monkeypatch.setattr(example, "CACHES", {name: example.CACHES[name] for name in ("float32", "int8, groups of 8")})
+    example.main()
+    said = capsys.readouterr().out
+    assert "5 of 5 answers are those of transformers, token for token" in said
+    assert said.count("done (") == 5
+    assert re.search(r"\| float32 \| 1280 \| 4\.147\d \| [+-]0\.000% \|", said)

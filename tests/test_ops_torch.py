@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from ops_cases import Case, clone, octets
 
 from attmemo.errors import ArgumentError
@@ -65,7 +66,11 @@ def test_compile_once_for_all_sizes() -> None:  # 84
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     layer = torch.compile(Attention(Case([])), backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for sequences in ([(1, 5), (6, 20)], [(2, 4), (5, 6), (4, 0)], [(7, 0), (2, 2), (3, 9), (2, 1)]):
+        for sequences in (
+            [(1, 5), (6, 20), (3, 0), (2, 1), (1, 1)],  # no two sizes alike, or they would be taken for one
+            [(2, 4), (5, 6), (4, 0)],
+            [(7, 0), (2, 2), (3, 9), (2, 1)],
+        ):
             case = Case(sequences)
             inputs = case.make()
             expected = Attention(case)(**clone(inputs))

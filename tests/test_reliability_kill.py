@@ -1,4 +1,4 @@
-"""A builder killed at every system call that changes a file: its own, those of LMDB and those of the C library (T24)."""
+"""A builder killed at every system call that changes a file, its own and those of LMDB (H11: T24)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ ssize_t pwritev64(int fd, const struct iovec *parts, int number, off64_t place)
 { REAL(pwritev64); CALL(real(fd, parts, number, place), real(fd, parts, (number + 1) / 2, place)); }
 int fsync(int fd) { REAL(fsync); CALL(real(fd), real(fd)); }
 int fdatasync(int fd) { REAL(fdatasync); CALL(real(fd), real(fd)); }
-int msync(void *place, size_t size, int flags) { REAL(msync); CALL(real(place, size, flags), real(place, size, flags)); }
+int msync(void *place, size_t size, int flags)
+{ REAL(msync); CALL(real(place, size, flags), real(place, size, flags)); }
 int ftruncate(int fd, off_t size) { REAL(ftruncate); CALL(real(fd, size), real(fd, size)); }
 int ftruncate64(int fd, off64_t size) { REAL(ftruncate64); CALL(real(fd, size), real(fd, size)); }
 int fallocate64(int fd, int mode, off64_t place, off64_t size)

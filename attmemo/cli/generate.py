@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -235,7 +236,7 @@ def generate(
         if reference_path is not None:
             references = _references(reference_path, source, limit, measure)
         if score_path is not None:
-            Output(str(score_path), quiet).check()
+            _check_writable(score_path)
 
         import torch
 
@@ -300,14 +301,18 @@ def generate(
                 progress=out.stages,
                 **settings,
             )
-            with hushed():
-                done = pipeline.run(
-                    source,
-                    destination,
-                    limit=limit,
-                    resume=not restart,
-                    identity={"source_lang": source_lang, "target_lang": target_lang},
-                )
+            try:
+                with hushed():
+                    done = pipeline.run(
+                        source,
+                        destination,
+                        limit=limit,
+                        resume=not restart,
+                        identity={"source_lang": source_lang, "target_lang": target_lang},
+                    )
+            except ValueError as error:  # which is how transformers refuses arguments
+                refused = str(error).strip().splitlines() or ["no reason given"]
+                raise AttmemoError(f"these options cannot be generated with: {refused[0]}", "change them") from error
             stats = maker.stats() if fast and hasattr(maker, "stats") else None
         found: dict[str, Any] = {
             "model": model,
@@ -346,6 +351,14 @@ def _references(path: Path, source: Path, limit: int | None, measure: Measure) -
     return references
 
 
+def _check_writable(path: Path) -> None:
+    """Refuse a file for the scores that cannot be written, before the work and not after it."""
+    from attmemo.errors import AttmemoError
+
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise AttmemoError(f"--score-path {path} cannot be written.", "name a file in a directory that can be written")
+
+
 def _score(measure: Measure, destination: Path, references: list[str], joined: bool, scored: bool) -> dict[str, float]:
     from attmemo.fastseq.lines import read_lines
     from attmemo.fastseq.result import best_of
@@ -360,12 +373,9 @@ def _fast(model: Any, attention: str | None) -> Iterator[tuple[Any, bool]]:
     """What generates, and whether it is fast: the model wrapped where that is wanted and there, else the model."""
     wrapped = None
     if attention is not None:
-        try:
-            from attmemo.fastseq import wrap  # type: ignore[attr-defined,unused-ignore]
-        except ImportError:
-            pass
-        else:
-            wrapped = wrap(model, attention=attention)
+        from attmemo.fastseq import wrap
+
+        wrapped = wrap(model, attention=attention)
     try:
         yield (model, False) if wrapped is None else (wrapped, True)
     finally:

@@ -108,6 +108,8 @@ class CachedModel:
             raise UnsupportedModelError(f"{name} has layers that see only a part of the text; the cache keeps all")
         if model.training:
             raise UnsupportedModelError(f"{name} is in training mode, and serving has no backward", "model.eval()")
+        if model.config._attn_implementation == NAME:
+            raise UnsupportedModelError(f"this {name} serves from a cache already", "close() that CachedModel first")
         self.model, self.cache, self.implementation = model, cache, implementation
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,8 +62,8 @@ class Encoder:
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
-        Of which every thread takes a copy: one that encodes must not be told to pad by another.
+    tokenizers : Copies
+        One is borrowed for each window: a tokenizer that encodes must not be told to pad by another thread.
     size : callable
         Gives the number of texts in a batch whose longest has so many tokens.
     prefix : str
@@ -85,7 +86,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizers: Copies,
         size: Callable[[int], int],
         *,
         prefix: str = "",
@@ -95,7 +96,7 @@ class Encoder:
         padding: Padding = "longest",
         side: str = "right",
     ) -> None:
-        self._tokenizers = Copies(tokenizer)
+        self._tokenizers = tokenizers
         self._size = size
         self._prefix = prefix
         self._limit = limit
@@ -124,7 +125,13 @@ class Encoder:
         if not kept:
             return Window([], blank)
         rows = [row for row, _ in kept]
-        ids, truncated = self._encode(rows, [text for _, text in kept])
+        with self._tokenizers.lent() as tokenizer:
+            ids, truncated = self._encode(tokenizer, rows, [text for _, text in kept])
+            return self._window(tokenizer, rows, ids, truncated, blank)
+
+    def _window(
+        self, tokenizer: Any, rows: list[int], ids: list[list[int]], truncated: list[bool], blank: list[int]
+    ) -> Window:
         # A text of characters that the tokenizer drops has no tokens: nothing to generate from, like a blank line.
         empty = {place for place, tokens in enumerate(ids) if not tokens}
         blank += [rows[place] for place in empty]
@@ -132,10 +139,10 @@ class Encoder:
         if self._buckets:
             # The longest first: if memory does not do, that shows at once.
             order.sort(key=lambda place: (-len(ids[place]), place))
-        return Window([self._pad(rows, ids, truncated, part) for part in self._cut(order, ids)], sorted(blank))
+        batches = [self._pad(tokenizer, rows, ids, truncated, part) for part in self._cut(order, ids)]
+        return Window(batches, sorted(blank))
 
-    def _encode(self, rows: list[int], texts: list[str]) -> tuple[list[list[int]], list[bool]]:
-        tokenizer = self._tokenizers.get()
+    def _encode(self, tokenizer: Any, rows: list[int], texts: list[str]) -> tuple[list[list[int]], list[bool]]:
         ids: list[list[int]] = tokenizer(texts, truncation=False, padding=False, verbose=False)["input_ids"]
         long = [place for place, tokens in enumerate(ids) if self._limit is not None and len(tokens) > self._limit]
         if long and not self._truncate:
@@ -162,9 +169,11 @@ class Encoder:
             yield order[start : start + size]
             start += size
 
-    def _pad(self, rows: list[int], ids: list[list[int]], truncated: list[bool], part: list[int]) -> Batch:
+    def _pad(
+        self, tokenizer: Any, rows: list[int], ids: list[list[int]], truncated: list[bool], part: list[int]
+    ) -> Batch:
         length = self._limit if self._padding == "max_length" else None
-        padded = self._tokenizers.get().pad(
+        padded = tokenizer.pad(
             {"input_ids": [ids[place] for place in part]},
             padding="longest" if length is None else "max_length",
             max_length=length,
@@ -182,23 +191,26 @@ class Encoder:
 
 
 class Copies:
-    """A tokenizer of its own for every thread.
+    """Copies of a tokenizer, one for each thread that uses it at the moment.
 
     The fast ones keep truncation and padding as state, and refuse ("Already borrowed") to change it while another
-    thread uses them.
+    thread uses them. A copy of a large vocabulary takes a tenth of a second: they are kept and lent again.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._original = tokenizer
         self._lock = threading.Lock()
-        self._local = threading.local()
+        self._idle: list[Any] = []
 
-    def get(self) -> Any:
-        """This thread's copy."""
-        if not hasattr(self._local, "tokenizer"):
-            with self._lock:
-                self._local.tokenizer = copy.deepcopy(self._original)
-        return self._local.tokenizer
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        """A copy that nobody else uses meanwhile."""
+        with self._lock:
+            tokenizer = self._idle.pop() if self._idle else copy.deepcopy(self._original)
+        try:
+            yield tokenizer
+        finally:
+            self._idle.append(tokenizer)
 
 
 def with_padding(tokenizer: Any) -> Any:

@@ -89,6 +89,8 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._fd >= 0:
+            if not self._places:
+                self.part.unlink(missing_ok=True)  # nothing was done: nothing for another run to stumble over
             os.close(self._fd)
             self._fd = -1
 
@@ -157,14 +159,19 @@ class Journal:
 
     def _load(self) -> None:
         """Read what is there, cut off a torn end, and begin a new journal if nothing is."""
+        self._end = 0
+        self._mismatch: JournalError | None = None
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            self._end = 0
             for number, raw in enumerate(file):
                 if not raw.endswith(b"\n"):
                     break
                 self._take(number, raw)
                 self._end += len(raw)
+        if self._mismatch is not None:
+            if self._places:
+                raise self._mismatch
+            self._end = 0  # ended before its first batch
         os.ftruncate(self._fd, self._end)
         if self._end == 0:
             body = json.dumps({"journal": FORMAT, "made_from": self._identity, "notes": self.notes}).encode()
@@ -199,10 +206,11 @@ class Journal:
             shown = "; ".join(
                 f"{name} {found.get(name)!r} then, {self._identity.get(name)!r} now" for name in other[:3]
             )
-            raise JournalError(
+            self._mismatch = JournalError(
                 f"{self.part} was left by a run that made something else: {shown}.",
                 "give what was given then to go on, or add --restart to begin anew",
             )
+            return
         self.notes = dict(header["notes"])
 
     def _write(self, body: bytes) -> None:

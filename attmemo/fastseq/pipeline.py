@@ -131,6 +131,7 @@ class Pipeline:
             raise AttmemoError("window, encoders and decoders are at least 1.", "leave them out")
         self.model = model
         self.tokenizer = with_padding(tokenizer)
+        self._tokenizers = Copies(self.tokenizer)
         self.config = config if config is not None else attribute(model, "config")
         if self.config is None:
             raise AttmemoError(f"{type(model).__name__} has no config.", "hand it over: config=model.config")
@@ -239,24 +240,25 @@ class Pipeline:
 
     def _batches(self, texts: Iterable[str], done: Container[int], summary: Summary) -> Iterator[list[Result]]:
         """Results of each batch as soon as it is text, in whatever order; rows that are done already are left out."""
-        encode = Encoder(self.tokenizer, self._size, **self._options)
+        encode = Encoder(self._tokenizers, self._size, **self._options)
         windows = map_ahead(encode, _windows(texts, self.window), workers=self._encoders)
         pool = ThreadPoolExecutor(self._decoders, thread_name_prefix="behind")
-        copies, guard = Copies(self.tokenizer), Guard()
+        guard = Guard()
         behind: deque[Future[list[Result]]] = deque()
         clock = _Clock(summary.stages)
         failure: BaseException | None = None
         try:
             try:
                 while (window := clock.time("waiting for texts", next, windows, None)) is not None:
-                    yield from self._blanks(window, done, summary)
                     for batch in self._left(window, done, summary):
                         for part, sequences, scores in self._generate(batch, guard, clock, summary):
-                            behind.append(pool.submit(self._decode, copies, part, sequences, scores))
+                            behind.append(pool.submit(self._decode, part, sequences, scores))
                             while behind and (behind[0].done() or len(behind) > _BEHIND):
                                 results = clock.time("waiting for words", behind[0].result)
                                 behind.popleft()
                                 yield results
+                    # Last: a run whose first batch fails has done nothing, and leaves nothing.
+                    yield from self._blanks(window, done, summary)
             except GeneratorExit:
                 raise
             except BaseException as error:  # what is generated is not thrown away, even on Ctrl-C
@@ -343,10 +345,13 @@ class Pipeline:
             torch.cuda.empty_cache()
         return None
 
-    def _decode(self, copies: Copies, batch: Batch, sequences: Tensor, scores: list[float] | None) -> list[Result]:
-        texts = copies.get().batch_decode(
-            sequences.tolist(), skip_special_tokens=not self._keep_special, clean_up_tokenization_spaces=self._clean_up
-        )
+    def _decode(self, batch: Batch, sequences: Tensor, scores: list[float] | None) -> list[Result]:
+        with self._tokenizers.lent() as tokenizer:
+            texts = tokenizer.batch_decode(
+                sequences.tolist(),
+                skip_special_tokens=not self._keep_special,
+                clean_up_tokenization_spaces=self._clean_up,
+            )
         each = self._returned
         if len(texts) != each * len(batch):
             raise AttmemoError(

@@ -194,6 +194,7 @@ class Server:
             flat += request.part(begin, begin + tokens)
         try:
             logits = self.model.forward(step, self._tensor(flat))  # [B, vocabulary]
+            chosen = self._choose_tokens([request for request, _ in plan], logits)
         except BaseException:
             for (sequence, _), length in zip(asked, step.start_pos.tolist(), strict=True):
                 self.cache.truncate(sequence, length)
@@ -201,16 +202,7 @@ class Server:
         self.stats.steps += 1
         self.stats.tokens += len(flat)
         self.stats.mixed += 0 < step.decoding_batches < len(plan)
-        return self._extend([request for request, _ in plan], logits)
-
-    # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _extend(self, requests: list[Request], logits: torch.Tensor) -> list[Request]:
-        """A token more for each request whose whole text is in the cache."""
-        whole = [at for at, request in enumerate(requests) if self._missing(request) == 0]
-        finished = []
-        for at, token in zip(whole, self._choose(logits[whole]).tolist() if whole else [], strict=True):
-            request = requests[at]
+        for request, token in chosen:
             request.tokens.append(token)
             if token in request.stop:
                 request.finish = "stop"
@@ -218,8 +210,15 @@ class Server:
                 request.finish = "length"
             if request.finish:
                 self._leave(request)
-                finished.append(request)
-        return finished
+        return [request for request, _ in chosen if request.finish]
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _choose_tokens(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, int]]:
+        """The next token of each request whose whole text is in the cache."""
+        whole = [at for at, request in enumerate(requests) if self._missing(request) == 0]
+        tokens = self._choose(logits[whole]).tolist() if whole else []
+        return list(zip([requests[at] for at in whole], tokens, strict=True))
 
     def _plan(self, admit: bool) -> list[tuple[Request, int]]:
         """Who computes how many tokens in the next step; those with one token first."""

@@ -35,11 +35,11 @@ def is_direct(layout: SlotLayout, values: torch.dtype) -> bool:
     """Whether maps stored like this are better multiplied here than by torch, for values of this type.
 
     Values in half precision are left to torch, which multiplies them in the processor's matrix unit, unless it would
-    have to make the map first: triangles, and maps in 8 bits.
+    have to make the map first: triangles, and maps of another type.
     """
     if layout.dtype not in _FORMS:
         return False
-    return values == torch.float32 or layout.dtype == torch.uint8 or len(layout.shape) == 2
+    return values == torch.float32 or layout.dtype != values or len(layout.shape) == 2
 
 
 def multiply(

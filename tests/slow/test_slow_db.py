@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from test_db_tools import memory_directory
-from test_reliability_db import flip_every, forged_in_a_child, kill_cycles, readers_beside_a_builder, tiny
+from test_reliability_forged import forged_in_a_child
+from test_reliability_generation import kill_cycles
+from test_reliability_readers import readers_beside_a_builder
+from test_reliability_rot import flip_every, tiny
 
 pytestmark = pytest.mark.slow
 

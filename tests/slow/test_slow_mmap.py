@@ -1,4 +1,4 @@
-"""Pages under stress for minutes: what test_reliability_mmap.py asks in seconds, and what only many rounds show."""
+"""Pages under stress for minutes: what test_reliability_*.py ask in seconds, and what only many rounds show."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from pathlib import Path
 
 import pytest
 from helpers import compiler, run_child
-from test_reliability_mmap import (
-    PAGE,
-    SLOTS,
-    check_holdings,
-    cycle_between_canaries,
-    gather_many,
-    in_threads,
-    open_pages,
-    page_offsets,
-    read_while_fetching,
-    small_arena,
-)
+from page_tools import PAGE, SLOTS, in_threads, open_pages, page_offsets, small_arena
+from test_reliability_leaks import check_holdings, gather_many
+from test_reliability_neighbours import cycle_between_canaries
+from test_reliability_races import read_while_fetching
 
 from attmemo import _native
 

@@ -37,7 +37,10 @@ class CacheStep:
 
     @property
     def last(self) -> torch.Tensor:
-        """Where each sequence's last token stands among the N; ``[B]``. Its logits choose the next one."""
+        """Where each sequence's last token stands among the N; ``[B]``. Its logits choose the next one.
+
+        Meaningless for a sequence without new tokens.
+        """
         return self.seqstarts[1:] - 1
 
 

@@ -1,0 +1,64 @@
+"""A process that forks with a database open (H5: T11)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import SHORT
+from test_db_tools import LENGTHS, MODEL, contents, fill, findings, in_child, sequence
+
+from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
+from attmemo.errors import DatabaseLockedError, ForkedHandleError
+
+
+def test_a_forked_writer_writes_over_its_parent(tmp_path: Path) -> None:
+    """In the child add and publish are refused; it closes and exits, and the parent's lock and file are as before."""
+    path = tmp_path / "db"
+    expected = contents(fill(tmp_path / "straight", SHORT, every=len(SHORT)))
+    with DatabaseWriter(path, MODEL, "float32") as writer:
+        source = writer.add_source("synthetic.log", "d" * 32)
+        for row, length in enumerate(SHORT):
+            writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+            before = {f: f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
+
+            def child() -> None:
+                with pytest.raises(ForkedHandleError, match="is its fork"):
+                    writer.add(*sequence(9, 5), Provenance(0, 9))
+                with pytest.raises(ForkedHandleError, match="is its fork"):
+                    writer.publish()
+                writer.close()
+
+            assert in_child(child) == 0
+            assert {f: f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()} == before
+            with pytest.raises(DatabaseLockedError, match=str(os.getpid())):
+                DatabaseWriter(path, MODEL, "float32")
+        writer.publish()
+    assert contents(path) == expected
+    assert findings(path) == []
+
+
+def test_a_forked_reader_reads_other_bytes(whole: Path) -> None:
+    """A reader that was opened before the fork, its arenas mapped or not yet: exact in child and parent."""
+    expected = contents(whole)
+    with Database(whole) as database:
+        database.arena(KIND_MAP, 3)
+        near = database.index(0).search(5, np.zeros((1, 4), np.float32), 2)
+
+        def child() -> None:
+            for record in range(len(database)):
+                maps, inputs = sequence(record, LENGTHS[record])
+                for layer in range(MODEL.layers):
+                    assert torch.equal(database.slot(KIND_MAP, layer, record), maps[layer])
+                    assert torch.equal(database.input(layer, record), inputs[layer])
+            again = database.index(0).search(5, np.zeros((1, 4), np.float32), 2)
+            assert np.array_equal(near[0], again[0])
+            database.index(1)
+            database.close()
+            assert contents(whole) == expected  # opened again, LMDB and all
+
+        assert in_child(child) == 0
+        assert list(database.check()) == []
