@@ -255,6 +255,9 @@ def table(record: dict[str, Any]) -> str:
         f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. "
         "Random weights, n-gram 3. GPU: not measured.",
         "",
+        "Where the load is above the number of threads, the machine was busy with other work: CPU seconds then say "
+        "more than the seconds.",
+        "",
         "| shape | N | new | beam | batch | rounds | load | rung | seconds | against stock "
         "| CPU seconds | against stock | same text |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",

@@ -22,7 +22,7 @@ def trained() -> tuple[Any, Any, list[str]]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.train(data, steps=250)  # type: ignore[no-any-return]
+    return module.train(data, steps=150)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
