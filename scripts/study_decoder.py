@@ -10,7 +10,7 @@ running text. Per kind of text a database is built from some chunks, and others 
 * ``stories``: written by the model itself, sampled at temperature 1; asked are stories with other seeds and other
   beginnings. The nearest there is to the text that the model was trained on.
 * ``captions``: image captions of STS-B one after the other (stored: train, asked: dev and test). Of the real prose at
-  hand the nearest in style to children's stories, by the model's bits per character; see `bits` in the result.
+  hand the nearest in style to children's stories, by the model's bits per character (docs/study-decoder.md).
 * ``wikitext``: WikiText-2 (stored: validation, asked: test). Prose that the model knows nothing about.
 * ``templates``: six stories with slots for a name, an animal, a place and a thing, as prompts made from templates are
   (asked: combinations that are not stored).
