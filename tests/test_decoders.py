@@ -197,6 +197,18 @@ def test_a_cache_that_cannot_be_filled_stays_exact_and_says_so(case: Case) -> No
     assert all("cache of type StaticCache" in reason for reason in handle.stats()["ineligible"])
 
 
+def test_token_types_that_a_tokenizer_adds_keep_nothing_exact(case: Case) -> None:
+    """They pass through Llama's layers unread; GPT-2 adds them to what goes in."""
+    inputs = case.rows(case.stored, [0])
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    handle = case.serve()
+    try:
+        output(case.model, inputs)
+    except TypeError:
+        pytest.skip("the model takes no token types")
+    assert handle.stats()["hit_rate"] == 1.0
+
+
 def test_a_mask_of_packed_sequences_stays_exact(case: Case) -> None:
     if case.family.adapter == "opt":
         pytest.skip("OPT takes no such mask: it counts positions from it")

@@ -33,7 +33,7 @@ CHECK_LENGTHS = (7, 11)
 # (is_causal, cu_seq_lens_q, …), so it keeps a call exact.
 HARMLESS = frozenset({
     "hidden_states", "attention_mask", "past_key_values", "position_ids", "position_embeddings", "use_cache",
-    "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+    "cache_position", "output_attentions", "output_hidden_states", "return_dict", "token_type_ids",
 })  # fmt: skip
 _CROSS = ("encoder_hidden_states", "key_value_states")  # given: keys of another sequence
 
