@@ -32,7 +32,7 @@ from attmemo.errors import (
     DatabaseTruncatedError,
     FormatVersionError,
 )
-from attmemo.mmap import HUGE_PAGE, SlotLayout, round_up
+from attmemo.mmap import CACHE_LINE, HUGE_PAGE, SlotLayout, round_up
 
 FORMAT: Final = "attmemo-database"
 VERSION: Final = 1
@@ -45,8 +45,14 @@ CAUSAL: Final = "causal"  # mask kind of a model whose maps are lower triangles
 INPUTS: Final = ("all", "first")  # setting: the layers whose hidden states are kept
 ARENA_MAGIC: Final = b"ATTMEMO1"
 HEADER_BYTES: Final = 512  # of an arena file; zeros, or a hole, follow up to the first slot
+TIGHT: Final = 256 << 10  # bytes below which padding a slot to a page is worth avoiding
 MAX_MANIFEST_BYTES: Final = 256 << 20
 SEQUENCE: Final = -1  # the "layer" of the once-per-sequence embedder and index
+
+
+def is_tight(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether slots like these need not begin at a page: bytes that are never mapped, and little of them."""
+    return TYPES[dtype].itemsize == 1 and math.prod(shape) < TIGHT
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,14 @@ class SlotClass:
 
     @classmethod
     def make(cls, kind: str, length: int, shape: tuple[int, ...], dtype: str) -> SlotClass:
-        """An empty class with the smallest stride this machine can map.
+        """An empty class with the smallest stride that its readers can use.
 
-        Slots of 2 MiB and more begin at a multiple of 2 MiB: some file systems then give huge pages by themselves.
-        The header's unused part is a hole in the file.
+        Small slots in 8 bits are multiplied where they lie and never mapped one by one: rounded up to a page, short
+        sequences would take a twentieth more. Others begin at a page, those of 2 MiB and more at a multiple of 2 MiB:
+        some file systems then give huge pages by themselves. The header's unused part is a hole in the file.
         """
-        layout = SlotLayout.paged(shape, TYPES[dtype], slots=0, header=1)
+        tight = is_tight(shape, dtype)
+        layout = (SlotLayout.packed if tight else SlotLayout.paged)(shape, TYPES[dtype], slots=0, header=1)
         if layout.nbytes >= HUGE_PAGE:
             layout = SlotLayout.paged(shape, TYPES[dtype], slots=0, header=HUGE_PAGE)
         return cls(kind, length, shape, dtype, layout.stride, layout.header, 0)
@@ -305,13 +313,19 @@ class _Parser:
             raise _corrupt(self.path, f"classes.shape of {kind} {length} is {shape}, expected {expected}")
         dtype = self.choice(data, "dtype", (type_of(kind, storage),), at)
         # Nothing that can be computed is believed: a wrong stride would read one slot's bytes as another's.
-        stride = round_up(math.prod(expected) * TYPES[dtype].itemsize, page)
+        nbytes = math.prod(expected) * TYPES[dtype].itemsize
+        stride = round_up(nbytes, page)
+        # Small slots in 8 bits lie closer; in databases of before they did not.
+        least = round_up(nbytes, CACHE_LINE) if is_tight(expected, dtype) else stride
+        given = self.count(data, "stride", at, least, stride)
+        if given not in (least, stride):
+            raise _corrupt(self.path, f"classes.stride is {given}, expected {least} or {stride}")
         found = SlotClass(
             kind=kind,
             length=length,
             shape=expected,
             dtype=dtype,
-            stride=self.count(data, "stride", at, stride, stride),
+            stride=given,
             header=self.count(data, "header", at, page, max(page, HUGE_PAGE)),
             slots=self.count(data, "slots", at, 0, 1 << 40),
         )

@@ -13,12 +13,13 @@ the fast one `native/product.c`.
 
 from attmemo.mmap.arena import Arena, Residency
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, FetcherName, MapFetcher, ViewFetcher, choose_fetcher
-from attmemo.mmap.layout import DTYPES, SlotLayout
+from attmemo.mmap.layout import CACHE_LINE, DTYPES, SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size, round_up
 from attmemo.mmap.product import is_direct, length_of, multiply
 from attmemo.mmap.window import Window
 
 __all__ = [
+    "CACHE_LINE",
     "DTYPES",
     "HUGE_PAGE",
     "Arena",

@@ -40,7 +40,7 @@ import torch
 
 from attmemo.errors import WindowBusyError, WindowError
 from attmemo.mmap.arena import Arena, Mapping, Slots
-from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count
+from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size
 from attmemo.mmap.window import Window
 
 FetcherName = Literal["auto", "direct", "map", "view", "copy"]
@@ -294,6 +294,8 @@ class MapFetcher(_Closable):
             mapping.check_whole()
             return _copied(mapping, indices)
         layout = mapping.layout
+        if layout.stride % page_size():
+            return _copied(mapping, mapping.indices(slots))  # of bytes, which are multiplied where they lie
         page, huge = mapping.window_facts
         populate = page < HUGE_PAGE if self.populate is None else self.populate
         try:

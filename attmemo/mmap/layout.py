@@ -10,6 +10,7 @@ import torch
 
 from attmemo.mmap.pages import page_size, round_up
 
+CACHE_LINE = 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn)
 """Storage types a slot may have; the 8-bit ones are for quantized records."""
 
@@ -75,6 +76,12 @@ class SlotLayout:
         page = page_size() if page is None else page
         nbytes = math.prod(shape) * dtype.itemsize
         return cls(tuple(shape), dtype, round_up(nbytes, page), round_up(header, page), slots)
+
+    @classmethod
+    def packed(cls, shape: tuple[int, ...], dtype: torch.dtype, slots: int = 0, header: int = 0) -> SlotLayout:
+        """The layout for slots that nobody maps into a window: `nbytes` rounded up to a cache line."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return cls(tuple(shape), dtype, round_up(nbytes, CACHE_LINE), round_up(header, page_size()), slots)
 
     @property
     def nbytes(self) -> int:
