@@ -176,8 +176,8 @@ class Bench:
         return texts
 
     def _pipeline(self, batch: int | str) -> list[str]:
-        pipeline = fastseq.Pipeline(self.fast, self.tokenizer, batch=batch)
-        return list(pipeline(self.lines, **self.settings))
+        pipeline = fastseq.Pipeline(self.fast, self.tokenizer, batch=batch, **self.settings)
+        return list(pipeline(self.lines))
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
