@@ -29,6 +29,7 @@ def bench_families(
     heads: int = 12,
     layers: int = 2,
     repeats: int = 3,
+    most_tokens: int = MOST_TOKENS,
     max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -39,7 +40,9 @@ def bench_families(
     families : sequence of str, optional
         Default: all.
     long_lengths : sequence of int
-        Lengths of decoders besides `lengths`, as far as a batch has no more than 16,384 tokens.
+        Lengths of decoders besides `lengths`.
+    most_tokens : int
+        Larger batches are left out.
     layers : int
         Of each model. The one lookup of a forward is divided among them, so few layers make it look dear.
     dtypes, lengths, batches, hidden, heads, repeats, max_bytes, progress
@@ -60,7 +63,7 @@ def bench_families(
         for dtype in dtypes
         for length in (*lengths, *(long_lengths if adapter.causal else ()))
         for batch in batches
-        if batch * length <= MOST_TOKENS
+        if batch * length <= most_tokens
     ]
     rows: list[dict[str, Any]] = []
     notes: list[str] = []

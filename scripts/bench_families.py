@@ -1,0 +1,74 @@
+"""Time every family of attention, exact and served, and write docs/bench-families.{json,md,png}.
+
+    python scripts/bench_families.py                      # everything: half an hour on two cores
+    python scripts/bench_families.py bert llama           # these anew; other rows of the record are kept
+
+The same as `attmemo bench layer --all-families`, family by family: what is measured is kept when it is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from attmemo.adapters import ADAPTERS
+from attmemo.profiler.bench.families import MOST_TOKENS, as_markdown, bench_families
+from attmemo.profiler.plots import draw_families
+
+HEAD = """# Every family, exact and served
+
+One forward of a random model of base width (768, 12 heads, two layers), every row served from a database with one
+lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps that are in
+contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of decoders half of
+each, serving can be faster than that. The lookup is divided among the layers, and two are few: it weighs six times as
+much here as in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured. The
+exact path is the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this;
+`attmemo bench layer --all-families` does the same.
+
+"""
+
+
+def write(found: dict[str, Any], place: Path) -> None:
+    """The record, its table and its picture."""
+    order = [adapter.family for adapter in ADAPTERS]
+    found["rows"].sort(key=lambda row: (order.index(row["family"]), row["dtype"] != "float32", row["length"]))
+    place.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    facts = {name: value for name, value in found["conditions"].items() if name != "load"}
+    notes = "".join(f"* {note}\n" for note in found["notes"])
+    text = HEAD + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n{notes}\n"
+    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".\n"
+    place.with_suffix(".md").write_text(text)
+    place.with_suffix(".png").write_bytes(draw_families(found))
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["family"], row["dtype"], row["length"], row["batch"]
+
+
+def main() -> None:
+    """Parse, measure family by family, and write after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=[], help="default: all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--most-tokens", type=int, default=MOST_TOKENS, help="leave larger batches out")
+    parser.add_argument("--output", type=Path, default=Path("docs/bench-families"), help="without an ending")
+    options = parser.parse_args()
+    known = [adapter.family for adapter in ADAPTERS]
+    if unknown := set(options.families) - set(known):
+        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    record = options.output.with_suffix(".json")
+    found = json.loads(record.read_text()) if record.exists() else {"rows": [], "conditions": {}, "notes": []}
+    for family in options.families or known:
+        fresh = bench_families(families=[family], repeats=options.repeats, most_tokens=options.most_tokens)
+        anew = {_case(row) for row in fresh["rows"]}
+        found["rows"] = [row for row in found["rows"] if _case(row) not in anew] + fresh["rows"]
+        found["conditions"] = fresh["conditions"]
+        found["notes"] += [note for note in fresh["notes"] if note not in found["notes"]]
+        write(found, options.output)
+        print(as_markdown(fresh), flush=True)
+
+
+if __name__ == "__main__":
+    main()
