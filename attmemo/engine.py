@@ -467,8 +467,11 @@ class Engine:
                     return found
         spans = self.adapter.spans(module, call.mask, *size) if size[0] else None
         found = spans if spans is not None else "the mask is not plain padding on one side"
-        if spans is not None and self.adapter.rotary and not consecutive(forward.positions, spans, size[1]):
-            found = "positions are not consecutive"
+        if spans is not None and self.adapter.rotary:
+            if not forward.inside:
+                found = "a layer was called outside of its model: nobody knows its positions"
+            elif not consecutive(forward.positions, spans, size[1]):
+                found = "positions are not consecutive"
         if forward.inside:
             forward.masks.append((call.mask, window, size, found))  # holding it keeps its identity from reuse
         return found

@@ -27,16 +27,19 @@ CONFIG_KEYS = (
     "is_decoder", "type_vocab_size",
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
 )  # fmt: skip
-# More of them, of families that came later: only those that are set count, so that older fingerprints stay.
-MORE_KEYS = (
-    "num_hidden_groups", "inner_group_num", "talking_head", "local_attention", "global_attn_every_n_layers",
-    "layer_types", "norm_eps", "layer_norm_epsilon", "scale_embedding", "activation_function", "feed_forward_proj",
-    "d_kv", "num_heads", "num_layers", "encoder_layers", "encoder_attention_heads", "relative_attention_num_buckets",
-    "relative_attention_max_distance", "max_source_positions", "image_size", "patch_size", "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "attention_types", "window_size",
-    "do_layer_norm_before", "use_sliding_window", "max_window_layers", "partial_rotary_factor",
-    "query_pre_attn_scalar", "attn_logit_softcapping", "attention_multiplier", "embedding_multiplier",
-)  # fmt: skip
+# These are all that counts for the model types that came first: their fingerprints stay as they are.
+FIRST_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta-v2")
+# Of the others everything counts but what cannot change a map, so that a setting nobody thought of is no hole.
+HARMLESS_KEYS = frozenset({
+    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id",
+    "num_labels", "problem_type", "use_cache", "output_hidden_states", "output_attentions", "return_dict",
+    "finetuning_task", "task_specific_params", "tie_word_embeddings", "gradient_checkpointing", "pruned_heads",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "use_return_dict", "classifier_pooling",
+    "classifier_bias", "classifier_activation", "summary_type", "summary_activation", "summary_use_proj",
+    "summary_proj_to_labels", "summary_first_dropout", "initializer_range", "init_std", "initializer_factor",
+    "decoder_layers", "decoder_ffn_dim", "decoder_attention_heads", "decoder_layerdrop", "num_decoder_layers",
+    "is_encoder_decoder", "pooler_act", "pooler_output_size", "pretraining_tp", "tie_encoder_decoder",
+})  # fmt: skip
 # What comes after the last attention map cannot change one, so a classifier and a bare encoder share a database.
 AFTER_ATTENTION = ("pooler.",)
 
@@ -87,7 +90,12 @@ def model_fields(model: nn.Module) -> dict[str, str]:
     base = getattr(model, "base_model", model)
     config = getattr(model, "config", None)
     settings = {key: getattr(config, key, None) for key in CONFIG_KEYS}
-    settings |= {key: value for key in MORE_KEYS if (value := getattr(config, key, None)) is not None}
+    if config is not None and getattr(config, "model_type", None) not in FIRST_TYPES:
+        settings |= {
+            key: value
+            for key, value in config.to_dict().items()
+            if value is not None and key not in HARMLESS_KEYS and "dropout" not in key
+        }
     weights: list[tuple[str, bytes]] = []
     dtypes = set()
     for name, tensor in sorted(_tensors(base.state_dict())):

@@ -37,5 +37,5 @@ def slow(dtype: torch.dtype) -> str | None:
             "float32 is many times faster here (model.float(), and a database built so)"
         )
     if dtype == torch.float16:
-        return "the model computes in float16, for which processors have few instructions: float32 is faster here"
+        return "the model computes in float16, for which few processors have instructions: float32 may be faster"
     return None

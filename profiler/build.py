@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site, adapter_for, check_adapter
+from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
 from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
-from attmemo.errors import DataError, StorageFullError
+from attmemo.errors import AttmemoError, DataError, StorageFullError
 from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
 from attmemo.profiler.admit import Admission, LeftOut
 from attmemo.profiler.capture import Capture
@@ -207,6 +207,9 @@ def build_from_inputs(
     DataError
         There was no input.
     """
+    model = encoder_of(model)
+    if getattr(getattr(model, "attmemo", None), "enabled", False):
+        raise AttmemoError("the model is being served: its maps would be another text's.", "attmemo.unmemoize(model)")
     adapter, sites = adapter_for(model)
     check_adapter(adapter, model, sites)
     first = None

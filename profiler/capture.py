@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site, Spans
 from attmemo.adapters.check import UNKNOWN
+from attmemo.adapters.masks import consecutive
 from attmemo.errors import UnsupportedModelError
 
 
@@ -77,6 +78,11 @@ class Capture:
             if spans is None:
                 raise UnsupportedModelError(
                     f"layer {site.layer} cannot be captured: the mask is not plain padding on one side.", UNKNOWN
+                )
+            positions = inputs.get("position_ids")
+            if self._adapter.rotary and not consecutive(positions, spans, call.hidden.shape[1]):
+                raise UnsupportedModelError(
+                    f"layer {site.layer} cannot be captured: positions are not consecutive.", "leave position_ids out"
                 )
             found = spans
             states.append(call.hidden)

@@ -33,6 +33,12 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaModel,
+    NomicBertConfig,
+    NomicBertModel,
+    Olmo2Config,
+    Olmo2Model,
+    OlmoConfig,
+    OlmoModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     RobertaModel,
@@ -136,6 +142,16 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "deberta with talking heads": (
         lambda: DebertaModel(DebertaConfig(**SIZES, talking_head=True, relative_attention=True, pos_att_type=["c2p"])),
         "it looks like deberta, but its heads are mixed after the softmax",
+    ),
+    "olmo that clamps": (
+        lambda: OlmoModel(OlmoConfig(**SIZES, clip_qkv=8.0)),
+        "it looks like llama, but it clamps Q, K and V",
+    ),
+    "nomic whose positions depend on the batch": (
+        lambda: NomicBertModel(
+            NomicBertConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+        ),
+        "it looks like rotary-encoder, but its rotary positions depend on the length of the batch",
     ),
     "llama whose positions depend on the batch": (
         lambda: LlamaModel(
@@ -275,6 +291,24 @@ class TestRefusedModels:
             assert scaled is module.forward
             refused(model, AdapterCheckError, "layer 1 ", lambda: check_adapter(*_arguments(model)))
         assert module.forward is scaled
+
+    def test_a_lookalike_with_another_norm_is_refused_by_name(self) -> None:
+        torch.manual_seed(1)  # OLMo 2 norms all of K at once
+        model = Olmo2Model(Olmo2Config(**SIZES)).eval()
+        refused(model, AdapterCheckError, "cannot be checked", lambda: check_adapter(*_arguments(model)))
+
+    def test_models_of_one_family_with_other_widths_do_not_meet(self) -> None:
+        for hidden in (32, 64):
+            torch.manual_seed(1)
+            config = DebertaConfig(**SIZES | {"hidden_size": hidden}, relative_attention=True, pos_att_type=["c2p"])
+            check_adapter(*_arguments(DebertaModel(config).eval()))
+
+    def test_a_weight_that_was_changed_unseen_is_read_again(self) -> None:
+        torch.manual_seed(1)
+        model = DebertaModel(DebertaConfig(**SIZES, relative_attention=True, pos_att_type=["c2p"])).eval()
+        check_adapter(*_arguments(model))
+        attention_of(model, 1).in_proj.weight.data.mul_(0.5)  # type: ignore[union-attr, operator]
+        check_adapter(*_arguments(model))
 
     def test_a_model_that_does_not_call_its_layers_is_refused(self) -> None:
         model = make_bert_like("bert", head=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from test_families import NEAR, Case, gap, output
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from attmemo import unmemoize
+from attmemo import UnsupportedModelError, unmemoize
 from attmemo.adapters import adapter_for
 from attmemo.adapters.check import context_from_maps
 from attmemo.db import Database
+from attmemo.profiler.build import build_from_inputs
 
 ENCODER_DECODERS = [name for name, family in FAMILIES.items() if family.generates and family.adapter in ("bart", "t5")]
 DECODERS = [name for name, family in FAMILIES.items() if family.generates and name not in ENCODER_DECODERS]
@@ -224,6 +226,49 @@ def test_a_mask_of_packed_sequences_stays_exact(case: Case) -> None:
     assert torch.equal(seen, expected)
     assert handle.stats()["hits"] == 0
     assert set(handle.stats()["ineligible"]) == {"the mask is not plain padding on one side"}
+
+
+def test_attention_to_both_sides_asked_of_a_decoder_is_exact(case: Case) -> None:
+    ids = case.stored["input_ids"][1:2, :12]
+    model: Any = case.model
+    try:
+        with torch.inference_mode():
+            expected = model(input_ids=ids, is_causal=False, use_cache=False).logits
+    except TypeError:
+        pytest.skip("the model takes no such flag")
+    case.serve()
+    with torch.inference_mode():
+        seen = model(input_ids=ids, is_causal=False, use_cache=False).logits
+    assert torch.equal(seen, expected)
+
+
+def test_layers_driven_by_hand_stay_exact_where_positions_enter_in_them(case: Case) -> None:
+    adapter, sites = adapter_for(case.model)
+    if not adapter.rotary:
+        pytest.skip("positions are part of what goes in")
+    calls: list[Any] = []
+    hook = sites[0].module.register_forward_hook(lambda _m, a, k, o: calls.append((a, k, o)), with_kwargs=True)
+    with torch.inference_mode():
+        adapter.host(case.model)(input_ids=case.stored["input_ids"][1:2, :12], use_cache=False)
+    hook.remove()
+    args, kwargs, returned = calls[0]
+    handle = case.serve(lookup="layer")
+    with torch.inference_mode():
+        seen = sites[0].module(*args, **kwargs)
+    assert torch.equal(seen[0], returned[0])
+    assert list(handle.stats()["ineligible"]) == [
+        "a layer was called outside of its model: nobody knows its positions"
+    ]
+
+
+def test_maps_made_at_positions_with_a_gap_are_not_stored(case: Case, tmp_path: Path) -> None:
+    ids = case.stored["input_ids"][1:2, :12]
+    positions = torch.arange(12)[None] + (torch.arange(12)[None] > 5) * 3
+    if not adapter_for(case.model)[0].rotary:
+        pytest.skip("positions are part of what goes in")
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+    with pytest.raises(UnsupportedModelError, match="positions are not consecutive"):
+        build_from_inputs(case.model, [batch], tmp_path / "db")
 
 
 def test_positions_with_a_gap_stay_exact_where_they_matter_to_attention(case: Case) -> None:

@@ -244,3 +244,34 @@ def test_a_slow_tokenizer_has_no_digest() -> None:
 
     assert tokenizer_digest(Slow({"a": 0, "b": 1})) == tokenizer_digest(Slow({"b": 1, "a": 0}))
     assert tokenizer_digest(Slow({"a": 0, "b": 1})) != tokenizer_digest(Slow({"a": 1, "b": 0}))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("ModernBERT", "hidden_activation", "relu"),
+        ("DistilBERT", "activation", "relu"),
+        ("Llama", "rms_norm_eps", 1e-3),
+        ("GPT-2", "scale_attn_by_inverse_layer_idx", True),
+        ("T5 encoder", "relative_attention_max_distance", 77),
+        ("Llama", "a_setting_nobody_thought_of", 3),
+    ],
+)
+def test_a_setting_that_changes_maps_without_a_weight_is_seen(family: str, key: str, value: object) -> None:
+    from families import FAMILIES
+
+    model = FAMILIES[family].make()
+    fields = model_fields(model)
+    assert model_fields(model) == fields
+    setattr(model.config, key, value)
+    with pytest.raises(StaleDatabaseError, match=rf"config\.{key}"):
+        check_fields(fields, model_fields(model), "some/db")
+
+
+def test_settings_of_heads_and_decoders_are_no_other_model() -> None:
+    from families import FAMILIES
+
+    model = FAMILIES["Llama"].make()
+    fields = model_fields(model)
+    model.config.update({"use_cache": False, "attention_dropout": 0.5, "problem_type": "regression"})  # type: ignore[union-attr, operator]
+    assert model_fields(model) == fields

@@ -89,7 +89,9 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
         if not sites:
             continue
         expected, reason = adapter.depth(model), adapter.refusal(model)
-        if reason is None and expected is not None and len(sites) != expected:
+        if reason is None and expected is None:
+            reason = "its configuration does not say how many layers there are"
+        if reason is None and len(sites) != expected:
             reason = f"{len(sites)} of {expected} layers were found as this family has them"
         if reason is None:
             return adapter, sites

@@ -35,6 +35,8 @@ HARMLESS = frozenset({
     "hidden_states", "attention_mask", "past_key_values", "position_ids", "position_embeddings", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "return_dict", "token_type_ids",
 })  # fmt: skip
+_BY_LENGTH = ("dynamic", "longrope")  # rotary angles that depend on the longest sequence so far
+_FALSE_MATTERS = ("is_causal",)  # a flag that says something also where it is off
 _CROSS = ("encoder_hidden_states", "key_value_states")  # given: keys of another sequence
 
 
@@ -145,7 +147,10 @@ class Adapter(ABC):
 
     def refusal(self, model: nn.Module) -> str | None:
         """Why a model of this family can never be served, if so."""
-        return None
+        return by_length(getattr(self.host(model), "config", None)) if self.rotary else None
+
+    def forget(self, module: nn.Module) -> None:  # noqa: B027 - most keep nothing
+        """Drop what was kept of a module's weights: they may have changed since."""
 
     def host(self, model: nn.Module) -> nn.Module:
         """The part of the model whose `forward` calls all of the sites."""
@@ -160,6 +165,8 @@ class Adapter(ABC):
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
         """The call's hidden states, mask and empty cache, or the reason why it must stay exact."""
+        if len(args) > len(self.parameters):
+            return "more positional arguments than are known"
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
@@ -170,7 +177,9 @@ class Adapter(ABC):
         if given.get("output_attentions"):
             return "output_attentions"
         for name, value in given.items():
-            if name not in HARMLESS and name not in self.harmless and value is not None and value is not False:
+            if name in HARMLESS or name in self.harmless or value is None:
+                continue
+            if value is not False or name in _FALSE_MATTERS:
                 return f"the argument {name}"
         cache = given.get(self.cache_name)
         if cache is not None:
@@ -295,6 +304,21 @@ def _named(names: Sequence[str], args: tuple[Any, ...]) -> list[tuple[str, Any]]
 def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Modules that have all the attributes, as Linear layers or anything else, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if all(hasattr(module, a) for a in attributes)]
+
+
+def by_length(config: Any) -> str | None:
+    """Why rotary positions make maps that hold in one batch only, if they do."""
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [part for part in (scaling, *scaling.values()) if isinstance(part, dict)]
+    for part in parts:
+        kind = part.get("rope_type", part.get("type"))
+        if kind in _BY_LENGTH:
+            return f"its rotary positions depend on the length of the batch (rope_type {kind!r})"
+        if part.get("llama_4_scaling_beta") is not None:
+            return "its queries are scaled by their absolute position (llama_4_scaling_beta)"
+    if getattr(config, "attn_temperature_tuning", None):
+        return "its queries are scaled by their absolute position (attn_temperature_tuning)"
+    return None
 
 
 def takes(module: nn.Module, *names: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Site
-from attmemo.errors import AdapterCheckError
+from attmemo.errors import AdapterCheckError, AttmemoError
 
 UNKNOWN = "the model's attention was changed in a way this version does not know; leave it unmemoized"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float64: 1e-9}
@@ -73,6 +73,7 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     check = _Check(adapter, lengths, allowed)
     turns: dict[int, list[Site]] = {}
     for site in sites:
+        adapter.forget(site.module)
         turns.setdefault(id(site.module), []).append(site)
     handles = [
         group[0].module.register_forward_hook(check.hook(group), with_kwargs=True) for group in turns.values()
@@ -86,6 +87,13 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
                 extra = extra | {"use_cache": True}
             device = next(model.parameters()).device
             host(**{name: tensor.to(device) for name, tensor in inputs.items()}, **extra)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, AttmemoError):
+            raise
+        raise AdapterCheckError(
+            f"a small input cannot be checked with this model ({type(error).__name__}: {str(error).splitlines()[0]}).",
+            UNKNOWN,
+        ) from error
     finally:
         for module in training:  # one by one: a model may be in training mode in parts
             module.training = True

@@ -18,7 +18,8 @@ class DebertaAdapter(DisentangledAdapter):
     limits = "talking_head; a quantized or adapted in_proj"
 
     def __init__(self) -> None:
-        self._slices: dict[int, Slices] = {}  # by heads; the rows of V lie apart, and BLAS wants them together
+        # By heads and width. The rows of V lie apart, and BLAS wants them together.
+        self._slices: dict[tuple[int, int], Slices] = {}
 
     def sites(self, model: nn.Module) -> list[Site]:
         return number(layers_named(model, ("in_proj", "q_bias", "v_bias", "pos_att_type", "num_attention_heads")))
@@ -31,10 +32,14 @@ class DebertaAdapter(DisentangledAdapter):
                 return why_not(site.module, ("in_proj",))
         return None
 
+    def forget(self, module: nn.Module) -> None:
+        for slices in self._slices.values():
+            slices.forget(module)
+
     def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
         heads, width = self.shape(module)
         slices = self._slices.setdefault(
-            heads, Slices(lambda weight: weight.view(heads, 3, width, -1)[:, 2].flatten(0, 1))
+            (heads, width), Slices(lambda weight: weight.view(heads, 3, width, -1)[:, 2].flatten(0, 1))
         )
         weight = slices.of(module, module.in_proj.weight)  # type: ignore[union-attr, arg-type]
         return linear(tokens, weight, module.v_bias)  # type: ignore[arg-type]

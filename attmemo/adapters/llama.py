@@ -7,15 +7,11 @@ cache is rotated by the family's own function, found in the module's own file.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Call, takes
 from attmemo.adapters.projected import ProjectedAdapter
-
-# Rotary scalings whose angles depend on the length of the whole batch: a map made in one batch is wrong in another.
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 class LlamaAdapter(ProjectedAdapter):
@@ -23,7 +19,7 @@ class LlamaAdapter(ProjectedAdapter):
 
     family = "llama"
     models = ("Llama", "Mistral", "Qwen2", "Qwen3")
-    limits = "rope_type dynamic or longrope; attention sinks"
+    limits = "rope_type dynamic or longrope; queries scaled by position; clip_qkv; attention sinks"
     causal = True
     rotary = True
     parameters = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
@@ -33,12 +29,11 @@ class LlamaAdapter(ProjectedAdapter):
         return plain and takes(module, "position_embeddings", "past_key_values")
 
     def refusal(self, model: nn.Module) -> str | None:
-        config: Any = self.host(model).config
-        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        kinds = {str(part.get("rope_type")) for part in (scaling, *scaling.values()) if isinstance(part, dict)}
-        for kind in _BY_LENGTH:
-            if kind in kinds:
-                return f"its rotary positions depend on the length of the batch (rope_type {kind!r})"
+        reason = super().refusal(model)
+        if reason is not None:
+            return reason
+        if getattr(self.host(model).config, "clip_qkv", None) is not None:
+            return "it clamps Q, K and V (clip_qkv)"
         for site in self.sites(model):
             if hasattr(site.module, "sinks"):
                 return "its maps do not sum to one (attention sinks)"

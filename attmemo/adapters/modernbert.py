@@ -29,6 +29,9 @@ class ModernBertAdapter(Adapter):
         ])
 
     def refusal(self, model: nn.Module) -> str | None:
+        reason = super().refusal(model)
+        if reason is not None:
+            return reason
         for site in self.sites(model):
             if not is_plain(site.module.Wqkv) or not is_linear(site.module.Wo):
                 return why_not(site.module, ("Wqkv", "Wo"))

@@ -46,6 +46,10 @@ class Slices:
         self._cut = cut
         self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = weakref.WeakKeyDictionary()
 
+    def forget(self, module: nn.Module) -> None:
+        """Cut anew the next time: a write through ``.data`` changes a weight unseen."""
+        self._kept.pop(module, None)
+
     def of(self, module: nn.Module, weight: Tensor) -> Tensor:
         """The part, as it is now. Inference tensors count no versions: their address has to do."""
         state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
