@@ -502,11 +502,13 @@ def draw_families(result: Result) -> bytes:
             for key, filled in (("ceiling", False), ("speedup", True)):
                 ys = _as_nan(as_number(found.get(shape, {}).get(key)) for shape in shapes)
                 axes.bar(
-                    xs, ys, width=0.36, color=color if filled else "none", edgecolor=color, linewidth=1.0,
-                    label=dtype if filled else None,
+                    xs, [y - 1.0 for y in ys], bottom=1.0, width=0.36, color=color if filled else "none",
+                    edgecolor=color, linewidth=1.0, label=dtype if filled else None,
                 )  # fmt: skip
         axes.axhline(1.0, color=_INK, linewidth=0.9)
-        axes.set_ylim(0.0, 1.06 * highest)
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(0.75, 1.2 * highest)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.set_title(family, fontsize=10.5, color=_INK, loc="left")
         axes.xaxis.set_major_locator(FixedLocator(list(range(len(shapes)))))
         axes.set_xticklabels([f"{length}\nx {batch}" for length, batch in shapes], fontsize=7.5)

@@ -25,7 +25,8 @@ contiguous memory already, without lookup and fetch. Where maps are stored in ha
 each, serving can be faster than that. The lookup is divided among the layers, and two are few: it weighs six times as
 much here as in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured. The
 exact path is the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this;
-`attmemo bench layer --all-families` does the same.
+`attmemo bench layer --all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs
+more than it saves: the gate, which this measurement switches off, leaves such calls alone.
 
 """
 
