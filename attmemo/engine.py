@@ -233,8 +233,9 @@ class Engine:
         start = perf_counter()
         try:
             served = self._serve(site, call, spans, rows, found.records[rows])
-        except (AttmemoError, OSError, MemoryError, ValueError, IndexError) as error:
-            # A file that went away or a machine out of descriptors must cost time, not requests.
+        except (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError) as error:
+            # A file that went away, a machine out of descriptors or out of memory (which torch calls a RuntimeError)
+            # must cost time, not requests.
             self._give_up(site.layer, found.distances[rows], error)
             return exact(*args, **kwargs)
         output = self._compute_misses(site, exact, args, kwargs, rows, call, served)

@@ -192,6 +192,11 @@ def memoize(
     -------
     The same model; ``model.attmemo`` is its `Memoization`.
 
+    Notes
+    -----
+    While it is checked the model is in evaluation mode and computes attention without fused kernels: let no other
+    thread use it meanwhile.
+
     Raises
     ------
     UnsupportedModelError
