@@ -202,9 +202,16 @@ class Engine:
 
     # -- the path
 
-    def attend(self, site: Site, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of one attention layer: `exact(*args, **kwargs)`, or the same from stored maps."""
+    def attend(self, sites: Sequence[Site], exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of an attention module: `exact(*args, **kwargs)`, or the same from stored maps.
+
+        `sites` is the one layer that the module is, or all that it stands for.
+        """
         forward = self._forward
+        site = sites[0] if len(sites) == 1 else self._next(sites)
+        if site is None:
+            self._ineligible("a layer that stands for several was called by hand", args, kwargs)
+            return exact(*args, **kwargs)
         if site.layer == 0:
             forward.reset()
             idle = self.gate.hopeless and forward.inside and forward.exact_only is None
@@ -422,18 +429,12 @@ class Engine:
 
     # -- reading a call
 
-    def site(self, sites: Sequence[Site]) -> Site | None:
-        """Which layer a module is called as, if several share it; None if no forward of the model counts them."""
-        if len(sites) == 1:
-            return sites[0]
+    def _next(self, sites: Sequence[Site]) -> Site | None:
+        """Which layer a module that several share is called as; None if no forward of the model counts them."""
         forward, key = self._forward, id(sites[0].module)
         turn = forward.turns[key]
         forward.turns[key] += 1
         return sites[turn] if forward.inside and turn < len(sites) else None
-
-    def leave(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a call that stays exact."""
-        self._ineligible(reason, args, kwargs)
 
     def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, Spans]:
         """The call and where its valid tokens lie, or None if it must stay exact."""

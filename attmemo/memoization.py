@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
+from attmemo.adapters.base import by_module
 from attmemo.db import Database, find_database
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, StaleDatabaseError, UnsupportedModelError
@@ -68,10 +69,7 @@ class Memoization:
             return
         if self._undone:
             raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
-        shared: dict[int, list[Site]] = {}
-        for site in self._sites:
-            shared.setdefault(id(site.module), []).append(site)
-        layers = [(sites[0].module, _ServedLayer(self, sites)) for sites in shared.values()]
+        layers = [(sites[0].module, _ServedLayer(self, sites)) for sites in by_module(self._sites)]
         for module, served in [*layers, (self._host, _ServedModel(self, self._host))]:
             module.forward = served
             self._served.append(served)
@@ -326,14 +324,10 @@ class _ServedLayer(_Served):
 
     def __init__(self, handle: Memoization, sites: Sequence[Site]) -> None:
         super().__init__(handle, sites[0].module)
-        engine, exact, only = handle.engine, self.__wrapped__, sites[0] if len(sites) == 1 else None
+        engine, exact = handle.engine, self.__wrapped__
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            site = only or engine.site(sites)
-            if site is None:
-                engine.leave("a layer that stands for several was called by hand", args, kwargs)
-                return exact(*args, **kwargs)
-            return engine.attend(site, exact, args, kwargs)
+            return engine.attend(sites, exact, args, kwargs)
 
         self._forward, self._forward_untraced = forward, _untraced(forward)
 

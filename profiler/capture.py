@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site, Spans
+from attmemo.adapters.base import by_module
 from attmemo.adapters.check import UNKNOWN
 from attmemo.adapters.masks import consecutive
 from attmemo.errors import UnsupportedModelError
@@ -49,8 +50,8 @@ class Capture:
         self._extra: dict[str, Any] = {}
 
     def __enter__(self) -> Capture:
-        for module in {id(site.module): site.module for site in self._sites}.values():  # layers may share one
-            handle = module.register_forward_hook(self._keep, with_kwargs=True)
+        for sites in by_module(self._sites):
+            handle = sites[0].module.register_forward_hook(self._keep, with_kwargs=True)
             self._stack.callback(handle.remove)
         self._extra = self._stack.enter_context(self._adapter.capturing(self._model))
         return self
@@ -70,8 +71,7 @@ class Capture:
         maps, states, found = [], [], Spans([])
         for site in self._sites:
             args, kwargs, output = next(turns[id(site.module)])
-            given = dict(zip(self._adapter.parameters, args, strict=False)) | kwargs | {"output_attentions": False}
-            call = self._adapter.read(site.module, (), given)
+            call = self._adapter.read_captured(site.module, args, kwargs)
             if isinstance(call, str):
                 raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {call}.", UNKNOWN)
             spans = self._adapter.spans(site.module, call.mask, *call.hidden.shape[:2])

@@ -100,8 +100,7 @@ def reference(case: Case, ids: Tensor, record: int) -> Tensor:
 
     def hooked(layer: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> Any:
-            given = dict(zip(adapter.parameters, args, strict=False)) | kwargs
-            hidden, apm = given["hidden_states"], adapter.map_of(returned)[0].clone()
+            hidden, apm = adapter.named(args, kwargs)["hidden_states"], adapter.map_of(returned)[0].clone()
             apm[:, :n, :n] = stored[layer]
             (context,) = context_from_maps(adapter, module, hidden[0], [apm])
             output = adapter.finish(module, context[None], hidden)

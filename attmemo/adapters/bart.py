@@ -10,11 +10,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from attmemo.adapters.base import encoder_part, takes
-from attmemo.adapters.projected import ProjectedAdapter
+from attmemo.adapters.base import Adapter, encoder_part, takes
 
 
-class BartAdapter(ProjectedAdapter):
+class BartAdapter(Adapter):
     """`encoder.layers.i.self_attn`."""
 
     family = "bart"

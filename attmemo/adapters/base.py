@@ -10,7 +10,6 @@ valid tokens in a sequence.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.masks import Spans, read_mask
+from attmemo.adapters.projections import are_linear
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -95,11 +95,11 @@ class Rows:
         return self._kept[id(value)][1]
 
 
-class Adapter(ABC):
+class Adapter:
     """One family of attention modules.
 
-    The defaults are those of a module of transformers 5 that projects Q, K and V, asks the attention interface, and
-    returns ``(output, map)``.
+    The defaults are those of a module of transformers 5 that projects Q, K and V by a linear layer each, asks the
+    attention interface, projects once more, and returns ``(output, map)``: such a family is data alone.
 
     Attributes
     ----------
@@ -109,6 +109,15 @@ class Adapter(ABC):
         Models that are known to work, for people to read.
     limits : str
         What of them is refused or left exact, for people to read.
+    projections : tuple of str
+        Names of the linear layers of Q, K and V; empty if they are one.
+    out : str or None
+        Name of the output projection; None if it is not the module's.
+    heads, width : str
+        Names of the attributes that say how many heads there are, and how wide; heads may be None where the output
+        projection tells.
+    marks : tuple of str
+        More attributes by which modules of the family are told.
     causal : bool
         Tokens attend to what comes before them: maps are stored as lower triangles.
     rotary : bool
@@ -124,6 +133,11 @@ class Adapter(ABC):
     family: ClassVar[str]
     models: ClassVar[tuple[str, ...]]
     limits: ClassVar[str] = ""
+    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+    out: ClassVar[str | None] = "o_proj"
+    heads: ClassVar[str | None] = None
+    width: ClassVar[str] = "head_dim"
+    marks: ClassVar[tuple[str, ...]] = ()
     causal: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")
@@ -141,15 +155,24 @@ class Adapter(ABC):
 
     # -- finding
 
-    @abstractmethod
     def sites(self, model: nn.Module) -> list[Site]:
         """Self-attention modules in the order of layers, found by structure; empty if this is another family."""
+        parts = (*self.projections, *([] if self.out is None else [self.out]))
+        named = (*parts, self.width, *([] if self.heads is None else [self.heads]), *self.marks)
+        found = layers_named(self.host(model), named)
+        return number([
+            (name, module) for name, module in found if are_linear(module, *parts) and self.is_one(name, module)
+        ])
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        """Whether a module that has the projections is self-attention of this family, and not another's."""
+        return True
 
     def refusal(self, model: nn.Module) -> str | None:
         """Why a model of this family can never be served, if so."""
         return by_length(getattr(self.host(model), "config", None)) if self.rotary else None
 
-    def forget(self, module: nn.Module) -> None:  # noqa: B027 - most keep nothing
+    def forget(self, module: nn.Module) -> None:
         """Drop what was kept of a module's weights: they may have changed since."""
 
     def host(self, model: nn.Module) -> nn.Module:
@@ -167,7 +190,7 @@ class Adapter(ABC):
         """The call's hidden states, mask and empty cache, or the reason why it must stay exact."""
         if len(args) > len(self.parameters):
             return "more positional arguments than are known"
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "hidden states are not [batch, length, hidden]"
@@ -187,6 +210,14 @@ class Adapter(ABC):
             if reason is not None:
                 return reason
         return Call(hidden, given.get(self.mask_name), cache, given)
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name."""
+        return dict(zip(self.parameters, args, strict=False)) | kwargs
+
+    def read_captured(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
+        """`read` of a call that was made to return its map, and may have filled a cache since."""
+        return self.read(module, (), self.named(args, kwargs) | {"output_attentions": False, self.cache_name: None})
 
     def _unfillable(self, module: nn.Module, cache: Any) -> str | None:
         """Why a hit cannot give this cache what the original code would."""
@@ -222,17 +253,21 @@ class Adapter(ABC):
 
     # -- a hit
 
-    @abstractmethod
     def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
         """V for packed tokens: ``[N, H]`` to ``[N, h * d]``, or less if heads of V are shared."""
+        projected: Tensor = getattr(module, self.projections[2])(tokens)
+        return projected
 
     def key(self, module: nn.Module, call: Call) -> Tensor:
-        """What a key-value cache is given: ``[B, heads of K, L, d]``. Only decoders have it."""
-        raise NotImplementedError(f"{self.family} fills no cache")
+        """What a key-value cache is given: ``[B, heads of K, L, d]``. Only decoders are asked."""
+        batch, length, _ = call.hidden.shape
+        keys: Tensor = getattr(module, self.projections[1])(call.hidden)
+        return keys.view(batch, length, -1, self.shape(module)[1]).transpose(1, 2)
 
     def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
         """What the module makes of the context ``[B, L, h * d]`` and its input ``[B, L, H]``: ``[B, L, H]``."""
-        return context
+        output: Tensor = context if self.out is None else getattr(module, self.out)(context)
+        return output
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         """What `forward` returns, from the finished output."""
@@ -259,9 +294,12 @@ class Adapter(ABC):
         taken = tuple(take(name, value) for name, value in _named(self.parameters, args))
         return taken, {name: take(name, value) for name, value in kwargs.items()}
 
-    @abstractmethod
     def shape(self, module: nn.Module) -> tuple[int, int]:
         """Heads of the map and their width ``(h, d)``."""
+        width = int(getattr(module, self.width))
+        if self.heads is not None:
+            return int(getattr(module, self.heads)), width
+        return int(getattr(module, str(self.out)).in_features) // width, width
 
     # -- offline
 
@@ -330,6 +368,14 @@ def takes(module: nn.Module, *names: str) -> bool:
 def number(found: Sequence[tuple[str, nn.Module]]) -> list[Site]:
     """One site for each module, in this order."""
     return [Site(layer, name, module) for layer, (name, module) in enumerate(found)]
+
+
+def by_module(sites: Sequence[Site]) -> list[list[Site]]:
+    """Sites that share a module together, in the order in which a forward calls it."""
+    groups: dict[int, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(id(site.module), []).append(site)
+    return list(groups.values())
 
 
 def encoder_part(model: nn.Module) -> nn.Module:

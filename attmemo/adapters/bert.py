@@ -7,10 +7,9 @@ with Q, K and V already projected and therefore cannot skip them: `forward` of t
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from attmemo.adapters.base import Adapter, Site, layers_named, number
-from attmemo.adapters.projections import are_linear
+from attmemo.adapters.base import Adapter
 
 
 class BertAdapter(Adapter):
@@ -21,24 +20,15 @@ class BertAdapter(Adapter):
     limits = "decoders of these families"
     parameters = ("hidden_states", "attention_mask", "past_key_values")
     harmless = frozenset({"encoder_attention_mask", "encoder_hidden_states"})
+    projections = ("query", "key", "value")
+    out = None
+    heads, width = "num_attention_heads", "attention_head_size"
+    marks = ("scaling",)
 
-    def sites(self, model: nn.Module) -> list[Site]:
-        found = layers_named(model, ("query", "key", "value", "num_attention_heads", "attention_head_size", "scaling"))
-        return number([
-            (name, module)
-            for name, module in found
-            if are_linear(module, "query", "key", "value")
-            and not hasattr(module, "dense")
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        return (
+            not hasattr(module, "dense")
             and "crossattention" not in name
             and not getattr(module, "is_decoder", False)
             and not getattr(module, "is_causal", False)
-        ])
-
-    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        projected: Tensor = module.value(tokens)  # type: ignore[operator]
-        return projected
-
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        return int(module.num_attention_heads), int(module.attention_head_size)  # type: ignore[arg-type]
-
-
+        )

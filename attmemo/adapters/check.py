@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Site
+from attmemo.adapters.base import Adapter, Site, by_module
 from attmemo.errors import AdapterCheckError, AttmemoError
 
 UNKNOWN = "the model's attention was changed in a way this version does not know; leave it unmemoized"
@@ -71,13 +71,10 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     inputs, lengths = adapter.sample(model)
     allowed = TOLERANCE.get(dtype, 1e-5) if is_exact(model) else QUANTIZED
     check = _Check(adapter, lengths, allowed)
-    turns: dict[int, list[Site]] = {}
-    for site in sites:
-        adapter.forget(site.module)
-        turns.setdefault(id(site.module), []).append(site)
-    handles = [
-        group[0].module.register_forward_hook(check.hook(group), with_kwargs=True) for group in turns.values()
-    ]
+    handles = []
+    for group in by_module(sites):
+        adapter.forget(group[0].module)
+        handles.append(group[0].module.register_forward_hook(check.hook(group), with_kwargs=True))
     host = adapter.host(model)
     training = [module for module in model.modules() if module.training]
     try:
@@ -131,9 +128,8 @@ class _Check:
 
     def _layer(self, site: Site, args: Any, kwargs: Any, returned: Any) -> None:
         adapter, module, lengths = self.adapter, site.module, self.lengths
-        given = dict(zip(adapter.parameters, args, strict=False)) | kwargs
-        cache = given.get(adapter.cache_name)
-        call = adapter.read(module, (), given | {"output_attentions": False, adapter.cache_name: None})
+        cache = adapter.named(args, kwargs).get(adapter.cache_name)
+        call = adapter.read_captured(module, args, kwargs)
         where = f"layer {site.layer} ({site.name})"
         if isinstance(call, str):
             raise AdapterCheckError(f"{where} cannot be memoized: {call}.", UNKNOWN)

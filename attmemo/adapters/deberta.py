@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from attmemo.adapters.base import Site, layers_named, number
 from attmemo.adapters.deberta_v2 import DisentangledAdapter
 from attmemo.adapters.projections import Slices, is_plain, why_not
 
@@ -15,14 +14,13 @@ class DebertaAdapter(DisentangledAdapter):
 
     family = "deberta"
     models = ("DeBERTa (v1)",)
+    projections = ()
+    marks = ("in_proj", "q_bias", "v_bias", "pos_att_type")
     limits = "talking_head; a quantized or adapted in_proj"
 
     def __init__(self) -> None:
         # By heads and width. The rows of V lie apart, and BLAS wants them together.
         self._slices: dict[tuple[int, int], Slices] = {}
-
-    def sites(self, model: nn.Module) -> list[Site]:
-        return number(layers_named(model, ("in_proj", "q_bias", "v_bias", "pos_att_type", "num_attention_heads")))
 
     def refusal(self, model: nn.Module) -> str | None:
         for site in self.sites(model):

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Call, Site, layers_named, number
+from attmemo.adapters.base import Adapter, Call
 from attmemo.adapters.masks import Spans
-from attmemo.adapters.projections import are_linear
 
 
 class DisentangledAdapter(Adapter):
@@ -29,6 +28,8 @@ class DisentangledAdapter(Adapter):
     # relative_pos [1, L, L] and rel_embeddings [2 * span, H] belong to the layer, not to the batch: a batch of as many
     # rows must not cut them.
     unbatched = frozenset({"relative_pos", "rel_embeddings"})
+    out = None
+    heads, width = "num_attention_heads", "attention_head_size"
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
         if kwargs.get("query_states") is not None or (len(args) > 3 and args[3] is not None):
@@ -42,9 +43,6 @@ class DisentangledAdapter(Adapter):
             return None
         return super().spans(module, mask.bool(), batch, length)
 
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        return int(module.num_attention_heads), int(module.attention_head_size)  # type: ignore[arg-type]
-
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
         yield {"output_attentions": True}
@@ -55,12 +53,5 @@ class DebertaV2Adapter(DisentangledAdapter):
 
     family = "deberta-v2"
     models = ("DeBERTa-v2", "DeBERTa-v3")
-
-    def sites(self, model: nn.Module) -> list[Site]:
-        parts = ("query_proj", "key_proj", "value_proj")
-        found = layers_named(model, (*parts, "num_attention_heads", "relative_attention", "pos_att_type"))
-        return number([(name, module) for name, module in found if are_linear(module, *parts)])
-
-    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        projected: Tensor = module.value_proj(tokens)  # type: ignore[operator]
-        return projected
+    projections = ("query_proj", "key_proj", "value_proj")
+    marks = ("relative_attention", "pos_att_type")

@@ -17,6 +17,9 @@ class GPT2Adapter(Adapter):
     family = "gpt2"
     models = ("GPT-2", "DistilGPT2", "CPM", "GPT-SW3")
     limits = "cross-attention; a quantized or adapted c_attn"
+    projections = ()
+    out = "c_proj"
+    heads = "num_heads"
     causal = True
     parameters = (
         "hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask",
@@ -51,10 +54,3 @@ class GPT2Adapter(Adapter):
         part = slice(third * size, (third + 1) * size)
         fused: nn.Module = module.c_attn  # type: ignore[assignment]
         return torch.addmm(fused.bias[part], tokens, fused.weight[:, part])  # type: ignore[index]
-
-    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
-        output: Tensor = module.c_proj(context)  # type: ignore[operator]
-        return output
-
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        return int(module.num_heads), int(module.head_dim)  # type: ignore[arg-type]

@@ -6,13 +6,12 @@ has it. The cache is called `layer_past`.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from attmemo.adapters.base import Call
-from attmemo.adapters.projected import ProjectedAdapter
+from attmemo.adapters.base import Adapter
 
 
-class GPTNeoAdapter(ProjectedAdapter):
+class GPTNeoAdapter(Adapter):
     """`h.i.attn.attention`."""
 
     family = "gpt-neo"
@@ -27,8 +26,3 @@ class GPTNeoAdapter(ProjectedAdapter):
 
     def layer_index(self, module: nn.Module) -> int:
         return int(module.layer_id)  # type: ignore[arg-type]
-
-    def key(self, module: nn.Module, call: Call) -> Tensor:
-        batch, length, _ = call.hidden.shape
-        keys: Tensor = module.k_proj(call.hidden)  # type: ignore[operator]
-        return keys.view(batch, length, *self.shape(module)).transpose(1, 2)

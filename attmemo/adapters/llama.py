@@ -10,11 +10,10 @@ import sys
 
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Call, takes
-from attmemo.adapters.projected import ProjectedAdapter
+from attmemo.adapters.base import Adapter, Call, takes
 
 
-class LlamaAdapter(ProjectedAdapter):
+class LlamaAdapter(Adapter):
     """`layers.i.self_attn`."""
 
     family = "llama"
@@ -50,13 +49,10 @@ class LlamaAdapter(ProjectedAdapter):
         return None if window is None else int(window)
 
     def key(self, module: nn.Module, call: Call) -> Tensor:
-        width = int(module.head_dim)  # type: ignore[arg-type]
-        batch, length, _ = call.hidden.shape
-        keys: Tensor = module.k_proj(call.hidden).view(batch, length, -1, width)  # type: ignore[operator]
+        keys = super().key(module, call)
         norm = getattr(module, "k_norm", None)
         if norm is not None:
             keys = norm(keys)
-        keys = keys.transpose(1, 2)
         cos, sin = call.given["position_embeddings"]
         rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
         rotated: Tensor = rotate(keys[:, :0], keys, cos, sin)[1]  # of no heads of Q

@@ -19,6 +19,8 @@ class ModernBertAdapter(Adapter):
     family = "modernbert"
     models = ("ModernBERT",)
     limits = "a quantized or adapted Wqkv"
+    projections = ()
+    out = "Wo"
     rotary = True
     parameters = ("hidden_states", "position_embeddings", "attention_mask")
 
@@ -45,11 +47,3 @@ class ModernBertAdapter(Adapter):
         fused: nn.Linear = module.Wqkv  # type: ignore[assignment]
         first = 2 * fused.out_features // 3
         return linear(tokens, fused.weight[first:], None if fused.bias is None else fused.bias[first:])
-
-    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
-        output: Tensor = module.Wo(context)  # type: ignore[operator]
-        return output
-
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        width = int(module.head_dim)  # type: ignore[arg-type]
-        return module.Wqkv.out_features // (3 * width), width  # type: ignore[union-attr, operator, return-value]

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Call, Site, layers_named, number
-from attmemo.adapters.projections import are_linear
+from attmemo.adapters.base import Adapter, Call
 
 
 class MPNetAdapter(Adapter):
@@ -24,24 +23,13 @@ class MPNetAdapter(Adapter):
     parameters = ("hidden_states", "attention_mask", "position_bias", "output_attentions")
     harmless = frozenset({"position_bias"})
     shared = frozenset({"attention_mask", "position_bias"})
-
-    def sites(self, model: nn.Module) -> list[Site]:
-        found = layers_named(model, ("q", "k", "v", "o", "num_attention_heads", "all_head_size"))
-        return number([(name, module) for name, module in found if are_linear(module, "q", "k", "v", "o")])
-
-    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        projected: Tensor = module.v(tokens)  # type: ignore[operator]
-        return projected
-
-    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
-        output: Tensor = module.o(context)  # type: ignore[operator]
-        return output
+    projections = ("q", "k", "v")
+    out = "o"
+    heads, width = "num_attention_heads", "attention_head_size"
+    marks = ("all_head_size",)
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         return (output,)
-
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        return int(module.num_attention_heads), int(module.attention_head_size)  # type: ignore[arg-type]
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:

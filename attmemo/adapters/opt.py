@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from attmemo.adapters.base import Call, takes
-from attmemo.adapters.projected import ProjectedAdapter
+from attmemo.adapters.base import Adapter, takes
 
 
-class OPTAdapter(ProjectedAdapter):
+class OPTAdapter(Adapter):
     """`decoder.layers.i.self_attn`."""
 
     family = "opt"
@@ -25,8 +24,3 @@ class OPTAdapter(ProjectedAdapter):
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = bool(getattr(module, "is_causal", False)) and hasattr(module, "enable_bias")
         return plain and not takes(module, "key_value_states") and not takes(module, "position_embeddings")
-
-    def key(self, module: nn.Module, call: Call) -> Tensor:
-        batch, length, _ = call.hidden.shape
-        keys: Tensor = module.k_proj(call.hidden)  # type: ignore[operator]
-        return keys.view(batch, length, *self.shape(module)).transpose(1, 2)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from attmemo.adapters.base import takes
-from attmemo.adapters.projected import ProjectedAdapter
+from attmemo.adapters.base import Adapter, takes
 
 
-class RotaryEncoderAdapter(ProjectedAdapter):
+class RotaryEncoderAdapter(Adapter):
     """`layers.i.self_attn` of bidirectional models that are given `position_embeddings`."""
 
     family = "rotary-encoder"

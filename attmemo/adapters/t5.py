@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Call, Site, encoder_part, layers_named, number, takes
-from attmemo.adapters.projections import are_linear
+from attmemo.adapters.base import Adapter, Call, encoder_part, takes
 
 
 class T5Adapter(Adapter):
@@ -24,6 +23,9 @@ class T5Adapter(Adapter):
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})
     shared = frozenset({"mask", "position_bias"})
+    projections = ("q", "k", "v")
+    out = "o"
+    heads, width = "n_heads", "key_value_proj_dim"
 
     def host(self, model: nn.Module) -> nn.Module:
         return encoder_part(model)
@@ -31,23 +33,8 @@ class T5Adapter(Adapter):
     def depth(self, model: nn.Module) -> int | None:
         return getattr(getattr(self.host(model), "config", None), "num_layers", None)
 
-    def sites(self, model: nn.Module) -> list[Site]:
-        found = layers_named(self.host(model), ("q", "k", "v", "o", "key_value_proj_dim", "n_heads"))
-        return number([
-            (name, module)
-            for name, module in found
-            if not module.is_decoder
-            and takes(module, "position_bias", "mask")
-            and are_linear(module, "q", "k", "v", "o")
-        ])
-
-    def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        projected: Tensor = module.v(tokens)  # type: ignore[operator]
-        return projected
-
-    def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
-        output: Tensor = module.o(context)  # type: ignore[operator]
-        return output
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        return not module.is_decoder and takes(module, "position_bias", "mask")
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         bias = call.given.get("position_bias")
@@ -61,6 +48,3 @@ class T5Adapter(Adapter):
     def map_of(self, returned: Any) -> Tensor:
         probabilities: Tensor = returned[2]
         return probabilities
-
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        return int(module.n_heads), int(module.key_value_proj_dim)  # type: ignore[arg-type]

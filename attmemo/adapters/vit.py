@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters.base import CHECK_LENGTHS, takes
-from attmemo.adapters.projected import ProjectedAdapter
+from attmemo.adapters.base import CHECK_LENGTHS, Adapter, takes
 
 
-class ViTAdapter(ProjectedAdapter):
+class ViTAdapter(Adapter):
     """`layers.i.attention`."""
 
     family = "vit"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import ADAPTERS, Adapter, adapter_for
+from attmemo.adapters.base import by_module
 from attmemo.adapters.check import share_heads
 from attmemo.db import KIND_MAP, Database, DatabaseWriter
 from attmemo.db.forms import STORAGE, TYPES
@@ -72,9 +73,9 @@ class _Clock:
         sites = adapter.sites(model)
         self._layers, self._spent, self._start = len(sites), 0.0, 0.0
         self._seen: list[float] = []
-        for module in {id(site.module): site.module for site in sites}.values():
-            module.register_forward_pre_hook(self._begin)
-            module.register_forward_hook(self._end)
+        for group in by_module(sites):
+            group[0].module.register_forward_pre_hook(self._begin)
+            group[0].module.register_forward_hook(self._end)
 
     @property
     def ms(self) -> float:
@@ -314,11 +315,9 @@ def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
     adapter, sites = adapter_for(twin)
     with Capture(twin, adapter, sites) as capture:
         maps = [apm.contiguous() for apm in capture.run(inputs).maps]
-    turns: dict[int, list[Tensor]] = {}
-    for site, apm in zip(sites, maps, strict=True):
-        turns.setdefault(id(site.module), []).append(apm)
-    for module in {id(site.module): site.module for site in sites}.values():
-        module.forward = _hit_only(adapter, module, turns[id(module)])
+    for group in by_module(sites):
+        module = group[0].module
+        module.forward = _hit_only(adapter, module, [maps[site.layer] for site in group])
     more = {"use_cache": False} if adapter.causal else {}
     with torch.inference_mode():
         expected = adapter.host(model)(**inputs, **more).last_hidden_state.float()
