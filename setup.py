@@ -14,6 +14,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
 CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", "").split(",") if name]
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
+SHARED = ["native/numbers.h", "native/team.h"]
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 PROFILER = ["attmemo.profiler", *(f"attmemo.profiler.{name}" for name in find_packages("profiler"))]
 
@@ -31,7 +32,7 @@ setup(
         Extension(
             "attmemo._kernels",
             sources=["native/product.c"],
-            depends=["native/product_kernel.h", "native/product_amx.h"],
+            depends=["native/product_kernel.h", "native/product_amx.h", *SHARED],
             # Sums of products: fused multiply-add, which -std=c11 forbids. -O3 keeps blocks of sums in registers.
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
@@ -40,7 +41,7 @@ setup(
         Extension(
             "attmemo._cache_attention",
             sources=["native/cache_attention.c"],
-            depends=["native/cache_attention_kernel.h"],
+            depends=["native/cache_attention_kernel.h", *SHARED],
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],

@@ -23,7 +23,7 @@
  *   - No row of the cache outside those that the index arguments name is read or written, and nothing is written before
  *     these are known to lie in the cache.
  *
- * THREADS and INSTRUCTION SETS: as in product.c, see there.
+ * THREADS and INSTRUCTION SETS: see team.h.
  *
  * ROADS NOT TAKEN.  Sums of int8 products: queries would have to be quantised, which the specification does not allow.
  * Scaling sums of groups instead of numbers: saves little beside the conversion of the codes, and the product would not
@@ -33,7 +33,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <dlfcn.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -41,6 +40,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "numbers.h"
+#include "team.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -152,57 +154,6 @@ static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_
 
 /* ---- the arithmetic, once for each instruction set -------------------------------------------------------------- */
 
-static inline float from_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t to_bits(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float from_half(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) /* infinity and NaN */
-        return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest < 0x400) { /* subnormal: a multiple of 2^-24 */
-        float value = (float)rest * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    return from_bits(sign | ((rest << 13) + 0x38000000));
-}
-
-/* Rounded half to even. */
-static inline uint16_t to_half(float value)
-{
-    uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-    if (rest > 0x7f800000) /* NaN */
-        return (uint16_t)(sign | 0x7e00 | (rest >> 13 & 0x3ff));
-    if (rest >= 0x477ff000) /* 65520 and more */
-        return (uint16_t)(sign | 0x7c00);
-    if (rest < 0x38800000) /* below 2^-14: adding 1/2 rounds to a multiple of 2^-24, the last bit of 1/2 */
-        return (uint16_t)(sign | (to_bits(from_bits(rest) + 0.5f) - to_bits(0.5f)));
-    return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
-}
-
-/* Rounded half to even. */
-static inline uint16_t to_brain(float value)
-{
-    uint32_t bits = to_bits(value);
-    if ((bits & 0x7fffffff) > 0x7f800000)
-        return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-#define JOIN2(a, b) a##_##b
-#define JOIN(a, b) JOIN2(a, b)
-
 #define ISA generic
 #define TARGET
 #define LANES 4
@@ -265,18 +216,6 @@ static const Set sets[] = {
 };
 
 enum { SETS = sizeof sets / sizeof sets[0] };
-
-static bool has_set(const char *name)
-{
-#if defined(__x86_64__)
-    if (strcmp(name, "avx512") == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (strcmp(name, "avx2") == 0)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#endif
-    return strcmp(name, "generic") == 0;
-}
 
 /* ---- the plan --------------------------------------------------------------------------------------------------- */
 
@@ -360,10 +299,6 @@ static size_t scratch_floats(const Job *job)
 
 /* ---- sharing the work ------------------------------------------------------------------------------------------- */
 
-typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
-
-static Team team; /* GOMP_parallel of the library that torch uses, or NULL */
-
 static float *own_scratch(Job *job)
 {
     return (float *)(job->scratch + atomic_fetch_add(&job->thread, 1) * job->scratch_bytes);
@@ -406,23 +341,18 @@ static void attend_work(void *pointer)
         attend_task(job, task, scratch);
 }
 
-static void share(Job *job, void (*work)(void *), size_t threads)
-{
-    atomic_store(&job->next, 0);
-    atomic_store(&job->thread, 0);
-    if (team && threads > 1)
-        team(work, job, (unsigned)threads, 0);
-    else
-        work(job);
-}
-
 /* ---- Python ----------------------------------------------------------------------------------------------------- */
 
-static bool is_fine(bool rule, const char *text)
+/* Buffers of int64: [B + 1], [B + 1], [B, pages] and [B], for one B. */
+static bool fit_each_other(const Py_buffer *seqstarts, const Py_buffer *kvstarts, const Py_buffer *cachestarts,
+                           const Py_buffer *start_pos, Py_ssize_t pages)
 {
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
+    const Py_buffer *all[] = {seqstarts, kvstarts, cachestarts, start_pos};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        if (all[i]->len % 8 != 0 || (uintptr_t)all[i]->buf % 8 != 0)
+            return false;
+    return seqstarts->len >= 8 && seqstarts->len == kvstarts->len && start_pos->len == seqstarts->len - 8 &&
+           cachestarts->len / 8 == start_pos->len / 8 * pages;
 }
 
 /* What is wrong with what stands in the index arguments, or NULL: then no row outside the cache will be touched. */
@@ -524,8 +454,10 @@ static bool run(Job *job, size_t tokens, size_t threads)
     }
     if (done) {
         job->scratch = scratch;
-        share(job, store_work, tokens * job->kv_heads * job->width * 2 < FEW ? 1 : threads);
-        share(job, attend_work, threads); /* when all is stored */
+        share(store_work, job, tokens * job->kv_heads * job->width * 2 < FEW ? 1 : threads);
+        atomic_store(&job->next, 0);
+        atomic_store(&job->thread, 0);
+        share(attend_work, job, threads); /* when all is stored */
     }
     free(scratch);
     free(job->kept);
@@ -586,7 +518,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
 
     const Set *set = NULL;
     for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_set(sets[i].name))
+        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_instructions(sets[i].name))
             set = &sets[i];
     bool done = false;
     if (is_fine(set != NULL, "this processor has no such instruction set") &&
@@ -596,14 +528,11 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
         is_fine((bits == 0 || bits == 8 || bits == 4) && (bits == 0 || (group > 0 && width % group == 0)) &&
                     (bits != 4 || (width % 2 == 0 && group % 2 == 0)),
                 "there is no such quantisation") &&
-        is_fine(seqstarts.len >= 8 && seqstarts.len == kvstarts.len && start_pos.len == seqstarts.len - 8 &&
-                    cachestarts.len / 8 == start_pos.len / 8 * pages && cachestarts.len % 8 == 0,
-                "the index arguments do not fit each other") &&
-        is_fine(slopes.len == 0 || (size_t)slopes.len == (size_t)heads * sizeof(float), "one slope for each head") &&
-        is_fine((uintptr_t)seqstarts.buf % 8 == 0 && (uintptr_t)kvstarts.buf % 8 == 0 &&
-                    (uintptr_t)cachestarts.buf % 8 == 0 && (uintptr_t)start_pos.buf % 8 == 0 &&
-                    (uintptr_t)slopes.buf % 4 == 0,
-                "a buffer is not aligned")) {
+        is_fine(fit_each_other(&seqstarts, &kvstarts, &cachestarts, &start_pos, pages),
+                "the index arguments do not fit each other, or are not aligned") &&
+        is_fine(slopes.len == 0 ||
+                    ((size_t)slopes.len == (size_t)heads * sizeof(float) && (uintptr_t)slopes.buf % 4 == 0),
+                "one slope for each head")) {
         Job job = {.output = (char *)(uintptr_t)output,
                    .seqstarts = seqstarts.buf,
                    .kvstarts = kvstarts.buf,
@@ -669,11 +598,8 @@ static PyObject *native_is_sound(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "(y*y*y*y*)(nnnnnnnn):is_sound", &seqstarts, &kvstarts, &cachestarts, &start_pos,
                           &tokens, &rows, &pages, &page_size, &decoding, &max_seqlen, &max_kvlen, &columns))
         return NULL;
-    bool sound = seqstarts.len >= 8 && seqstarts.len == kvstarts.len && start_pos.len == seqstarts.len - 8 &&
-                 pages >= 0 && cachestarts.len % 8 == 0 && cachestarts.len / 8 == start_pos.len / 8 * pages &&
-                 (uintptr_t)seqstarts.buf % 8 == 0 && (uintptr_t)kvstarts.buf % 8 == 0 &&
-                 (uintptr_t)cachestarts.buf % 8 == 0 && (uintptr_t)start_pos.buf % 8 == 0 && page_size > 0 &&
-                 tokens >= 0 && rows >= 0 && decoding >= 0 && decoding <= start_pos.len / 8;
+    bool sound = fit_each_other(&seqstarts, &kvstarts, &cachestarts, &start_pos, pages) && pages >= 0 &&
+                 page_size > 0 && tokens >= 0 && rows >= 0 && decoding >= 0 && decoding <= start_pos.len / 8;
     if (sound) {
         Job job = {.seqstarts = seqstarts.buf,
                    .kvstarts = kvstarts.buf,
@@ -701,25 +627,11 @@ static PyObject *native_is_sound(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(sound);
 }
 
-static PyObject *native_use_team(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *path;
-    if (!PyArg_ParseTuple(args, "s:use_team", &path))
-        return NULL;
-    void *library = dlopen(path, RTLD_NOW | RTLD_NOLOAD); /* only if the process has it already */
-    void *symbol = library ? dlsym(library, "GOMP_parallel") : NULL;
-    Team found = NULL;
-    memcpy(&found, &symbol, sizeof found); /* ISO C knows no cast from an object to a function */
-    if (found)
-        team = found; /* the library is never closed: the pointer stays good */
-    return PyBool_FromLong(found != NULL);
-}
-
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_set(sets[i].name))
+        if (!has_instructions(sets[i].name))
             continue;
         PyObject *name = PyUnicode_FromString(sets[i].name);
         if (!name || PyList_Append(list, name) != 0)
@@ -732,9 +644,7 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
 static PyMethodDef native_methods[] = {
     {"attend", native_attend, METH_VARARGS, attend_doc},
     {"is_sound", native_is_sound, METH_VARARGS, is_sound_doc},
-    {"use_team", native_use_team, METH_VARARGS,
-     "use_team($module, path, /)\n--\n\nShare work with the OpenMP library at `path`, if the process has loaded it and "
-     "it speaks GNU's interface: returns whether."},
+    {"use_team", native_use_team, METH_VARARGS, use_team_doc},
     {"instruction_sets", native_instruction_sets, METH_NOARGS,
      "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first."},
     {NULL, NULL, 0, NULL},

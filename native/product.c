@@ -19,12 +19,7 @@
  *   - Arguments are checked before anything is written: an offset beyond the buffer, a row named twice.
  *   - Rows of padding behind a sequence are set to zero.
  *
- * THREADS.  Work is shared among the OpenMP team that torch computes with, called through a pointer (use_team): a
- * second pool would fight with the first for the cores, and linking libgomp would load a second copy beside the one in
- * torch's wheel. Without a team the calling thread does all the work.
- *
- * INSTRUCTION SETS.  product_kernel.h is compiled once for AVX-512, once for AVX2 and once for whatever the compiler
- * takes for granted; the first that the processor has is used.
+ * THREADS and INSTRUCTION SETS: see team.h.
  *
  * BFLOAT16.  Of a model in bfloat16, V is read and A.V written in it: widened while it is packed, rounded once at the
  * end. Where the processor has a matrix unit (AMX) it makes these products, eight times faster: rows of a map are
@@ -39,13 +34,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "numbers.h"
+#include "team.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -86,36 +83,6 @@ static inline size_t items_before(size_t row, size_t length, bool triangle)
 {
     return triangle ? row * (row + 1) / 2 : row * length;
 }
-
-static inline float from_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline float from_half(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) /* infinity and NaN */
-        return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest < 0x400) { /* subnormal: a multiple of 2^-24 */
-        float value = (float)rest * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    return from_bits(sign | ((rest << 13) + 0x38000000));
-}
-
-/* To the nearest bfloat16, ties to even: what torch does. */
-static inline uint16_t to_brain(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-#define JOIN2(a, b) a##_##b
-#define JOIN(a, b) JOIN2(a, b)
 
 #define ISA generic
 #define TARGET
@@ -181,26 +148,15 @@ static bool has_set(const char *name)
         static atomic_int granted; /* 1: yes, -1: no */
         if (!granted)
             granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                              __builtin_cpu_supports("avx512bf16") && has_set("avx512") &&
+                              __builtin_cpu_supports("avx512bf16") && has_instructions("avx512") &&
                               syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0
                           ? 1
                           : -1;
         return granted == 1;
     }
-    if (strcmp(name, "avx512") == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (strcmp(name, "avx2") == 0)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
-    return strcmp(name, "generic") == 0;
+    return has_instructions(name);
 }
-
-/* ---- sharing the work ------------------------------------------------------------------------------------------- */
-
-typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
-
-static Team team; /* GOMP_parallel of the library that torch uses, or NULL */
 
 static void work(void *pointer)
 {
@@ -215,13 +171,6 @@ static void work(void *pointer)
 }
 
 /* ---- Python ----------------------------------------------------------------------------------------------------- */
-
-static bool is_fine(bool rule, const char *text)
-{
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
-}
 
 /* All rules, with nothing that can overflow: heads, length and width are below 2^20 each. */
 static bool check(const Job *job, size_t maps, size_t values, size_t context, size_t starts, size_t rows)
@@ -277,10 +226,7 @@ static bool run(Job *job, const Set *set, size_t threads)
         return false;
     job->scratch = scratch;
     job->task = set->task;
-    if (team && threads > 1)
-        team(work, job, (unsigned)threads, 0);
-    else
-        work(job);
+    share(work, job, threads);
     free(job->scratch);
     return true;
 }
@@ -353,20 +299,6 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, Py
     Py_RETURN_NONE;
 }
 
-static PyObject *native_use_team(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *path;
-    if (!PyArg_ParseTuple(args, "s:use_team", &path))
-        return NULL;
-    void *library = dlopen(path, RTLD_NOW | RTLD_NOLOAD); /* only if the process has it already */
-    void *symbol = library ? dlsym(library, "GOMP_parallel") : NULL;
-    Team found = NULL;
-    memcpy(&found, &symbol, sizeof found); /* ISO C knows no cast from an object to a function */
-    if (found)
-        team = found; /* the library is never closed: the pointer stays good */
-    return PyBool_FromLong(found != NULL);
-}
-
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int brain = 0;
@@ -386,9 +318,7 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
 
 static PyMethodDef native_methods[] = {
     {"multiply", (PyCFunction)(void (*)(void))native_multiply, METH_VARARGS | METH_KEYWORDS, multiply_doc},
-    {"use_team", native_use_team, METH_VARARGS,
-     "use_team($module, path, /)\n--\n\nShare work with the OpenMP library at `path`, if the process has loaded it and "
-     "it speaks GNU's interface: returns whether."},
+    {"use_team", native_use_team, METH_VARARGS, use_team_doc},
     {"instruction_sets", native_instruction_sets, METH_VARARGS,
      "instruction_sets($module, brain=False, /)\n--\n\nWhat this processor has of what was compiled, best first; "
      "`brain`: for values in bfloat16."},

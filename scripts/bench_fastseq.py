@@ -5,8 +5,13 @@ python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a sm
 
 Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each
 (min_new_tokens = max_new_tokens). What is timed is lines of text in, lines of text out: tokenizing, generating,
-decoding, writing. Every round runs every rung once, in turning order; the table has the medians. Loading the
-weights is the same for all and not counted.
+decoding, writing. Every round runs every rung once, in turning order; the table has the medians. Loading the weights
+from a folder is timed for itself and added in a column of its own.
+
+Rungs, each with what is before it: `stock`; `shared` (cross-attention cache or prompt kept once a sample); `+ngram`
+(the kernel that blocks n-grams); `+pipeline` (`attmemo.fastseq.Pipeline` on what `wrap` chooses by itself, as users
+get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, EL-Attention whether it pays or not,
+and `ctranslate2`, which wants that package.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     GPT2Config,
@@ -38,7 +45,7 @@ from transformers import (
 from attmemo import fastseq
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-RUNGS = ("stock", "shared", "shared+ngram", "+pipeline", "+batch", "el")
+RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "ctranslate2")
 
 
 def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
@@ -113,16 +120,51 @@ def make_tokenizer(vocabulary: int, side: str) -> PreTrainedTokenizerFast:
     )
 
 
+class Peer:
+    """CTranslate2 on the same weights: its own C++ decoder, which reads text as pieces."""
+
+    def __init__(self, folder: Path, new: int, beams: int, batch: int, threads: int) -> None:
+        import ctranslate2
+
+        converted = folder / "ctranslate2"
+        if not converted.exists():
+            ctranslate2.converters.TransformersConverter(str(folder)).convert(str(converted))
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.encoder_decoder = encoder_decoder = AutoConfig.from_pretrained(folder).is_encoder_decoder
+        start = time.perf_counter()
+        kind = ctranslate2.Translator if encoder_decoder else ctranslate2.Generator
+        self.engine = kind(str(converted), device="cpu", intra_threads=threads, compute_type="float32")
+        self.load_seconds = time.perf_counter() - start
+        shared = {"beam_size": beams, "no_repeat_ngram_size": 3, "max_batch_size": batch}
+        if encoder_decoder:
+            self.settings = shared | {"max_decoding_length": new, "min_decoding_length": new, "max_input_length": 0}
+        else:
+            self.settings = shared | {"max_length": new, "min_length": new, "include_prompt_in_result": False}
+        self.generate = self.engine.translate_batch if encoder_decoder else self.engine.generate_batch
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        """Text to text."""
+        pieces = [self.tokenizer.convert_ids_to_tokens(ids) for ids in self.tokenizer(lines)["input_ids"]]
+        found = self.generate(pieces, **self.settings)
+        if self.encoder_decoder:
+            ids = [self.tokenizer.convert_tokens_to_ids(one.hypotheses[0]) for one in found]
+        else:
+            ids = [one.sequences_ids[0] for one in found]
+        texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return texts
+
+
 class Bench:
     """One model, one setting, and its rungs."""
 
-    def __init__(self, options: argparse.Namespace, shape: str, length: int, new: int, beams: int, model: Any) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, length: int, new: int, beams: int, model: Any
+    ) -> None:
         self.options = options
         self.model = model
         self.batch = options.batch
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         vocabulary = model.config.vocab_size
-        side = "right" if model.config.is_encoder_decoder else "left"
-        self.tokenizer = make_tokenizer(vocabulary, side)
         generator = torch.Generator().manual_seed(0)
         numbers = torch.randint(0, vocabulary - len(SPECIAL), (options.lines, length), generator=generator)
         self.lines = [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
@@ -133,8 +175,12 @@ class Bench:
             "no_repeat_ngram_size": 3,
             "do_sample": False,
         }
-        self.fast = fastseq.wrap(model, attention="shared")
+        self.shared = fastseq.wrap(model, attention="shared")
         self.el = fastseq.wrap(model, attention="el") if "el" in options.rungs else None
+        self.fast = fastseq.wrap(model)
+        self.peer = None
+        if "ctranslate2" in options.rungs:
+            self.peer = Peer(folder, new, beams, self.batch, options.threads)
         self.outputs: dict[str, list[str]] = {}
         self.cpu_seconds: dict[str, list[float]] = {}
 
@@ -144,8 +190,11 @@ class Bench:
             start, cpu = time.perf_counter(), time.process_time()
             if rung in ("+pipeline", "+batch"):
                 texts = self._pipeline("auto" if rung == "+batch" else self.batch)
+            elif rung == "ctranslate2":
+                assert self.peer is not None
+                texts = self.peer(self.lines)
             else:
-                engine = {"stock": self.model, "el": self.el}.get(rung, self.fast)
+                engine = {"stock": self.model, "el": self.el}.get(rung, self.shared)
                 texts = self._plain(engine, swap=rung != "shared")
             Path(folder, "out.txt").write_text("\n".join(texts) + "\n")
             seconds = time.perf_counter() - start
@@ -180,17 +229,29 @@ class Bench:
         return list(pipeline(self.lines))
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """All settings of one shape, each round running every rung once."""
+    rungs = list(options.rungs)
     torch.manual_seed(0)
-    model = SHAPES[options.shape]().eval().to(getattr(torch, options.dtype))
-    rungs = [rung for rung in options.rungs if rung not in ("+pipeline", "+batch") or _has_pipeline()]
+    fresh = SHAPES[options.shape]().eval().to(getattr(torch, options.dtype))
+    fresh.save_pretrained(folder)
+    side = "right" if fresh.config.is_encoder_decoder else "left"
+    make_tokenizer(fresh.config.vocab_size, side).save_pretrained(folder)
+    kind = type(fresh)
+    del fresh
+    loading = []
+    for _ in range(3):
+        start = time.perf_counter()
+        model = kind.from_pretrained(folder).eval()
+        fastseq.wrap(model)
+        loading.append(time.perf_counter() - start)
+    load = statistics.median(loading)
     rows = []
     for length in options.length:
         for new in options.new:
             for beams in options.beams:
                 before = os.getloadavg()[0]
-                bench = Bench(options, options.shape, length, new, beams, model)
+                bench = Bench(options, folder, length, new, beams, model)
                 seconds: dict[str, list[float]] = {rung: [] for rung in rungs}
                 for number in range(options.rounds):
                     turn = number % len(rungs)
@@ -200,6 +261,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                             f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s",
                             flush=True,
                         )
+                loads = dict.fromkeys(rungs, load)
+                if bench.peer:
+                    loads["ctranslate2"] = bench.peer.load_seconds
                 row: dict[str, Any] = {
                     "shape": options.shape,
                     "length": length,
@@ -208,6 +272,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "batch": options.batch,
                     "lines": options.lines,
                     "seconds": {rung: statistics.median(values) for rung, values in seconds.items()},
+                    "load_seconds": loads,
                     "rounds": seconds,
                     "cpu_seconds": {rung: statistics.median(values) for rung, values in bench.cpu_seconds.items()},
                     "load": [before, os.getloadavg()[0]],
@@ -218,13 +283,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 row["ratio"] = {rung: row["seconds"][rungs[0]] / value for rung, value in row["seconds"].items()}
                 rows.append(row)
     return rows
-
-
-def _has_pipeline() -> bool:
-    try:
-        return fastseq.Pipeline is not None
-    except ImportError:
-        return False
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
@@ -252,23 +310,26 @@ def table(record: dict[str, Any]) -> str:
         "# fastseq: measured",
         "",
         f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}, transformers "
-        f"{facts['transformers']}; medians of interleaved rounds; text in to text out, without loading the weights. "
-        "Random weights, n-gram 3. GPU: not measured.",
+        f"{facts['transformers']}; medians of interleaved rounds; text in to text out. Random weights, n-gram 3. "
+        "GPU: not measured.",
         "",
         "Where the load is above the number of threads, the machine was busy with other work: CPU seconds then say "
         "more than the seconds.",
         "",
-        "| shape | N | new | beam | batch | rounds | load | rung | seconds | against stock "
-        "| CPU seconds | against stock | same text |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| shape | N | new | beam | batch | lines | rounds | load | rung | seconds | against stock "
+        "| with loading | CPU seconds | against stock | same text |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
+        first = next(iter(row["seconds"]))
         for rung, seconds in row["seconds"].items():
+            loaded = {name: row["seconds"][name] + row["load_seconds"][name] for name in (first, rung)}
             lines.append(
                 f"| {row['shape']} | {row['length']} | {row['new']} | {row['beams']} | {row['batch']} "
-                f"| {len(row['rounds'][rung])} | {row['load'][0]:.0f} to {row['load'][1]:.0f} | {rung} "
-                f"| {seconds:.2f} | {row['ratio'][rung]:.2f}x | {row['cpu_seconds'][rung]:.1f} "
-                f"| {row['cpu_seconds'][next(iter(row['seconds']))] / row['cpu_seconds'][rung]:.2f}x "
+                f"| {row['lines']} | {len(row['rounds'][rung])} "
+                f"| {row['load'][0]:.0f} to {row['load'][1]:.0f} | {rung} "
+                f"| {seconds:.2f} | {row['ratio'][rung]:.2f}x | {loaded[first] / loaded[rung]:.2f}x "
+                f"| {row['cpu_seconds'][rung]:.1f} | {row['cpu_seconds'][first] / row['cpu_seconds'][rung]:.2f}x "
                 f"| {'yes' if row['same_text'][rung] else 'no'} |"
             )
     return "\n".join(lines) + "\n"
@@ -314,7 +375,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lines", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS))
+    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=["stock", "shared", "+ngram", "+pipeline", "el"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("docs/fastseq-bench"), help="without an ending")
@@ -322,7 +383,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     place = options.output.with_suffix(".json")
     facts = conditions(options)
-    rows = measure(options)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(options, Path(folder))
     known = json.loads(place.read_text())["rows"] if place.exists() else []
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -9,8 +9,6 @@ half precision are converted, those that lie apart are multiplied one by one, an
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +17,9 @@ import torch
 from attmemo import _kernels
 from attmemo.mmap.arena import Arena, Slots
 from attmemo.mmap.layout import SlotLayout
+from attmemo.openmp import join_torch
 
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as `enum form` has them
-_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
 
 Ints = npt.NDArray[np.int64]
 
@@ -141,18 +139,4 @@ def _bits(numbers: torch.Tensor) -> npt.NDArray[np.generic]:
     return array
 
 
-def _join_torch() -> bool:
-    """Share work with the OpenMP library in torch's wheel, or the only one there is; False: one thread works."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return False
-    loaded = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    teams = sorted(path for path in loaded if _OPENMP.search(path))
-    home = str(Path(torch.__file__).parent)
-    # A wheel brings its own; a distribution's torch uses the system's. Others (numpy's, faiss's) are other pools.
-    torchs = [path for path in teams if path.startswith((home + "/", home + ".libs/"))]
-    return any(_kernels.use_team(path) for path in torchs or teams[:1])
-
-
-_join_torch()
+join_torch(_kernels.use_team)

@@ -7,9 +7,7 @@ many as `torch.get_num_threads` says.
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +16,11 @@ import torch
 from attmemo import _cache_attention as native
 from attmemo.fastseq.ops.arguments import Arguments
 from attmemo.fastseq.ops.reference import alibi_slopes
+from attmemo.openmp import join_torch
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
 _NONE = (0, 0, 0, 0, 0)
 _NO_SLOPES = np.empty(0, np.float32)
-_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
 
 
 def why_not(a: Arguments) -> str | None:
@@ -122,18 +120,4 @@ def _slopes(heads: int) -> npt.NDArray[np.float32]:
     return slopes
 
 
-def _join_torch() -> bool:
-    """Share work with the OpenMP library in torch's wheel, or the only one there is; False: one thread works."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return False
-    loaded = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    teams = sorted(path for path in loaded if _OPENMP.search(path))
-    home = str(Path(torch.__file__).parent)
-    # A wheel brings its own; a distribution's torch uses the system's. Others (numpy's, faiss's) are other pools.
-    torchs = [path for path in teams if path.startswith((home + "/", home + ".libs/"))]
-    return any(native.use_team(path) for path in torchs or teams[:1])
-
-
-_join_torch()
+join_torch(native.use_team)

@@ -15,6 +15,7 @@ import torch
 from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, UnknownSequenceError
 from attmemo.fastseq.ops.attention import multi_head_cache_attention
 from attmemo.fastseq.ops.layout import AXES, cache_shape, layer_planes, scale_shape
+from attmemo.fastseq.ops.memory import zeros
 from attmemo.fastseq.ops.pages import PageAllocator
 from attmemo.fastseq.ops.reference import dequantize, unpack
 
@@ -135,11 +136,11 @@ class KeyValueCache:
         self.cache_mode, self.cache_layout = cache_mode, cache_layout
         stored = {0: dtype, 8: torch.int8, 4: torch.uint8}[quant_bit]
         shape = cache_shape(cache_layout, pages * page_size, num_layer, num_kv_heads, head_dim, quant_bit)
-        self.cache = torch.zeros(shape, dtype=stored, device=device)
+        self.cache = zeros(shape, stored, device)
         self.scale: torch.Tensor | None = None
         if quant_bit:
             shape = scale_shape(cache_layout, pages * page_size, num_layer, num_kv_heads, head_dim, quant_group)
-            self.scale = torch.zeros(shape, dtype=scale_dtype or dtype, device=device)
+            self.scale = zeros(shape, scale_dtype or dtype, device)
         self._allocator = PageAllocator(pages)
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0

@@ -1,0 +1,35 @@
+"""Which OpenMP library torch computes with: the kernels in `native/` share work with its threads.
+
+A second pool of threads would fight with the first for the cores, and linking libgomp would load a second copy beside
+the one in torch's wheel. So the library is looked for in the process, by its path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
+
+
+def join_torch(use_team: Callable[[str], bool]) -> bool:
+    """Give an extension the OpenMP library in torch's wheel, or the only one there is; False: one thread works.
+
+    Parameters
+    ----------
+    use_team : callable
+        The extension's: takes a path, tells whether the library is loaded and of use.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return False
+    loaded = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    teams = sorted(path for path in loaded if _OPENMP.search(path))
+    home = str(Path(torch.__file__).parent)
+    # A wheel brings its own; a distribution's torch uses the system's. Others (numpy's, faiss's) are other pools.
+    torchs = [path for path in teams if path.startswith((home + "/", home + ".libs/"))]
+    return any(use_team(path) for path in torchs or teams[:1])

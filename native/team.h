@@ -1,0 +1,74 @@
+/*
+ * team.h: what the kernels share: the instruction sets they are compiled for, the threads that do the work, and how a
+ * rule that is broken becomes a ValueError. Included once by each extension, after Python.h.
+ *
+ * THREADS.  Work is shared among the OpenMP team that torch computes with, called through a pointer (use_team): a
+ * second pool would fight with the first for the cores, and linking libgomp would load a second copy beside the one in
+ * torch's wheel. Without a team the calling thread does all the work.
+ *
+ * INSTRUCTION SETS.  The kernels' headers are compiled once for AVX-512, once for AVX2 and once for whatever the
+ * compiler takes for granted; the first that the processor has is used.
+ */
+
+#ifndef ATTMEMO_TEAM_H
+#define ATTMEMO_TEAM_H
+
+#include <dlfcn.h>
+#include <stdbool.h>
+#include <string.h>
+
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+
+/* Whether the processor has what functions of this suffix are compiled for. */
+static bool has_instructions(const char *name)
+{
+#if defined(__x86_64__)
+    if (strcmp(name, "avx512") == 0)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (strcmp(name, "avx2") == 0)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#endif
+    return strcmp(name, "generic") == 0;
+}
+
+typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);
+
+static Team team; /* GOMP_parallel of the library that torch uses, or NULL */
+
+/* work(job) on so many threads at once, or on this one. */
+static void share(void (*work)(void *), void *job, size_t threads)
+{
+    if (team && threads > 1)
+        team(work, job, (unsigned)threads, 0);
+    else
+        work(job);
+}
+
+PyDoc_STRVAR(use_team_doc,
+             "use_team($module, path, /)\n--\n\nShare work with the OpenMP library at `path`, if the process has loaded "
+             "it and it speaks GNU's interface: returns whether.");
+
+static PyObject *native_use_team(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *path;
+    if (!PyArg_ParseTuple(args, "s:use_team", &path))
+        return NULL;
+    void *library = dlopen(path, RTLD_NOW | RTLD_NOLOAD); /* only if the process has it already */
+    void *symbol = library ? dlsym(library, "GOMP_parallel") : NULL;
+    Team found = NULL;
+    memcpy(&found, &symbol, sizeof found); /* ISO C knows no cast from an object to a function */
+    if (found)
+        team = found; /* the library is never closed: the pointer stays good */
+    return PyBool_FromLong(found != NULL);
+}
+
+static bool is_fine(bool rule, const char *text)
+{
+    if (!rule)
+        PyErr_SetString(PyExc_ValueError, text);
+    return rule;
+}
+
+#endif
