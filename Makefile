@@ -1,4 +1,4 @@
-# One command for each job, on a fresh Debian or Ubuntu with Python 3.11 or newer and a C compiler.
+# One command for each job, on a fresh Debian or Ubuntu with Python 3.11 or newer and GCC.
 #
 #   make demo               set everything up and run the demo      LOG=my.log make demo: on your own log
 #   make test               set everything up, lint, type-check and test

@@ -125,6 +125,10 @@ class OutOfPagesError(CacheError):
     """No page is free for the next tokens; a server preempts a sequence or lets one finish first."""
 
 
+class StaleStepError(CacheError):
+    """Tokens of this step were taken from the cache again, or moved, since the step was made."""
+
+
 class UnknownSequenceError(CacheError):
     """The cache never gave out this sequence number."""
 

@@ -163,6 +163,14 @@ static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_
 #include "cache_attention_kernel.h"
 
 #if defined(__x86_64__)
+/* Four bytes, wherever they lie. _mm_loadu_si32 does the same, but compilers before GCC 11.3 lack it or err. */
+static inline __m128i load_four(const void *source)
+{
+    int32_t bits;
+    memcpy(&bits, source, sizeof bits);
+    return _mm_cvtsi32_si128(bits);
+}
+
 /* Two 4-bit numbers of each byte as bytes, the low one first; at most 8 bytes. */
 #define OPENED(bytes)                                                                                                  \
     _mm_sub_epi8(_mm_xor_si128(_mm_unpacklo_epi8(_mm_and_si128(bytes, _mm_set1_epi8(15)),                              \
@@ -177,7 +185,7 @@ static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_
 #define COLUMNS 2
 #define QUERIES 2
 #define BYTES(source) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(source))))
-#define NIBBLES(source) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(OPENED(_mm_loadu_si32(source))))
+#define NIBBLES(source) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(OPENED(load_four(source))))
 #define HALVES(source) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source)))
 #define BRAINS(source)                                                                                                 \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
@@ -253,7 +261,8 @@ static bool plan(Job *job)
 
 static void attend_task(const Job *job, size_t task, float *scratch)
 {
-    size_t low = 0, high = job->batch; /* the sequence: the last that begins at or before the task */
+    /* The sequence: the last that begins at or before the task. Those without queries have no tasks: never the last. */
+    size_t low = 0, high = job->batch;
     while (high - low > 1) {
         size_t middle = (low + high) / 2;
         if (job->tasks[middle] <= task)
@@ -261,8 +270,6 @@ static void attend_task(const Job *job, size_t task, float *scratch)
         else
             high = middle;
     }
-    while (job->tasks[low + 1] == job->tasks[low]) /* sequences without queries have no tasks */
-        low++;
     Cut c = cut(job, low);
     size_t rest = task - job->tasks[low];
     Part part = {.sequence = low,

@@ -576,9 +576,10 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
             size_t reach = part->causal ? i + part->keys - part->length + 1 : part->keys;
             size_t seen = reach <= first ? 0 : reach - first < count ? reach - first : count;
             if (job->slopes) {
-                float slope = job->slopes[head], ahead = (float)((int64_t)(part->keys - part->length + i) - (int64_t)first);
+                float slope = job->slopes[head];
+                float distance = (float)((int64_t)(part->keys - part->length + i) - (int64_t)first);
                 for (size_t k = 0; k < seen; k++)
-                    score[k] -= slope * (ahead - (float)k);
+                    score[k] -= slope * (distance - (float)k);
             }
             if (job->mask.data) {
                 const Grid *grid = &job->mask;

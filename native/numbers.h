@@ -47,7 +47,7 @@ static inline uint16_t to_half(float value)
     return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
 }
 
-/* Rounded half to even; NaN as torch makes it. */
+/* Rounded half to even; NaN becomes one of bfloat16's. */
 static inline uint16_t to_brain(float value)
 {
     uint32_t bits = to_bits(value);

@@ -6,10 +6,12 @@
 Heads as in Llama 3: 32 query heads on 8 key heads of 128 elements; one layer. *Decode*: one new token each.
 *Mixed*: one sequence of the batch is a prompt of 512 tokens, behind 1024 in the cache, the others decode.
 
-The other side is the best that torch has for such a batch: keys and values lie padded to the longest sequence in one
-tensor [B, 8, longest, 128] (as a static cache has them, so nothing is copied but the new tokens, in place), and
-`scaled_dot_product_attention` is given a mask of the lengths, only where lengths differ, and enable_gqa. In a mixed
-batch the prompt and the tokens are two calls. Nothing is charged for the memory that padding takes.
+There are two other sides. *Resident*: keys and values lie padded to the longest sequence in one tensor
+[B, 8, longest, 128], in huge pages like our cache, and nothing is copied but the new tokens, in place; then the faster
+of two ways to call `scaled_dot_product_attention` with a mask of the lengths (only where they differ): enable_gqa, or
+the query heads that share a key head as rows of one query. In a mixed batch the prompt and the tokens are two calls.
+Nothing is charged for the memory that padding takes. *transformers*: the same, as a model of transformers does it with
+its own functions and its default cache, which copies all keys and values to append one; only for steps of decoding.
 
 Every time is the median of repetitions that take turns with the others in one run, after one that is not counted.
 What is read is the bytes of live keys, values and scales; for GB/s they are divided by the time of the whole call.
@@ -23,18 +25,23 @@ import math
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.fastseq.ops import cache_shape, cpu, multi_head_cache_attention, scale_shape
+from attmemo.fastseq.ops.memory import zeros
 
-HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 16
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
 FORMS: dict[str, dict[str, Any]] = {  # what the cache holds
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
+    "float32, pages of 16": {"page": 16},
     "int8": {"bits": 8, "group": 128},
     "int8, groups of 8": {"bits": 8, "group": 8},
     "int4": {"bits": 4, "group": 32},
@@ -56,19 +63,20 @@ def seconds(calls: dict[str, Callable[[], Any]], budget: float, clock: Callable[
 
 
 def operator_call(
-    lengths: list[int], keys: list[int], *, bits: int = 0, group: int = 8, dtype: torch.dtype = torch.float32
+    lengths: list[int], keys: list[int], *, bits: int = 0, group: int = 8, dtype: torch.dtype = torch.float32,
+    page: int = 128,
 ) -> tuple[Callable[[], Any], int]:
     """A call on a paged cache, pages in random order; and the bytes of the live rows."""
-    pages = [-(-count // PAGE) for count in keys]
-    rows = sum(pages) * PAGE
+    pages = [-(-count // page) for count in keys]
+    rows = sum(pages) * page
     shape = cache_shape(3, rows, 1, KV_HEADS, WIDTH, bits)
     scale = None
     if bits:
-        cache = torch.randint(-127, 128, shape, dtype=torch.int8)
-        scale = torch.rand(scale_shape(3, rows, 1, KV_HEADS, WIDTH, group)) * 0.02
+        cache = zeros(shape, torch.int8).random_(-127, 128)
+        scale = zeros(scale_shape(3, rows, 1, KV_HEADS, WIDTH, group), torch.float32).uniform_(0, 0.02)
     else:
-        cache = torch.randn(shape, dtype=dtype)
-    order, at = torch.randperm(sum(pages)) * PAGE, 0
+        cache = zeros(shape, dtype).normal_()
+    order, at = torch.randperm(sum(pages)) * page, 0
     starts = torch.full((len(keys), max(pages)), -1)
     for b, count in enumerate(pages):
         starts[b, :count] = order[at : at + count]
@@ -90,15 +98,17 @@ def operator_call(
         "attn_mask": None,
     }
     attributes = {"num_heads": HEADS, "head_dim": WIDTH, "num_kv_heads": KV_HEADS, "quant_bit": bits}
-    attributes |= {"quant_group": group, "cache_mode": 1, "cache_layout": 3, "page_size": PAGE}
+    attributes |= {"quant_group": group, "cache_mode": 1, "cache_layout": 3, "page_size": page}
     item = cache.element_size() * cache[0, 0, 0, 0].numel() + (4 * WIDTH // group if bits else 0)
     return lambda: multi_head_cache_attention(**arguments, **attributes), 2 * KV_HEADS * sum(keys) * item
 
 
-def padded_call(lengths: list[int], keys: list[int], dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
+def padded_calls(
+    lengths: list[int], keys: list[int], dtype: torch.dtype = torch.float32
+) -> dict[str, Callable[[], Any]]:
     """Attention of the same batch over padded keys and values: decoding sequences in one call, prompts one by one."""
     longest = max(keys)
-    cache = torch.randn(2, len(keys), KV_HEADS, longest, WIDTH, dtype=dtype)
+    cache = zeros((2, len(keys), KV_HEADS, longest, WIDTH), dtype).normal_()
     decoding = [b for b, length in enumerate(lengths) if length == 1]
     prompts = [b for b, length in enumerate(lengths) if length > 1]
     assert decoding == list(range(len(decoding))), "decoding sequences come first"
@@ -116,21 +126,35 @@ def padded_call(lengths: list[int], keys: list[int], dtype: torch.dtype = torch.
         causal = torch.ones(length, total, dtype=torch.bool).tril(total - length)
         chunks.append((b, torch.randn(1, HEADS, length, WIDTH, dtype=dtype), new, causal))
 
-    def call() -> None:
+    def call(packed: bool) -> None:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         if count:
             for plane in (0, 1):
                 cache[plane][batch, :, place] = fresh[plane]
             top = int(place.max()) + 1
             key, value = cache[0, :count, :, :top], cache[1, :count, :, :top]
-            sdpa(query, key, value, attn_mask=None if mask is None else mask[..., :top], enable_gqa=True)
+            seen = None if mask is None else mask[..., :top]
+            if packed:
+                sdpa(query.view(count, KV_HEADS, HEADS // KV_HEADS, WIDTH), key, value, attn_mask=seen)
+            else:
+                sdpa(query, key, value, attn_mask=seen, enable_gqa=True)
         for b, queries, new, causal in chunks:
             total = keys[b]
             cache[:, b, :, total - queries.shape[2] : total] = new
             key, value = cache[0, b : b + 1, :, :total], cache[1, b : b + 1, :, :total]
             sdpa(queries, key, value, attn_mask=causal, enable_gqa=True)
 
-    return call
+    def as_transformers() -> None:
+        layer = DynamicLayer()
+        layer.lazy_initialization(fresh[0][:, :, None], fresh[1][:, :, None])
+        layer.keys, layer.values = cache[0, :, :, : longest - 1], cache[1, :, :, : longest - 1]
+        key, value = layer.update(fresh[0][:, :, None], fresh[1][:, :, None])
+        sdpa_attention_forward(module, query, key, value, mask)
+
+    module = torch.nn.Module()
+    module.num_key_value_groups = HEADS // KV_HEADS
+    calls = {"padded, enable_gqa": partial(call, False), "padded, packed": partial(call, True)}
+    return calls if prompts else calls | {"transformers": as_transformers}
 
 
 def ragged(count: int, seed: int) -> list[int]:
@@ -144,7 +168,7 @@ def cases(quick: bool, largest: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for context in (128, 512, 2048, 8192):
         for batch in (1, 8, 64):
-            if batch * context <= (16384 if quick else 65536):
+            if batch * context <= (16384 if quick else 131072):
                 found.append(
                     {"kind": "decode", "lengths": f"all {context}", "new": [1] * batch, "keys": [context] * batch}
                 )
@@ -162,11 +186,12 @@ def cases(quick: bool, largest: int) -> list[dict[str, Any]]:
 
 def measure(case: dict[str, Any], budget: float, clock: Callable[[], float]) -> dict[str, Any]:
     """One row of the table."""
-    calls: dict[str, Callable[[], Any]] = {"padded SDPA": padded_call(case["new"], case["keys"])}
+    calls = padded_calls(case["new"], case["keys"])
     read: dict[str, int] = {}
     for name, options in FORMS.items():
         calls[name], read[name] = operator_call(case["new"], case["keys"], **options)
     times = seconds(calls, budget, clock)
+    times["padded SDPA"] = min(times["padded, enable_gqa"], times["padded, packed"])
     return {
         "kind": case["kind"],
         "lengths": case["lengths"],
@@ -175,10 +200,25 @@ def measure(case: dict[str, Any], budget: float, clock: Callable[[], float]) -> 
         "longest": max(case["keys"]),
         "milliseconds": {name: round(taken * 1e3, 4) for name, taken in times.items()},
         "speedup": {name: round(times["padded SDPA"] / times[name], 3) for name in FORMS},
+        "speedup over transformers": {
+            name: round(times["transformers"] / times[name], 3) for name in FORMS if "transformers" in times
+        },
         "gigabytes_per_second": {name: round(read[name] / times[name] / 1e9, 2) for name in FORMS},
         "bytes": read,
         "gpu": "not measured",
     }
+
+
+def read_speed() -> float:
+    """What this machine's memory gives: GB/s of the fastest of several passes over 1 GiB."""
+    numbers = zeros((1 << 28,), torch.float32).fill_(1)
+    numbers.sum()
+    times = []
+    for _ in range(5):
+        before = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - before)
+    return round(numbers.numel() * 4 / min(times) / 1e9, 2)
 
 
 def accuracy() -> list[dict[str, Any]]:
@@ -210,21 +250,26 @@ def accuracy() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: milliseconds of SDPA, and how many times as fast each form of the cache is."""
+    """Markdown: milliseconds of SDPA, how many times as fast each form of the cache is, and in brackets against
+    transformers."""
     lines = [
-        "| batch | lengths | kind | padded SDPA, ms | " + " | ".join(FORMS) + " | GPU |",
-        "|---:|---|---|---:|" + "---:|" * len(FORMS) + "---|",
+        "| batch | lengths | kind | padded SDPA, ms | transformers, ms | " + " | ".join(FORMS) + " | GPU |",
+        "|---:|---|---|---:|---:|" + "---:|" * len(FORMS) + "---|",
     ]
     for row in rows:
-        cells = [f"{row['speedup'][name]:.1f}x" for name in FORMS]
-        taken = f"{row['milliseconds']['padded SDPA']:.2f}"
-        cells = [str(row["batch"]), row["lengths"], row["kind"], taken, *cells, row["gpu"]]
+        cells = []
+        for name in FORMS:
+            over = row["speedup over transformers"].get(name)
+            cells.append(f"{row['speedup'][name]:.1f}x" + (f" ({over:.1f}x)" if over else ""))
+        taken = [row["milliseconds"].get(name) for name in ("padded SDPA", "transformers")]
+        times = ["" if one is None else f"{one:.2f}" for one in taken]
+        cells = [str(row["batch"]), row["lengths"], row["kind"], *times, *cells, row["gpu"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speedup by batch at ragged lengths; and by context, int8 against float32 of our own."""
+    """Speedup by batch at ragged lengths, over resident SDPA and (dotted) over transformers; and int8 over float32."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -233,10 +278,19 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     mixed = [row for row in rows if row["kind"] == "decode" and row["lengths"] == "128-4096"]
     for name in FORMS:
-        left.plot([row["batch"] for row in mixed], [row["speedup"][name] for row in mixed], marker="o", label=name)
+        batches = [row["batch"] for row in mixed]
+        (line,) = left.plot(batches, [row["speedup"][name] for row in mixed], marker="o", label=name)
+        if name in ("float32", "int8"):
+            over = [row["speedup over transformers"][name] for row in mixed]
+            left.plot(batches, over, linestyle=":", marker=".", color=line.get_color())
     left.axhline(1, color="grey", linewidth=0.8)
     left.axhline(3, color="grey", linewidth=0.8, linestyle=":")
-    left.set(xscale="log", xlabel="sequences", ylabel="times as fast as padded SDPA", title="decode, lengths 128-4096")
+    left.set(
+        xscale="log",
+        xlabel="sequences",
+        ylabel="times as fast as padded SDPA (dotted: transformers)",
+        title="decode, lengths 128-4096",
+    )
     left.set_xticks([row["batch"] for row in mixed], [str(row["batch"]) for row in mixed])
     left.set_ylim(bottom=0)
     left.legend(fontsize=8)
@@ -292,14 +346,22 @@ def main() -> None:
             "python": platform.python_version(),
             "instruction_set": cpu.instruction_sets()[0],
             "heads": [HEADS, KV_HEADS, WIDTH],
-            "page_size": PAGE,
+            "page_size": 128,
+            "memory": "huge pages on both sides",
+            "gigabytes_per_second a sum of 1 GiB reads": read_speed(),
             "cache_layout": 3,
             "query": "float32",
-            "padded SDPA": "float32, static padded cache, boolean mask of lengths, enable_gqa",
+            "padded SDPA": "float32, static padded cache, boolean mask of lengths; enable_gqa or packed, the faster",
         },
         "summary": {
             "speedup at ragged lengths, geometric mean": {
                 name: round(math.exp(sum(math.log(row["speedup"][name]) for row in uneven) / len(uneven)), 2)
+                for name in FORMS
+            },
+            "the same over transformers": {
+                name: round(
+                    math.exp(sum(math.log(row["speedup over transformers"][name]) for row in uneven) / len(uneven)), 2
+                )
                 for name in FORMS
             },
             "float32 time / int8 time at 2048 keys and more": [

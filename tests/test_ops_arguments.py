@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,7 @@ def test_what_is_changed_below_is_valid_as_it_is() -> None:
         ({"decoding_batches": -1}, "decoding_batches is -1"),
         ({"decoding_batches": torch.tensor([0, 1])}, "decoding_batches is a tensor [2]"),
         ({"decoding_batches": torch.tensor(0.5)}, "decoding_batches is a tensor"),
+        ({"decoding_batches": torch.tensor(1 + 0j, dtype=torch.complex128)}, "decoding_batches is a tensor"),
         ({"max_seqlen": 1}, "max_seqlen is 1, but a sequence has 2"),  # 18
         ({"max_kvlen": torch.tensor(6)}, "max_kvlen is 6, but a sequence has 7"),
         ({"max_kvlen": -5}, "max_kvlen is -5"),
@@ -358,12 +361,44 @@ def test_nothing_is_silently_ignored(name: str, value: Any) -> None:  # 14
 
 
 def test_inputs_that_require_grad_are_refused() -> None:  # 12
+    case = replace(PAGED, mask="2d")
+    for name in ("query", "current_key", "current_value", "cache", "attn_mask"):
+        inputs = case.make()
+        inputs[name].requires_grad_()
+        with pytest.raises(ArgumentError, match=rf"(?s){name} requires grad.*inference_mode"):
+            multi_head_cache_attention(**inputs, **case.attributes())
+        with torch.no_grad():
+            assert not multi_head_cache_attention(**inputs, **case.attributes()).requires_grad
+
+
+def test_the_signature_is_the_specifications() -> None:  # 1
+    parameters = inspect.signature(multi_head_cache_attention).parameters
+    assert [*parameters] == [
+        "query", "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos",
+        "decoding_batches", "max_seqlen", "max_kvlen", "cache", "scale", "attn_mask",
+        "num_heads", "head_dim", "is_causal", "is_alibi", "num_kv_heads", "num_layer", "layer_idx",
+        "quant_bit", "quant_group", "cache_mode", "cache_layout", "page_size", "implementation", "validate",
+    ]  # fmt: skip
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    expected = {"is_causal": True, "is_alibi": False, "num_kv_heads": 0, "num_layer": 1, "layer_idx": 0}
+    expected |= {"quant_bit": 0, "quant_group": 8, "cache_mode": 0, "cache_layout": 0, "page_size": 128}
+    assert {name: defaults[name] for name in expected} == expected
+
+
+def test_a_default_device_does_not_move_numbers() -> None:
+    inputs = PAGED.make() | {"decoding_batches": 0, "max_seqlen": None, "max_kvlen": None}
+    with torch.device("meta"):  # where, as on "cuda", new tensors land that nobody put anywhere
+        output = multi_head_cache_attention(**inputs, **PAGED.attributes())
+    assert output.device.type == "cpu"
+
+
+def test_what_was_checked_is_what_is_used() -> None:
+    """A thread that writes the next step's indices into the same tensors must not move this one's rows."""
     inputs = PAGED.make()
-    inputs["query"].requires_grad_()
-    with pytest.raises(ArgumentError, match="inference_mode"):
-        multi_head_cache_attention(**inputs, **PAGED.attributes())
-    with torch.no_grad():
-        assert not multi_head_cache_attention(**inputs, **PAGED.attributes()).requires_grad
+    arguments = check_arguments(**inputs, **PAGED.attributes())
+    before = arguments.indices.cachestarts.copy()
+    inputs["cachestarts"].fill_(2**40)
+    assert np.array_equal(arguments.indices.cachestarts, before)
 
 
 def test_tensors_on_two_devices_are_refused() -> None:  # 12

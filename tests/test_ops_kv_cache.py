@@ -6,6 +6,7 @@ was written, attention sees exactly that, and every page is counted once for eac
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from typing import Any
@@ -16,8 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, UnknownSequenceError
+from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, StaleStepError, UnknownSequenceError
 from attmemo.fastseq.ops.kv_cache import KeyValueCache
+from attmemo.fastseq.ops.memory import zeros
 from attmemo.fastseq.ops.pages import PageAllocator
 from attmemo.fastseq.ops.reference import dequantize, quantize
 
@@ -354,6 +356,56 @@ def test_wrong_use_is_named_before_anything_changes() -> None:
     ):
         with pytest.raises(ArgumentError):
             make_cache(**wrong)
+
+
+def test_a_step_that_was_taken_back_cannot_write_into_another_sequence() -> None:
+    cache = make_cache(pages=2)
+    first = cache.open()
+    step = cache.advance([(first, 1)])
+    cache.truncate(first, 0)
+    cache.advance([(cache.open(), 1)])  # has the page now
+    query, key = torch.ones(1, HEADS, WIDTH), torch.ones(1, KV_HEADS, WIDTH)
+    before = cache.cache.clone()
+    with pytest.raises(StaleStepError, match=f"sequence {first} was truncated or moved"):
+        cache.attend(step, query, key, key)
+    assert torch.equal(cache.cache, before)
+
+
+def test_a_step_whose_sequence_moved_cannot_write_where_it_was() -> None:
+    cache = make_cache(pages=4, cache_mode=0)
+    first, second = cache.open(), cache.open()
+    step = cache.advance([(first, PAGE)])
+    cache.advance([(second, 1)])
+    cache.advance([(first, 1)])  # no neighbour is free: moves
+    key = torch.ones(PAGE, KV_HEADS, WIDTH)
+    with pytest.raises(StaleStepError):
+        cache.attend(step, torch.ones(PAGE, HEADS, WIDTH), key, key)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_what_was_reserved_stays_when_tokens_are_taken_back(mode: int) -> None:
+    cache = make_cache(cache_mode=mode)
+    sequence = cache.open(reserve=3 * PAGE)
+    pages = cache.pages_of(sequence)
+    cache.advance([(sequence, PAGE + 1)])
+    cache.truncate(sequence, 1)
+    assert cache.pages_of(sequence) == pages
+    fork = cache.fork(sequence, 1, reserve=2 * PAGE)
+    cache.truncate(fork, 0)
+    assert len(cache.pages_of(fork)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_large_caches_are_zeros_that_stay(dtype: torch.dtype) -> None:
+    for numbers in (1000, 3 << 20, (3 << 20) + 1):
+        tensor = zeros((numbers, 2), dtype)
+        assert (tensor.shape, tensor.dtype) == ((numbers, 2), dtype)
+        assert int((tensor != 0).sum()) == 0
+        tensor[-1] = 3
+        gc.collect()
+        assert float(tensor.sum()) == 6
+    with pytest.raises(RuntimeError):  # torch's own words for what no machine has
+        zeros((1 << 62, 2), dtype)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from ops_cases import TOLERANCE, Case, clone, octets
 from test_ops_attention import cases
 
 from attmemo import _cache_attention as native
+from attmemo import _kernels
 from attmemo.fastseq.ops import check_arguments, cpu, multi_head_cache_attention
+from attmemo.openmp import join_torch
 
 SETS = cpu.instruction_sets()
 
@@ -30,6 +34,15 @@ def test_the_best_instruction_set_comes_first() -> None:  # 67
     assert [name for name in ("avx512", "avx2", "generic") if name in SETS] == SETS
     with pytest.raises(ValueError, match="no such instruction set"):
         attend(Case([(1, 1)]), Case([(1, 1)]).make(), "avx1024")
+
+
+def test_work_is_shared_with_torchs_threads() -> None:  # 71
+    """Without a team every other test would pass, on one thread."""
+    if not re.search(r"/lib(gomp|iomp5|omp)\b", Path("/proc/self/maps").read_text()):
+        pytest.skip("torch has loaded no OpenMP library here")
+    assert join_torch(native.use_team)
+    assert join_torch(_kernels.use_team)
+    assert not native.use_team("/nowhere/libgomp.so.1")
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)
@@ -47,7 +60,7 @@ def test_instruction_sets_agree_with_the_reference(case: Case) -> None:  # 68, 7
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 33, 100, 130])
+@pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 33, 100, 130, 1040])
 def test_widths_that_are_no_multiple_of_a_vector(isa: str, width: int) -> None:  # 72
     for bits, group in ((0, 1), (8, width)):
         case = Case([(1, 40), (20, 3)], width=width, heads=8, kv_heads=1, bits=bits, group=group)

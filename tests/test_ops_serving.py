@@ -18,6 +18,8 @@ import torch
 from conftest import shared
 from transformers import (
     AttentionInterface,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -27,7 +29,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, UnsupportedModelError
+from attmemo.errors import (
+    ArgumentError,
+    DoubleFreeError,
+    OutOfPagesError,
+    UnknownSequenceError,
+    UnsupportedModelError,
+)
 from attmemo.fastseq.cached_model import CachedModel, make_cache
 from attmemo.fastseq.serve import Request, Server
 
@@ -233,6 +241,11 @@ def test_what_can_never_be_answered_is_refused_when_it_arrives(small: CachedMode
         server.submit([], 5)
     with pytest.raises(ArgumentError, match="max_new_tokens 0"):
         server.submit([1], 0)
+    with pytest.raises(ArgumentError, match="submit: token 1 is 97, expected 0 to 96"):
+        server.submit([96, 97], 5)
+    with pytest.raises(ArgumentError, match="keep_prefix: token 0 is -1"):
+        server.keep_prefix([-1])
+    assert not server.waiting
     server.keep_prefix(range(1, 50))
     server.submit(range(50, 90), 105)  # fits the cache, but not beside what is kept
     with pytest.raises(OutOfPagesError):
@@ -251,6 +264,25 @@ def test_the_model_is_its_own_again_after_closing(llama: Any) -> None:
         model.close()
         model.close()
         assert torch.equal(llama(tokens).logits, before)
+
+
+def test_a_request_in_flight_is_no_prefix_to_drop(small: CachedModel) -> None:
+    server = Server(small)
+    request = server.submit([1, 2, 3], 4)
+    server.step()
+    (number,) = small.cache.sequences
+    with pytest.raises(UnknownSequenceError, match="no kept prefix"):
+        server.drop_prefix(number)
+    server.run()
+    assert len(request.tokens) == 4
+
+
+def test_models_that_see_the_future_are_refused() -> None:
+    """Served step by step, a bidirectional model would answer something else, without an error."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).eval()
+    with pytest.raises(UnsupportedModelError, match="not causal"):
+        CachedModel(bert, make_cache(bert, pages=2))
 
 
 def test_models_whose_attention_is_another_are_refused(llama: Any) -> None:

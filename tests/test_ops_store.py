@@ -329,6 +329,21 @@ def test_a_cache_with_any_strides(implementation: str) -> None:  # 26
         assert torch.allclose(run(case, clone(inputs) | {"cache": wide[..., 0]}, implementation), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "cpu", "auto"])
+def test_scales_with_any_strides(implementation: str) -> None:  # 26
+    case = Case([(3, 2), (1, 5)], layout=2, bits=8)
+    inputs = case.make()
+    expected = run(case, clone(inputs), "reference")
+    scale = inputs["scale"]
+    gaps = torch.full((*scale.shape[:4], 7), math.nan)
+    gaps[..., : scale.shape[4]] = scale
+    reordered = scale.permute(3, 1, 2, 0, 4).contiguous().permute(3, 1, 2, 0, 4)
+    wide = torch.full((*scale.shape, 2), math.nan)
+    wide[..., 0] = scale
+    for other in (gaps[..., : scale.shape[4]], reordered, *([] if implementation == "cpu" else [wide[..., 0]])):
+        assert torch.allclose(run(case, clone(inputs) | {"scale": other}, implementation), expected, atol=1e-6)
+
+
 @BOTH
 @pytest.mark.parametrize("bits", [0, 8])
 def test_sequences_share_a_prefix(implementation: str, bits: int) -> None:  # 27

@@ -52,6 +52,11 @@ def _attend(
 AttentionInterface.register(NAME, _attend)
 
 
+def _sees_the_future(model: Any) -> str | None:
+    """The first module that says of itself that it is not causal."""
+    return next((name for name, module in model.named_modules() if getattr(module, "is_causal", None) is False), None)
+
+
 def make_cache(model: Any, *, pages: int, page_size: int = 16, **kind: Any) -> KeyValueCache:
     """A cache for this model's layers, heads, type and device.
 
@@ -106,6 +111,8 @@ class CachedModel:
             getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
         ):
             raise UnsupportedModelError(f"{name} has layers that see only a part of the text; the cache keeps all")
+        if (place := _sees_the_future(model)) is not None:
+            raise UnsupportedModelError(f"{name} is not causal: {place} sees later tokens, which come in later steps")
         if model.training:
             raise UnsupportedModelError(f"{name} is in training mode, and serving has no backward", "model.eval()")
         if model.config._attn_implementation == NAME:
@@ -113,6 +120,11 @@ class CachedModel:
         self.model, self.cache, self.implementation = model, cache, implementation
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows: 0 to one less."""
+        return int(self.model.get_input_embeddings().num_embeddings)
 
     def close(self) -> None:
         """Give the model its own attention back."""
@@ -160,6 +172,10 @@ class CachedModel:
             attmemo_call=(self.cache, step, self.implementation),
         )
         logits: torch.Tensor = output.logits[0]
+        if len(logits) != len(step.last if keep is None else keep):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} gives {len(logits)} rows of logits: it does not know logits_to_keep"
+            )
         return logits
 
     def score(self, tokens: list[int], chunk: int = 128) -> torch.Tensor:

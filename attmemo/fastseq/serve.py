@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attmemo.errors import ArgumentError, OutOfPagesError
+from attmemo.errors import ArgumentError, OutOfPagesError, UnknownSequenceError
 from attmemo.fastseq.cached_model import CachedModel
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
@@ -108,7 +108,7 @@ class Server:
         Raises
         ------
         ArgumentError
-            If the prompt is empty, or nothing is asked for.
+            If the prompt is empty or has a token that the model has not, or nothing is asked for.
         OutOfPagesError
             If the cache could not hold prompt and answer even if it were empty.
         """
@@ -117,6 +117,7 @@ class Server:
             raise ArgumentError(
                 f"submit: {len(request.prompt)} tokens of prompt, max_new_tokens {max_new_tokens}; expected 1 or more"
             )
+        self._check_tokens("submit", request.prompt)
         pages, needed = self.cache.stats().pages, self.cache.pages_for(self._room(request))
         if needed > pages:
             raise OutOfPagesError(
@@ -138,6 +139,7 @@ class Server:
     def keep_prefix(self, prompt: Iterable[int]) -> int:
         """Compute the beginning of many prompts once and keep it, until `drop_prefix` is called with its number."""
         tokens = tuple(prompt)
+        self._check_tokens("keep_prefix", tokens)
         near, shared = self._find_prefix(tokens, len(tokens))
         sequence = self.cache.open() if near is None else self.cache.fork(near, shared)
         try:
@@ -152,8 +154,19 @@ class Server:
         return sequence
 
     def drop_prefix(self, number: int) -> None:
-        """Let go of a kept prefix; requests that share it are not disturbed."""
-        self._kept.pop(number, None)
+        """Let go of a kept prefix; requests that share it are not disturbed.
+
+        Raises
+        ------
+        DoubleFreeError
+            If it was dropped before.
+        UnknownSequenceError
+            If there never was such a prefix.
+        """
+        if number not in self._kept:
+            self.cache.length(number)  # knows whether there ever was such a sequence
+            raise UnknownSequenceError(f"drop_prefix: sequence {number} is no kept prefix", "keep_prefix() gives numbers")
+        del self._kept[number]
         self.cache.free(number)
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -213,6 +226,13 @@ class Server:
         return [request for request, _ in chosen if request.finish]
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_tokens(self, what: str, tokens: tuple[int, ...]) -> None:
+        """Here, not in a step, where the model would fail for all requests and not say which."""
+        known = self.model.vocabulary
+        for place, token in enumerate(tokens):
+            if not 0 <= token < known:
+                raise ArgumentError(f"{what}: token {place} is {token}, expected 0 to {known - 1}")
 
     def _choose_tokens(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, int]]:
         """The next token of each request whose whole text is in the cache."""

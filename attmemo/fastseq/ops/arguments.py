@@ -111,9 +111,9 @@ class Arguments:
 
     @cached_property
     def indices(self) -> Indices:
-        """The index inputs on the host; for tensors on a device this waits for it."""
+        """The index inputs on the host, copied: what was checked must be what is used. Waits for a device."""
         arrays = (
-            np.ascontiguousarray(tensor.detach().cpu().numpy(), np.int64)
+            np.array(tensor.detach().cpu().numpy(), np.int64, order="C")
             for tensor in (self.seqstarts, self.kvstarts, self.cachestarts, self.start_pos)
         )
         return Indices(*arrays)
@@ -131,7 +131,7 @@ def _refuse(what: str, hint: str | None = None, kind: type[ArgumentError] = Argu
 def _integer(name: str, value: Any) -> int:
     """An integer given as such, or as a tensor of one element."""
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.dtype.is_floating_point or value.dtype in (torch.bool, torch.complex64):
+        if value.numel() != 1 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             _refuse(
                 f"{name} is a tensor {list(value.shape)} {value.dtype}, expected one integer", kind=ArgumentTypeError
             )
@@ -241,6 +241,8 @@ def _check_tensors(a: dict[str, Any], num_kv_heads: int, num_layer: int) -> None
 
 def _is_sound(a: Arguments) -> bool:
     """Whether `_check_contents` would find nothing: the same rules in native code, which is done in microseconds."""
+    if any(limit is not None and limit < 0 for limit in (a.max_seqlen, a.max_kvlen)):
+        return False
     at = a.indices
     sizes = (
         a.query.shape[0],
@@ -248,8 +250,8 @@ def _is_sound(a: Arguments) -> bool:
         a.pages,
         a.rows_of_page,
         a.decoding_batches,
-        -1 if a.max_seqlen is None else max(a.max_seqlen, 0),
-        -1 if a.max_kvlen is None else max(a.max_kvlen, 0),
+        -1 if a.max_seqlen is None else a.max_seqlen,
+        -1 if a.max_kvlen is None else a.max_kvlen,
         -1 if a.mask is None else a.mask.shape[2],
     )
     return native.is_sound((at.seqstarts, at.kvstarts, at.cachestarts, at.start_pos), sizes)
@@ -276,7 +278,7 @@ def _check_contents(a: Arguments) -> None:
         _refuse(f"decoding_batches is {a.decoding_batches}, expected 0 to {a.batch}, the number of sequences")
     for name, limit, seen in (("max_seqlen", a.max_seqlen, lengths), ("max_kvlen", a.max_kvlen, kv_lengths)):
         if limit is not None and limit < seen.max(initial=0):
-            _refuse(f"{name} is {limit}, but a sequence has {seen.max()}")
+            _refuse(f"{name} is {limit}, but a sequence has {seen.max(initial=0)}")
     if a.mask is not None and a.mask.shape[2] < at.kvstarts[-1]:
         _refuse(f"attn_mask has {a.mask.shape[2]} columns, but all sequences together have {at.kvstarts[-1]} keys")
     _check_rows(a, lengths, kv_lengths)

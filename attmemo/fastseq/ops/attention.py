@@ -119,11 +119,16 @@ def multi_head_cache_attention(
     Source: MultiHeadCacheAttention of ppl.pmx, seeds/001_0634c31490be7930.txt. For inference: there is no backward.
     Registered as ``torch.ops.attmemo.multi_head_cache_attention``, so it goes through torch.compile and torch.export.
     """
-    if torch.is_grad_enabled() and (query.requires_grad or current_key.requires_grad or current_value.requires_grad):
-        raise ArgumentError(
-            "multi_head_cache_attention: query, current_key or current_value requires grad, but there is no backward",
-            "call it under torch.inference_mode() or torch.no_grad()",
-        )
+    if torch.is_grad_enabled():
+        tensors = {
+            "query": query, "current_key": current_key, "current_value": current_value,
+            "cache": cache, "scale": scale, "attn_mask": attn_mask,
+        }  # fmt: skip
+        if wanting := [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]:
+            raise ArgumentError(
+                f"multi_head_cache_attention: {', '.join(wanting)} requires grad, but there is no backward",
+                "call it under torch.inference_mode() or torch.no_grad()",
+            )
     output: torch.Tensor = torch.ops.attmemo.multi_head_cache_attention(
         query, current_key, current_value, seqstarts, kvstarts, cachestarts, start_pos,
         _as_tensor(decoding_batches), _as_tensor(max_seqlen), _as_tensor(max_kvlen), cache, scale, attn_mask,
@@ -173,7 +178,7 @@ def _module(name: str) -> Any:
 
 def _as_tensor(number: torch.Tensor | int | None) -> torch.Tensor | None:
     """The operator takes numbers as tensors in the host's memory: what a traced program changes from call to call."""
-    return number if number is None or isinstance(number, torch.Tensor) else torch.tensor(number)
+    return number if number is None or isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
 
 
 def _run(*given: Any) -> torch.Tensor:

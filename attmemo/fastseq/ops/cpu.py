@@ -50,7 +50,7 @@ def attend(a: Arguments, isa: str = "") -> torch.Tensor:
     MemoryError
         If there is no memory for a few rows for each thread.
     """
-    output = torch.empty(a.query.shape, dtype=a.query.dtype)
+    output = torch.empty(a.query.shape, dtype=a.query.dtype, device="cpu")
     at = a.indices
     if a.mask is not None and a.mask.shape[2] < at.kvstarts[-1]:
         raise ValueError(f"attn_mask has {a.mask.shape[2]} columns for {at.kvstarts[-1]} keys")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, UnknownSequenceError
+from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, StaleStepError, UnknownSequenceError
 from attmemo.fastseq.ops.attention import multi_head_cache_attention
 from attmemo.fastseq.ops.layout import AXES, cache_shape, layer_planes, scale_shape
 from attmemo.fastseq.ops.memory import zeros
@@ -25,6 +25,7 @@ class CacheStep:
     """New tokens of several sequences, as the operator wants them: B sequences, N tokens one behind the other."""
 
     sequences: tuple[int, ...]  # whose tokens these are, in their order
+    versions: tuple[int, ...]  # of these, when the step was made
     seqstarts: torch.Tensor  # [B + 1] int64
     kvstarts: torch.Tensor  # [B + 1] int64
     cachestarts: torch.Tensor  # [B] with offsets, [B, most pages] with pages: token offsets, -1 where unused
@@ -64,6 +65,8 @@ class CacheStats:
 class _Sequence:
     length: int = 0
     pages: list[int] = field(default_factory=list)  # enough for `length` tokens, or more: reserved
+    reserved: int = 0  # pages that it keeps whatever its length
+    version: int = 0  # how often tokens were taken from it or moved: a step from before that would write elsewhere
 
 
 class KeyValueCache:
@@ -217,6 +220,7 @@ class KeyValueCache:
         sequence = _Sequence()
         if reserve:
             self._grow(sequence, reserve)
+            sequence.reserved = len(sequence.pages)
         return self._admit(sequence)
 
     def fork(self, sequence: int, length: int | None = None, reserve: int = 0) -> int:
@@ -245,6 +249,7 @@ class KeyValueCache:
         except OutOfPagesError:
             self._allocator.release(fork.pages)
             raise
+        fork.reserved = self.pages_for(reserve)
         if self.cache_mode == 0 and length:
             self._copy(origin.pages[0] * self.page_size, fork.pages[0] * self.page_size, length)
         return self._admit(fork)
@@ -265,6 +270,8 @@ class KeyValueCache:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens from `length` on, such as a draft that was refused, and the pages that held only those.
 
+        What was reserved stays reserved; steps made before can no longer be attended.
+
         Raises
         ------
         ArgumentError
@@ -273,8 +280,9 @@ class KeyValueCache:
         found = self._find(sequence)
         if not 0 <= length <= found.length:
             raise ArgumentError(f"truncate of sequence {sequence}: length is {length}, expected 0 to {found.length}")
+        found.version += length < found.length
         found.length = length
-        self._trim(found, self.pages_for(length))
+        self._trim(found, max(self.pages_for(length), found.reserved))
 
     # --- a step of a server ------------------------------------------------------------------------------------------
 
@@ -368,9 +376,15 @@ class KeyValueCache:
             If the tensors do not fit the step or the cache.
         DoubleFreeError
             If a sequence of the step was freed meanwhile.
+        StaleStepError
+            If tokens of the step were taken back meanwhile, or moved: its rows may be another sequence's now.
         """
-        for number in step.sequences:
-            self._find(number)
+        for number, version in zip(step.sequences, step.versions, strict=True):
+            if self._find(number).version != version:
+                raise StaleStepError(
+                    f"attend: sequence {number} was truncated or moved after this step was made",
+                    "advance() again, and attend that step",
+                )
         if query.dim() != 3 or len(query) != step.tokens:
             raise ArgumentError(
                 f"attend: query has shape {list(query.shape)}, expected [{step.tokens}, num_heads, {self.head_dim}]",
@@ -451,6 +465,7 @@ class KeyValueCache:
         self._copy(page * self.page_size, own * self.page_size, sequence.length % self.page_size)
         self._allocator.release([page])
         sequence.pages[place] = own
+        sequence.version += 1
 
     def _grow(self, sequence: _Sequence, tokens: int) -> None:
         """Pages for so many tokens in all."""
@@ -473,6 +488,7 @@ class KeyValueCache:
                 self._copy(sequence.pages[0] * self.page_size, first * self.page_size, sequence.length)
             self._allocator.release(sequence.pages)
             sequence.pages = moved
+            sequence.version += held > 0
 
     def _trim(self, sequence: _Sequence, pages: int) -> None:
         self._allocator.release(sequence.pages[pages:])
@@ -510,6 +526,7 @@ class KeyValueCache:
             decoding += 1
         return CacheStep(
             sequences=tuple(number for number, _ in requests),
+            versions=tuple(sequence.version for sequence in sequences),
             seqstarts=_starts(new, device),
             kvstarts=_starts(total, device),
             cachestarts=starts,

@@ -25,8 +25,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
     # Private: what is shared has huge pages only where an administrator gave them to shared memory, too.
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # let torch tell that there is no such amount of memory
+    except (OSError, OverflowError):  # let torch tell that there is no such amount of memory
         return torch.zeros(shape, dtype=dtype, device=device)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # holds on to the memory
+    # Written now, not when a token first comes there: a lack of memory shows here, and no step waits for zeros.
+    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()  # holds on to the memory

@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from attmemo.fastseq.ops.arguments import Arguments
 from attmemo.fastseq.ops.reference import EPSILON, alibi_slopes
 
-_WIDEST = 512  # elements of a head: what fits a program's registers
+_WIDEST = 256  # elements of a head: the widest whose blocks are known to fit shared memory
 
 
 def is_interpreted() -> bool:
@@ -111,7 +112,7 @@ def _attend(
         splits = _choose_splits(a, blocks, block)
     mask = a.mask.float() if a.mask is not None and a.mask.dtype == torch.float64 else a.mask
     strides = (0, 0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, *mask.stride()[1:])
-    slopes = alibi_slopes(a.num_heads).to(a.query.device) if a.is_alibi else output
+    slopes = _slopes(a.num_heads, a.query.device) if a.is_alibi else output
     parts: tuple[torch.Tensor, ...] = (output, output, output)
     lines = len(a.query) * a.num_heads
     if splits > 1:
@@ -139,6 +140,12 @@ def _attend(
         kernels.join[(lines,)](
             *parts, output, lines, splits, D=a.head_dim, BLOCK_S=_power(splits), BLOCK_D=width, num_warps=1
         )  # fmt: skip
+
+
+@cache
+def _slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """Copied to the device once: a copy in each call would wait for it."""
+    return alibi_slopes(heads).to(device)
 
 
 def _choose_splits(a: Arguments, blocks: int, block: int) -> int:

@@ -79,13 +79,13 @@ def store(
         dtype = key.dtype.element_ty
 
         if BITS == 0:
-            e = tl.arange(0, BLOCK_D)
+            e = tl.arange(0, BLOCK_D).to(tl.int64)
             x = tl.load(source + e * step, mask=e < D, other=0.0).to(tl.float32)
             stored = cache.dtype.element_ty
             tl.store(target + e * stride_ce, _round(x, stored).to(stored), mask=e < D)
         else:
-            g = tl.arange(0, BLOCK_G)[:, None]  # groups
-            e = tl.arange(0, BLOCK_E)[None, :]  # elements of a group; with 4 bits pairs of them
+            g = tl.arange(0, BLOCK_G).to(tl.int64)[:, None]  # groups
+            e = tl.arange(0, BLOCK_E).to(tl.int64)[None, :]  # elements of a group; with 4 bits pairs of them
             pair: tl.constexpr = 2 if BITS == 4 else 1
             most: tl.constexpr = 127.0 if BITS == 8 else 7.0
             inside = (g < D // GROUP) & (e < GROUP // pair)
@@ -104,7 +104,7 @@ def store(
                 code = (code & 15) | ((_code(y, s[:, None], most, dtype) & 15) << 4)
             tl.store(target + (g * (GROUP // pair) + e) * stride_ce, code.to(cache.dtype.element_ty), mask=inside)
             kept = scale.dtype.element_ty
-            groups = tl.arange(0, BLOCK_G)
+            groups = tl.arange(0, BLOCK_G).to(tl.int64)
             place = scale + plane * stride_sp + row * stride_st + h * stride_sh + groups * stride_se
             tl.store(place, _round(s, kept).to(kept), mask=groups < D // GROUP)
 
@@ -153,7 +153,7 @@ def attend(
         i, r = begin + tile // BLOCK_R, tile % BLOCK_R
         h = g * R + r
         asked = (i < sq) & (r < R)
-        e = tl.arange(0, BLOCK_D)
+        e = tl.arange(0, BLOCK_D).to(tl.int64)
         dtype = query.dtype.element_ty
         where = (first + i) * stride_qn + h * stride_qh
         q = tl.load(query + where[:, None] + e[None, :] * stride_qd, mask=asked[:, None] & (e < D)[None, :], other=0.0)

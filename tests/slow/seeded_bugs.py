@@ -1,0 +1,79 @@
+"""Bugs to put into the attention operator's reference, one at a time: would the tests notice?
+
+A plugin for pytest: with SEEDED_BUG set to a name, the reference is changed before any test runs. Each is a mistake
+that implementations of this operator have really made, or are likely to make.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+BUGS: dict[str, tuple[str, str]] = {
+    "query heads take key heads in turn": ("repeat_interleave(a.repeats, 1)", "repeat(1, a.repeats, 1)"),
+    "causal from the first key": ("places[kv_length - length :, None] - places", "places[:length, None] - places"),
+    "keys and values change places": ("return stored[0], stored[1]", "return stored[1], stored[0]"),
+    "page numbers for offsets": (
+        ".long()[token // a.page_size] + token",
+        ".long()[token // a.page_size] * a.page_size + token",
+    ),
+    "every token at its page's start": (
+        ".long()[token // a.page_size] + token % a.page_size",
+        ".long()[token // a.page_size]",
+    ),
+    "half away from zero": ("torch.round(groups / scale)", "(((groups / scale).abs() + 0.5).floor() * groups.sign())"),
+    "a code of -128": (".clamp(-most, most)", ".clamp(-most - 1, most)"),
+    "no smallest scale": ("EPSILON = 1e-5", "EPSILON = 0.0"),
+    "quantised in float32": (
+        "most = 2 ** (quant_bit - 1) - 1",
+        "most, numbers = 2 ** (quant_bit - 1) - 1, numbers.float()",
+    ),
+    "new tokens before they are rounded": (
+        "    return stored[0], stored[1]",
+        "    new = slice(int(a.indices.seqstarts[b]), int(a.indices.seqstarts[b + 1]))\n"
+        "    stored[:, int(a.indices.start_pos[b]) :] = torch.stack((a.key[new], a.value[new]))\n"
+        "    return stored[0], stored[1]",
+    ),
+    "mask from column 0 for everybody": (
+        "columns = slice(int(a.indices.kvstarts[b]), int(a.indices.kvstarts[b + 1]))",
+        "columns = slice(0, kv_length)",
+    ),
+    "mask scaled like the scores": (
+        "a.mask[:, lines, columns].float()",
+        "a.mask[:, lines, columns].float() / math.sqrt(a.head_dim)",
+    ),
+    "causal for decoding batches": (
+        "if a.is_masked_causally(b):",
+        "if a.is_alibi or (a.is_causal and length > 1):",
+    ),
+    "distances from the first new token": (
+        "[:, None, None] * distance",
+        "[:, None, None] * (places[:length, None] - places)",
+    ),
+    "a row too many": (
+        "rows(a, b, 0, int(a.indices.kvstarts[b + 1] - a.indices.kvstarts[b]))",
+        "rows(a, b, 0, int(a.indices.kvstarts[b + 1] - a.indices.kvstarts[b]) + 1)",
+    ),
+    "scales are not stored": ("a.scale_planes[plane, where] = scale.to(a.scale_planes.dtype)", "pass"),
+    "pages counted from the first prompt": (
+        "a.cachestarts[sequence]",
+        "a.cachestarts[max(0, sequence - a.decoding_batches)]",
+    ),
+    "prompts do not see what is in the cache": (
+        "scores.masked_fill(distance < 0, -math.inf)",
+        "scores.masked_fill((distance < 0) | (places < kv_length - length), -math.inf)",
+    ),
+}
+
+
+def pytest_configure() -> None:
+    """Change the reference, if a bug is asked for."""
+    name = os.environ.get("SEEDED_BUG")
+    if not name:
+        return
+    from attmemo.fastseq.ops import reference
+
+    right, wrong = BUGS[name]
+    source = Path(reference.__file__).read_text()
+    assert right in source, f"the reference has changed: {right!r} is not there"
+    exec(compile(source.replace(right, wrong), reference.__file__, "exec"), vars(reference))
