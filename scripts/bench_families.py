@@ -1,7 +1,9 @@
 """Time every family of attention, exact and served, and write docs/bench-families.{json,md,png}.
 
-    python scripts/bench_families.py                      # everything: half an hour on two cores
+    python scripts/bench_families.py                      # everything: an hour on two cores
     python scripts/bench_families.py bert llama           # these anew; other rows of the record are kept
+    python scripts/bench_families.py bert deberta-v2 --layers 12 --lengths 128 512 --long-lengths --batches 1 8 \
+        --dtypes float32 --output docs/bench-twelve-layers
 
 The same as `attmemo bench layer --all-families`, family by family: what is measured is kept when it is stopped.
 """
@@ -14,19 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from attmemo.adapters import ADAPTERS
-from attmemo.profiler.bench.families import MOST_TOKENS, as_markdown, bench_families
+from attmemo.profiler.bench.families import (
+    BATCHES,
+    DTYPES,
+    LENGTHS,
+    LONG_LENGTHS,
+    MOST_TOKENS,
+    as_markdown,
+    bench_families,
+    gist,
+    overheads,
+)
 from attmemo.profiler.plots import draw_families
 
 HEAD = """# Every family, exact and served
 
-One forward of a random model of base width (768, 12 heads, two layers), every row served from a database with one
+One forward of a random model of base width (768, 12 heads, {layers} layers), every row served from a database with one
 lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps that are in
 contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of decoders half of
-each, serving can be faster than that. The lookup is divided among the layers, and two are few: it weighs six times as
-much here as in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured. The
-exact path is the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this;
-`attmemo bench layer --all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs
-more than it saves: the gate, which this measurement switches off, leaves such calls alone.
+each, serving can be faster than that. The lookup is divided among the layers: with two it weighs six times as much as
+in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured. The exact path is
+the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this; `attmemo bench layer
+--all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs more than it saves: the
+gate, which this measurement switches off, leaves such calls alone.
 
 """
 
@@ -36,10 +48,12 @@ def write(found: dict[str, Any], place: Path) -> None:
     order = [adapter.family for adapter in ADAPTERS]
     found["rows"].sort(key=lambda row: (order.index(row["family"]), row["dtype"] != "float32", row["length"]))
     place.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    facts = {name: value for name, value in found["conditions"].items() if name != "load"}
+    facts = {name: value for name, value in found["conditions"].items() if name not in ("load", "repeats")}
     notes = "".join(f"* {note}\n" for note in found["notes"])
-    text = HEAD + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n{notes}\n"
-    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".\n"
+    text = HEAD.format(layers=facts["layers"]) + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n"
+    text += "Lookup and fetch as a share of exact attention's time; in brackets, the share of the ceiling's saving\n"
+    text += "that was reached.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
+    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of 2 or 3.\n"
     place.with_suffix(".md").write_text(text)
     place.with_suffix(".png").write_bytes(draw_families(found))
 
@@ -53,6 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=[], help="default: all")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--long-lengths", type=int, nargs="*", default=LONG_LENGTHS, help="of decoders besides")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--dtypes", nargs="*", default=DTYPES)
     parser.add_argument("--most-tokens", type=int, default=MOST_TOKENS, help="leave larger batches out")
     parser.add_argument("--output", type=Path, default=Path("docs/bench-families"), help="without an ending")
     options = parser.parse_args()
@@ -62,11 +81,19 @@ def main() -> None:
     record = options.output.with_suffix(".json")
     found = json.loads(record.read_text()) if record.exists() else {"rows": [], "conditions": {}, "notes": []}
     for family in options.families or known:
-        fresh = bench_families(families=[family], repeats=options.repeats, most_tokens=options.most_tokens)
+        fresh = bench_families(
+            families=[family], repeats=options.repeats, most_tokens=options.most_tokens, layers=options.layers,
+            lengths=options.lengths, long_lengths=options.long_lengths, batches=options.batches, dtypes=options.dtypes,
+        )  # fmt: skip
         anew = {_case(row) for row in fresh["rows"]}
         found["rows"] = [row for row in found["rows"] if _case(row) not in anew] + fresh["rows"]
+        known_conditions = {**fresh["conditions"], **found["conditions"]}
+        for name, value in fresh["conditions"].items():
+            if name not in ("load", "repeats", "kernel") and known_conditions[name] != value:
+                parser.error(f"{record} was measured with {name} {known_conditions[name]}, this is {value}: --output")
         found["conditions"] = fresh["conditions"]
-        found["notes"] += [note for note in fresh["notes"] if note not in found["notes"]]
+        known_notes = {gist(note) for note in found["notes"]}
+        found["notes"] += [note for note in fresh["notes"] if gist(note) not in known_notes]
         write(found, options.output)
         print(as_markdown(fresh), flush=True)
 

@@ -165,7 +165,9 @@ class Server:
         """
         if number not in self._kept:
             self.cache.length(number)  # knows whether there ever was such a sequence
-            raise UnknownSequenceError(f"drop_prefix: sequence {number} is no kept prefix", "keep_prefix() gives numbers")
+            raise UnknownSequenceError(
+                f"drop_prefix: sequence {number} is no kept prefix", "keep_prefix() gives its number"
+            )
         del self._kept[number]
         self.cache.free(number)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attmemo.adapters import ADAPTERS
@@ -82,8 +82,8 @@ def bench_families(
         # What goes for one case only is in its row.
         of_all = {key: value for key, value in found["conditions"].items() if key not in _OF_A_CASE}
         where = of_all if not where else {key: value for key, value in where.items() if of_all.get(key) == value}
-        known = {_gist(note) for note in notes}
-        notes += [note for note in found["notes"] if _gist(note) not in known and "ceiling saves nothing" not in note]
+        known = {gist(note) for note in notes}
+        notes += [note for note in found["notes"] if gist(note) not in known and "ceiling saves nothing" not in note]
     tell("families", len(cases), len(cases))
     return {"rows": rows, "conditions": where | {"layers": layers, "hidden": hidden, "heads": heads}, "notes": notes}
 
@@ -91,7 +91,7 @@ def bench_families(
 _OF_A_CASE = {"dtype", "storage_dtype", "batch_size", "max_length", "records", "attention", "page_bytes", "fetch"}
 
 
-def _gist(note: str) -> str:
+def gist(note: str) -> str:
     """A note without its numbers: how busy the machine was is said once."""
     return note.split(" (")[0]
 
@@ -115,7 +115,18 @@ def _row(variants: Sequence[Mapping[str, Any]], family: str, dtype: str, length:
     }
 
 
-def as_markdown(found: Mapping[str, Any]) -> str:
+def speedups(row: Mapping[str, Any]) -> str:
+    """Times as fast as exact and, in brackets, the ceiling."""
+    return f"{row['speedup']:.2f} ({row['ceiling']:.2f})"
+
+
+def overheads(row: Mapping[str, Any]) -> str:
+    """Lookup and fetch as a share of exact attention's time and, in brackets, the share of the ceiling's saving."""
+    share = row["share_of_ceiling"]  # None: it saves nothing
+    return f"{row['overhead']:.1%}" + ("" if share is None else f" ({share:.0%})")
+
+
+def as_markdown(found: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str] = speedups) -> str:
     """The rows as a table: a line for each family and precision, a column for each shape."""
     rows = found["rows"]
     shapes = sorted({(row["length"], row["batch"]) for row in rows})
@@ -133,6 +144,6 @@ def as_markdown(found: Mapping[str, Any]) -> str:
                 cells.append("")
                 continue
             kind = row["attention"]
-            cells.append(f"{row['speedup']:.2f} ({row['ceiling']:.2f})")
+            cells.append(cell(row))
         lines.append(f"| {family} | {dtype} | {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
