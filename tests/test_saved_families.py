@@ -1,0 +1,74 @@
+"""Saved checkpoints of families with something of their own, all the way: built, trained with a profile, tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from families import FAMILIES
+
+from attmemo import Database
+from attmemo.adapters import adapter_for
+from attmemo.embed.train import TrainOptions
+from attmemo.profiler import measure
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import load_model
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
+
+LONGEST = 32
+SHARING = ["ALBERT", "ALBERT, groups"]
+
+
+def checkpoint(name: str, folder: Path, lines: list[str]) -> Any:
+    """Save a tiny model of this family with a tokenizer; the model."""
+    model: Any = FAMILIES[name].make()
+    tokenizer = make_tokenizer(lines)
+    model.resize_token_embeddings(len(tokenizer))
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def texts(folder: Path, seed: int, count: int) -> Path:
+    file = folder / f"{seed}.log"
+    file.write_text("".join(f"{line}\n" for line in generate_log(count, seed=seed)))
+    return file
+
+
+def go_all_the_way(folder: Path, lines: list[str]) -> tuple[Path, dict[str, Any]]:
+    """Build a database of the model in this folder, train it with a profile and tune it; its place, and the profile."""
+    path = folder / "db"
+    options = BuildOptions(max_length=LONGEST, limit=60)
+    build_database(load_model(str(folder / "model")), [texts(folder, 1, 60)], path, options)
+    report = train_database(path, TrainOptions(steps=5), profile=True)
+    assert not [note for note in report["notes"] if "profile" in note]
+    tune(path, [texts(folder, 5, 20)], TuneOptions(budget=0.5, allow_uncertified=True))
+    return path, report["profile"]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_layers_that_share_a_module_cannot_be_profiled(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+    checkpoint(name, tmp_path / "model", log_lines)
+    path, profile = go_all_the_way(tmp_path, log_lines)
+    with Database(path) as database:
+        assert len(profile["costs"]) == database.manifest.model.layers
+    model: Any = load_model(str(tmp_path / "model")).model
+    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that ticks once a look: whoever wrapped a wrapper would count the ticks inside too."""
+    model: Any = FAMILIES[name].make()
+    _, sites = adapter_for(model)
+    ticks = iter(range(1000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
+    with measure._timed(sites) as spent, torch.inference_mode():
+        model(input_ids=torch.arange(5)[None])
+    assert spent == [1] * len(sites)
+    assert not [module for module in model.modules() if "forward" in module.__dict__]
