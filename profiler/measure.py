@@ -113,9 +113,9 @@ def _inputs(loaded: LoadedModel, batch: int, length: int, turn: int) -> dict[str
 
 
 def _run(loaded: LoadedModel, inputs: dict[str, Tensor]) -> None:
-    base: Any = loaded.model.base_model
+    host = adapter_for(loaded.model)[0].host(loaded.model)
     with torch.inference_mode():
-        base(**inputs)
+        host(**inputs)
 
 
 @contextmanager

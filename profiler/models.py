@@ -28,7 +28,7 @@ class LoadedModel:
     ----------
     kind : str
         ``"classifier"`` (answers are labels), ``"language-model"`` (answers are next tokens) or ``"encoder"`` (answers
-        are embeddings, mean-pooled).
+        are embeddings, mean-pooled). Of an encoder-decoder without a classifier, `model` is the encoder alone.
     """
 
     name: str
@@ -58,6 +58,8 @@ class Tokens:
 
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
+
+    Of a model with a decoder beside its encoder the latter is loaded: its database serves both.
 
     Raises
     ------
@@ -90,6 +92,8 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
                 kind, AutoModel
             )
             model, report = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
+            if kind == "encoder" and config.is_encoder_decoder:
+                model = model.get_encoder()  # the decoder would want inputs of its own, and its maps are never stored
             model = model.eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:

@@ -10,9 +10,10 @@ import torch
 from conftest import make_tokenizer
 from families import FAMILIES
 
-from attmemo import Database
+from attmemo import Database, memoize
 from attmemo.adapters import adapter_for
 from attmemo.embed.train import TrainOptions
+from attmemo.fingerprint import model_fields
 from attmemo.profiler import measure
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
@@ -22,6 +23,7 @@ from attmemo.profiler.tune import TuneOptions, tune
 
 LONGEST = 32
 SHARING = ["ALBERT", "ALBERT, groups"]
+PAIRS = ["T5", "Marian"]
 
 
 def checkpoint(name: str, folder: Path, lines: list[str]) -> Any:
@@ -72,3 +74,16 @@ def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeyp
         model(input_ids=torch.arange(5)[None])
     assert spent == [1] * len(sites)
     assert not [module for module in model.modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_model_with_a_decoder_cannot_be_profiled_or_tuned(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+    kind = type(checkpoint(name, tmp_path / "model", log_lines))
+    saved = kind.from_pretrained(tmp_path / "model").eval()  # as a user has it, to generate with
+    loaded = load_model(str(tmp_path / "model"))
+    assert loaded.kind == "encoder"
+    adapter, _ = adapter_for(saved)
+    assert model_fields(adapter.host(saved)) == model_fields(adapter.host(loaded.model)), "another model's database"
+    path, _ = go_all_the_way(tmp_path, log_lines)
+    memoize(saved, "auto", path)
+    assert saved.attmemo.enabled
