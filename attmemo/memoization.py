@@ -23,6 +23,7 @@ from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
 from attmemo.precision import slow
+from attmemo.watch import Watch
 
 _LOG = logging.getLogger("attmemo")
 
@@ -195,6 +196,8 @@ def memoize(
     While it is checked the model is in evaluation mode and computes attention without fused kernels: let no other
     thread use it meanwhile.
 
+    When its weights change afterwards, or adapters are attached to it, it stays exact until it is memoized anew.
+
     Raises
     ------
     UnsupportedModelError
@@ -246,7 +249,8 @@ def _prepare(
     if warning is not None:
         _LOG.warning("attmemo: %s", warning)
     values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
-    engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
+    watch = Watch(adapter.host(encoder), sites)
+    engine = Engine(adapter, watch, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
     return Memoization(encoder, sites, engine, source, owned=opened is not database)
 
 

@@ -43,7 +43,7 @@ def texts(folder: Path, seed: int, count: int) -> Path:
 
 
 def go_all_the_way(folder: Path, lines: list[str]) -> tuple[Path, dict[str, Any]]:
-    """Build a database of the model in this folder, train it with a profile and tune it; its place, and the profile."""
+    """Build a database of the model in this folder, train it with a profile, tune it; its place and the profile."""
     path = folder / "db"
     options = BuildOptions(max_length=LONGEST, limit=60)
     build_database(load_model(str(folder / "model")), [texts(folder, 1, 60)], path, options)
