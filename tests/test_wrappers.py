@@ -248,6 +248,31 @@ class TestPrecision:
     @pytest.mark.parametrize("name", ["BERT", "DeBERTa", "ModernBERT", "T5 encoder", "GPT-2", "Llama", "Qwen3"])
     @pytest.mark.parametrize("storage", ["auto", "float16", "uint8"])
     def test_a_model_in_bfloat16_is_served_in_its_own_precision(
+    @pytest.mark.parametrize("native", [False, None, True])
+    def test_emulated_bfloat16_is_slow_and_memoize_says_nothing(
+        self, native: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from attmemo import precision
+
+        model = FAMILIES["BERT"].make().to(torch.bfloat16)
+        path = make_database(model, inputs_of(FAMILIES["BERT"], LENGTHS), tmp_path)
+        monkeypatch.setattr(precision, "has_native_bfloat16", lambda: native)
+        with caplog.at_level(logging.WARNING, "attmemo"):
+            memoize(model, threshold=0.0, database=path, gate=False)
+        assert caplog.text.count("only emulates") == (native is False)
+
+    def test_a_model_in_float64_is_not_served(self, tmp_path: Path) -> None:
+        model = FAMILIES["BERT"].make().to(torch.float64)
+        inputs = inputs_of(FAMILIES["BERT"], LENGTHS)
+        path = make_database(model, inputs, tmp_path, storage="float32")
+        expected = output(model, inputs)
+        memoize(model, threshold=0.0, database=path, gate=False)
+        seen = output(model, inputs)
+        assert not model.attmemo.stats()["failures"]
+        assert model.attmemo.stats()["hit_rate"] == 1.0
+        for row, n in enumerate(LENGTHS):
+            assert gap(seen[row, :n], expected[row, :n]) <= 1e-5
+
         self, name: str, storage: str, tmp_path: Path
     ) -> None:
         family = FAMILIES[name]
