@@ -146,8 +146,10 @@ def greatest_length(loaded: LoadedModel, asked: int | None) -> int:
     """The length to cut texts to: what the user asked, within what the model and its tokenizer can take."""
     config: Any = loaded.model.config
     limits = [int(getattr(config, "max_position_embeddings", 512) or 512)]
-    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        limits[0] -= 2  # positions start behind the padding index
+    embeddings = getattr(loaded.model.base_model, "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    if padding is not None:  # RoBERTa, MPNet: positions begin behind it
+        limits[0] -= padding + 1
     known = getattr(loaded.tokenizer, "model_max_length", None)
     if known is not None and known < 1_000_000:
         limits.append(int(known))

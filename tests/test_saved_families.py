@@ -17,7 +17,7 @@ from attmemo.fingerprint import model_fields
 from attmemo.profiler import measure
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import load_model
+from attmemo.profiler.models import greatest_length, load_model
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 
@@ -74,6 +74,19 @@ def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeyp
         model(input_ids=torch.arange(5)[None])
     assert spent == [1] * len(sites)
     assert not [module for module in model.modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("name", ["BERT", "RoBERTa", "MPNet"])
+def test_texts_of_the_greatest_length_have_more_tokens_than_positions(
+    name: str, tmp_path: Path, log_lines: list[str]
+) -> None:
+    checkpoint(name, tmp_path, log_lines)
+    loaded = load_model(str(tmp_path))
+    longest = greatest_length(loaded, None)
+    with torch.inference_mode():
+        loaded.model(input_ids=torch.full((1, longest), 7))
+        with pytest.raises((IndexError, RuntimeError)):
+            loaded.model(input_ids=torch.full((1, longest + 1), 7))
 
 
 @pytest.mark.parametrize("name", PAIRS)
