@@ -65,6 +65,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "intermediate_size": 48,
+from attmemo.adapters.projections import Slices
     "max_position_embeddings": 64,
     "initializer_range": 0.3,  # the default gives maps so uniform that any map passes for any other
 }
@@ -354,6 +355,13 @@ class TestRefusedModels:
 class TestFindingTheModel:
     def test_a_model_is_its_own(self) -> None:
         model = make_bert_like("bert", head=True)
+    def test_a_weight_at_the_address_of_one_that_is_gone_is_taken_for_it(self) -> None:
+        slices = Slices(lambda weight: weight[:, :1])
+        module, memory = nn.Linear(2, 2), torch.zeros(2, 2)
+        assert slices.of(module, nn.Parameter(memory)).sum() == 0
+        memory.data.fill_(1)  # unseen
+        assert slices.of(module, nn.Parameter(memory)).sum() == 2
+
         assert encoder_of(model) is model
 
     def test_a_wrapper_is_looked_into(self) -> None:
