@@ -88,6 +88,8 @@ class TestAdapted:
         with pytest.raises(UnsupportedModelError, match="no adapter knows"):
             memoize(model, database=tmp_path)  # not merged: adapters can be switched
         merged = model.merge_and_unload().eval()
+        assert "looks like bert, but projections are no plain linear layers" in str(refusal.value)
+        assert "query, value: peft.tuners.lora.layer.Linear" in str(refusal.value), "the cause is not named"
         inputs = inputs_of(FAMILIES["BERT"], LENGTHS)
         path = make_database(merged, inputs, tmp_path, storage="float32")
         expected = output(merged, inputs)
