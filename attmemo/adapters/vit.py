@@ -17,7 +17,7 @@ class ViTAdapter(Adapter):
     models = ("ViT", "DeiT")
 
     def is_one(self, name: str, module: nn.Module) -> bool:
-        plain = not module.is_causal and not takes(module, "position_embeddings")
+        plain = not getattr(module, "is_causal", True) and not takes(module, "position_embeddings")
         return plain and not takes(module, "key_value_states")
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
