@@ -13,7 +13,7 @@ from families import FAMILIES, Family, inputs_of
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.adapters import adapter_for, check_adapter
+from attmemo.adapters import ADAPTERS, adapter_for, check_adapter
 from attmemo.db import Database
 from attmemo.embed.train import TrainOptions
 from attmemo.profiler.build import build_from_inputs
@@ -173,6 +173,17 @@ def test_training_is_left_alone(case: Case) -> None:
     try:
         found = adapter_for(case.model)[0].host(case.model)(**case.stored).last_hidden_state
         found.sum().backward()
+def test_a_model_that_is_said_to_work_was_never_tried() -> None:
+    """Each name that an adapter gives has a row in the table, and is in the README."""
+    table = (Path(__file__).parents[1] / "README.md").read_text().split("## Models")[1].split("`attmemo families`")[0]
+    for adapter in ADAPTERS:
+        for name in adapter.models:
+            row = FAMILIES.get(name.removesuffix(" (v1)"))
+            assert row is not None, name
+            assert row.adapter == adapter.family, name
+            assert name.split("-v")[0].removesuffix(" (v1)") in table, name
+
+
     finally:
         case.model.eval()
         case.model.zero_grad()

@@ -15,7 +15,7 @@ class GPT2Adapter(Adapter):
     """`h.i.attn`."""
 
     family = "gpt2"
-    models = ("GPT-2", "DistilGPT2", "CPM", "GPT-SW3")
+    models = ("GPT-2", "DistilGPT2")
     limits = "cross-attention; a quantized or adapted c_attn"
     projections = ()
     out = "c_proj"
