@@ -153,13 +153,19 @@ def test_rows_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: str) ->
 @pytest.mark.parametrize("wanted", ["output_attentions", "output_hidden_states"])
 def test_outputs_that_only_the_exact_path_has_are_exact(case: Case, wanted: str) -> None:
     host = adapter_for(case.model)[0].host(case.model)
-    for module in host.modules():
-        if wanted == "output_attentions" and hasattr(module, "config"):
-            module.config._attn_implementation = "eager"
-    with torch.inference_mode():
-        expected = host(**case.stored, **{wanted: True})
-        case.serve()
-        seen = host(**case.stored, **{wanted: True})
+    configs: list[Any] = [module.config for module in host.modules() if hasattr(module, "config")]
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            if wanted == "output_attentions":
+                config._attn_implementation = "eager"
+        with torch.inference_mode():
+            expected = host(**case.stored, **{wanted: True})
+            case.serve()
+            seen = host(**case.stored, **{wanted: True})
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
     assert torch.equal(seen.last_hidden_state, expected.last_hidden_state)
     name = wanted.removeprefix("output_")
     assert len(seen[name]) == len(expected[name]) > 0
@@ -167,12 +173,6 @@ def test_outputs_that_only_the_exact_path_has_are_exact(case: Case, wanted: str)
     assert case.model.attmemo.stats()["hits"] == 0  # type: ignore[union-attr,operator]
 
 
-def test_training_is_left_alone(case: Case) -> None:
-    case.serve()
-    case.model.train()
-    try:
-        found = adapter_for(case.model)[0].host(case.model)(**case.stored).last_hidden_state
-        found.sum().backward()
 def test_a_model_that_is_said_to_work_was_never_tried() -> None:
     """Each name that an adapter gives has a row in the table, and is in the README."""
     table = (Path(__file__).parents[1] / "README.md").read_text().split("## Models")[1].split("`attmemo families`")[0]
@@ -184,6 +184,12 @@ def test_a_model_that_is_said_to_work_was_never_tried() -> None:
             assert name.split("-v")[0].removesuffix(" (v1)") in table, name
 
 
+def test_training_is_left_alone(case: Case) -> None:
+    case.serve()
+    case.model.train()
+    try:
+        found = adapter_for(case.model)[0].host(case.model)(**case.stored).last_hidden_state
+        found.sum().backward()
     finally:
         case.model.eval()
         case.model.zero_grad()
