@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,11 @@ class TestAdapted:
         torch.manual_seed(2)
         config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
         model = peft.get_peft_model(loaded.model, config)
-        with pytest.raises(UnsupportedModelError, match="no adapter knows"):
+        with pytest.raises(UnsupportedModelError, match="no adapter knows") as refusal:
             memoize(model, database=tmp_path)  # not merged: adapters can be switched
-        merged = model.merge_and_unload().eval()
         assert "looks like bert, but projections are no plain linear layers" in str(refusal.value)
         assert "query, value: peft.tuners.lora.layer.Linear" in str(refusal.value), "the cause is not named"
+        merged = model.merge_and_unload().eval()
         inputs = inputs_of(FAMILIES["BERT"], LENGTHS)
         path = make_database(merged, inputs, tmp_path, storage="float32")
         expected = output(merged, inputs)
@@ -247,9 +248,6 @@ class TestPrecision:
         assert precision.slow(torch.float32) is None
         assert "float16" in str(precision.slow(torch.float16))
 
-    @pytest.mark.parametrize("name", ["BERT", "DeBERTa", "ModernBERT", "T5 encoder", "GPT-2", "Llama", "Qwen3"])
-    @pytest.mark.parametrize("storage", ["auto", "float16", "uint8"])
-    def test_a_model_in_bfloat16_is_served_in_its_own_precision(
     @pytest.mark.parametrize("native", [False, None, True])
     def test_emulated_bfloat16_is_slow_and_memoize_says_nothing(
         self, native: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -275,6 +273,9 @@ class TestPrecision:
         for row, n in enumerate(LENGTHS):
             assert gap(seen[row, :n], expected[row, :n]) <= 1e-5
 
+    @pytest.mark.parametrize("name", ["BERT", "DeBERTa", "ModernBERT", "T5 encoder", "GPT-2", "Llama", "Qwen3"])
+    @pytest.mark.parametrize("storage", ["auto", "float16", "uint8"])
+    def test_a_model_in_bfloat16_is_served_in_its_own_precision(
         self, name: str, storage: str, tmp_path: Path
     ) -> None:
         family = FAMILIES[name]
