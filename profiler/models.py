@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
 
+_PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -66,7 +67,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
     DataError
         There is no such directory, and the name cannot be loaded from the hub.
     UnsupportedModelError
-        transformers cannot load it, or the head that its configuration speaks of has no weights.
+        transformers cannot load it, or its encoder or the head that its configuration speaks of has no weights.
     """
     from transformers import (
         AutoConfig,
@@ -92,8 +93,9 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
                 kind, AutoModel
             )
             model, report = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
-            if kind == "encoder" and config.is_encoder_decoder:
-                model = model.get_encoder()  # the decoder would want inputs of its own, and its maps are never stored
+            pair = kind == "encoder" and all(isinstance(getattr(model, part, None), nn.Module) for part in _PAIR)
+            if pair:
+                model = model.encoder  # the decoder would want inputs of its own, and its maps are never stored
             model = model.eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -103,6 +105,13 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
         ) from error
     absent = sorted(report["missing_keys"])
+    # Of layers only: positions that are computed are missing too.
+    random = [key for key in absent if pair and key.startswith(("encoder.layers.", "encoder.block."))]
+    if random:
+        raise UnsupportedModelError(
+            f"the model {name} has no weights for {', '.join(random[:3])}: its maps would be random.",
+            "save the whole model: the class of an encoder saved alone may be one that transformers cannot load",
+        )
     if kind != "encoder" and any(not key.startswith(model.base_model_prefix + ".") for key in absent):
         head = "classifier" if kind == "classifier" else "head"
         raise UnsupportedModelError(

@@ -10,7 +10,7 @@ import torch
 from conftest import make_tokenizer
 from families import FAMILIES
 
-from attmemo import Database, memoize
+from attmemo import Database, UnsupportedModelError, memoize
 from attmemo.adapters import adapter_for
 from attmemo.embed.train import TrainOptions
 from attmemo.fingerprint import model_fields
@@ -23,7 +23,7 @@ from attmemo.profiler.tune import TuneOptions, tune
 
 LONGEST = 32
 SHARING = ["ALBERT", "ALBERT, groups"]
-PAIRS = ["T5", "Marian"]
+PAIRS = ["T5", "T5 encoder", "Marian"]
 
 
 def checkpoint(name: str, folder: Path, lines: list[str]) -> Any:
@@ -87,6 +87,12 @@ def test_texts_of_the_greatest_length_have_more_tokens_than_positions(
         loaded.model(input_ids=torch.full((1, longest), 7))
         with pytest.raises((IndexError, RuntimeError)):
             loaded.model(input_ids=torch.full((1, longest + 1), 7))
+
+
+def test_an_encoder_saved_alone_is_loaded_with_random_weights(tmp_path: Path, log_lines: list[str]) -> None:
+    checkpoint("BART encoder", tmp_path, log_lines)
+    with pytest.raises(UnsupportedModelError, match=r"no weights for encoder\..*its maps would be random"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", PAIRS)
