@@ -50,7 +50,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     LlamaAdapter(),
 )
 
-_REPLACED = "projections are no plain linear layers but quantized or adapted"
+_REPLACED = "projections are no plain linear layers"
 
 __all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of"]
 
