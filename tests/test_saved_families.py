@@ -1,4 +1,4 @@
-"""Saved checkpoints of families with something of their own, all the way: built, trained with a profile, tuned."""
+"""Saved checkpoints of families with something of their own: built, trained with a profile, tuned, evaluated."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from attmemo.embed.train import TrainOptions
 from attmemo.fingerprint import model_fields
 from attmemo.profiler import measure
 from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import greatest_length, load_model
 from attmemo.profiler.train import train_database
@@ -43,13 +44,15 @@ def texts(folder: Path, seed: int, count: int) -> Path:
 
 
 def go_all_the_way(folder: Path, lines: list[str]) -> tuple[Path, dict[str, Any]]:
-    """Build a database of the model in this folder, train it with a profile, tune it; its place and the profile."""
+    """Build a database of the model in this folder, train it with a profile, tune, evaluate; its place and profile."""
     path = folder / "db"
     options = BuildOptions(max_length=LONGEST, limit=60)
     build_database(load_model(str(folder / "model")), [texts(folder, 1, 60)], path, options)
     report = train_database(path, TrainOptions(steps=5), profile=True)
     assert not [note for note in report["notes"] if "profile" in note]
     tune(path, [texts(folder, 5, 20)], TuneOptions(budget=0.5, allow_uncertified=True))
+    options = EvaluateOptions(repeats=1, exhaustive=5, threshold=0.5, gate=False, sweep=False)
+    assert evaluate(path, [texts(folder, 6, 12)], options)["schema"]
     return path, report["profile"]
 
 
@@ -96,7 +99,9 @@ def test_an_encoder_saved_alone_is_loaded_with_random_weights(tmp_path: Path, lo
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_model_with_a_decoder_cannot_be_profiled_or_tuned(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+def test_a_model_with_a_decoder_cannot_be_profiled_tuned_or_evaluated(
+    name: str, tmp_path: Path, log_lines: list[str]
+) -> None:
     kind = type(checkpoint(name, tmp_path / "model", log_lines))
     saved = kind.from_pretrained(tmp_path / "model").eval()  # as a user has it, to generate with
     loaded = load_model(str(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Saved checkpoints of every family of text, all the way: built, trained with a profile, tuned, and served."""
+"""Saved checkpoints of every family of text: built, trained with a profile, tuned, evaluated, and served."""
 
 from __future__ import annotations
 
