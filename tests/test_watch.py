@@ -144,6 +144,21 @@ def test_new_weights_are_served_old_maps(
     assert torch.equal(seen[1], output(model, case.stored))
 
 
+def test_weights_that_count_no_versions_are_served_old_maps(case: Case) -> None:
+    """Those of a model that was made in inference mode."""
+    with torch.inference_mode():
+        model: Any = FAMILIES["BERT"].make()
+        assert model.encoder.layer[0].attention.self.key.weight.is_inference()
+        handle = serve(case, model)
+        output(model, case.stored)
+        assert handle.stats()["hit_rate"] == 1.0
+        load(model)
+        handle.reset_stats()
+        output(model, case.stored)
+    assert set(handle.stats()["ineligible"]) == {CHANGED}
+    unmemoize(model)
+
+
 def test_that_weights_changed_is_not_said(case: Case, model: Any, caplog: pytest.LogCaptureFixture) -> None:
     serve(case, model)
     load(model)
