@@ -42,6 +42,7 @@ from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError
 from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import FetcherName
 from attmemo.perfmodel import Gate, Profile
+from attmemo.watch import CHANGED, Watch
 
 _LOG = logging.getLogger("attmemo")
 
@@ -127,6 +128,8 @@ class Engine:
     ----------
     adapter : Adapter
         Knows the model's attention modules.
+    watch : Watch
+        Made of the model as the database knows it.
     layers : int
         Number of attention layers.
     database : Database
@@ -144,6 +147,7 @@ class Engine:
     def __init__(
         self,
         adapter: Adapter,
+        watch: Watch,
         layers: int,
         database: Database,
         thresholds: Sequence[float],
@@ -153,6 +157,8 @@ class Engine:
         fetch: FetcherName = "auto",
     ) -> None:
         self.adapter = adapter
+        self._watch = watch
+        self._told = False  # that weights changed
         self.layers = layers
         self.database = database
         self.thresholds = [float(t) for t in thresholds]
@@ -441,8 +447,12 @@ class Engine:
         forward = self._forward
         if site.module.training:
             return self._ineligible("training mode", args, kwargs)
+        if self._watch.drops(site.layer):
+            return self._ineligible("dropout in training mode", args, kwargs)
         if forward.exact_only is not None:
             return self._ineligible(forward.exact_only, args, kwargs)
+        if not forward.inside and self._has_changed():
+            return self._ineligible(CHANGED, args, kwargs)
         call = self.adapter.read(site.module, args, kwargs)
         if isinstance(call, str):
             return self._ineligible(call, args, kwargs)
@@ -498,6 +508,8 @@ class Engine:
         past = getattr(given.get("past_key_values"), "get_seq_length", None)
         if forward.exact_only is None and past is not None and int(past()) > 0:
             forward.exact_only = "cached decoding"
+        if forward.exact_only is None and self._has_changed():
+            forward.exact_only = CHANGED
 
     def end_forward(self) -> None:
         """After a forward of the model, or an error in it: nothing that was found serves what is called later."""
@@ -505,6 +517,13 @@ class Engine:
         last = forward.last
         forward.reset()
         forward.last, forward.inside, forward.exact_only, forward.positions = last, False, None, None
+
+    def _has_changed(self) -> bool:
+        changed = self._watch.changed()
+        if changed and not self._told:
+            self._told = True
+            _LOG.warning("attmemo: the model stays exact: %s", CHANGED)
+        return changed
 
     @property
     def last_found(self) -> Found | None:

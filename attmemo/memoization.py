@@ -23,6 +23,7 @@ from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
 from attmemo.precision import slow
+from attmemo.watch import Watch
 
 _LOG = logging.getLogger("attmemo")
 
@@ -40,6 +41,8 @@ class Memoization:
     lookup : str
         ``"layer"`` or ``"sequence"``.
     database : Database
+    host : nn.Module
+        The part of the model that is served.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[Site], engine: Engine, source: str, owned: bool) -> None:
@@ -48,7 +51,7 @@ class Memoization:
         self.database = engine.database
         self.lookup: Lookup = engine.lookup
         self.threshold_source = source
-        self._host = engine.adapter.host(model)
+        self.host = engine.adapter.host(model)
         self._sites = list(sites)
         self._served: list[_Served] = []
         self._undone = False
@@ -70,7 +73,7 @@ class Memoization:
         if self._undone:
             raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
         layers = [(sites[0].module, _ServedLayer(self, sites)) for sites in by_module(self._sites)]
-        for module, served in [*layers, (self._host, _ServedModel(self, self._host))]:
+        for module, served in [*layers, (self.host, _ServedModel(self, self.host))]:
             module.forward = served
             self._served.append(served)
 
@@ -195,6 +198,8 @@ def memoize(
     While it is checked the model is in evaluation mode and computes attention without fused kernels: let no other
     thread use it meanwhile.
 
+    When its weights change afterwards, or adapters are attached to it, it stays exact until it is memoized anew.
+
     Raises
     ------
     UnsupportedModelError
@@ -214,6 +219,8 @@ def memoize(
         for earlier in serving:
             earlier.enable()
         raise
+    if any(earlier.host is not handle.host for earlier in serving):
+        _LOG.warning("attmemo: another memoized model shares layers with this one, and is no longer memoized")
     unmemoize(model)
     handle.enable()
     # A plain attribute, not a module: state_dict and save_pretrained do not see it.
@@ -246,7 +253,8 @@ def _prepare(
     if warning is not None:
         _LOG.warning("attmemo: %s", warning)
     values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
-    engine = Engine(adapter, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
+    watch = Watch(adapter.host(encoder), sites)
+    engine = Engine(adapter, watch, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
     return Memoization(encoder, sites, engine, source, owned=opened is not database)
 
 
@@ -287,11 +295,21 @@ class _Served(ABC):
         """The module's `forward`, served."""
 
     def remove(self) -> None:
-        """Put back what was there before."""
-        if self._before is None:
+        """Put back what was there before.
+
+        Somebody who has put a `forward` around ours since keeps theirs: ours lets through from now on.
+        """
+        self._let_through()
+        if self._module.__dict__.get("forward") is not self:
+            _LOG.warning("attmemo: the forward of %s was replaced since memoize: left", type(self._module).__name__)
+        elif self._before is None:
             del self._module.forward  # the class's own method shows through again
         else:
             self._module.forward = self._before
+
+    @abstractmethod
+    def _let_through(self) -> None:
+        """Do nothing from now on but what the module's own `forward` does."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._before is not None:
@@ -318,6 +336,10 @@ class _ServedModel(_Served):
         finally:
             (self._end_untraced if traced else self._end)()
 
+    def _let_through(self) -> None:
+        self._begin = self._begin_untraced = lambda model, given: None
+        self._end = self._end_untraced = lambda: None
+
 
 class _ServedLayer(_Served):
     """One attention layer, or several that share a module."""
@@ -335,6 +357,9 @@ class _ServedLayer(_Served):
         if torch.compiler.is_compiling():
             return self._forward_untraced(*args, **kwargs)
         return self._forward(*args, **kwargs)
+
+    def _let_through(self) -> None:
+        self._forward = self._forward_untraced = self.__wrapped__
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ wanted (scoring, classification) a hit costs less, so that a gate which goes by 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attmemo.adapters import Site, adapter_for
+from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.train import Trained, held_out_scores
 from attmemo.engine import Lookup
@@ -111,9 +113,9 @@ def _inputs(loaded: LoadedModel, batch: int, length: int, turn: int) -> dict[str
 
 
 def _run(loaded: LoadedModel, inputs: dict[str, Tensor]) -> None:
-    base: Any = loaded.model.base_model
+    host = adapter_for(loaded.model)[0].host(loaded.model)
     with torch.inference_mode():
-        base(**inputs)
+        host(**inputs)
 
 
 @contextmanager
@@ -121,26 +123,29 @@ def _timed(sites: list[Site]) -> Iterator[list[float]]:
     """Seconds that each layer's attention takes, added up while inside."""
     spent = [0.0] * len(sites)
 
-    def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(group: list[Site], forward: Callable[..., Any]) -> Callable[..., Any]:
+        turn = itertools.cycle(group)  # a module that several layers share is called once for each, in their order
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             output = forward(*args, **kwargs)
-            spent[layer] += time.perf_counter() - start
+            spent[next(turn).layer] += time.perf_counter() - start
             return output
 
         return timed
 
-    before = [site.module.__dict__.get("forward") for site in sites]
-    for site in sites:
-        site.module.forward = wrap(site.layer, site.module.forward)
+    groups = by_module(sites)
+    before = [group[0].module.__dict__.get("forward") for group in groups]
+    for group in groups:
+        group[0].module.forward = wrap(group, group[0].module.forward)
     try:
         yield spent
     finally:
-        for site, old in zip(sites, before, strict=True):
+        for group, old in zip(groups, before, strict=True):
             if old is None:
-                del site.module.forward
+                del group[0].module.forward
             else:
-                site.module.forward = old
+                group[0].module.forward = old
 
 
 def _time_exact(loaded: LoadedModel, inputs: list[dict[str, Tensor]]) -> list[float]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
 
+_PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -28,7 +29,7 @@ class LoadedModel:
     ----------
     kind : str
         ``"classifier"`` (answers are labels), ``"language-model"`` (answers are next tokens) or ``"encoder"`` (answers
-        are embeddings, mean-pooled).
+        are embeddings, mean-pooled). Of an encoder-decoder without a classifier, `model` is the encoder alone.
     """
 
     name: str
@@ -59,12 +60,14 @@ class Tokens:
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 
+    Of a model with a decoder beside its encoder the latter is loaded: its database serves both.
+
     Raises
     ------
     DataError
         There is no such directory, and the name cannot be loaded from the hub.
     UnsupportedModelError
-        transformers cannot load it, or the head that its configuration speaks of has no weights.
+        transformers cannot load it, or its encoder or the head that its configuration speaks of has no weights.
     """
     from transformers import (
         AutoConfig,
@@ -90,6 +93,9 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
                 kind, AutoModel
             )
             model, report = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
+            pair = kind == "encoder" and all(isinstance(getattr(model, part, None), nn.Module) for part in _PAIR)
+            if pair:
+                model = model.encoder  # the decoder would want inputs of its own, and its maps are never stored
             model = model.eval().to(device)
             tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -99,6 +105,13 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
         ) from error
     absent = sorted(report["missing_keys"])
+    # Of layers only: positions that are computed are missing too.
+    random = [key for key in absent if pair and key.startswith(("encoder.layers.", "encoder.block."))]
+    if random:
+        raise UnsupportedModelError(
+            f"the model {name} has no weights for {', '.join(random[:3])}: its maps would be random.",
+            "save the whole model: the class of an encoder saved alone may be one that transformers cannot load",
+        )
     if kind != "encoder" and any(not key.startswith(model.base_model_prefix + ".") for key in absent):
         head = "classifier" if kind == "classifier" else "head"
         raise UnsupportedModelError(
@@ -142,8 +155,10 @@ def greatest_length(loaded: LoadedModel, asked: int | None) -> int:
     """The length to cut texts to: what the user asked, within what the model and its tokenizer can take."""
     config: Any = loaded.model.config
     limits = [int(getattr(config, "max_position_embeddings", 512) or 512)]
-    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        limits[0] -= 2  # positions start behind the padding index
+    embeddings = getattr(loaded.model.base_model, "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    if padding is not None:  # RoBERTa, MPNet: positions begin behind it
+        limits[0] -= padding + 1
     known = getattr(loaded.tokenizer, "model_max_length", None)
     if known is not None and known < 1_000_000:
         limits.append(int(known))

@@ -32,6 +32,11 @@ _SEQ2SEQ: dict[str, Any] = {
     "init_std": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": LAYERS, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "initializer_factor": 1.5, "pad_token_id": 0, "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ FAMILIES: dict[str, Family] = {
     "BERT": Family("bert", _make("BertModel", "BertConfig", **SIZES)),
     "BERT classifier": Family("bert", _make("BertForSequenceClassification", "BertConfig", **SIZES)),
     "RoBERTa": Family("bert", _make("RobertaModel", "RobertaConfig", **SIZES)),
-    "XLM-R": Family("bert", _make("XLMRobertaModel", "XLMRobertaConfig", **SIZES)),
+    "XLM-RoBERTa": Family("bert", _make("XLMRobertaModel", "XLMRobertaConfig", **SIZES)),
     "CamemBERT": Family("bert", _make("CamembertModel", "CamembertConfig", **SIZES)),
     "ELECTRA": Family("bert", _make("ElectraModel", "ElectraConfig", **SIZES, embedding_size=16)),
     "ALBERT": Family("albert", _make("AlbertModel", "AlbertConfig", **SIZES, embedding_size=16)),
@@ -114,6 +119,12 @@ FAMILIES: dict[str, Family] = {
               intermediate_size=48, image_size=16, patch_size=4, initializer_range=0.3),
         kind="pixels", padded=False,
     ),
+    "DeiT": Family(
+        "vit",
+        _make("DeiTModel", "DeiTConfig", hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4,
+              intermediate_size=48, image_size=16, patch_size=4, initializer_range=0.3),
+        kind="pixels", padded=False, note="a second token before the patches",
+    ),
     "BART": Family(
         "bart", _make("BartForConditionalGeneration", "BartConfig", **_SEQ2SEQ), generates=True
     ),
@@ -124,14 +135,16 @@ FAMILIES: dict[str, Family] = {
     "Pegasus": Family(
         "bart", _make("PegasusForConditionalGeneration", "PegasusConfig", **_SEQ2SEQ), generates=True
     ),
+    "M2M-100": Family(
+        "bart", _make("M2M100ForConditionalGeneration", "M2M100Config", **_SEQ2SEQ), generates=True
+    ),
     "BART encoder": Family("bart", lambda: FAMILIES["BART"].make().get_encoder()),  # type: ignore[operator]
-    "T5": Family(
-        "t5",
-        _make("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=32, d_kv=6, d_ff=48,
-              num_layers=LAYERS, num_decoder_layers=2, num_heads=4, relative_attention_num_buckets=8,
-              initializer_factor=1.5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0),
+    "T5": Family("t5", _make("T5ForConditionalGeneration", "T5Config", **_T5, d_kv=6), generates=True),
+    "Flan-T5": Family(
+        "t5", _make("T5ForConditionalGeneration", "T5Config", **_T5, d_kv=6, feed_forward_proj="gated-gelu"),
         generates=True,
     ),
+    "mT5": Family("t5", _make("MT5ForConditionalGeneration", "MT5Config", **_T5, d_kv=6), generates=True),
     "T5 encoder": Family(
         "t5",
         _make("T5EncoderModel", "T5Config", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=LAYERS,
@@ -150,6 +163,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "GPT-2": Family(
         "gpt2", _make("GPT2LMHeadModel", "GPT2Config", **_GPT, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64),
+        generates=True,
+    ),
+    "DistilGPT2": Family(
+        "gpt2", _make("GPT2LMHeadModel", "GPT2Config", **_GPT, n_embd=32, n_layer=2, n_head=4, n_positions=64),
         generates=True,
     ),
     "GPT-2, scaled by layer": Family(

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
+    ASTConfig,
+    ASTModel,
     BertConfig,
     BertForSequenceClassification,
     BertLMHeadModel,
@@ -26,11 +28,15 @@ from transformers import (
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
     DebertaV2Model,
+    DogeConfig,
+    DogeModel,
     ElectraConfig,
     ElectraForSequenceClassification,
     ElectraModel,
     GPT2Config,
     GPT2Model,
+    GPTBigCodeConfig,
+    GPTBigCodeModel,
     LlamaConfig,
     LlamaModel,
     NomicBertConfig,
@@ -42,6 +48,8 @@ from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
     RobertaModel,
+    Speech2TextConfig,
+    Speech2TextModel,
     UMT5Config,
     UMT5EncoderModel,
     XLMRobertaConfig,
@@ -57,6 +65,7 @@ from attmemo.adapters.base import Rows
 from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
 from attmemo.adapters.masks import spans_of
+from attmemo.adapters.projections import Slices
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -153,6 +162,14 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "it looks like rotary-encoder, but its rotary positions depend on the length of the batch",
     ),
+    "gpt-bigcode": (
+        lambda: GPTBigCodeModel(GPTBigCodeConfig(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
+        "none of its modules",
+    ),
+    "doge, whose attention does not say whether it is causal": (
+        lambda: DogeModel(DogeConfig(**SIZES, num_key_value_heads=2)),
+        "none of its modules",
+    ),
     "llama whose positions depend on the batch": (
         lambda: LlamaModel(
             LlamaConfig(
@@ -162,6 +179,23 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "it looks like llama, but its rotary positions depend on the length of the batch",
     ),
 }
+
+
+NO_TOKENS: dict[str, Callable[[], nn.Module]] = {
+    "audio spectrogram transformer": lambda: ASTModel(
+        ASTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, num_mel_bins=16,
+            max_length=32, patch_size=8, time_stride=8, frequency_stride=8,
+        )
+    ),
+    "speech to text": lambda: Speech2TextModel(
+        Speech2TextConfig(
+            vocab_size=120, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, input_feat_per_channel=8,
+            conv_channels=16, max_source_positions=64, max_target_positions=32,
+        )
+    ),
+}  # fmt: skip
 
 
 def state_of(model: nn.Module) -> list[tuple[str, set[str], bool, int]]:
@@ -297,11 +331,36 @@ class TestRefusedModels:
         model = Olmo2Model(Olmo2Config(**SIZES)).eval()
         refused(model, AdapterCheckError, "cannot be checked", lambda: check_adapter(*_arguments(model)))
 
+    @pytest.mark.parametrize("name", NO_TOKENS)
+    def test_a_lookalike_that_is_given_something_else_is_refused(self, name: str) -> None:
+        torch.manual_seed(1)
+        model = NO_TOKENS[name]().eval()
+        refused(model, AdapterCheckError, "cannot be checked", lambda: check_adapter(*_arguments(model)))
+
+    def test_a_part_of_a_model_that_does_not_say_whether_it_is_causal_is_no_crash(self) -> None:
+        from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
+        from transformers.models.mllama.modeling_mllama import MllamaVisionModel
+
+        config = MllamaVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_global_layers=1, attention_heads=4,
+            image_size=16, patch_size=4, intermediate_layers_indices=[0], vision_output_dim=64, max_num_tiles=1,
+            supported_aspect_ratios=[[1, 1]],
+        )  # fmt: skip
+        with pytest.raises(UnsupportedModelError, match="no adapter knows"):
+            adapter_for(MllamaVisionModel(config))
+
     def test_models_of_one_family_with_other_widths_do_not_meet(self) -> None:
         for hidden in (32, 64):
             torch.manual_seed(1)
             config = DebertaConfig(**SIZES | {"hidden_size": hidden}, relative_attention=True, pos_att_type=["c2p"])
             check_adapter(*_arguments(DebertaModel(config).eval()))
+
+    def test_a_weight_at_the_address_of_one_that_is_gone_is_taken_for_it(self) -> None:
+        slices = Slices(lambda weight: weight[:, :1])
+        module, memory = nn.Linear(2, 2), torch.zeros(2, 2)
+        assert slices.of(module, nn.Parameter(memory)).sum() == 0
+        memory.data.fill_(1)  # unseen
+        assert slices.of(module, nn.Parameter(memory)).sum() == 2
 
     def test_a_weight_that_was_changed_unseen_is_read_again(self) -> None:
         torch.manual_seed(1)

@@ -622,6 +622,16 @@ class TestFamilies:
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert (found["family"], found["layers"], found["heads"]) == ("deberta-v2", 2, 4)
 
+    def test_a_lookalike_is_promised_to_work(self, tmp_path: Path) -> None:
+        """OLMo 2 is built as Llama is and norms all of K at once, which only its weights at work tell."""
+        from transformers import Olmo2Config
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+        Olmo2Config(**sizes).save_pretrained(tmp_path)
+        said = " ".join(succeed("families", tmp_path).split())
+        assert "looks like llama; memoize proves it on the weights" in said
+        assert "memoize proves it" in json.loads(succeed("families", tmp_path, "--json", "-"))["known_by"]
+
     def test_a_model_that_is_refused_says_why(self, tmp_path: Path) -> None:
         from transformers import LlamaConfig, XLNetConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,11 @@ def reference(case: Case, ids: Tensor, record: int) -> Tensor:
     return ids[0, prompt:]
 
 
-def projections(model: nn.Module) -> dict[str, int]:
-    """Counts calls of Q's, K's and fused projections, by their names."""
+@contextmanager
+def projections(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Counts calls of Q's, K's and fused projections while inside, by their names."""
     counts: dict[str, int] = {}
+    handles = []
 
     def counted(name: str) -> Any:
         def hook(*_: Any) -> None:
@@ -134,23 +137,25 @@ def projections(model: nn.Module) -> dict[str, int]:
     for name, module in model.named_modules():
         last = name.rsplit(".", 1)[-1]
         if last in ("q_proj", "k_proj", "v_proj", "c_attn"):
-            module.register_forward_hook(counted(last))
-    return counts
+            handles.append(module.register_forward_hook(counted(last)))
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_nobody_projects_q_or_k_when_no_cache_wants_them(case: Case) -> None:
-    counts = projections(case.model)
-    case.serve()
-    counts.clear()  # of the self-check
-    with torch.inference_mode():
-        case.model(**case.stored, use_cache=False)
-    assert set(counts) <= {"v_proj"}, counts
-    with torch.inference_mode():
-        case.model(**case.stored, use_cache=True)
-    assert "q_proj" not in counts
-    assert "c_attn" not in counts
-    for module in case.model.modules():
-        module._forward_hooks.clear()
+    with projections(case.model) as counts:
+        case.serve()
+        counts.clear()  # of the self-check
+        with torch.inference_mode():
+            case.model(**case.stored, use_cache=False)
+        assert set(counts) <= {"v_proj"}, counts
+        with torch.inference_mode():
+            case.model(**case.stored, use_cache=True)
+        assert "q_proj" not in counts
+        assert "c_attn" not in counts
 
 
 def test_the_cache_holds_what_the_exact_path_would_have_put_there(case: Case) -> None:

@@ -13,7 +13,7 @@ from families import FAMILIES, Family, inputs_of
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.adapters import adapter_for, check_adapter
+from attmemo.adapters import ADAPTERS, adapter_for, check_adapter
 from attmemo.db import Database
 from attmemo.embed.train import TrainOptions
 from attmemo.profiler.build import build_from_inputs
@@ -153,18 +153,35 @@ def test_rows_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: str) ->
 @pytest.mark.parametrize("wanted", ["output_attentions", "output_hidden_states"])
 def test_outputs_that_only_the_exact_path_has_are_exact(case: Case, wanted: str) -> None:
     host = adapter_for(case.model)[0].host(case.model)
-    for module in host.modules():
-        if wanted == "output_attentions" and hasattr(module, "config"):
-            module.config._attn_implementation = "eager"
-    with torch.inference_mode():
-        expected = host(**case.stored, **{wanted: True})
-        case.serve()
-        seen = host(**case.stored, **{wanted: True})
+    configs: list[Any] = [module.config for module in host.modules() if hasattr(module, "config")]
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            if wanted == "output_attentions":
+                config._attn_implementation = "eager"
+        with torch.inference_mode():
+            expected = host(**case.stored, **{wanted: True})
+            case.serve()
+            seen = host(**case.stored, **{wanted: True})
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
     assert torch.equal(seen.last_hidden_state, expected.last_hidden_state)
     name = wanted.removeprefix("output_")
     assert len(seen[name]) == len(expected[name]) > 0
     assert all(torch.equal(a, b) for a, b in zip(seen[name], expected[name], strict=True))
     assert case.model.attmemo.stats()["hits"] == 0  # type: ignore[union-attr,operator]
+
+
+def test_a_model_that_is_said_to_work_was_never_tried() -> None:
+    """Each name that an adapter gives has a row in the table, and is in the README."""
+    table = (Path(__file__).parents[1] / "README.md").read_text().split("## Models")[1].split("`attmemo families`")[0]
+    for adapter in ADAPTERS:
+        for name in adapter.models:
+            row = FAMILIES.get(name.removesuffix(" (v1)"))
+            assert row is not None, name
+            assert row.adapter == adapter.family, name
+            assert name.split("-v")[0].removesuffix(" (v1)") in table, name
 
 
 def test_training_is_left_alone(case: Case) -> None:

@@ -371,6 +371,50 @@ class TestInPlaceAndBack:
         assert inspect.signature(model.base_model.forward) == before
 
 
+class TestNeighbours:
+    """Others who put themselves into the way of a model, or share its layers."""
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a layer"])
+    def test_what_was_put_around_a_served_layer_is_thrown_away(
+        self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path, whole: bool
+    ) -> None:
+        module = model.base_model if whole else model.base_model.encoder.layer[1].attention.self
+        handle = memoize(model, 0.0, bert_database, gate=False).attmemo
+        served, calls = module.forward, []
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return served(*args, **kwargs)
+
+        module.forward = around
+        logits(model, inputs)
+        hits = handle.stats()["hits"]
+        assert hits > 0
+        unmemoize(model)
+        assert module.forward is around
+        calls.clear()
+        assert torch.equal(logits(model, inputs), exact), "ours is still inside, and has to let through"
+        assert calls == [1]
+        module.forward = served  # as they leave it who put back what was there
+        assert torch.equal(logits(model, inputs), exact)
+
+    def test_memoizing_a_model_undoes_another_one_unsaid(
+        self, model: Any, bert_database: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        other = copy.copy(model.base_model)
+        other._modules = dict(model.base_model._modules)  # another model on top of the same layers
+        memoize(model, 0.5, bert_database)
+        first = model.attmemo
+        with caplog.at_level("WARNING", "attmemo"):
+            memoize(model, 0.6, bert_database)
+            assert not caplog.records, "the same model, memoized anew"
+            first = model.attmemo
+            memoize(other, 0.5, bert_database)
+        assert not first.enabled
+        assert "shares layers with this one, and is no longer memoized" in caplog.text
+        unmemoize(other)
+
+
 class TestSavingAndCopying:
     def test_saving_saves_the_bare_model(
         self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path, tiny_bert: str, tmp_path: Path

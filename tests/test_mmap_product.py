@@ -336,6 +336,7 @@ class TestArena:
         whole = SlotLayout.paged((2, 9, 9), torch.bfloat16)
         assert is_direct(whole, torch.float32)
         assert not is_direct(whole, torch.bfloat16)
+        assert not is_direct(whole, torch.float64), "values that the kernel does not read"
         assert is_direct(SlotLayout.paged((2, 9, 9), torch.float16), torch.bfloat16)
         assert not is_direct(SlotLayout.paged((2, 9, 9), torch.float16), torch.float16)
         assert is_direct(SlotLayout.paged((2, 45), torch.bfloat16), torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,10 @@ class TestAdapted:
         torch.manual_seed(2)
         config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
         model = peft.get_peft_model(loaded.model, config)
-        with pytest.raises(UnsupportedModelError, match="no adapter knows"):
+        with pytest.raises(UnsupportedModelError, match="no adapter knows") as refusal:
             memoize(model, database=tmp_path)  # not merged: adapters can be switched
+        assert "looks like bert, but projections are no plain linear layers" in str(refusal.value)
+        assert "query, value: peft.tuners.lora.layer.Linear" in str(refusal.value), "the cause is not named"
         merged = model.merge_and_unload().eval()
         inputs = inputs_of(FAMILIES["BERT"], LENGTHS)
         path = make_database(merged, inputs, tmp_path, storage="float32")
@@ -244,6 +247,31 @@ class TestPrecision:
         assert precision.slow(torch.bfloat16) is None
         assert precision.slow(torch.float32) is None
         assert "float16" in str(precision.slow(torch.float16))
+
+    @pytest.mark.parametrize("native", [False, None, True])
+    def test_emulated_bfloat16_is_slow_and_memoize_says_nothing(
+        self, native: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from attmemo import precision
+
+        model = FAMILIES["BERT"].make().to(torch.bfloat16)
+        path = make_database(model, inputs_of(FAMILIES["BERT"], LENGTHS), tmp_path)
+        monkeypatch.setattr(precision, "has_native_bfloat16", lambda: native)
+        with caplog.at_level(logging.WARNING, "attmemo"):
+            memoize(model, threshold=0.0, database=path, gate=False)
+        assert caplog.text.count("only emulates") == (native is False)
+
+    def test_a_model_in_float64_is_not_served(self, tmp_path: Path) -> None:
+        model = FAMILIES["BERT"].make().to(torch.float64)
+        inputs = inputs_of(FAMILIES["BERT"], LENGTHS)
+        path = make_database(model, inputs, tmp_path, storage="float32")
+        expected = output(model, inputs)
+        memoize(model, threshold=0.0, database=path, gate=False)
+        seen = output(model, inputs)
+        assert not model.attmemo.stats()["failures"]
+        assert model.attmemo.stats()["hit_rate"] == 1.0
+        for row, n in enumerate(LENGTHS):
+            assert gap(seen[row, :n], expected[row, :n]) <= 1e-5
 
     @pytest.mark.parametrize("name", ["BERT", "DeBERTa", "ModernBERT", "T5 encoder", "GPT-2", "Llama", "Qwen3"])
     @pytest.mark.parametrize("storage", ["auto", "float16", "uint8"])

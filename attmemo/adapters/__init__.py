@@ -50,6 +50,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     LlamaAdapter(),
 )
 
+_REPLACED = "projections are no plain linear layers"
+
 __all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of"]
 
 
@@ -85,14 +87,18 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
     """
     seen = []
     for adapter in ADAPTERS:
-        sites = adapter.sites(model)
+        sites, replaced = adapter.sites(model), adapter.replaced(model)
         if not sites:
+            if replaced is not None:
+                seen.append(f"it looks like {adapter.family}, but {_REPLACED} ({replaced})")
             continue
         expected, reason = adapter.depth(model), adapter.refusal(model)
         if reason is None and expected is None:
             reason = "its configuration does not say how many layers there are"
         if reason is None and len(sites) != expected:
             reason = f"{len(sites)} of {expected} layers were found as this family has them"
+            if replaced is not None:
+                reason += f": {_REPLACED} ({replaced})"
         if reason is None:
             return adapter, sites
         seen.append(f"it looks like {adapter.family}, but {reason}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.masks import Spans, read_mask
-from attmemo.adapters.projections import are_linear
+from attmemo.adapters.projections import are_linear, is_linear
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -157,12 +157,36 @@ class Adapter:
 
     def sites(self, model: nn.Module) -> list[Site]:
         """Self-attention modules in the order of layers, found by structure; empty if this is another family."""
-        parts = (*self.projections, *([] if self.out is None else [self.out]))
-        named = (*parts, self.width, *([] if self.heads is None else [self.heads]), *self.marks)
-        found = layers_named(self.host(model), named)
-        return number([
-            (name, module) for name, module in found if are_linear(module, *parts) and self.is_one(name, module)
-        ])
+        found, parts = self._built_alike(model), self._parts()
+        return number([(name, module) for name, module in found if are_linear(module, *parts)])
+
+    def replaced(self, model: nn.Module) -> str | None:
+        """Which projections of modules that are else of this family are no plain linear layers, for people to read.
+
+        Families with a fused projection name it themselves, in `refusal`.
+        """
+        if not self.projections:
+            return None
+        kinds: dict[str, set[str]] = {}
+        for _, module in self._built_alike(model):
+            for part in self._parts():
+                projection = getattr(module, part)
+                if isinstance(projection, nn.Module) and not is_linear(projection):
+                    kind = f"{type(projection).__module__}.{type(projection).__qualname__}"
+                    kinds.setdefault(kind, set()).add(part)
+        if not kinds:
+            return None
+        return "; ".join(
+            f"{', '.join(part for part in self._parts() if part in parts)}: {kind}" for kind, parts in kinds.items()
+        )
+
+    def _parts(self) -> tuple[str, ...]:
+        return (*self.projections, *([] if self.out is None else [self.out]))
+
+    def _built_alike(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Modules of this family but for what their projections are."""
+        named = (*self._parts(), self.width, *([] if self.heads is None else [self.heads]), *self.marks)
+        return [(name, module) for name, module in layers_named(self.host(model), named) if self.is_one(name, module)]
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         """Whether a module that has the projections is self-attention of this family, and not another's."""

@@ -68,16 +68,16 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
         Names the first layer that is not reproduced; nothing has been changed.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    inputs, lengths = adapter.sample(model)
     allowed = TOLERANCE.get(dtype, 1e-5) if is_exact(model) else QUANTIZED
-    check = _Check(adapter, lengths, allowed)
-    handles = []
-    for group in by_module(sites):
-        adapter.forget(group[0].module)
-        handles.append(group[0].module.register_forward_hook(check.hook(group), with_kwargs=True))
     host = adapter.host(model)
     training = [module for module in model.modules() if module.training]
+    handles = []
     try:
+        inputs, lengths = adapter.sample(model)
+        check = _Check(adapter, lengths, allowed)
+        for group in by_module(sites):
+            adapter.forget(group[0].module)
+            handles.append(group[0].module.register_forward_hook(check.hook(group), with_kwargs=True))
         model.eval()
         with torch.no_grad(), adapter.capturing(model) as extra:
             if adapter.causal:

@@ -15,7 +15,7 @@ class GPT2Adapter(Adapter):
     """`h.i.attn`."""
 
     family = "gpt2"
-    models = ("GPT-2", "DistilGPT2", "CPM", "GPT-SW3")
+    models = ("GPT-2", "DistilGPT2")
     limits = "cross-attention; a quantized or adapted c_attn"
     projections = ()
     out = "c_proj"
@@ -29,7 +29,11 @@ class GPT2Adapter(Adapter):
 
     def sites(self, model: nn.Module) -> list[Site]:
         found = layers_named(model, ("c_attn", "c_proj", "num_heads", "head_dim", "split_size"))
-        return number([(name, module) for name, module in found if not getattr(module, "is_cross_attention", True)])
+        return number([(name, module) for name, module in found if self.is_one(name, module)])
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        # GPT-BigCode has the names, but its c_attn is a Linear with one head of K and V.
+        return not getattr(module, "is_cross_attention", True) and not hasattr(module, "multi_query")
 
     def refusal(self, model: nn.Module) -> str | None:
         if getattr(model.config, "add_cross_attention", False):

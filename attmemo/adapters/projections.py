@@ -39,22 +39,28 @@ def why_not(module: nn.Module, names: tuple[str, ...]) -> str:
     return f"its fused projection is a {', '.join(kinds)} (quantized or adapted), of which V cannot be taken alone"
 
 
+_State = tuple["weakref.ref[Tensor]", int, int]
+
+
 class Slices:
     """Contiguous copies of a part of a weight, one for each module, made anew when the weight changes."""
 
     def __init__(self, cut: Callable[[Tensor], Tensor]) -> None:
         self._cut = cut
-        self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[_State, Tensor]] = weakref.WeakKeyDictionary()
 
     def forget(self, module: nn.Module) -> None:
         """Cut anew the next time: a write through ``.data`` changes a weight unseen."""
         self._kept.pop(module, None)
 
     def of(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """The part, as it is now. Inference tensors count no versions: their address has to do."""
-        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        """The part, as it is now. Inference tensors count no versions: their address has to do.
+
+        An address alone would be that of a weight put in the place of one that is gone.
+        """
+        state = weakref.ref(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
         kept = self._kept.get(module)
-        if kept is None or kept[0] != state:
+        if kept is None or kept[0][0]() is not weight or kept[0][1:] != state[1:]:
             with torch.no_grad():
                 kept = state, self._cut(weight.detach()).contiguous()
             self._kept[module] = kept

@@ -16,5 +16,5 @@ class RotaryEncoderAdapter(Adapter):
     parameters = ("hidden_states", "attention_mask", "position_embeddings")
 
     def is_one(self, name: str, module: nn.Module) -> bool:
-        plain = not module.is_causal and not hasattr(module, "sliding_window")
+        plain = not getattr(module, "is_causal", True) and not hasattr(module, "sliding_window")
         return plain and takes(module, "position_embeddings")

@@ -34,7 +34,7 @@ class T5Adapter(Adapter):
         return getattr(getattr(self.host(model), "config", None), "num_layers", None)
 
     def is_one(self, name: str, module: nn.Module) -> bool:
-        return not module.is_decoder and takes(module, "position_bias", "mask")
+        return not getattr(module, "is_decoder", True) and takes(module, "position_bias", "mask")
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         bias = call.given.get("position_bias")

@@ -17,16 +17,15 @@ class ViTAdapter(Adapter):
     models = ("ViT", "DeiT")
 
     def is_one(self, name: str, module: nn.Module) -> bool:
-        plain = not module.is_causal and not takes(module, "position_embeddings")
+        plain = not getattr(module, "is_causal", True) and not takes(module, "position_embeddings")
         return plain and not takes(module, "key_value_states")
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
-        config: Any = self.host(model).config
+        host: Any = self.host(model)
+        config = host.config
         size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
-        patch = config.patch_size if isinstance(config.patch_size, list | tuple) else [config.patch_size] * 2
         shape = (len(CHECK_LENGTHS), int(config.num_channels), int(size[0]), int(size[1]))
         pixels = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.731).view(shape)
-        prefix = next(iter(self.host(model).state_dict().items()))[1].shape[1]  # class token, and DeiT's second
         dtype = next(model.parameters()).dtype
-        count = (int(size[0]) // int(patch[0])) * (int(size[1]) // int(patch[1])) + int(prefix)
+        count = int(host.embeddings.position_embeddings.shape[1])  # patches, the class token, and DeiT's second
         return {"pixel_values": pixels.to(dtype)}, [count] * len(CHECK_LENGTHS)

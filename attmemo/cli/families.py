@@ -40,7 +40,8 @@ def families(
             )
         else:
             found = look_at(model)
-            verdict = found["family"] if found["supported"] else f"not supported: {found['reason']}"
+            looks = f"looks like {found.get('family')}; memoize proves it on the weights"
+            verdict = looks if found["supported"] else f"not supported: {found['reason']}"
             out.say(f"{model} ({found['architecture']}, {found['model_type']}): {verdict}")
             if found["supported"]:
                 out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
@@ -68,6 +69,8 @@ def listing() -> list[dict[str, Any]]:
 
 def look_at(name: str) -> dict[str, Any]:
     """What the library makes of a model, by its configuration alone: no weights are loaded.
+
+    A lookalike that computes otherwise is told only when it is memoized.
 
     Raises
     ------
@@ -107,6 +110,7 @@ def look_at(name: str) -> dict[str, Any]:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
     return about | {
         "supported": True,
+        "known_by": "structure; memoize proves it on the weights",
         "family": adapter.family,
         "mask_kind": adapter.mask_kind,
         "layers": len(sites),

@@ -19,6 +19,7 @@ from attmemo.mmap.arena import Arena, Slots
 from attmemo.mmap.layout import SlotLayout
 from attmemo.openmp import join_torch
 
+_VALUES = (torch.float32, torch.bfloat16, torch.float16)
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as `enum form` has them
 
 Ints = npt.NDArray[np.int64]
@@ -35,7 +36,7 @@ def is_direct(layout: SlotLayout, values: torch.dtype) -> bool:
     Values in half precision are left to torch, which multiplies them in the processor's matrix unit, unless it would
     have to make the map first: triangles, and maps of another type.
     """
-    if layout.dtype not in _FORMS:
+    if layout.dtype not in _FORMS or values not in _VALUES:
         return False
     return values == torch.float32 or layout.dtype != values or len(layout.shape) == 2
 
@@ -91,7 +92,7 @@ def multiply(
         layout.shape[1:] == ((length * (length + 1) // 2,) if triangle else (length, length))
         and layout.dtype in _FORMS
         and values.dtype == context.dtype
-        and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and values.dtype in _VALUES
         and values.dim() == 2
         and context.dim() == 3
         and values.shape[1] == context.shape[2] == heads * width
