@@ -22,7 +22,7 @@ def trained() -> tuple[Any, Any, list[str]]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.train(data, 1000, vocabulary=800, width=64, batch=8)  # type: ignore[no-any-return]
+    return module.train(data, 600)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
@@ -56,6 +56,6 @@ def test_a_trained_model_says_the_same(
         assert torch.equal(expected, got)
         lengths |= {int((row != 1).sum()) for row in got}
         different |= {tuple(row) for row in got.tolist()}
-    assert len(different) > 3, "the model says the same to everything: it proves nothing"
-    assert len(lengths) > 1, "no sentence ended by itself"
+    assert len(different) >= 40, "the model says the same to much of it: it proves little"
+    assert len(lengths) > 10, "hardly a sentence ended by itself"
     assert fast.stats()["calls"] == {"fast": 3, "stock": 0}
