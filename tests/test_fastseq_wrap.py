@@ -94,6 +94,24 @@ def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], se
     assert setting == "greedy" or fast.stats()["counts"]["shared"] > 0
 
 
+@pytest.mark.parametrize("beams", [1, 4])
+def test_whisper_that_asks_its_encoder_for_the_language_and_for_speech(beams: int) -> None:
+    """It does so outside of the decoding loop, and needs the encoder's states at full size."""
+    model = make("whisper")
+    settings = model.generation_config
+    settings.is_multilingual, settings.lang_to_id = True, {f"<|{code}|>": 40 + code for code in range(30)}
+    settings.task_to_id, settings.no_timestamps_token_id = {"transcribe": 80, "translate": 81}, 90
+    fast = fastseq.wrap(model)
+    arguments = inputs("whisper", batch=6)
+    for extra in ({}, {"no_speech_threshold": 0.6, "logprob_threshold": -9.0, "temperature": 0.0}):
+        setting = {"num_beams": beams, "max_new_tokens": 8, "return_timestamps": False, **extra}
+        expected, got = both(model, fast, arguments, setting)
+        expected, got = (out if isinstance(out, Tensor) else out["sequences"] for out in (expected, got))
+        assert torch.equal(expected, got)
+        assert len({tuple(row) for row in got.tolist()}) > 1
+    assert fast.stats()["calls"] == {"fast": 2, "stock": 0}, fast.stats()["stock_reasons"]
+
+
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_scores_and_everything_else_in_the_output(models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
 from attmemo.fastseq.call import CallState
 from attmemo.fastseq.el import why_no_self_el
-from attmemo.fastseq.encoder import intercept, stand_in
+from attmemo.fastseq.encoder import held_once
 from attmemo.fastseq.loop import decode
 from attmemo.fastseq.refusal import Refusal
 from attmemo.fastseq.shadow import private_copy, wears_another_forward
@@ -158,11 +159,6 @@ class FastModel:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
         copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED)
         swap_modules(copy, state)
-        kwargs = dict(kwargs)
-        if copy.config.is_encoder_decoder:
-            intercept(copy, state)
-            if kwargs.get("encoder_outputs") is not None:
-                kwargs["encoder_outputs"] = stand_in(kwargs["encoder_outputs"], state)
 
         def loop(
             self: Any,
@@ -178,7 +174,9 @@ class FastModel:
             return decode(self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
-        return generate(custom_generate=loop, **kwargs)
+        once = held_once(copy, self._model, state) if copy.config.is_encoder_decoder else nullcontext()
+        with once:
+            return generate(custom_generate=loop, **kwargs)
 
     def _el_holds(self) -> bool:
         """Whether EL-attention reproduces this model; tested when it is first asked for."""
