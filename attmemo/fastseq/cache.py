@@ -277,6 +277,10 @@ class SharedTensors:
         del self._expected[id(keys)]
         return layer
 
+    def clear(self) -> None:
+        """Forget what was handed out and not taken."""
+        self._expected.clear()
+
     def require_all_taken(self) -> None:
         """Raise if a suffix was handed out and did not arrive: the prompt would be missing in the attention."""
         if self._expected:

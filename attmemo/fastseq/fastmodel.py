@@ -175,8 +175,11 @@ class FastModel:
 
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
         once = held_once(copy, self._model, state) if copy.config.is_encoder_decoder else nullcontext()
-        with once:
-            return generate(custom_generate=loop, **kwargs)
+        try:
+            with once:
+                return generate(custom_generate=loop, **kwargs)
+        finally:
+            state.release()
 
     def _el_holds(self) -> bool:
         """Whether EL-attention reproduces this model; tested when it is first asked for."""
