@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -283,25 +284,59 @@ def test_threads_and_models_do_not_see_each_other() -> None:
     assert all(fast.stats()["calls"] == {"fast": 6, "stock": 0} for fast in fasts)
 
 
-def test_what_a_call_made_is_freed_with_it() -> None:
-    model = make("bart")
-    fast = fastseq.wrap(model)
+class _StopsTheCall(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("bart", "shared"), ("bart", "el"), ("t5", "auto"), ("gpt2", "el"), ("llama", "shared")]
+)
+def test_what_a_call_made_waits_for_the_garbage_collector(family: str, attention: str, fails: bool) -> None:
+    fast = fastseq.wrap(make(family), attention=attention)
+    kinds = ("BeamArena", "CallState", "CrossLayer", "PrefixLayer", "SuffixLayer", "ELStates", "ELSelfLayer")
     made: list[weakref.ref[Any]] = []
 
     class Spy(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             if not made:
-                made.extend(
-                    weakref.ref(found)
-                    for found in gc.get_objects()
-                    if type(found).__name__ in ("BeamArena", "CallState")
-                )
+                made.extend(weakref.ref(found) for found in gc.get_objects() if type(found).__name__ in kinds)
+            elif fails:
+                raise _StopsTheCall
             return scores
 
-    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=4, logits_processor=LogitsProcessorList([Spy()]))
+    arguments: dict[str, Any] = {**inputs(family), "num_beams": 2, "max_new_tokens": 4}
     gc.collect()
-    assert len(made) >= 2
-    assert all(reference() is None for reference in made)
+    gc.disable()
+    try:
+        with pytest.raises(_StopsTheCall) if fails else nullcontext():
+            fast.generate(**arguments, logits_processor=LogitsProcessorList([Spy()]))
+        assert len(made) >= 3
+        assert [reference() for reference in made if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_rotary_module_that_grows_is_left_as_it_was() -> None:
+    from transformers import LlamaForCausalLM
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = make("llama").config
+    config.max_position_embeddings, config.rope_parameters = 16, rope
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    fast = fastseq.wrap(model)
+    ids = inputs("llama")["input_ids"]
+    frequencies = model.model.rotary_emb.inv_freq
+    with torch.no_grad():
+        before = model(ids[:, :9]).logits
+    long: dict[str, Any] = {"input_ids": ids, "num_beams": 2, "max_new_tokens": 12, "eos_token_id": None}
+    got = fast.generate(**long)
+    assert model.model.rotary_emb.inv_freq is frequencies
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, :9]).logits, before)
+    assert torch.equal(model.generate(**long), got), "the copy did not grow as stock does"
+    assert fast.stats()["calls"] == {"fast": 1, "stock": 0}
 
 
 def test_a_model_that_is_not_generative_is_refused_with_what_to_do() -> None:
