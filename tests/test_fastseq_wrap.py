@@ -214,6 +214,34 @@ def test_what_is_not_covered_runs_on_the_stock_path_and_is_counted(setting: dict
     assert any(reason in said for said in stats["stock_reasons"])
 
 
+@pytest.mark.parametrize("by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
+def test_weights_of_which_each_process_has_a_part(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes have to run as many forwards, or they wait for each other: stock's loop sees to that."""
+    from attmemo.fastseq import fastmodel
+
+    fast = fastseq.wrap(make("gpt2"), check=False)
+    monkeypatch.setattr(fastmodel, by, lambda *model: True)
+    fast.generate(**inputs("gpt2"), max_new_tokens=2)
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
+    assert any("sharded" in reason for reason in fast.stats()["stock_reasons"])
+
+
+def test_synced_gpus_reach_stocks_loop() -> None:
+    fast = fastseq.wrap(make("gpt2"), check=False)
+    with pytest.raises(ValueError, match="process group"):  # which this process does not have
+        fast.generate(**inputs("gpt2"), max_new_tokens=2, synced_gpus=True)
+    assert fast.stats()["stock_reasons"] == {"synced_gpus": 1}
+
+
+def test_arguments_that_are_none_are_taken_as_not_given(models: dict[str, tuple[Any, Any]]) -> None:
+    model, fast = pair(models, "bart")
+    nothing = dict.fromkeys(("custom_generate", "streamer", "assistant_model", "synced_gpus", "negative_prompt_ids"))
+    before = fast.stats()["calls"]["fast"]
+    expected, got = both(model, fast, inputs("bart"), {"num_beams": 2, **nothing})
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"]["fast"] == before + 1
+
+
 def test_encoder_outputs_of_the_caller(models: dict[str, tuple[Any, Any]]) -> None:
     model, fast = pair(models, "bart")
     arguments = inputs("bart", "right")

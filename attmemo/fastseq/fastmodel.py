@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
@@ -45,6 +46,7 @@ _STOCK_ARGUMENTS = {
     "output_hidden_states": "attentions or hidden states were asked for",
     "head_mask": "head_mask",
     "cross_attn_head_mask": "head_mask",
+    "synced_gpus": "synced_gpus",
 }
 
 
@@ -166,18 +168,15 @@ class FastModel:
             logits_processor: Any,
             stopping_criteria: Any,
             generation_config: Any,
-            synced_gpus: bool = False,
             **model_kwargs: Any,
         ) -> Any:
-            if synced_gpus:
-                raise Refusal("synced_gpus")
             return decode(self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
         once = held_once(copy, self._model, state) if copy.config.is_encoder_decoder else nullcontext()
         try:
             with once:
-                return generate(custom_generate=loop, **kwargs)
+                return generate(**kwargs | {"custom_generate": loop})
         finally:
             state.release()
 
@@ -205,6 +204,8 @@ class FastModel:
                 return reason
         if setting("use_cache") is False:
             return "use_cache=False"
+        if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self._model):
+            return "weights that are sharded (ZeRO-3, FSDP)"
         if kwargs.get("inputs_embeds") is not None and not self._model.config.is_encoder_decoder:
             return "inputs_embeds for a decoder"
         if (module := wears_another_forward(self._model)) is not None:
