@@ -57,12 +57,13 @@ class FastModel:
     same one, do not see each other.
     """
 
-    def __init__(self, model: Any, attention_mode: str, reason: str | None) -> None:
+    def __init__(self, model: Any, attention_mode: str, reason: str | None, *, untested: bool = False) -> None:
         self._model = model
         self._mode = attention_mode
         self._reason = reason
         self._lock = threading.Lock()
         self._stats = _Stats()
+        self._untested = untested
         self._last: dict[str, int] = {}
         self._el: bool | None = None
 
@@ -108,7 +109,7 @@ class FastModel:
             if twice := given.keys() & kwargs.keys():
                 raise TypeError(f"generate got {sorted(twice)} twice: by position and by name")
             kwargs = given | kwargs
-        reason = self._reason or self._why_stock(kwargs)
+        reason = self._reason or self._why_stock(kwargs) or self._test_late()
         if reason is None:
             device = self._model.device
             random = torch.get_rng_state()
@@ -187,6 +188,16 @@ class FastModel:
                 self._el = why_no_el(self) is None
             return self._el
 
+    def _test_late(self) -> str | None:
+        """Make up for the test that `wrap` could not do on a model in training mode; as `self_test` returns."""
+        with self._lock:
+            if self._untested:
+                self._reason = self_test(self, "el" if self._mode == "el" else "shared")
+                self._untested = False
+                if self._reason is not None:
+                    _warn(self._model, self._reason)
+            return self._reason
+
     def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
         if self._mode == "stock":
             return "attention='stock'"
@@ -218,7 +229,7 @@ def why_no_el(fast: FastModel) -> str | None:
     model = fast.model
     if not model.config.is_encoder_decoder and (reason := why_no_self_el(model)) is not None:
         return reason
-    return self_test(fast, "el")
+    return None if model.training else self_test(fast, "el")
 
 
 def self_test(fast: FastModel, mode: str = "shared") -> str | None:
@@ -241,7 +252,7 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
         "output_scores": True,
     }
     if (reason := fast._why_stock(dummy)) is not None:
-        return None if model.training else reason
+        return reason
     state = CallState(mode=mode)
     with torch.no_grad():
         try:
@@ -289,6 +300,12 @@ class _Stats:
         self.reasons: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
+def _warn(model: Any, wrong: str) -> None:
+    _log.warning(
+        "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
+    )
+
+
 
 def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastModel:
     """The same model with a faster `generate`. The model itself is not changed.
@@ -303,7 +320,8 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
         effect "shared" unless it would not fit. "stock": nothing is changed; for comparison.
     check : bool
         Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the stock path
-        is used from then on, and a warning says so.
+        is used from then on, and a warning says so. Of a model in training mode, which generates on the stock path,
+        the first call out of it is preceded by that, and by the test of attention="el".
 
     Returns
     -------
@@ -333,15 +351,14 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
             "load it with AutoModelForSeq2SeqLM or AutoModelForCausalLM",
         )
     beam_attention.register()
-    fast = FastModel(model, attention, None)
+    untested = model.training and (attention == "el" or (check and attention != "stock"))
+    fast = FastModel(model, attention, None, untested=untested)
     if attention == "el" and (reason := why_no_el(fast)) is not None:
         raise UnsupportedModelError(
             f"EL-attention does not hold for {type(model).__name__}: {reason.removeprefix('EL-attention: ')}.",
             "use attention='auto' or 'shared'",
         )
-    if check and attention not in ("stock", "el") and (wrong := self_test(fast)) is not None:
-        _log.warning(
-            "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
-        )
+    if check and not untested and attention not in ("stock", "el") and (wrong := self_test(fast)) is not None:
+        _warn(model, wrong)
         return FastModel(model, attention, wrong)
     return fast
