@@ -393,6 +393,85 @@ def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest
     assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
 
 
+@pytest.mark.parametrize("attention", ["auto", "shared", "el"])
+def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
+    attention: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq import attention as functions
+
+    wrong = "el_cross_attention" if attention == "el" else "shared_attention"
+    real = getattr(functions, wrong)
+    monkeypatch.setattr(functions, wrong, lambda *arguments: -real(*arguments))
+    model = make("bart").train()
+    fast = fastseq.wrap(model, attention=attention)
+    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=2)
+    assert "stock path" not in caplog.text, "nothing is known yet"
+    model.eval()
+    for _ in range(2):
+        expected, got = both(model, fast, inputs("bart"), {"num_beams": 3})
+        assert torch.equal(expected, got)
+    assert caplog.text.count("its scores differ") == 1
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 3}
+    assert fast.cache_mode == "stock"
+
+
+@pytest.mark.parametrize("attention", ["auto", "el"])
+def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attention: str) -> None:
+    model = make("bart").train()
+    fast = fastseq.wrap(model, attention=attention)
+    model.eval()
+    expected, got = both(model, fast, inputs("bart"), {"num_beams": 3})
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"] == {"fast": 1, "stock": 0}
+    with pytest.raises(UnsupportedModelError, match="RoPE"):
+        fastseq.wrap(make("llama").train(), attention="el")
+
+
+def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq import fastmodel
+    from attmemo.fastseq.refusal import Refusal
+
+    model = make("gpt2")
+    fast = fastseq.wrap(model)
+
+    def refused(*arguments: Any) -> Any:
+        torch.rand(7)
+        raise Refusal("late")
+
+    monkeypatch.setattr(fastmodel, "decode", refused)
+    expected, got = both(model, fast, inputs("gpt2"), {"do_sample": True})
+    assert torch.equal(expected, got)
+    assert fast.stats()["stock_reasons"] == {"late": 1}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
+def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq import draws
+
+    states = {"now": 5}
+
+    class Device:
+        """torch.mps has one generator, and takes no device; the others have one each."""
+
+        def get_rng_state(self, *device: torch.device) -> int:
+            assert len(device) == (kind != "mps")
+            return states["now"]
+
+        def set_rng_state(self, state: int, *device: torch.device) -> None:
+            assert len(device) == (kind != "mps")
+            states["now"] = state
+
+    if kind != "cpu":
+        monkeypatch.setattr(torch, kind, Device())
+    before = torch.get_rng_state()
+    rewind = draws.remember(torch.device(kind))
+    torch.rand(3)
+    states["now"] = 6
+    rewind()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert states["now"] == (6 if kind == "cpu" else 5)
+
+
 def test_a_replaced_forward_is_not_bypassed() -> None:
     model = make("bart")
     fast = fastseq.wrap(model)

@@ -18,6 +18,7 @@ from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_ma
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
 from attmemo.fastseq.call import CallState
+from attmemo.fastseq import draws
 from attmemo.fastseq.el import why_no_self_el
 from attmemo.fastseq.encoder import held_once
 from attmemo.fastseq.loop import decode
@@ -105,23 +106,24 @@ class FastModel:
             names = list(inspect.signature(self._model.generate).parameters)
             if len(args) > len(names):
                 raise TypeError(f"generate takes at most {len(names)} positional arguments; got {len(args)}")
+
+        Notes
+        -----
+        Some of it shows only on the way. The call is then begun anew, with torch's default generators where they
+        were; these belong to the process, and so another thread that samples meanwhile may draw twice the same.
             given = dict(zip(names, args, strict=False))
             if twice := given.keys() & kwargs.keys():
                 raise TypeError(f"generate got {sorted(twice)} twice: by position and by name")
             kwargs = given | kwargs
         reason = self._reason or self._why_stock(kwargs) or self._test_late()
         if reason is None:
-            device = self._model.device
-            random = torch.get_rng_state()
-            random_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            rewind = draws.remember(self._model.device)
             state = CallState(mode=self._mode, el_holds=self._el_holds)
             try:
                 result = self._fast(state, kwargs)
             except Refusal as refusal:
                 reason = str(refusal)
-                torch.set_rng_state(random)
-                if random_device is not None:
-                    torch.cuda.set_rng_state(random_device, device)
+                rewind()
             else:
                 with self._lock:
                     self._stats.fast += 1
