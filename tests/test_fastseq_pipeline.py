@@ -94,6 +94,13 @@ class TestAsThePlainLoop:
         assert list(pipeline(TEXTS)) == plain_loop(models["bart"], TEXTS, **BEAMS)
         assert min(watched.rows[:-1]) < max(watched.rows), "shorter texts, larger batches"
 
+    def test_a_batch_is_planned_for_a_path_that_is_not_taken(self, models: dict[str, Any]) -> None:
+        fast = attmemo.fastseq.wrap(models["bart"])
+        assert Pipeline(fast, tokenizer(), **BEAMS).planner.mode == "shared"  # type: ignore[union-attr]
+        for generation in ({"use_cache": False}, {"generation_config": GenerationConfig(use_cache=False)}):
+            pipeline = Pipeline(fast, tokenizer(), **BEAMS, **generation)
+            assert pipeline.planner.mode == "stock"  # type: ignore[union-attr]
+
     @pytest.mark.parametrize("window", [1, 5, 1000])
     def test_windows(self, window: int, models: dict[str, Any]) -> None:
         pipeline = Pipeline(models["bart"], tokenizer(), batch=3, window=window, **BEAMS)

@@ -543,3 +543,6 @@ def test_the_planner_is_told_what_is_held() -> None:
     assert fastseq.wrap(make("bart")).cache_mode == "shared"
     assert fastseq.wrap(make("bart"), attention="el").cache_mode == "el"
     assert fastseq.wrap(make("bart"), attention="stock").cache_mode == "stock"
+    fast = fastseq.wrap(make("bart"))
+    assert fast.cache_mode_for({"num_beams": 4}) == "shared"
+    assert fast.cache_mode_for({"num_beams": 4, "use_cache": False}) == "stock"

@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +18,8 @@ from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_ma
 
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
-from attmemo.fastseq.call import CallState
 from attmemo.fastseq import draws
+from attmemo.fastseq.call import CallState
 from attmemo.fastseq.el import why_no_self_el
 from attmemo.fastseq.encoder import held_once
 from attmemo.fastseq.loop import decode
@@ -62,9 +63,9 @@ class FastModel:
         self._model = model
         self._mode = attention_mode
         self._reason = reason
+        self._untested = untested
         self._lock = threading.Lock()
         self._stats = _Stats()
-        self._untested = untested
         self._last: dict[str, int] = {}
         self._el: bool | None = None
 
@@ -79,6 +80,10 @@ class FastModel:
         if self._reason is not None or self._mode == "stock":
             return "stock"
         return "el" if self._mode == "el" else "shared"
+
+    def cache_mode_for(self, generation: Mapping[str, Any]) -> str:
+        """As `cache_mode`, of a call with these arguments: some send it to the stock path."""
+        return self.cache_mode if self._why_stock(dict(generation)) is None else "stock"
 
     def __getattr__(self, name: str) -> Any:
         if "_model" not in self.__dict__:  # while it is being unpickled
@@ -101,16 +106,16 @@ class FastModel:
         Returns
         -------
         Tensor or ModelOutput
-        """
-        if args:  # by name from here on: the first is called `inputs`, but `input_features` by Whisper
-            names = list(inspect.signature(self._model.generate).parameters)
-            if len(args) > len(names):
-                raise TypeError(f"generate takes at most {len(names)} positional arguments; got {len(args)}")
 
         Notes
         -----
         Some of it shows only on the way. The call is then begun anew, with torch's default generators where they
         were; these belong to the process, and so another thread that samples meanwhile may draw twice the same.
+        """
+        if args:  # by name from here on: the first is called `inputs`, but `input_features` by Whisper
+            names = list(inspect.signature(self._model.generate).parameters)
+            if len(args) > len(names):
+                raise TypeError(f"generate takes at most {len(names)} positional arguments; got {len(args)}")
             given = dict(zip(names, args, strict=False))
             if twice := given.keys() & kwargs.keys():
                 raise TypeError(f"generate got {sorted(twice)} twice: by position and by name")
@@ -183,13 +188,6 @@ class FastModel:
         finally:
             state.release()
 
-    def _el_holds(self) -> bool:
-        """Whether EL-attention reproduces this model; tested when it is first asked for."""
-        with self._lock:
-            if self._el is None:
-                self._el = why_no_el(self) is None
-            return self._el
-
     def _test_late(self) -> str | None:
         """Make up for the test that `wrap` could not do on a model in training mode; as `self_test` returns."""
         with self._lock:
@@ -199,6 +197,13 @@ class FastModel:
                 if self._reason is not None:
                     _warn(self._model, self._reason)
             return self._reason
+
+    def _el_holds(self) -> bool:
+        """Whether EL-attention reproduces this model; tested when it is first asked for."""
+        with self._lock:
+            if self._el is None:
+                self._el = why_no_el(self) is None
+            return self._el
 
     def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
         if self._mode == "stock":
@@ -295,18 +300,18 @@ def _dummy_inputs(model: Any) -> dict[str, Tensor] | None:
     return None
 
 
+def _warn(model: Any, wrong: str) -> None:
+    _log.warning(
+        "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
+    )
+
+
 class _Stats:
     def __init__(self) -> None:
         self.fast = 0
         self.stock = 0
         self.reasons: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-
-def _warn(model: Any, wrong: str) -> None:
-    _log.warning(
-        "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
-    )
-
 
 
 def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastModel:

@@ -70,8 +70,9 @@ class Pipeline:
     seed : int, optional
         Seed of every batch, with the number of its first row: a resumed run samples what it would have sampled.
     mode : {"stock", "shared", "el"}, optional
-        How the model keeps the source's states, for the planner. Default: what the model says in an attribute
-        ``cache_mode``, else the one that takes most, ``"stock"``.
+        How the model keeps the source's states, for the planner. Default: what the model says, by a method
+        ``cache_mode_for`` of the arguments of ``generate`` or in an attribute ``cache_mode``; else the one that takes
+        most, ``"stock"``.
     config, device
         Of the model, where it has no such attributes.
     progress : callable, optional
@@ -378,7 +379,9 @@ class Pipeline:
         return self.planner.plan(length, self._new_tokens(length), beams)
 
     def _planner(self, mode: Mode | None) -> BatchPlanner:
-        mode = mode or getattr(self.model, "cache_mode", None) or "stock"
+        asked = getattr(self.model, "cache_mode_for", None)
+        own = getattr(self.model, "cache_mode", None) if asked is None else asked(self.generation)
+        mode = mode or own or "stock"
         dtype = attribute(self.model, "dtype") or torch.float32
         return BatchPlanner(ModelShape.of(self.config, dtype), device=self.device, mode=mode)
 
