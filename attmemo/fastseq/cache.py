@@ -50,7 +50,7 @@ class BeamArena:
         start = self._filled[layer]
         end = start + new
         if self.store is None:
-            self.room = max(self.room, min(end, self.most), end)
+            self.room = max(self.room, end)
             self.store = states[0].new_empty(rows, self.layers, len(states), heads, self.room, width)
         fitting = torch.Size((rows, self.layers, len(states), heads, self.room, width))
         if self.store.shape != fitting or any(state.shape != states[0].shape for state in states):
@@ -228,8 +228,8 @@ class PrefixLayer(SuffixLayer):
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
         if self.prefix_keys is not None and self.prefix_values is not None:
-            self.prefix_keys = _swap_out(self.prefix_keys, moved, count)
-            self.prefix_values = _swap_out(self.prefix_values, moved, count)
+            self.prefix_keys = keep_rows(self.prefix_keys, moved, count)
+            self.prefix_values = keep_rows(self.prefix_values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.prefix_keys) + _bytes(self.prefix_values)
@@ -253,8 +253,8 @@ class CrossLayer(BeamLayer):
         return 0 if self.keys is None else self.keys.shape[-2]
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
-        self.keys = _swap_out(self.keys, moved, count)
-        self.values = _swap_out(self.values, moved, count)
+        self.keys = keep_rows(self.keys, moved, count)
+        self.values = keep_rows(self.values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.keys) + _bytes(self.values)
@@ -348,7 +348,8 @@ def hole_filling(alive: Sequence[bool]) -> list[int]:
     return [sample if alive[sample] else late.pop() for sample in range(count)]
 
 
-def _swap_out(tensor: Tensor, moved: Sequence[tuple[int, int]], count: int) -> Tensor:
+def keep_rows(tensor: Tensor, moved: Sequence[tuple[int, int]], count: int) -> Tensor:
+    """Row `target` becomes the former row `origin` for each pair, in place; the first `count` rows are left."""
     for target, origin in moved:
         tensor[target] = tensor[origin]
     return tensor[:count]

@@ -41,7 +41,6 @@ class CallState:
 
     mode: str
     el_holds: Callable[[], bool] = lambda: False
-    remove_finished: bool = True
     shared: SharedTensors = field(default_factory=SharedTensors)
     counts: Counter[str] = field(default_factory=Counter)
     encoder_outputs: Any = None
