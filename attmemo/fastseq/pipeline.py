@@ -24,9 +24,10 @@ from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.fastseq.encoding import Batch, Copies, Encoder, Padding, Window, with_padding
 from attmemo.fastseq.journal import Journal
 from attmemo.fastseq.lines import count_lines, read_lines
-from attmemo.fastseq.planner import BatchPlanner, Guard, Mode, ModelShape, is_out_of_memory
+from attmemo.fastseq.planner import BatchPlanner, Guard, is_out_of_memory
 from attmemo.fastseq.properties import attribute, digest, positions
 from attmemo.fastseq.result import Result, Summary
+from attmemo.fastseq.shape import Mode, ModelShape
 from attmemo.fastseq.stages import map_ahead
 
 Progress = Callable[[str, int, int], None]
