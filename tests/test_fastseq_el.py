@@ -95,6 +95,21 @@ def test_tokens_are_those_of_stock(family: str) -> None:
     assert not stats["counts"].get("shared"), "keys were shared where hidden states were asked for"
 
 
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+def test_a_sample_that_is_padding_only_becomes_not_a_number(family: str) -> None:
+    model = make(family)
+    fast = fastseq.wrap(model, attention="el")
+    arguments = inputs(family)
+    arguments["attention_mask"][1] = 0
+    setting: dict[str, Any] = {
+        "num_beams": 3, "max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True,
+    }  # fmt: skip
+    expected, got = (path.generate(**arguments, **setting) for path in (model, fast))
+    assert torch.equal(expected.sequences, got.sequences)
+    assert torch.equal(expected.sequences_scores, got.sequences_scores)
+    assert fast.stats()["stock_reasons"] == {"EL-attention: a sample that is padding only": 1}
+
+
 @pytest.mark.parametrize(("family", "reason"), [("llama", "RoPE"), ("qwen2", "RoPE"), ("qwen3", "RoPE")])
 def test_it_is_refused_by_name_where_it_does_not_hold(family: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
