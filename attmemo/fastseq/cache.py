@@ -78,18 +78,15 @@ class BeamArena:
         if self.store is not None:
             self.store = self.store.repeat_interleave(times, dim=0)
 
-    def move(self, source: Sequence[int]) -> None:
-        """Row i becomes a copy of row `source[i]`, for all layers at once."""
+    def move(self, source: Tensor) -> None:
+        """Row i becomes a copy of row `source[i]`, for all layers."""
         if self.store is None or not self.length:
             return
         used = self.store[..., : self.length, :]
-        for target, origin in copy_order(source):
-            if origin is None:
-                spare = used[target].clone()
-            elif origin < 0:
-                used[target] = spare
-            else:
-                used[target] = used[origin]
+        if used.device.type == "cpu":
+            _copy_moved(used, source.tolist())
+        else:
+            _gather(used, source.to(used.device))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay; row i becomes the former row `rows[i]`. Each target is at or before its source."""
@@ -114,6 +111,23 @@ class BeamArena:
         larger = self.store.new_empty(rows, layers, parts, heads, self.room, width)
         larger[..., : self.length, :] = self.store[..., : self.length, :]
         self.store = larger
+
+
+def _copy_moved(states: Tensor, source: Sequence[int]) -> None:
+    """Row i becomes row `source[i]`: only rows that change are copied, each once."""
+    for target, origin in copy_order(source):
+        if origin is None:
+            spare = states[target].clone()
+        elif origin < 0:
+            states[target] = spare
+        else:
+            states[target] = states[origin]
+
+
+def _gather(states: Tensor, source: Tensor) -> None:
+    """The same without asking the device which rows change, in two launches a layer: `states` `[R, L, …]`."""
+    for layer in range(states.shape[1]):  # all at once would hold everything twice
+        states[:, layer] = states[:, layer].index_select(0, source)
 
 
 def copy_order(source: Sequence[int]) -> list[tuple[int, int | None]]:
@@ -308,7 +322,7 @@ class BeamCache:
         self.cross_cache = cross_cache
         self.holders = holders
 
-    def move(self, source: Sequence[int]) -> None:
+    def move(self, source: Tensor) -> None:
         """Row i of the suffix becomes row `source[i]`."""
         self.arena.move(source)
 

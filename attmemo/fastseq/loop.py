@@ -193,7 +193,7 @@ def _beam(
         )
         if not model._beam_search_has_unfinished_sequences(open_ended, finished, stops, config.early_stopping):
             break
-        stepper.move(source.tolist())
+        stepper.move(source)
         if leaving:
             # A sample is closed when transformers would give every later hypothesis of it -1e9. All its hypotheses
             # must have a real score: among placeholders of -1e9 such a one would tie, and the winner could still

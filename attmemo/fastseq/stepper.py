@@ -128,8 +128,8 @@ class Stepper:
         """Logits `[R, V]` after `[R, n]`, of which all but the last column are in the cache."""
         return self._forward(input_ids, 1, self.kwargs, first=False)
 
-    def move(self, source: Sequence[int]) -> None:
-        """Row i goes on as a copy of row `source[i]`."""
+    def move(self, source: Tensor) -> None:
+        """Row i goes on as a copy of row `source[i]`; `[R]` of integers."""
         self.cache.move(source)
 
     def keep(self, samples: Sequence[int]) -> None:
