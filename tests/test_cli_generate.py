@@ -306,6 +306,38 @@ class TestBadInput:
         assert "would replace" in refuse("generate", saved["bart"], source, source)
         assert lines(source) == TEXTS
 
+    @pytest.mark.parametrize("link", [None, "soft", "hard"])
+    @pytest.mark.parametrize(
+        ("files", "said"),
+        [
+            (("in", "out", "ref", "out"), "OUTPUT and --score-path are the same"),
+            (("in", "out", "ref", "out.part"), "OUTPUT.part and --score-path are the same"),
+            (("in", "out", "ref", "in"), "--score-path"), (("in", "out", "ref", "ref"), "--score-path"),
+            (("in", "in", "ref", "score"), "OUTPUT"), (("in", "ref", "ref", "score"), "OUTPUT"),
+            (("out.part", "out", "ref", "score"), "OUTPUT.part"),
+        ],
+    )  # fmt: skip
+    def test_a_file_is_written_over_by_its_own_run(
+        self, files: tuple[str, ...], said: str, link: str | None, tmp_path: Path
+    ) -> None:
+        for name in files:
+            (tmp_path / name).write_text(f"what was in {name}\n")
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        paths = [tmp_path / name for name in files]
+        if link is not None:
+            paths[3] = tmp_path / "link"
+            paths[3].symlink_to(files[3]) if link == "soft" else paths[3].hardlink_to(tmp_path / files[3])
+            before["link"] = before[files[3]]
+        source, output, reference, scores = paths
+        args = ("--reference-path", reference, "--score-path", scores)
+        assert said in refuse("generate", "no-such-model", source, output, *args)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+    def test_the_json_file_is_the_output(self, source: Path, tmp_path: Path) -> None:
+        for name in ("out", "in.txt"):
+            args = ("generate", "no-such-model", source, tmp_path / "out", "--json", tmp_path / name)
+            assert "--json" in refuse(*args)
+
     def test_the_output_has_no_directory(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         assert "no directory" in refuse("generate", saved["bart"], source, tmp_path / "none" / "out", *OPTIONS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import Output, cell, output
+from attmemo.cli.files import check_apart, check_writable
 from attmemo.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
@@ -227,16 +227,19 @@ def generate(
     with output(json, quiet, stopped) as out:
         from attmemo.errors import AttmemoError
 
-        for path in (source, reference_path):
-            if path is not None and destination.exists() and path.exists() and destination.samefile(path):
-                raise AttmemoError(f"{destination} would replace {path}, which is read.", "name another output")
+        part = destination.with_name(destination.name + ".part")
+        written = {"OUTPUT": destination, "OUTPUT.part": part, "--score-path": score_path}
+        if json is not None and json != "-":
+            written["--json"] = Path(json)
+        read = {"INPUT": source, "the reference": reference_path}
+        check_apart(*({name: path for name, path in files.items() if path is not None} for files in (written, read)))
         measure: Measure = "bleu" if "translation" in task else "rouge"
         limit = n_obs if n_obs is not None and n_obs > 0 else None  # FastSeq's -1: all
         references = None
         if reference_path is not None:
             references = _references(reference_path, source, limit, measure)
         if score_path is not None:
-            _check_writable(score_path)
+            check_writable("--score-path", score_path)
 
         import torch
 
@@ -349,14 +352,6 @@ def _references(path: Path, source: Path, limit: int | None, measure: Measure) -
             "give a reference with one line for each line of the input",
         )
     return references
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file for the scores that cannot be written, before the work and not after it."""
-    from attmemo.errors import AttmemoError
-
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise AttmemoError(f"--score-path {path} cannot be written.", "name a file in a directory that can be written")
 
 
 def _score(measure: Measure, destination: Path, references: list[str], joined: bool, scored: bool) -> dict[str, float]:
