@@ -312,6 +312,12 @@ class TestBadInput:
         [
             (("in", "out", "ref", "out"), "OUTPUT and --score-path are the same"),
             (("in", "out", "ref", "out.part"), "OUTPUT.part and --score-path are the same"),
+    def test_a_pipe_is_read_a_second_time(self, saved: dict[str, str], tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "in")
+        stderr = refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
+        assert "is a pipe" in stderr
+        assert not (tmp_path / "out.part").exists()
+
             (("in", "out", "ref", "in"), "--score-path"), (("in", "out", "ref", "ref"), "--score-path"),
             (("in", "in", "ref", "score"), "OUTPUT"), (("in", "ref", "ref", "score"), "OUTPUT"),
             (("out.part", "out", "ref", "score"), "OUTPUT.part"),
