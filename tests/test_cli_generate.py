@@ -195,6 +195,12 @@ class TestOptions:
         assert result.exit_code == 2
         assert "--reference-path" in result.stderr
 
+    @pytest.mark.parametrize("option", ["--limit", "--n_obs"])
+    def test_no_lines_are_taken_for_all(self, option: str) -> None:
+        result = attmemo("generate", "m", "i", "o", option, "0")
+        assert result.exit_code == 2
+        assert "no line at all" in result.stderr
+
     def test_languages_of_a_model_that_has_none(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         assert "no languages" in refuse("generate", saved["bart"], source, tmp_path / "out", "--target-lang", "ro_RO")
 
@@ -306,18 +312,18 @@ class TestBadInput:
         assert "would replace" in refuse("generate", saved["bart"], source, source)
         assert lines(source) == TEXTS
 
-    @pytest.mark.parametrize("link", [None, "soft", "hard"])
-    @pytest.mark.parametrize(
-        ("files", "said"),
-        [
-            (("in", "out", "ref", "out"), "OUTPUT and --score-path are the same"),
-            (("in", "out", "ref", "out.part"), "OUTPUT.part and --score-path are the same"),
     def test_a_pipe_is_read_a_second_time(self, saved: dict[str, str], tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "in")
         stderr = refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
         assert "is a pipe" in stderr
         assert not (tmp_path / "out.part").exists()
 
+    @pytest.mark.parametrize("link", [None, "soft", "hard"])
+    @pytest.mark.parametrize(
+        ("files", "said"),
+        [
+            (("in", "out", "ref", "out"), "OUTPUT and --score-path are the same"),
+            (("in", "out", "ref", "out.part"), "OUTPUT.part and --score-path are the same"),
             (("in", "out", "ref", "in"), "--score-path"), (("in", "out", "ref", "ref"), "--score-path"),
             (("in", "in", "ref", "score"), "OUTPUT"), (("in", "ref", "ref", "score"), "OUTPUT"),
             (("out.part", "out", "ref", "score"), "OUTPUT.part"),

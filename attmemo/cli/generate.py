@@ -174,7 +174,8 @@ def generate(
         bool, typer.Option("--output-sequence-scores", help="After each output a tab and its score (beam search).")
     ] = False,
     n_obs: Annotated[
-        int | None, typer.Option("--n-obs", "--limit", metavar="N", help="Only the first N lines.  [default: all]")
+        int | None,
+        typer.Option("--n-obs", "--limit", metavar="N", help="Only the first N lines; below 0, and by default, all."),
     ] = None,
     preprocess_workers: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that tokenize ahead.")] = 2,
     postprocess_workers: Annotated[
@@ -223,6 +224,8 @@ def generate(
     """
     if score_path is not None and reference_path is None:
         raise typer.BadParameter("--score-path needs --reference-path.")
+    if n_obs == 0:
+        raise typer.BadParameter("--limit 0 is no line at all; leave it out, or give -1, for all lines.")
     stopped = f"interrupted; {destination}.part holds what was generated, the same command resumes"
     with output(json, quiet, stopped) as out:
         from attmemo.errors import AttmemoError
@@ -234,7 +237,7 @@ def generate(
         read = {"INPUT": source, "the reference": reference_path}
         check_apart(*({name: path for name, path in files.items() if path is not None} for files in (written, read)))
         measure: Measure = "bleu" if "translation" in task else "rouge"
-        limit = n_obs if n_obs is not None and n_obs > 0 else None  # FastSeq's -1: all
+        limit = None if n_obs is None or n_obs < 0 else n_obs  # FastSeq's -1: all
         references = None
         if reference_path is not None:
             references = _references(reference_path, source, limit, measure)
