@@ -74,39 +74,29 @@ class TestAsStock:
         assert json.loads(succeed(*args))["fastseq"] is False
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
-    def test_the_wrapped_model_is_used_where_there_is_one(
+    @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+    def test_the_wrapped_model_is_not_used(
+        self, family: str, saved: dict[str, str], source: Path, tmp_path: Path
+    ) -> None:
+        args = ("generate", saved[family], source, tmp_path / "out", *OPTIONS, "--output-summaries-only")
+        found = json.loads(succeed(*args, "--json", "-"))
+        assert found["fastseq"] is True
+        assert found["fastseq_stats"]["calls"] == {"fast": found["batches"], "stock": 0}
+        assert found["fastseq_stats"]["counts"]["prefix" if family == "gpt2" else "shared"] > 0
+        limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
+        assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
+
+    def test_a_model_that_fell_back_is_called_fast(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import attmemo.fastseq
+        from attmemo.fastseq import fastmodel
 
-        made: list[Any] = []
-
-        class Wrapped:
-            closed = False
-
-            def __init__(self, model: Any, attention: str) -> None:
-                self.model, self.calls = model, 0
-                assert attention == "auto"
-                made.append(self)
-
-            def generate(self, **options: Any) -> Any:
-                self.calls += 1
-                return self.model.generate(**options)
-
-            def stats(self) -> dict[str, Any]:
-                return {"calls": {"fast": 0, "stock": self.calls}, "stock_reasons": {"of its own will": self.calls}}
-
-            def close(self) -> None:
-                self.closed = True
-
-        monkeypatch.setattr(attmemo.fastseq, "wrap", Wrapped, raising=False)
+        monkeypatch.setattr(fastmodel, "self_test", lambda fast, mode="shared": "of its own will")
         common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
         found = json.loads(succeed(*common, "--json", "-"))
-        assert found["fastseq"] is True
+        assert found["fastseq"] is False
         assert found["fastseq_stats"]["calls"] == {"fast": 0, "stock": found["batches"]}
         assert "1 batches took the stock path: of its own will" in succeed(*common)
-        assert made[0].calls == found["batches"]
-        assert made[0].closed
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
 

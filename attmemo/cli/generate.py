@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -284,50 +282,53 @@ def generate(
             "output_scores": output_sequence_scores or None,
         }
         settings.update({name: value for name, value in asked.items() if value is not None})
-        with _fast(loaded.model, None if without_fastseq_opt else attention) as (maker, fast):
-            pipeline = Pipeline(
-                maker,
-                loaded.tokenizer,
-                batch=parse_batch(batch_size),  # type: ignore[arg-type]
-                window=window,
-                buckets=buckets,
-                prefix=loaded.prefix if prefix is None else prefix,
-                max_source=max_tokenizer_length,
-                truncate=not no_truncation,
-                padding=padding,
-                padding_side=padding_side,
-                new_only=output_summaries_only,
-                keep_special=include_special_tokens,
-                clean_up=clean_up_tokenization_spaces or None,
-                encoders=preprocess_workers,
-                decoders=postprocess_workers,
-                seed=seed,
-                config=loaded.model.config,
-                device=device,
-                progress=out.stages,
-                **settings,
-            )
-            try:
-                with hushed():
-                    done = pipeline.run(
-                        source,
-                        destination,
-                        limit=limit,
-                        resume=not restart,
-                        identity={"source_lang": source_lang, "target_lang": target_lang},
-                    )
-            except ValueError as error:  # which is how transformers refuses arguments
-                refused = str(error).strip().splitlines() or ["no reason given"]
-                raise AttmemoError(f"these options cannot be generated with: {refused[0]}", "change them") from error
-            stats = maker.stats() if fast and hasattr(maker, "stats") else None
+        maker = loaded.model
+        if not without_fastseq_opt:
+            from attmemo.fastseq import wrap
+
+            maker = wrap(loaded.model, attention=attention)
+        pipeline = Pipeline(
+            maker,
+            loaded.tokenizer,
+            batch=parse_batch(batch_size),  # type: ignore[arg-type]
+            window=window,
+            buckets=buckets,
+            prefix=loaded.prefix if prefix is None else prefix,
+            max_source=max_tokenizer_length,
+            truncate=not no_truncation,
+            padding=padding,
+            padding_side=padding_side,
+            new_only=output_summaries_only,
+            keep_special=include_special_tokens,
+            clean_up=clean_up_tokenization_spaces or None,
+            encoders=preprocess_workers,
+            decoders=postprocess_workers,
+            seed=seed,
+            config=loaded.model.config,
+            device=device,
+            progress=out.stages,
+            **settings,
+        )
+        try:
+            with hushed():
+                done = pipeline.run(
+                    source,
+                    destination,
+                    limit=limit,
+                    resume=not restart,
+                    identity={"source_lang": source_lang, "target_lang": target_lang},
+                )
+        except ValueError as error:  # which is how transformers refuses arguments
+            refused = str(error).strip().splitlines() or ["no reason given"]
+            raise AttmemoError(f"these options cannot be generated with: {refused[0]}", "change them") from error
         found: dict[str, Any] = {
             "model": model,
             "output": str(destination),
-            "fastseq": fast,
+            "fastseq": not without_fastseq_opt and maker.cache_mode_for(settings) != "stock",
             **asdict(done),
         }
-        if stats is not None:
-            found["fastseq_stats"] = stats
+        if not without_fastseq_opt:
+            found["fastseq_stats"] = maker.stats()
         _say(out, destination, found)
         if references is not None:
             several = settings.get("num_return_sequences", 1) > 1
@@ -364,21 +365,6 @@ def _score(measure: Measure, destination: Path, references: list[str], joined: b
 
     lines = [best_of(line, joined=joined, scored=scored) for line in read_lines(destination)]
     return score(measure, lines, references)
-
-
-@contextmanager
-def _fast(model: Any, attention: str | None) -> Iterator[tuple[Any, bool]]:
-    """What generates, and whether it is fast: the model wrapped where that is wanted and there, else the model."""
-    wrapped = None
-    if attention is not None:
-        from attmemo.fastseq import wrap
-
-        wrapped = wrap(model, attention=attention)
-    try:
-        yield (model, False) if wrapped is None else (wrapped, True)
-    finally:
-        if (close := getattr(wrapped, "close", None)) is not None:
-            close()
 
 
 def _languages(tokenizer: Any, source: str | None, target: str | None) -> int | None:
