@@ -401,6 +401,20 @@ class TestBadInput:
         assert str(folder) in stderr
         assert not (tmp_path / "out.part").exists()
 
+    def test_an_error_of_the_model_is_blamed_on_the_options(
+        self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers.models.bart.modeling_bart import BartEncoder
+
+        def broken(self: Any, *arguments: Any, **given: Any) -> Any:
+            raise ValueError("the model is broken")
+
+        monkeypatch.setattr(BartEncoder, "forward", broken)
+        args = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--without-fastseq-opt")
+        result = attmemo(*args)
+        assert result.exit_code == 1
+        assert "unexpected ValueError: the model is broken" in result.stderr
+
     def test_a_bare_model_whose_head_is_tied_generates(self, source: Path, tmp_path: Path) -> None:
         """As the checkpoint of bart-base is."""
         whole = make_model("bart")

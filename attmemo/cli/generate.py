@@ -318,7 +318,9 @@ def generate(
                     resume=not restart,
                     identity={"source_lang": source_lang, "target_lang": target_lang},
                 )
-        except ValueError as error:  # which is how transformers refuses arguments
+        except ValueError as error:
+            if not _refuses_options(error):
+                raise
             refused = str(error).strip().splitlines() or ["no reason given"]
             raise AttmemoError(f"these options cannot be generated with: {refused[0]}", "change them") from error
         found: dict[str, Any] = {
@@ -378,6 +380,14 @@ def _languages(tokenizer: Any, source: str | None, target: str | None) -> int | 
             raise AttmemoError(f"{option} {code}: this model has no languages to choose from.", f"leave out {option}")
         if tokenizer.convert_tokens_to_ids(code) in (None, tokenizer.unk_token_id):
             raise AttmemoError(
+def _refuses_options(error: ValueError) -> bool:
+    """Whether transformers' generation itself raised it, and not a file, a tokenizer or the model's arithmetic."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.generation.")
+
+
                 f"{option} {code}: the tokenizer does not know it.", "codes look like en_XX or eng_Latn"
             )
     if source is not None:
