@@ -144,6 +144,48 @@ class TestOptions:
         wanted = plain_loop(make_model("bart"), TEXTS[:5], num_beams=2, max_length=7, min_length=5, length_penalty=2.0)
         assert lines(tmp_path / "one") == wanted
 
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            (("--min-new-tokens", "5"), {"min_new_tokens": 5}),
+            (("--early-stopping",), {"early_stopping": True}),
+            (("--no-early-stopping",), {"early_stopping": False}),
+            (("--early-stopping-never",), {"early_stopping": "never"}),
+            (("--do-sample", "--min_p", "0.1", "--typical_p", "0.9"),
+             {"do_sample": True, "min_p": 0.1, "typical_p": 0.9}),
+        ],
+    )  # fmt: skip
+    def test_a_setting_does_not_arrive(
+        self, options: tuple[str, ...], expected: dict[str, Any], saved: dict[str, str], source: Path, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        from transformers import BartForConditionalGeneration
+
+        seen: list[dict[str, Any]] = []
+        real = BartForConditionalGeneration.generate
+
+        def noted(self: Any, *arguments: Any, **given: Any) -> Any:
+            seen.append(given)
+            return real(self, *arguments, **given)
+
+        monkeypatch.setattr(BartForConditionalGeneration, "generate", noted)
+        common = ("generate", saved["bart"], source, tmp_path / "out", "--bs", "15", "--limit", "3")
+        succeed(*common, "--beam", "2", "--max-new-tokens", "6", "--without-fastseq-opt", *options)
+        assert [{name: given.get(name) for name in expected} for given in seen] == [expected]
+
+    def test_a_model_that_samples_of_itself_cannot_be_told_not_to(
+        self, saved: dict[str, str], source: Path, tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(saved["bart"], tmp_path / "model"))
+        settings = json.loads((folder / "generation_config.json").read_text())
+        (folder / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True, "top_k": 20}))
+        succeed("generate", folder, source, tmp_path / "out", *OPTIONS, "--no-do-sample")
+        assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
+
+    def test_two_ways_to_stop_early(self) -> None:
+        result = attmemo("generate", "m", "i", "o", "--early-stopping", "--early-stopping-never")
+        assert result.exit_code == 2
+
     def test_fp16_and_dtype(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         for name, options in (("one", ("--fp16",)), ("two", ("--dtype", "float16"))):
             succeed("generate", saved["bart"], source, tmp_path / name, *OPTIONS, *options)
@@ -359,6 +401,20 @@ class TestBadInput:
         assert "these options cannot be generated with" in refuse(*common, *options)
         succeed(*common)  # and what was refused is not in the way of what is right
 
+    def test_an_error_of_the_model_is_blamed_on_the_options(
+        self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers.models.bart.modeling_bart import BartEncoder
+
+        def broken(self: Any, *arguments: Any, **given: Any) -> Any:
+            raise ValueError("the model is broken")
+
+        monkeypatch.setattr(BartEncoder, "forward", broken)
+        args = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--without-fastseq-opt")
+        result = attmemo(*args)
+        assert result.exit_code == 1
+        assert "unexpected ValueError: the model is broken" in result.stderr
+
     @pytest.mark.parametrize("place", [".", "none/score.json"])
     def test_a_place_for_scores_that_cannot_be_written(self, place: str, source: Path, tmp_path: Path) -> None:
         pytest.importorskip("rouge_score")
@@ -400,20 +456,6 @@ class TestBadInput:
         assert said in stderr
         assert str(folder) in stderr
         assert not (tmp_path / "out.part").exists()
-
-    def test_an_error_of_the_model_is_blamed_on_the_options(
-        self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from transformers.models.bart.modeling_bart import BartEncoder
-
-        def broken(self: Any, *arguments: Any, **given: Any) -> Any:
-            raise ValueError("the model is broken")
-
-        monkeypatch.setattr(BartEncoder, "forward", broken)
-        args = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--without-fastseq-opt")
-        result = attmemo(*args)
-        assert result.exit_code == 1
-        assert "unexpected ValueError: the model is broken" in result.stderr
 
     def test_a_bare_model_whose_head_is_tied_generates(self, source: Path, tmp_path: Path) -> None:
         """As the checkpoint of bart-base is."""

@@ -96,6 +96,9 @@ def generate(
         int | None,
         typer.Option("--min-gen-length", "--min-length", metavar="N", help="Tokens to generate at least."),
     ] = None,
+    min_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="The same, for a decoder without its prompt.")
+    ] = None,
     no_repeat_ngram_size: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="No N tokens twice in an output.")
     ] = None,
@@ -108,14 +111,26 @@ def generate(
     early_stopping: Annotated[
         bool | None, typer.Option(help="Stop beam search when there are as many outputs as beams.")
     ] = None,
+    early_stopping_never: Annotated[
+        bool, typer.Option("--early-stopping-never", help="Stop it when no longer output could be better.")
+    ] = False,
     num_return_sequences: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Outputs for each text, in one line, joined by ####.")
     ] = None,
-    do_sample: Annotated[bool, typer.Option("--do-sample", help="Draw tokens at random.")] = False,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option("--do-sample/--no-do-sample", help="Draw tokens at random.  [default: the model's own]"),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(metavar="X", help="Of sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(metavar="N", min=0, help="Sample among the N likeliest.")] = None,
     top_p: Annotated[
         float | None, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest, P together.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample none below P times the likeliest.")
+    ] = None,
+    typical_p: Annotated[
+        float | None, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the most typical, P together.")
     ] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(metavar="X", help="Above 1: tokens that were used become less likely.")
@@ -222,6 +237,8 @@ def generate(
     """
     if score_path is not None and reference_path is None:
         raise typer.BadParameter("--score-path needs --reference-path.")
+    if early_stopping_never and early_stopping is not None:
+        raise typer.BadParameter("--early-stopping-never, or one of --early-stopping and --no-early-stopping.")
     if n_obs == 0:
         raise typer.BadParameter("--limit 0 is no line at all; leave it out, or give -1, for all lines.")
     stopped = f"interrupted; {destination}.part holds what was generated, the same command resumes"
@@ -269,12 +286,15 @@ def generate(
             "no_repeat_ngram_size": no_repeat_ngram_size,
             "encoder_no_repeat_ngram_size": encoder_no_repeat_ngram_size,
             "length_penalty": length_penalty,
-            "early_stopping": early_stopping,
+            "min_new_tokens": min_new_tokens,
+            "early_stopping": "never" if early_stopping_never else early_stopping,
             "num_return_sequences": num_return_sequences,
-            "do_sample": do_sample or None,
+            "do_sample": do_sample,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
+            "min_p": min_p,
+            "typical_p": typical_p,
             "repetition_penalty": repetition_penalty,
             "decoder_start_token_id": decoder_start_token_id,
             "eos_token_id": eos_token_id,
@@ -360,6 +380,14 @@ def _references(path: Path, source: Path, limit: int | None, measure: Measure) -
     return references
 
 
+def _refuses_options(error: ValueError) -> bool:
+    """Whether transformers' generation itself raised it, and not a file, a tokenizer or the model's arithmetic."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.generation.")
+
+
 def _score(measure: Measure, destination: Path, references: list[str], joined: bool, scored: bool) -> dict[str, float]:
     from attmemo.fastseq.lines import read_lines
     from attmemo.fastseq.result import best_of
@@ -380,14 +408,6 @@ def _languages(tokenizer: Any, source: str | None, target: str | None) -> int | 
             raise AttmemoError(f"{option} {code}: this model has no languages to choose from.", f"leave out {option}")
         if tokenizer.convert_tokens_to_ids(code) in (None, tokenizer.unk_token_id):
             raise AttmemoError(
-def _refuses_options(error: ValueError) -> bool:
-    """Whether transformers' generation itself raised it, and not a file, a tokenizer or the model's arithmetic."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.generation.")
-
-
                 f"{option} {code}: the tokenizer does not know it.", "codes look like en_XX or eng_Latn"
             )
     if source is not None:
