@@ -25,6 +25,7 @@ import attmemo.fastseq
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
 from attmemo.fastseq import NoRepeatNGram, Pipeline
 from attmemo.fastseq.journal import Journal, JournalError
+from attmemo.fastseq.properties import tokenizer_digest
 from attmemo.fastseq.result import Result, best_of
 from attmemo.fastseq.stages import map_ahead
 
@@ -479,10 +480,10 @@ class TestResume:
                 model.model.decoder.layers[1].fc1.weight[0, 0] += 1e-3
         said = {"beams": "generate num_beams 3 then, 2 now", "shorter": "lines 35 then, 20 now"}.get(changed, changed)
         with pytest.raises(JournalError, match=said) as caught:
-            Pipeline(model, tokenizer(), **options).run(source, output, limit=limit)
+            Pipeline(model, words, **options).run(source, output, limit=limit)
         assert "--restart" in str(caught.value)
         assert (tmp_path / "out.part").read_bytes() == left
-        Pipeline(model, tokenizer(), **options).run(source, output, limit=limit, resume=False)
+        Pipeline(model, words, **options).run(source, output, limit=limit, resume=False)
         assert len(output.read_text().split("\n")) == (limit or len(TEXTS)) + 1
 
     def test_another_batch_size_may_go_on(self, whole: bytes, models: dict[str, Any], tmp_path: Path) -> None:
@@ -531,6 +532,14 @@ class TestResume:
 
     def test_two_runs_write_one_output(self, models: dict[str, Any], tmp_path: Path) -> None:
         with (tmp_path / "out.part").open("w") as other:
+    def test_a_tokenizer_that_was_used_is_another(self, models: dict[str, Any]) -> None:
+        words = tokenizer()
+        before = tokenizer_digest(words)
+        words(["a", "b c"], truncation=True, max_length=3, padding="max_length")
+        assert tokenizer_digest(words) == before == tokenizer_digest(tokenizer())
+        words.pad_token = words.sep_token
+        assert tokenizer_digest(words) != before
+
             fcntl.flock(other, fcntl.LOCK_EX)
             with pytest.raises(JournalError, match="another run is writing"):
                 Pipeline(models["bart"], tokenizer(), **BEAMS).run(write(tmp_path, TEXTS), tmp_path / "out")

@@ -25,7 +25,7 @@ from attmemo.fastseq.encoding import Batch, Copies, Encoder, Padding, Window, wi
 from attmemo.fastseq.journal import Journal
 from attmemo.fastseq.lines import count_lines, read_lines
 from attmemo.fastseq.planner import BatchPlanner, Guard, is_out_of_memory
-from attmemo.fastseq.properties import attribute, digest, positions
+from attmemo.fastseq.properties import attribute, digest, positions, tokenizer_digest
 from attmemo.fastseq.result import Result, Summary
 from attmemo.fastseq.shape import Mode, ModelShape
 from attmemo.fastseq.stages import map_ahead
@@ -451,6 +451,7 @@ class Pipeline:
             "keep_special": self._keep_special,
             "clean_up": self._clean_up,
             "seed": self._seed,
+            "tokenizer": tokenizer_digest(self.tokenizer),
             **{f"generate {name}": _plain(value) for name, value in sorted(self.generation.items())},
         }
 
