@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import attmemo.fastseq
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
-from attmemo.fastseq import NoRepeatNGram, Pipeline
+from attmemo.fastseq import NoRepeatNGram, Pipeline, planner
 from attmemo.fastseq.journal import Journal, JournalError
 from attmemo.fastseq.properties import tokenizer_digest
 from attmemo.fastseq.result import Result, best_of
@@ -450,6 +450,52 @@ class TestResume:
         Pipeline(models["bart"], tokenizer(), **{**options, "seed": 8}).run(source, tmp_path / "other")
         assert (tmp_path / "other").read_text() != (tmp_path / "whole").read_text()
 
+    def test_less_memory_samples_something_else(
+        self, models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 6, "seed": 7, "window": 10}
+        source = write(tmp_path, TEXTS)
+
+        def with_memory_for(texts: int, model: Any) -> Pipeline:
+            free = Pipeline(models["bart"], tokenizer(), **options).planner.bytes(texts, 1, 30, 6)  # type: ignore[union-attr]
+            monkeypatch.setattr(planner, "free_memory", lambda device: 2 * free)
+            return Pipeline(model, tokenizer(), **options)
+
+        with_memory_for(4, models["bart"]).run(source, tmp_path / "whole")
+
+        def fail(call: int, ids: torch.Tensor) -> None:
+            if call == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            with_memory_for(4, Watched(models["bart"], fail)).run(source, tmp_path / "out")
+        with pytest.raises(JournalError, match="mode"):
+            Pipeline(models["bart"], tokenizer(), mode="shared", **options).run(source, tmp_path / "out")
+        with_memory_for(1, models["bart"]).run(source, tmp_path / "out")
+        assert (tmp_path / "out").read_text() == (tmp_path / "whole").read_text()
+
+    @pytest.mark.parametrize(("family", "length"), [("gpt2", {"max_length": 40}), ("bart", {"max_length": 9})])
+    def test_padding_that_counts_as_length_is_another_after_the_resume(
+        self, family: str, length: dict[str, Any], models: dict[str, Any], tmp_path: Path
+    ) -> None:
+        source, output = write(tmp_path, TEXTS), tmp_path / "out"
+
+        def fail(call: int, ids: torch.Tensor) -> None:
+            if call == 3:
+                raise KeyboardInterrupt
+
+        options: dict[str, Any] = {"batch": 4, "window": 10, **length}
+        with pytest.raises(KeyboardInterrupt):
+            Pipeline(Watched(models[family], fail), tokenizer(), **options).run(source, output)
+        for changed in ({"batch": 7}, {"window": 99}, {"buckets": False}):
+            pipeline = Pipeline(models[family], tokenizer(), **{**options, **changed})
+            if family == "bart":  # whose decoder has a length of its own
+                assert not pipeline._identity().keys() & changed.keys()
+                continue
+            with pytest.raises(JournalError, match=next(iter(changed))):
+                pipeline.run(source, output)
+        Pipeline(models[family], tokenizer(), **options).run(source, output)
+
     def interrupted(self, models: dict[str, Any], folder: Path) -> tuple[Path, Path]:
         def fail(call: int, ids: torch.Tensor) -> None:
             if call == 3:
@@ -460,13 +506,15 @@ class TestResume:
             Pipeline(Watched(models["bart"], fail), tokenizer(), batch=4, window=10, **BEAMS).run(source, output)
         return source, output
 
-    @pytest.mark.parametrize("changed", ["input", "beams", "model", "prefix", "shorter"])
+    @pytest.mark.parametrize("changed", ["input", "beams", "model", "tokenizer", "prefix", "shorter"])
     def test_something_else_is_gone_on_with(self, changed: str, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
         left = (tmp_path / "out.part").read_bytes()
         options: dict[str, Any] = {"batch": 4, "window": 10, **BEAMS}
-        model, limit = models["bart"], None
-        if changed == "input":
+        model, limit, words = models["bart"], None, tokenizer()
+        if changed == "tokenizer":
+            words.backend_tokenizer.normalizer = None
+        elif changed == "input":
             source.write_text(source.read_text().replace("1", "2", 1))
         elif changed == "beams":
             options["num_beams"] = 2
@@ -485,6 +533,14 @@ class TestResume:
         assert (tmp_path / "out.part").read_bytes() == left
         Pipeline(model, words, **options).run(source, output, limit=limit, resume=False)
         assert len(output.read_text().split("\n")) == (limit or len(TEXTS)) + 1
+
+    def test_a_tokenizer_that_was_used_is_another(self, models: dict[str, Any]) -> None:
+        words = tokenizer()
+        before = tokenizer_digest(words)
+        words(["a", "b c"], truncation=True, max_length=3, padding="max_length")
+        assert tokenizer_digest(words) == before == tokenizer_digest(tokenizer())
+        words.pad_token = words.sep_token
+        assert tokenizer_digest(words) != before
 
     def test_another_batch_size_may_go_on(self, whole: bytes, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
@@ -532,14 +588,6 @@ class TestResume:
 
     def test_two_runs_write_one_output(self, models: dict[str, Any], tmp_path: Path) -> None:
         with (tmp_path / "out.part").open("w") as other:
-    def test_a_tokenizer_that_was_used_is_another(self, models: dict[str, Any]) -> None:
-        words = tokenizer()
-        before = tokenizer_digest(words)
-        words(["a", "b c"], truncation=True, max_length=3, padding="max_length")
-        assert tokenizer_digest(words) == before == tokenizer_digest(tokenizer())
-        words.pad_token = words.sep_token
-        assert tokenizer_digest(words) != before
-
             fcntl.flock(other, fcntl.LOCK_EX)
             with pytest.raises(JournalError, match="another run is writing"):
                 Pipeline(models["bart"], tokenizer(), **BEAMS).run(write(tmp_path, TEXTS), tmp_path / "out")
