@@ -546,3 +546,20 @@ def test_the_planner_is_told_what_is_held() -> None:
     fast = fastseq.wrap(make("bart"))
     assert fast.cache_mode_for({"num_beams": 4}) == "shared"
     assert fast.cache_mode_for({"num_beams": 4, "use_cache": False}) == "stock"
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("bart", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16)],
+)
+def test_beams_that_are_not_followed_pass_the_test(
+    family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq.cache import BeamArena
+
+    model = make(family).to(kind)
+    fastseq.wrap(model)
+    assert "stock path" not in caplog.text
+    monkeypatch.setattr(BeamArena, "move", lambda self, source: None)
+    fastseq.wrap(model)
+    assert "its scores differ" in caplog.text
+
+
