@@ -85,6 +85,19 @@ class TestAsThePlainLoop:
         pipeline = Pipeline(models[family], tokenizer(), batch=4, window=16, buckets=buckets, **options)
         assert list(pipeline(TEXTS)) == wanted
 
+    @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+    @pytest.mark.parametrize("options", [{"max_new_tokens": 8}, BEAMS, {**BEAMS, "num_return_sequences": 2}], ids=str)
+    def test_a_wrapped_model_is_not_used(self, family: str, options: dict[str, Any], models: dict[str, Any]) -> None:
+        fast = attmemo.fastseq.wrap(models[family])
+        pipeline = Pipeline(fast, tokenizer(), batch=4, window=16, **options)
+        limit = POSITIONS - options["max_new_tokens"] if family == "gpt2" else POSITIONS
+        assert list(pipeline(TEXTS)) == plain_loop(models[family], TEXTS, 4, limit=limit, **options)
+        stats = fast.stats()
+        assert stats["calls"]["stock"] == 0, stats["stock_reasons"]
+        assert stats["calls"]["fast"] > len(TEXTS) // 4
+        if "num_beams" in options:
+            assert stats["counts"]["prefix" if family == "gpt2" else "shared"] > 0
+
     def test_a_planned_batch(self, models: dict[str, Any]) -> None:
         watched = Watched(models["bart"])
         pipeline = Pipeline(watched, tokenizer(), **BEAMS)

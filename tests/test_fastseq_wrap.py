@@ -85,14 +85,16 @@ def test_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: s
         assert ran == layers * (steps - 2), "not every layer shared at every step"
 
 
-@pytest.mark.parametrize("setting", ["greedy", "beam 4", "beam 4, n-gram 3", "several returned"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], setting: str) -> None:
     model, fast = pair(models, "whisper")
+    before = fast.stats()["counts"].get("shared", 0)
     expected, got = both(model, fast, inputs("whisper"), SETTINGS[setting])
     assert torch.equal(expected, got)
     assert len({tuple(row) for row in got.tolist()}) > 1
     assert fast.stats()["calls"]["stock"] == 0, fast.stats()["stock_reasons"]
-    assert setting == "greedy" or fast.stats()["counts"]["shared"] > 0
+    beams = SETTINGS[setting].get("num_beams", 1) > 1  # several samples: it repeats its input itself
+    assert (fast.stats()["counts"].get("shared", 0) > before) == beams
 
 
 @pytest.mark.parametrize("beams", [1, 4])
@@ -161,6 +163,138 @@ def test_rows_leave_and_nothing_changes(models: dict[str, tuple[Any, Any]], fami
         # The small T5 is so unsure of its words that with beams every sample ends at the same step.
         assert len(lengths) > 1 or (family == "t5" and beams > 1), "all samples ended together: nothing could leave"
     assert fast.stats()["counts"]["rows_removed"] > removed
+
+
+def run_fast(models: dict[str, tuple[Any, Any]], family: str, arguments: dict[str, Any], **setting: Any) -> Tensor:
+    """What both paths give, which is the same; the fast one ran."""
+    model, fast = pair(models, family)
+    before = fast.stats()["calls"]["fast"]
+    expected, got = both(model, fast, arguments, setting)
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"]["fast"] == before + 1, fast.stats()["stock_reasons"]
+    return got
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+class TestInputsOfAnotherForm:
+    @pytest.mark.parametrize("family", [*SEQ2SEQ, *CAUSAL])
+    def test_without_a_mask(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        for padding in (None, PADDINGS[family][-1]):
+            run_fast(models, family, {"input_ids": inputs(family, padding)["input_ids"]}, num_beams=beams)
+
+    @pytest.mark.parametrize("family", [*SEQ2SEQ, *CAUSAL])
+    @pytest.mark.parametrize("length", [1, 17])
+    def test_one_row(self, models: dict[str, tuple[Any, Any]], family: str, length: int, beams: int) -> None:
+        run_fast(models, family, inputs(family, batch=1, length=length), num_beams=beams, **ENDING)
+
+    @pytest.mark.parametrize("family", CAUSAL)
+    def test_a_prompt_of_one_token(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        run_fast(models, family, inputs(family, length=1), num_beams=beams)
+
+    @pytest.mark.parametrize("family", CAUSAL)
+    def test_a_prompt_padded_at_its_end(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        run_fast(models, family, inputs(family, "right"), num_beams=beams)
+
+    @pytest.mark.parametrize("family", [family for family in SEQ2SEQ if family != "prophetnet"])
+    def test_words_to_go_on_with(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        start = torch.tensor([[2, 11, 12], [2, 13, 14], [2, 11, 15]])
+        for given in (start, start[:, :1] + 20):
+            got = run_fast(models, family, {**inputs(family, "right"), "decoder_input_ids": given}, num_beams=beams)
+            assert torch.equal(got[:, -given.shape[1] :], given) is False
+            assert got.shape[1] > given.shape[1]
+
+    @pytest.mark.parametrize("family", ["bart", "gpt2", "llama"])
+    def test_only_some_words_are_allowed(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        def allowed(row: int, tokens: Tensor) -> list[int]:
+            return [2, *range(20 + row, 90, 3)]  # row: the sample, by its number in the input
+
+        removed = pair(models, family)[1].stats()["counts"].get("rows_removed", 0)
+        arguments = inputs(family, PADDINGS[family][1])
+        got = run_fast(models, family, arguments, num_beams=beams, prefix_allowed_tokens_fn=allowed, **ENDING)
+        start = 1 if family == "bart" else arguments["input_ids"].shape[1]
+        for row, tokens in enumerate(got[:, start:].tolist()):
+            assert {token for token in tokens if token not in (1, 2)} <= set(range(20 + row, 90, 3))
+        assert pair(models, family)[1].stats()["counts"].get("rows_removed", 0) == removed, "rows left under it"
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "marian"])
+def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
+    fast = pair(models, family)[1]
+    for padding, saved in ((None, 0), ("right", 3 + 3)):  # 17 alone, and 14 beside 11
+        before = fast.stats()["counts"]
+        run_fast(models, family, inputs(family, padding), num_beams=2)
+        after = fast.stats()["counts"]
+        read, padded = (after[name] - before.get(name, 0) for name in ("encoder_tokens", "encoder_tokens_padded"))
+        assert padded == 3 * 17
+        assert padded - read == saved
+
+
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_ngrams_are_banned_by_stocks_slow_way(
+    models: dict[str, tuple[Any, Any]], name: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq import ngram
+
+    banned = []
+    real = ngram.ban_ngrams
+    monkeypatch.setattr(ngram, "ban_ngrams", lambda *arguments: banned.append(1) or real(*arguments))
+    run_fast(models, "bart", inputs("bart", "right"), num_beams=beams, **{name: 2})
+    assert len(banned) > 10, "our kernel was not asked at every step"
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_half_precision_runs_on_the_stock_path(family: str) -> None:
+    model = make(family).to(torch.bfloat16)
+    fast = fastseq.wrap(model)
+    setting: dict[str, Any] = {"num_beams": 4, "return_dict_in_generate": True, "output_scores": True}
+    expected, got = both(model, fast, inputs(family, PADDINGS[family][1]), setting)
+    assert fast.stats()["calls"] == {"fast": 1, "stock": 0}, fast.stats()["stock_reasons"]
+    assert fast.stats()["counts"]["prefix" if family in CAUSAL else "shared"] > 0
+    torch.testing.assert_close(expected.scores[0], got.scores[0], rtol=0.1, atol=0.2)
+
+
+def test_a_streamer_gets_nothing() -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+
+        def put(self, tokens: Tensor) -> None:
+            self.seen.append(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            self.seen.append([])
+
+    model = make("gpt2")
+    fast = fastseq.wrap(model)
+    streams = [Streamer(), Streamer()]
+    for path, streamer in zip((model, fast), streams, strict=True):
+        path.generate(**inputs("gpt2", batch=1), max_new_tokens=5, streamer=streamer)
+    assert streams[0].seen == streams[1].seen
+    assert len(streams[1].seen) == 1 + 5 + 1
+    assert fast.stats()["stock_reasons"] == {"a streamer": 1}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"num_beams": 4, "force_words_ids": [[5, 6]]},
+        {"penalty_alpha": 0.6, "top_k": 4},
+    ],
+    ids=["groups", "constraints", "contrastive"],
+)
+def test_ways_to_search_that_are_not_transformers_own_any_more(setting: dict[str, Any]) -> None:
+    """They come from the hub, if the caller trusts it: stock says so."""
+    model = make("gpt2")
+    fast = fastseq.wrap(model)
+    said = []
+    for path in (model, fast):
+        with pytest.raises(ValueError, match="trust_remote_code") as caught:
+            path.generate(**inputs("gpt2"), max_new_tokens=3, **setting)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
 
 
 class _Ban(LogitsProcessor):  # type: ignore[misc]
@@ -472,6 +606,23 @@ def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytes
     assert states["now"] == (6 if kind == "cpu" else 5)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("bart", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16)],
+)
+def test_beams_that_are_not_followed_pass_the_test(
+    family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq.cache import BeamArena
+
+    model = make(family).to(kind)
+    fastseq.wrap(model)
+    assert "stock path" not in caplog.text
+    monkeypatch.setattr(BeamArena, "move", lambda self, source: None)
+    fastseq.wrap(model)
+    assert "its scores differ" in caplog.text
+
+
 def test_a_replaced_forward_is_not_bypassed() -> None:
     model = make("bart")
     fast = fastseq.wrap(model)
@@ -546,20 +697,3 @@ def test_the_planner_is_told_what_is_held() -> None:
     fast = fastseq.wrap(make("bart"))
     assert fast.cache_mode_for({"num_beams": 4}) == "shared"
     assert fast.cache_mode_for({"num_beams": 4, "use_cache": False}) == "stock"
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("bart", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16)],
-)
-def test_beams_that_are_not_followed_pass_the_test(
-    family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from attmemo.fastseq.cache import BeamArena
-
-    model = make(family).to(kind)
-    fastseq.wrap(model)
-    assert "stock path" not in caplog.text
-    monkeypatch.setattr(BeamArena, "move", lambda self, source: None)
-    fastseq.wrap(model)
-    assert "its scores differ" in caplog.text
-
-
