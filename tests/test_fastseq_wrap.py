@@ -97,14 +97,15 @@ def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], se
     assert (fast.stats()["counts"].get("shared", 0) > before) == beams
 
 
+@pytest.mark.parametrize("attention", ["auto", "el"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_whisper_that_asks_its_encoder_for_the_language_and_for_speech(beams: int) -> None:
+def test_whisper_that_asks_its_encoder_for_the_language_and_for_speech(beams: int, attention: str) -> None:
     """It does so outside of the decoding loop, and needs the encoder's states at full size."""
     model = make("whisper")
     settings = model.generation_config
     settings.is_multilingual, settings.lang_to_id = True, {f"<|{code}|>": 40 + code for code in range(30)}
     settings.task_to_id, settings.no_timestamps_token_id = {"transcribe": 80, "translate": 81}, 90
-    fast = fastseq.wrap(model)
+    fast = fastseq.wrap(model, attention=attention)
     arguments = inputs("whisper", batch=6)
     for extra in ({}, {"no_speech_threshold": 0.6, "logprob_threshold": -9.0, "temperature": 0.0}):
         setting = {"num_beams": beams, "max_new_tokens": 8, "return_timestamps": False, **extra}
@@ -195,7 +196,7 @@ class TestInputsOfAnotherForm:
     def test_a_prompt_padded_at_its_end(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
         run_fast(models, family, inputs(family, "right"), num_beams=beams)
 
-    @pytest.mark.parametrize("family", [family for family in SEQ2SEQ if family != "prophetnet"])
+    @pytest.mark.parametrize("family", SEQ2SEQ)
     def test_words_to_go_on_with(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
         start = torch.tensor([[2, 11, 12], [2, 13, 14], [2, 11, 15]])
         for given in (start, start[:, :1] + 20):
@@ -227,6 +228,20 @@ def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], famil
         read, padded = (after[name] - before.get(name, 0) for name in ("encoder_tokens", "encoder_tokens_padded"))
         assert padded == 3 * 17
         assert padded - read == saved
+
+
+def test_the_users_own_encoder_is_changed_for_a_call() -> None:
+    """A copy that kept it: no module of it holds a config."""
+    from attmemo.fastseq.call import CallState
+    from attmemo.fastseq.encoder import held_once
+    from attmemo.fastseq.refusal import Refusal
+
+    model, copy = make("bart"), make("bart")
+    copy.model.encoder = model.model.encoder
+    with pytest.raises(Refusal, match="no encoder of its own"), held_once(copy, model, CallState(mode="shared")):
+        pass
+    assert "forward" not in vars(model.model.encoder)
+    assert "_expand_inputs_for_generation" not in vars(copy)
 
 
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
