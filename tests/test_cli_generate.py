@@ -74,39 +74,29 @@ class TestAsStock:
         assert json.loads(succeed(*args))["fastseq"] is False
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
-    def test_the_wrapped_model_is_used_where_there_is_one(
+    @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+    def test_the_wrapped_model_is_not_used(
+        self, family: str, saved: dict[str, str], source: Path, tmp_path: Path
+    ) -> None:
+        args = ("generate", saved[family], source, tmp_path / "out", *OPTIONS, "--output-summaries-only")
+        found = json.loads(succeed(*args, "--json", "-"))
+        assert found["fastseq"] is True
+        assert found["fastseq_stats"]["calls"] == {"fast": found["batches"], "stock": 0}
+        assert found["fastseq_stats"]["counts"]["prefix" if family == "gpt2" else "shared"] > 0
+        limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
+        assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
+
+    def test_a_model_that_fell_back_is_called_fast(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import attmemo.fastseq
+        from attmemo.fastseq import fastmodel
 
-        made: list[Any] = []
-
-        class Wrapped:
-            closed = False
-
-            def __init__(self, model: Any, attention: str) -> None:
-                self.model, self.calls = model, 0
-                assert attention == "auto"
-                made.append(self)
-
-            def generate(self, **options: Any) -> Any:
-                self.calls += 1
-                return self.model.generate(**options)
-
-            def stats(self) -> dict[str, Any]:
-                return {"calls": {"fast": 0, "stock": self.calls}, "stock_reasons": {"of its own will": self.calls}}
-
-            def close(self) -> None:
-                self.closed = True
-
-        monkeypatch.setattr(attmemo.fastseq, "wrap", Wrapped, raising=False)
+        monkeypatch.setattr(fastmodel, "self_test", lambda fast, mode="shared": "of its own will")
         common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
         found = json.loads(succeed(*common, "--json", "-"))
-        assert found["fastseq"] is True
+        assert found["fastseq"] is False
         assert found["fastseq_stats"]["calls"] == {"fast": 0, "stock": found["batches"]}
         assert "1 batches took the stock path: of its own will" in succeed(*common)
-        assert made[0].calls == found["batches"]
-        assert made[0].closed
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
 
@@ -154,6 +144,48 @@ class TestOptions:
         wanted = plain_loop(make_model("bart"), TEXTS[:5], num_beams=2, max_length=7, min_length=5, length_penalty=2.0)
         assert lines(tmp_path / "one") == wanted
 
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            (("--min-new-tokens", "5"), {"min_new_tokens": 5}),
+            (("--early-stopping",), {"early_stopping": True}),
+            (("--no-early-stopping",), {"early_stopping": False}),
+            (("--early-stopping-never",), {"early_stopping": "never"}),
+            (("--do-sample", "--min_p", "0.1", "--typical_p", "0.9"),
+             {"do_sample": True, "min_p": 0.1, "typical_p": 0.9}),
+        ],
+    )  # fmt: skip
+    def test_a_setting_does_not_arrive(
+        self, options: tuple[str, ...], expected: dict[str, Any], saved: dict[str, str], source: Path, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        from transformers import BartForConditionalGeneration
+
+        seen: list[dict[str, Any]] = []
+        real = BartForConditionalGeneration.generate
+
+        def noted(self: Any, *arguments: Any, **given: Any) -> Any:
+            seen.append(given)
+            return real(self, *arguments, **given)
+
+        monkeypatch.setattr(BartForConditionalGeneration, "generate", noted)
+        common = ("generate", saved["bart"], source, tmp_path / "out", "--bs", "15", "--limit", "3")
+        succeed(*common, "--beam", "2", "--max-new-tokens", "6", "--without-fastseq-opt", *options)
+        assert [{name: given.get(name) for name in expected} for given in seen] == [expected]
+
+    def test_a_model_that_samples_of_itself_cannot_be_told_not_to(
+        self, saved: dict[str, str], source: Path, tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(saved["bart"], tmp_path / "model"))
+        settings = json.loads((folder / "generation_config.json").read_text())
+        (folder / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True, "top_k": 20}))
+        succeed("generate", folder, source, tmp_path / "out", *OPTIONS, "--no-do-sample")
+        assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
+
+    def test_two_ways_to_stop_early(self) -> None:
+        result = attmemo("generate", "m", "i", "o", "--early-stopping", "--early-stopping-never")
+        assert result.exit_code == 2
+
     def test_fp16_and_dtype(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         for name, options in (("one", ("--fp16",)), ("two", ("--dtype", "float16"))):
             succeed("generate", saved["bart"], source, tmp_path / name, *OPTIONS, *options)
@@ -194,6 +226,12 @@ class TestOptions:
         result = attmemo("generate", "m", "i", "o", "--score_path", "s")
         assert result.exit_code == 2
         assert "--reference-path" in result.stderr
+
+    @pytest.mark.parametrize("option", ["--limit", "--n_obs"])
+    def test_no_lines_are_taken_for_all(self, option: str) -> None:
+        result = attmemo("generate", "m", "i", "o", option, "0")
+        assert result.exit_code == 2
+        assert "no line at all" in result.stderr
 
     def test_languages_of_a_model_that_has_none(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         assert "no languages" in refuse("generate", saved["bart"], source, tmp_path / "out", "--target-lang", "ro_RO")
@@ -306,6 +344,44 @@ class TestBadInput:
         assert "would replace" in refuse("generate", saved["bart"], source, source)
         assert lines(source) == TEXTS
 
+    def test_a_pipe_is_read_a_second_time(self, saved: dict[str, str], tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "in")
+        stderr = refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
+        assert "is a pipe" in stderr
+        assert not (tmp_path / "out.part").exists()
+
+    @pytest.mark.parametrize("link", [None, "soft", "hard"])
+    @pytest.mark.parametrize(
+        ("files", "said"),
+        [
+            (("in", "out", "ref", "out"), "OUTPUT and --score-path are the same"),
+            (("in", "out", "ref", "out.part"), "OUTPUT.part and --score-path are the same"),
+            (("in", "out", "ref", "in"), "--score-path"), (("in", "out", "ref", "ref"), "--score-path"),
+            (("in", "in", "ref", "score"), "OUTPUT"), (("in", "ref", "ref", "score"), "OUTPUT"),
+            (("out.part", "out", "ref", "score"), "OUTPUT.part"),
+        ],
+    )  # fmt: skip
+    def test_a_file_is_written_over_by_its_own_run(
+        self, files: tuple[str, ...], said: str, link: str | None, tmp_path: Path
+    ) -> None:
+        for name in files:
+            (tmp_path / name).write_text(f"what was in {name}\n")
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        paths = [tmp_path / name for name in files]
+        if link is not None:
+            paths[3] = tmp_path / "link"
+            paths[3].symlink_to(files[3]) if link == "soft" else paths[3].hardlink_to(tmp_path / files[3])
+            before["link"] = before[files[3]]
+        source, output, reference, scores = paths
+        args = ("--reference-path", reference, "--score-path", scores)
+        assert said in refuse("generate", "no-such-model", source, output, *args)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+    def test_the_json_file_is_the_output(self, source: Path, tmp_path: Path) -> None:
+        for name in ("out", "in.txt"):
+            args = ("generate", "no-such-model", source, tmp_path / "out", "--json", tmp_path / name)
+            assert "--json" in refuse(*args)
+
     def test_the_output_has_no_directory(self, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         assert "no directory" in refuse("generate", saved["bart"], source, tmp_path / "none" / "out", *OPTIONS)
 
@@ -324,6 +400,20 @@ class TestBadInput:
         common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
         assert "these options cannot be generated with" in refuse(*common, *options)
         succeed(*common)  # and what was refused is not in the way of what is right
+
+    def test_an_error_of_the_model_is_blamed_on_the_options(
+        self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers.models.bart.modeling_bart import BartEncoder
+
+        def broken(self: Any, *arguments: Any, **given: Any) -> Any:
+            raise ValueError("the model is broken")
+
+        monkeypatch.setattr(BartEncoder, "forward", broken)
+        args = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS, "--without-fastseq-opt")
+        result = attmemo(*args)
+        assert result.exit_code == 1
+        assert "unexpected ValueError: the model is broken" in result.stderr
 
     @pytest.mark.parametrize("place", [".", "none/score.json"])
     def test_a_place_for_scores_that_cannot_be_written(self, place: str, source: Path, tmp_path: Path) -> None:

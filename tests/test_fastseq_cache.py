@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.fastseq.cache import BeamArena, copy_order, hole_filling
+from attmemo.fastseq.cache import BeamArena, _gather, copy_order, hole_filling
 from attmemo.fastseq.encoder import length_groups
 from attmemo.fastseq.refusal import Refusal
 
@@ -36,12 +36,31 @@ def held(arena: BeamArena, layer: int) -> list[torch.Tensor]:
 @given(st.integers(1, 9).flatmap(lambda n: st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))
 def test_rows_follow_any_choice_of_parents_in_place(source: list[int]) -> None:
     arena, states = filled(len(source))
-    arena.move(source)
+    arena.move(torch.tensor(source))
     for layer, expected in enumerate(states):
         for got, one in zip(held(arena, layer), expected, strict=True):
             assert torch.equal(got, one[source])
     copies = [step for step in copy_order(source) if step[1] is not None]
     assert len(copies) == sum(target != origin for target, origin in enumerate(source)), "a row was copied twice"
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("source", [[0, 1, 2, 3], [3, 3, 0, 1], [1, 2, 3, 0], [2, 2, 2, 2]])
+def test_rows_follow_their_parents_on_another_device(source: list[int], kind: torch.dtype) -> None:
+    arena, states = filled(len(source), steps=9)
+    assert arena.store is not None
+    _gather(arena.store[..., : arena.length, :], torch.tensor(source, dtype=kind))
+    for layer, expected in enumerate(states):
+        for got, one in zip(held(arena, layer), expected, strict=True):
+            assert torch.equal(got, one[source])
+
+
+def test_another_device_is_asked_which_rows_change() -> None:
+    """A list of them would wait for the device at every step."""
+    arena = BeamArena(2, 4)
+    for layer in range(2):
+        arena.append(layer, *(torch.zeros(4, 2, 1, 3, device="meta") for _ in range(2)))
+    arena.move(torch.zeros(4, dtype=torch.int32, device="meta"))  # which has nothing that could be listed
 
 
 @settings(max_examples=100, deadline=None)

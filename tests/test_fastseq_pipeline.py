@@ -23,8 +23,9 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import attmemo.fastseq
 from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
-from attmemo.fastseq import NoRepeatNGram, Pipeline
+from attmemo.fastseq import NoRepeatNGram, Pipeline, planner
 from attmemo.fastseq.journal import Journal, JournalError
+from attmemo.fastseq.properties import tokenizer_digest
 from attmemo.fastseq.result import Result, best_of
 from attmemo.fastseq.stages import map_ahead
 
@@ -84,6 +85,19 @@ class TestAsThePlainLoop:
         pipeline = Pipeline(models[family], tokenizer(), batch=4, window=16, buckets=buckets, **options)
         assert list(pipeline(TEXTS)) == wanted
 
+    @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+    @pytest.mark.parametrize("options", [{"max_new_tokens": 8}, BEAMS, {**BEAMS, "num_return_sequences": 2}], ids=str)
+    def test_a_wrapped_model_is_not_used(self, family: str, options: dict[str, Any], models: dict[str, Any]) -> None:
+        fast = attmemo.fastseq.wrap(models[family])
+        pipeline = Pipeline(fast, tokenizer(), batch=4, window=16, **options)
+        limit = POSITIONS - options["max_new_tokens"] if family == "gpt2" else POSITIONS
+        assert list(pipeline(TEXTS)) == plain_loop(models[family], TEXTS, 4, limit=limit, **options)
+        stats = fast.stats()
+        assert stats["calls"]["stock"] == 0, stats["stock_reasons"]
+        assert stats["calls"]["fast"] > len(TEXTS) // 4
+        if "num_beams" in options:
+            assert stats["counts"]["prefix" if family == "gpt2" else "shared"] > 0
+
     def test_a_planned_batch(self, models: dict[str, Any]) -> None:
         watched = Watched(models["bart"])
         pipeline = Pipeline(watched, tokenizer(), **BEAMS)
@@ -93,6 +107,13 @@ class TestAsThePlainLoop:
         watched.rows = []
         assert list(pipeline(TEXTS)) == plain_loop(models["bart"], TEXTS, **BEAMS)
         assert min(watched.rows[:-1]) < max(watched.rows), "shorter texts, larger batches"
+
+    def test_a_batch_is_planned_for_a_path_that_is_not_taken(self, models: dict[str, Any]) -> None:
+        fast = attmemo.fastseq.wrap(models["bart"])
+        assert Pipeline(fast, tokenizer(), **BEAMS).planner.mode == "shared"  # type: ignore[union-attr]
+        for generation in ({"use_cache": False}, {"generation_config": GenerationConfig(use_cache=False)}):
+            pipeline = Pipeline(fast, tokenizer(), **BEAMS, **generation)
+            assert pipeline.planner.mode == "stock"  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("window", [1, 5, 1000])
     def test_windows(self, window: int, models: dict[str, Any]) -> None:
@@ -442,6 +463,52 @@ class TestResume:
         Pipeline(models["bart"], tokenizer(), **{**options, "seed": 8}).run(source, tmp_path / "other")
         assert (tmp_path / "other").read_text() != (tmp_path / "whole").read_text()
 
+    def test_less_memory_samples_something_else(
+        self, models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 6, "seed": 7, "window": 10}
+        source = write(tmp_path, TEXTS)
+
+        def with_memory_for(texts: int, model: Any) -> Pipeline:
+            free = Pipeline(models["bart"], tokenizer(), **options).planner.bytes(texts, 1, 30, 6)  # type: ignore[union-attr]
+            monkeypatch.setattr(planner, "free_memory", lambda device: 2 * free)
+            return Pipeline(model, tokenizer(), **options)
+
+        with_memory_for(4, models["bart"]).run(source, tmp_path / "whole")
+
+        def fail(call: int, ids: torch.Tensor) -> None:
+            if call == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            with_memory_for(4, Watched(models["bart"], fail)).run(source, tmp_path / "out")
+        with pytest.raises(JournalError, match="mode"):
+            Pipeline(models["bart"], tokenizer(), mode="shared", **options).run(source, tmp_path / "out")
+        with_memory_for(1, models["bart"]).run(source, tmp_path / "out")
+        assert (tmp_path / "out").read_text() == (tmp_path / "whole").read_text()
+
+    @pytest.mark.parametrize(("family", "length"), [("gpt2", {"max_length": 40}), ("bart", {"max_length": 9})])
+    def test_padding_that_counts_as_length_is_another_after_the_resume(
+        self, family: str, length: dict[str, Any], models: dict[str, Any], tmp_path: Path
+    ) -> None:
+        source, output = write(tmp_path, TEXTS), tmp_path / "out"
+
+        def fail(call: int, ids: torch.Tensor) -> None:
+            if call == 3:
+                raise KeyboardInterrupt
+
+        options: dict[str, Any] = {"batch": 4, "window": 10, **length}
+        with pytest.raises(KeyboardInterrupt):
+            Pipeline(Watched(models[family], fail), tokenizer(), **options).run(source, output)
+        for changed in ({"batch": 7}, {"window": 99}, {"buckets": False}):
+            pipeline = Pipeline(models[family], tokenizer(), **{**options, **changed})
+            if family == "bart":  # whose decoder has a length of its own
+                assert not pipeline._identity().keys() & changed.keys()
+                continue
+            with pytest.raises(JournalError, match=next(iter(changed))):
+                pipeline.run(source, output)
+        Pipeline(models[family], tokenizer(), **options).run(source, output)
+
     def interrupted(self, models: dict[str, Any], folder: Path) -> tuple[Path, Path]:
         def fail(call: int, ids: torch.Tensor) -> None:
             if call == 3:
@@ -452,13 +519,15 @@ class TestResume:
             Pipeline(Watched(models["bart"], fail), tokenizer(), batch=4, window=10, **BEAMS).run(source, output)
         return source, output
 
-    @pytest.mark.parametrize("changed", ["input", "beams", "model", "prefix", "shorter"])
+    @pytest.mark.parametrize("changed", ["input", "beams", "model", "tokenizer", "prefix", "shorter"])
     def test_something_else_is_gone_on_with(self, changed: str, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
         left = (tmp_path / "out.part").read_bytes()
         options: dict[str, Any] = {"batch": 4, "window": 10, **BEAMS}
-        model, limit = models["bart"], None
-        if changed == "input":
+        model, limit, words = models["bart"], None, tokenizer()
+        if changed == "tokenizer":
+            words.backend_tokenizer.normalizer = None
+        elif changed == "input":
             source.write_text(source.read_text().replace("1", "2", 1))
         elif changed == "beams":
             options["num_beams"] = 2
@@ -472,11 +541,19 @@ class TestResume:
                 model.model.decoder.layers[1].fc1.weight[0, 0] += 1e-3
         said = {"beams": "generate num_beams 3 then, 2 now", "shorter": "lines 35 then, 20 now"}.get(changed, changed)
         with pytest.raises(JournalError, match=said) as caught:
-            Pipeline(model, tokenizer(), **options).run(source, output, limit=limit)
+            Pipeline(model, words, **options).run(source, output, limit=limit)
         assert "--restart" in str(caught.value)
         assert (tmp_path / "out.part").read_bytes() == left
-        Pipeline(model, tokenizer(), **options).run(source, output, limit=limit, resume=False)
+        Pipeline(model, words, **options).run(source, output, limit=limit, resume=False)
         assert len(output.read_text().split("\n")) == (limit or len(TEXTS)) + 1
+
+    def test_a_tokenizer_that_was_used_is_another(self, models: dict[str, Any]) -> None:
+        words = tokenizer()
+        before = tokenizer_digest(words)
+        words(["a", "b c"], truncation=True, max_length=3, padding="max_length")
+        assert tokenizer_digest(words) == before == tokenizer_digest(tokenizer())
+        words.pad_token = words.sep_token
+        assert tokenizer_digest(words) != before
 
     def test_another_batch_size_may_go_on(self, whole: bytes, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
@@ -676,19 +753,28 @@ class TestResult:
         assert best_of(Result(0, ["a\t1", "b"], [-0.5, -1.25]).line, joined=True, scored=True) == "a\t1"
 
 
+def imported(code: str) -> Iterator[str]:
+    """Full names of what a module imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            if node.module == "attmemo":
+                yield from (f"attmemo.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
 def test_fast_generation_knows_of_memoization() -> None:
     folder = Path(attmemo.fastseq.__file__).parent
-    for file in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""] if node.module != "attmemo" else [f"attmemo.{a.name}" for a in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            for name in names:
-                known = name.startswith("attmemo.fastseq") or name in ("attmemo.errors", "attmemo._ngram")
-                assert not name.startswith("attmemo") or known, f"{file.name} imports {name}"
+    files = sorted(folder.rglob("*.py"))
+    assert {file.parent for file in files} >= {folder, folder / "ops"}
+    known = {"attmemo.errors", "attmemo.openmp", "attmemo._ngram", "attmemo._cache_attention"}
+    for file in files:
+        for name in imported(file.read_text()):
+            outside = name.split(".")[0] == "attmemo" and not name.startswith("attmemo.fastseq")
+            assert not outside or name in known, f"{file.relative_to(folder)} imports {name}"
 
 
 class TestMapAhead:

@@ -82,3 +82,17 @@ def test_what_cannot_be_one_is_refused_with_what_to_do() -> None:
     cache = model.generate(input_ids=torch.ones(1, 4).long(), max_new_tokens=2, return_dict_in_generate=True)
     with pytest.raises(UnsupportedModelError, match="one token at a time"):
         model(torch.ones(1, 3).long(), past_key_values=cache.past_key_values)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("by_config", [False, True])
+def test_without_a_cache_it_says_other_words(beams: int, by_config: bool) -> None:
+    model = make("unilm")
+    options: dict[str, object] = {"max_new_tokens": 4, "num_beams": beams}
+    if by_config:
+        model.generation_config.use_cache = False
+    else:
+        options["use_cache"] = False
+    for path in (model, fastseq.wrap(model, check=False)):
+        with pytest.raises(UnsupportedModelError, match="use_cache=False"):
+            path.generate(input_ids=torch.arange(10, 20)[None], **options)

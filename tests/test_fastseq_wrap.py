@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -84,14 +85,35 @@ def test_tokens_are_those_of_stock(models: dict[str, tuple[Any, Any]], family: s
         assert ran == layers * (steps - 2), "not every layer shared at every step"
 
 
-@pytest.mark.parametrize("setting", ["greedy", "beam 4", "beam 4, n-gram 3", "several returned"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_whisper_through_its_own_generate(models: dict[str, tuple[Any, Any]], setting: str) -> None:
     model, fast = pair(models, "whisper")
+    before = fast.stats()["counts"].get("shared", 0)
     expected, got = both(model, fast, inputs("whisper"), SETTINGS[setting])
     assert torch.equal(expected, got)
     assert len({tuple(row) for row in got.tolist()}) > 1
     assert fast.stats()["calls"]["stock"] == 0, fast.stats()["stock_reasons"]
-    assert setting == "greedy" or fast.stats()["counts"]["shared"] > 0
+    beams = SETTINGS[setting].get("num_beams", 1) > 1  # several samples: it repeats its input itself
+    assert (fast.stats()["counts"].get("shared", 0) > before) == beams
+
+
+@pytest.mark.parametrize("attention", ["auto", "el"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_whisper_that_asks_its_encoder_for_the_language_and_for_speech(beams: int, attention: str) -> None:
+    """It does so outside of the decoding loop, and needs the encoder's states at full size."""
+    model = make("whisper")
+    settings = model.generation_config
+    settings.is_multilingual, settings.lang_to_id = True, {f"<|{code}|>": 40 + code for code in range(30)}
+    settings.task_to_id, settings.no_timestamps_token_id = {"transcribe": 80, "translate": 81}, 90
+    fast = fastseq.wrap(model, attention=attention)
+    arguments = inputs("whisper", batch=6)
+    for extra in ({}, {"no_speech_threshold": 0.6, "logprob_threshold": -9.0, "temperature": 0.0}):
+        setting = {"num_beams": beams, "max_new_tokens": 8, "return_timestamps": False, **extra}
+        expected, got = both(model, fast, arguments, setting)
+        expected, got = (out if isinstance(out, Tensor) else out["sequences"] for out in (expected, got))
+        assert torch.equal(expected, got)
+        assert len({tuple(row) for row in got.tolist()}) > 1
+    assert fast.stats()["calls"] == {"fast": 2, "stock": 0}, fast.stats()["stock_reasons"]
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
@@ -144,6 +166,152 @@ def test_rows_leave_and_nothing_changes(models: dict[str, tuple[Any, Any]], fami
     assert fast.stats()["counts"]["rows_removed"] > removed
 
 
+def run_fast(models: dict[str, tuple[Any, Any]], family: str, arguments: dict[str, Any], **setting: Any) -> Tensor:
+    """What both paths give, which is the same; the fast one ran."""
+    model, fast = pair(models, family)
+    before = fast.stats()["calls"]["fast"]
+    expected, got = both(model, fast, arguments, setting)
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"]["fast"] == before + 1, fast.stats()["stock_reasons"]
+    return got
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+class TestInputsOfAnotherForm:
+    @pytest.mark.parametrize("family", [*SEQ2SEQ, *CAUSAL])
+    def test_without_a_mask(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        for padding in (None, PADDINGS[family][-1]):
+            run_fast(models, family, {"input_ids": inputs(family, padding)["input_ids"]}, num_beams=beams)
+
+    @pytest.mark.parametrize("family", [*SEQ2SEQ, *CAUSAL])
+    @pytest.mark.parametrize("length", [1, 17])
+    def test_one_row(self, models: dict[str, tuple[Any, Any]], family: str, length: int, beams: int) -> None:
+        run_fast(models, family, inputs(family, batch=1, length=length), num_beams=beams, **ENDING)
+
+    @pytest.mark.parametrize("family", CAUSAL)
+    def test_a_prompt_of_one_token(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        run_fast(models, family, inputs(family, length=1), num_beams=beams)
+
+    @pytest.mark.parametrize("family", CAUSAL)
+    def test_a_prompt_padded_at_its_end(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        run_fast(models, family, inputs(family, "right"), num_beams=beams)
+
+    @pytest.mark.parametrize("family", SEQ2SEQ)
+    def test_words_to_go_on_with(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        start = torch.tensor([[2, 11, 12], [2, 13, 14], [2, 11, 15]])
+        for given in (start, start[:, :1] + 20):
+            got = run_fast(models, family, {**inputs(family, "right"), "decoder_input_ids": given}, num_beams=beams)
+            assert torch.equal(got[:, -given.shape[1] :], given) is False
+            assert got.shape[1] > given.shape[1]
+
+    @pytest.mark.parametrize("family", ["bart", "gpt2", "llama"])
+    def test_only_some_words_are_allowed(self, models: dict[str, tuple[Any, Any]], family: str, beams: int) -> None:
+        def allowed(row: int, tokens: Tensor) -> list[int]:
+            return [2, *range(20 + row, 90, 3)]  # row: the sample, by its number in the input
+
+        removed = pair(models, family)[1].stats()["counts"].get("rows_removed", 0)
+        arguments = inputs(family, PADDINGS[family][1])
+        got = run_fast(models, family, arguments, num_beams=beams, prefix_allowed_tokens_fn=allowed, **ENDING)
+        start = 1 if family == "bart" else arguments["input_ids"].shape[1]
+        for row, tokens in enumerate(got[:, start:].tolist()):
+            assert {token for token in tokens if token not in (1, 2)} <= set(range(20 + row, 90, 3))
+        assert pair(models, family)[1].stats()["counts"].get("rows_removed", 0) == removed, "rows left under it"
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "marian"])
+def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
+    fast = pair(models, family)[1]
+    for padding, saved in ((None, 0), ("right", 3 + 3)):  # 17 alone, and 14 beside 11
+        before = fast.stats()["counts"]
+        run_fast(models, family, inputs(family, padding), num_beams=2)
+        after = fast.stats()["counts"]
+        read, padded = (after[name] - before.get(name, 0) for name in ("encoder_tokens", "encoder_tokens_padded"))
+        assert padded == 3 * 17
+        assert padded - read == saved
+
+
+def test_the_users_own_encoder_is_changed_for_a_call() -> None:
+    """A copy that kept it: no module of it holds a config."""
+    from attmemo.fastseq.call import CallState
+    from attmemo.fastseq.encoder import held_once
+    from attmemo.fastseq.refusal import Refusal
+
+    model, copy = make("bart"), make("bart")
+    copy.model.encoder = model.model.encoder
+    with pytest.raises(Refusal, match="no encoder of its own"), held_once(copy, model, CallState(mode="shared")):
+        pass
+    assert "forward" not in vars(model.model.encoder)
+    assert "_expand_inputs_for_generation" not in vars(copy)
+
+
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_ngrams_are_banned_by_stocks_slow_way(
+    models: dict[str, tuple[Any, Any]], name: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq import ngram
+
+    banned = []
+    real = ngram.ban_ngrams
+    monkeypatch.setattr(ngram, "ban_ngrams", lambda *arguments: banned.append(1) or real(*arguments))
+    run_fast(models, "bart", inputs("bart", "right"), num_beams=beams, **{name: 2})
+    assert len(banned) > 10, "our kernel was not asked at every step"
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_half_precision_runs_on_the_stock_path(family: str) -> None:
+    model = make(family).to(torch.bfloat16)
+    fast = fastseq.wrap(model)
+    setting: dict[str, Any] = {"num_beams": 4, "return_dict_in_generate": True, "output_scores": True}
+    expected, got = both(model, fast, inputs(family, PADDINGS[family][1]), setting)
+    assert fast.stats()["calls"] == {"fast": 1, "stock": 0}, fast.stats()["stock_reasons"]
+    assert fast.stats()["counts"]["prefix" if family in CAUSAL else "shared"] > 0
+    torch.testing.assert_close(expected.scores[0], got.scores[0], rtol=0.1, atol=0.2)
+
+
+def test_a_streamer_gets_nothing() -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+
+        def put(self, tokens: Tensor) -> None:
+            self.seen.append(tokens.flatten().tolist())
+
+        def end(self) -> None:
+            self.seen.append([])
+
+    model = make("gpt2")
+    fast = fastseq.wrap(model)
+    streams = [Streamer(), Streamer()]
+    for path, streamer in zip((model, fast), streams, strict=True):
+        path.generate(**inputs("gpt2", batch=1), max_new_tokens=5, streamer=streamer)
+    assert streams[0].seen == streams[1].seen
+    assert len(streams[1].seen) == 1 + 5 + 1
+    assert fast.stats()["stock_reasons"] == {"a streamer": 1}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"num_beams": 4, "force_words_ids": [[5, 6]]},
+        {"penalty_alpha": 0.6, "top_k": 4},
+    ],
+    ids=["groups", "constraints", "contrastive"],
+)
+def test_ways_to_search_that_are_not_transformers_own_any_more(setting: dict[str, Any]) -> None:
+    """They come from the hub, if the caller trusts it: stock says so."""
+    model = make("gpt2")
+    fast = fastseq.wrap(model)
+    said = []
+    for path in (model, fast):
+        with pytest.raises(ValueError, match="trust_remote_code") as caught:
+            path.generate(**inputs("gpt2"), max_new_tokens=3, **setting)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
+
+
 class _Ban(LogitsProcessor):  # type: ignore[misc]
     """A processor of the user's that knows rows by their number: it bans another token in each."""
 
@@ -193,6 +361,34 @@ def test_what_is_not_covered_runs_on_the_stock_path_and_is_counted(setting: dict
     stats = fast.stats()
     assert stats["calls"] == {"fast": 0, "stock": 1}
     assert any(reason in said for said in stats["stock_reasons"])
+
+
+@pytest.mark.parametrize("by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
+def test_weights_of_which_each_process_has_a_part(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes have to run as many forwards, or they wait for each other: stock's loop sees to that."""
+    from attmemo.fastseq import fastmodel
+
+    fast = fastseq.wrap(make("gpt2"), check=False)
+    monkeypatch.setattr(fastmodel, by, lambda *model: True)
+    fast.generate(**inputs("gpt2"), max_new_tokens=2)
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
+    assert any("sharded" in reason for reason in fast.stats()["stock_reasons"])
+
+
+def test_synced_gpus_reach_stocks_loop() -> None:
+    fast = fastseq.wrap(make("gpt2"), check=False)
+    with pytest.raises(ValueError, match="process group"):  # which this process does not have
+        fast.generate(**inputs("gpt2"), max_new_tokens=2, synced_gpus=True)
+    assert fast.stats()["stock_reasons"] == {"synced_gpus": 1}
+
+
+def test_arguments_that_are_none_are_taken_as_not_given(models: dict[str, tuple[Any, Any]]) -> None:
+    model, fast = pair(models, "bart")
+    nothing = dict.fromkeys(("custom_generate", "streamer", "assistant_model", "synced_gpus", "negative_prompt_ids"))
+    before = fast.stats()["calls"]["fast"]
+    expected, got = both(model, fast, inputs("bart"), {"num_beams": 2, **nothing})
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"]["fast"] == before + 1
 
 
 def test_encoder_outputs_of_the_caller(models: dict[str, tuple[Any, Any]]) -> None:
@@ -265,25 +461,59 @@ def test_threads_and_models_do_not_see_each_other() -> None:
     assert all(fast.stats()["calls"] == {"fast": 6, "stock": 0} for fast in fasts)
 
 
-def test_what_a_call_made_is_freed_with_it() -> None:
-    model = make("bart")
-    fast = fastseq.wrap(model)
+class _StopsTheCall(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("bart", "shared"), ("bart", "el"), ("t5", "auto"), ("gpt2", "el"), ("llama", "shared")]
+)
+def test_what_a_call_made_waits_for_the_garbage_collector(family: str, attention: str, fails: bool) -> None:
+    fast = fastseq.wrap(make(family), attention=attention)
+    kinds = ("BeamArena", "CallState", "CrossLayer", "PrefixLayer", "SuffixLayer", "ELStates", "ELSelfLayer")
     made: list[weakref.ref[Any]] = []
 
     class Spy(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             if not made:
-                made.extend(
-                    weakref.ref(found)
-                    for found in gc.get_objects()
-                    if type(found).__name__ in ("BeamArena", "CallState")
-                )
+                made.extend(weakref.ref(found) for found in gc.get_objects() if type(found).__name__ in kinds)
+            elif fails:
+                raise _StopsTheCall
             return scores
 
-    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=4, logits_processor=LogitsProcessorList([Spy()]))
+    arguments: dict[str, Any] = {**inputs(family), "num_beams": 2, "max_new_tokens": 4}
     gc.collect()
-    assert len(made) >= 2
-    assert all(reference() is None for reference in made)
+    gc.disable()
+    try:
+        with pytest.raises(_StopsTheCall) if fails else nullcontext():
+            fast.generate(**arguments, logits_processor=LogitsProcessorList([Spy()]))
+        assert len(made) >= 3
+        assert [reference() for reference in made if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_rotary_module_that_grows_is_left_as_it_was() -> None:
+    from transformers import LlamaForCausalLM
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = make("llama").config
+    config.max_position_embeddings, config.rope_parameters = 16, rope
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    fast = fastseq.wrap(model)
+    ids = inputs("llama")["input_ids"]
+    frequencies = model.model.rotary_emb.inv_freq
+    with torch.no_grad():
+        before = model(ids[:, :9]).logits
+    long: dict[str, Any] = {"input_ids": ids, "num_beams": 2, "max_new_tokens": 12, "eos_token_id": None}
+    got = fast.generate(**long)
+    assert model.model.rotary_emb.inv_freq is frequencies
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, :9]).logits, before)
+    assert torch.equal(model.generate(**long), got), "the copy did not grow as stock does"
+    assert fast.stats()["calls"] == {"fast": 1, "stock": 0}
 
 
 def test_a_model_that_is_not_generative_is_refused_with_what_to_do() -> None:
@@ -310,6 +540,102 @@ def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest
     expected, got = both(model, fast, arguments, {"num_beams": 3})
     assert torch.equal(expected, got)
     assert fast.stats()["calls"] == {"fast": 0, "stock": 1}
+
+
+@pytest.mark.parametrize("attention", ["auto", "shared", "el"])
+def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
+    attention: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq import attention as functions
+
+    wrong = "el_cross_attention" if attention == "el" else "shared_attention"
+    real = getattr(functions, wrong)
+    monkeypatch.setattr(functions, wrong, lambda *arguments: -real(*arguments))
+    model = make("bart").train()
+    fast = fastseq.wrap(model, attention=attention)
+    fast.generate(**inputs("bart"), num_beams=2, max_new_tokens=2)
+    assert "stock path" not in caplog.text, "nothing is known yet"
+    model.eval()
+    for _ in range(2):
+        expected, got = both(model, fast, inputs("bart"), {"num_beams": 3})
+        assert torch.equal(expected, got)
+    assert caplog.text.count("its scores differ") == 1
+    assert fast.stats()["calls"] == {"fast": 0, "stock": 3}
+    assert fast.cache_mode == "stock"
+
+
+@pytest.mark.parametrize("attention", ["auto", "el"])
+def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attention: str) -> None:
+    model = make("bart").train()
+    fast = fastseq.wrap(model, attention=attention)
+    model.eval()
+    expected, got = both(model, fast, inputs("bart"), {"num_beams": 3})
+    assert torch.equal(expected, got)
+    assert fast.stats()["calls"] == {"fast": 1, "stock": 0}
+    with pytest.raises(UnsupportedModelError, match="RoPE"):
+        fastseq.wrap(make("llama").train(), attention="el")
+
+
+def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq import fastmodel
+    from attmemo.fastseq.refusal import Refusal
+
+    model = make("gpt2")
+    fast = fastseq.wrap(model)
+
+    def refused(*arguments: Any) -> Any:
+        torch.rand(7)
+        raise Refusal("late")
+
+    monkeypatch.setattr(fastmodel, "decode", refused)
+    expected, got = both(model, fast, inputs("gpt2"), {"do_sample": True})
+    assert torch.equal(expected, got)
+    assert fast.stats()["stock_reasons"] == {"late": 1}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
+def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq import draws
+
+    states = {"now": 5}
+
+    class Device:
+        """torch.mps has one generator, and takes no device; the others have one each."""
+
+        def get_rng_state(self, *device: torch.device) -> int:
+            assert len(device) == (kind != "mps")
+            return states["now"]
+
+        def set_rng_state(self, state: int, *device: torch.device) -> None:
+            assert len(device) == (kind != "mps")
+            states["now"] = state
+
+    if kind != "cpu":
+        monkeypatch.setattr(torch, kind, Device())
+    before = torch.get_rng_state()
+    rewind = draws.remember(torch.device(kind))
+    torch.rand(3)
+    states["now"] = 6
+    rewind()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert states["now"] == (6 if kind == "cpu" else 5)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("bart", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16)],
+)
+def test_beams_that_are_not_followed_pass_the_test(
+    family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attmemo.fastseq.cache import BeamArena
+
+    model = make(family).to(kind)
+    fastseq.wrap(model)
+    assert "stock path" not in caplog.text
+    monkeypatch.setattr(BeamArena, "move", lambda self, source: None)
+    fastseq.wrap(model)
+    assert "its scores differ" in caplog.text
 
 
 def test_a_replaced_forward_is_not_bypassed() -> None:
@@ -383,3 +709,6 @@ def test_the_planner_is_told_what_is_held() -> None:
     assert fastseq.wrap(make("bart")).cache_mode == "shared"
     assert fastseq.wrap(make("bart"), attention="el").cache_mode == "el"
     assert fastseq.wrap(make("bart"), attention="stock").cache_mode == "stock"
+    fast = fastseq.wrap(make("bart"))
+    assert fast.cache_mode_for({"num_beams": 4}) == "shared"
+    assert fast.cache_mode_for({"num_beams": 4, "use_cache": False}) == "stock"

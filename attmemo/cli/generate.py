@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import Output, cell, output
+from attmemo.cli.files import check_apart, check_writable
 from attmemo.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
@@ -98,6 +96,9 @@ def generate(
         int | None,
         typer.Option("--min-gen-length", "--min-length", metavar="N", help="Tokens to generate at least."),
     ] = None,
+    min_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="The same, for a decoder without its prompt.")
+    ] = None,
     no_repeat_ngram_size: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="No N tokens twice in an output.")
     ] = None,
@@ -110,14 +111,26 @@ def generate(
     early_stopping: Annotated[
         bool | None, typer.Option(help="Stop beam search when there are as many outputs as beams.")
     ] = None,
+    early_stopping_never: Annotated[
+        bool, typer.Option("--early-stopping-never", help="Stop it when no longer output could be better.")
+    ] = False,
     num_return_sequences: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Outputs for each text, in one line, joined by ####.")
     ] = None,
-    do_sample: Annotated[bool, typer.Option("--do-sample", help="Draw tokens at random.")] = False,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option("--do-sample/--no-do-sample", help="Draw tokens at random.  [default: the model's own]"),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(metavar="X", help="Of sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(metavar="N", min=0, help="Sample among the N likeliest.")] = None,
     top_p: Annotated[
         float | None, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest, P together.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample none below P times the likeliest.")
+    ] = None,
+    typical_p: Annotated[
+        float | None, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the most typical, P together.")
     ] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(metavar="X", help="Above 1: tokens that were used become less likely.")
@@ -174,7 +187,8 @@ def generate(
         bool, typer.Option("--output-sequence-scores", help="After each output a tab and its score (beam search).")
     ] = False,
     n_obs: Annotated[
-        int | None, typer.Option("--n-obs", "--limit", metavar="N", help="Only the first N lines.  [default: all]")
+        int | None,
+        typer.Option("--n-obs", "--limit", metavar="N", help="Only the first N lines; below 0, and by default, all."),
     ] = None,
     preprocess_workers: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that tokenize ahead.")] = 2,
     postprocess_workers: Annotated[
@@ -223,20 +237,27 @@ def generate(
     """
     if score_path is not None and reference_path is None:
         raise typer.BadParameter("--score-path needs --reference-path.")
+    if early_stopping_never and early_stopping is not None:
+        raise typer.BadParameter("--early-stopping-never, or one of --early-stopping and --no-early-stopping.")
+    if n_obs == 0:
+        raise typer.BadParameter("--limit 0 is no line at all; leave it out, or give -1, for all lines.")
     stopped = f"interrupted; {destination}.part holds what was generated, the same command resumes"
     with output(json, quiet, stopped) as out:
         from attmemo.errors import AttmemoError
 
-        for path in (source, reference_path):
-            if path is not None and destination.exists() and path.exists() and destination.samefile(path):
-                raise AttmemoError(f"{destination} would replace {path}, which is read.", "name another output")
+        part = destination.with_name(destination.name + ".part")
+        written = {"OUTPUT": destination, "OUTPUT.part": part, "--score-path": score_path}
+        if json is not None and json != "-":
+            written["--json"] = Path(json)
+        read = {"INPUT": source, "the reference": reference_path}
+        check_apart(*({name: path for name, path in files.items() if path is not None} for files in (written, read)))
         measure: Measure = "bleu" if "translation" in task else "rouge"
-        limit = n_obs if n_obs is not None and n_obs > 0 else None  # FastSeq's -1: all
+        limit = None if n_obs is None or n_obs < 0 else n_obs  # FastSeq's -1: all
         references = None
         if reference_path is not None:
             references = _references(reference_path, source, limit, measure)
         if score_path is not None:
-            _check_writable(score_path)
+            check_writable("--score-path", score_path)
 
         import torch
 
@@ -265,12 +286,15 @@ def generate(
             "no_repeat_ngram_size": no_repeat_ngram_size,
             "encoder_no_repeat_ngram_size": encoder_no_repeat_ngram_size,
             "length_penalty": length_penalty,
-            "early_stopping": early_stopping,
+            "min_new_tokens": min_new_tokens,
+            "early_stopping": "never" if early_stopping_never else early_stopping,
             "num_return_sequences": num_return_sequences,
-            "do_sample": do_sample or None,
+            "do_sample": do_sample,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
+            "min_p": min_p,
+            "typical_p": typical_p,
             "repetition_penalty": repetition_penalty,
             "decoder_start_token_id": decoder_start_token_id,
             "eos_token_id": eos_token_id,
@@ -278,50 +302,55 @@ def generate(
             "output_scores": output_sequence_scores or None,
         }
         settings.update({name: value for name, value in asked.items() if value is not None})
-        with _fast(loaded.model, None if without_fastseq_opt else attention) as (maker, fast):
-            pipeline = Pipeline(
-                maker,
-                loaded.tokenizer,
-                batch=parse_batch(batch_size),  # type: ignore[arg-type]
-                window=window,
-                buckets=buckets,
-                prefix=loaded.prefix if prefix is None else prefix,
-                max_source=max_tokenizer_length,
-                truncate=not no_truncation,
-                padding=padding,
-                padding_side=padding_side,
-                new_only=output_summaries_only,
-                keep_special=include_special_tokens,
-                clean_up=clean_up_tokenization_spaces or None,
-                encoders=preprocess_workers,
-                decoders=postprocess_workers,
-                seed=seed,
-                config=loaded.model.config,
-                device=device,
-                progress=out.stages,
-                **settings,
-            )
-            try:
-                with hushed():
-                    done = pipeline.run(
-                        source,
-                        destination,
-                        limit=limit,
-                        resume=not restart,
-                        identity={"source_lang": source_lang, "target_lang": target_lang},
-                    )
-            except ValueError as error:  # which is how transformers refuses arguments
-                refused = str(error).strip().splitlines() or ["no reason given"]
-                raise AttmemoError(f"these options cannot be generated with: {refused[0]}", "change them") from error
-            stats = maker.stats() if fast and hasattr(maker, "stats") else None
+        maker = loaded.model
+        if not without_fastseq_opt:
+            from attmemo.fastseq import wrap
+
+            maker = wrap(loaded.model, attention=attention)
+        pipeline = Pipeline(
+            maker,
+            loaded.tokenizer,
+            batch=parse_batch(batch_size),  # type: ignore[arg-type]
+            window=window,
+            buckets=buckets,
+            prefix=loaded.prefix if prefix is None else prefix,
+            max_source=max_tokenizer_length,
+            truncate=not no_truncation,
+            padding=padding,
+            padding_side=padding_side,
+            new_only=output_summaries_only,
+            keep_special=include_special_tokens,
+            clean_up=clean_up_tokenization_spaces or None,
+            encoders=preprocess_workers,
+            decoders=postprocess_workers,
+            seed=seed,
+            config=loaded.model.config,
+            device=device,
+            progress=out.stages,
+            **settings,
+        )
+        try:
+            with hushed():
+                done = pipeline.run(
+                    source,
+                    destination,
+                    limit=limit,
+                    resume=not restart,
+                    identity={"source_lang": source_lang, "target_lang": target_lang},
+                )
+        except ValueError as error:
+            if not _refuses_options(error):
+                raise
+            refused = str(error).strip().splitlines() or ["no reason given"]
+            raise AttmemoError(f"these options cannot be generated with: {refused[0]}", "change them") from error
         found: dict[str, Any] = {
             "model": model,
             "output": str(destination),
-            "fastseq": fast,
+            "fastseq": not without_fastseq_opt and maker.cache_mode_for(settings) != "stock",
             **asdict(done),
         }
-        if stats is not None:
-            found["fastseq_stats"] = stats
+        if not without_fastseq_opt:
+            found["fastseq_stats"] = maker.stats()
         _say(out, destination, found)
         if references is not None:
             several = settings.get("num_return_sequences", 1) > 1
@@ -351,12 +380,12 @@ def _references(path: Path, source: Path, limit: int | None, measure: Measure) -
     return references
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a file for the scores that cannot be written, before the work and not after it."""
-    from attmemo.errors import AttmemoError
-
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise AttmemoError(f"--score-path {path} cannot be written.", "name a file in a directory that can be written")
+def _refuses_options(error: ValueError) -> bool:
+    """Whether transformers' generation itself raised it, and not a file, a tokenizer or the model's arithmetic."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.generation.")
 
 
 def _score(measure: Measure, destination: Path, references: list[str], joined: bool, scored: bool) -> dict[str, float]:
@@ -366,21 +395,6 @@ def _score(measure: Measure, destination: Path, references: list[str], joined: b
 
     lines = [best_of(line, joined=joined, scored=scored) for line in read_lines(destination)]
     return score(measure, lines, references)
-
-
-@contextmanager
-def _fast(model: Any, attention: str | None) -> Iterator[tuple[Any, bool]]:
-    """What generates, and whether it is fast: the model wrapped where that is wanted and there, else the model."""
-    wrapped = None
-    if attention is not None:
-        from attmemo.fastseq import wrap
-
-        wrapped = wrap(model, attention=attention)
-    try:
-        yield (model, False) if wrapped is None else (wrapped, True)
-    finally:
-        if (close := getattr(wrapped, "close", None)) is not None:
-            close()
 
 
 def _languages(tokenizer: Any, source: str | None, target: str | None) -> int | None:

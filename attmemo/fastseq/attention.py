@@ -18,8 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from attmemo.fastseq.el import cross_projections, el_cross_attention, masked, softmax
+from attmemo.fastseq.el import cross_projections, el_cross_attention
 from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.scores import masked, softmax
 from attmemo.fastseq.shadow import STATE
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ class BeamArena:
         start = self._filled[layer]
         end = start + new
         if self.store is None:
-            self.room = max(self.room, min(end, self.most), end)
+            self.room = max(self.room, end)
             self.store = states[0].new_empty(rows, self.layers, len(states), heads, self.room, width)
         fitting = torch.Size((rows, self.layers, len(states), heads, self.room, width))
         if self.store.shape != fitting or any(state.shape != states[0].shape for state in states):
@@ -78,18 +78,15 @@ class BeamArena:
         if self.store is not None:
             self.store = self.store.repeat_interleave(times, dim=0)
 
-    def move(self, source: Sequence[int]) -> None:
-        """Row i becomes a copy of row `source[i]`, for all layers at once."""
+    def move(self, source: Tensor) -> None:
+        """Row i becomes a copy of row `source[i]`, for all layers."""
         if self.store is None or not self.length:
             return
         used = self.store[..., : self.length, :]
-        for target, origin in copy_order(source):
-            if origin is None:
-                spare = used[target].clone()
-            elif origin < 0:
-                used[target] = spare
-            else:
-                used[target] = used[origin]
+        if used.device.type == "cpu":
+            _copy_moved(used, source.tolist())
+        else:
+            _gather(used, source.to(used.device))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay; row i becomes the former row `rows[i]`. Each target is at or before its source."""
@@ -114,6 +111,23 @@ class BeamArena:
         larger = self.store.new_empty(rows, layers, parts, heads, self.room, width)
         larger[..., : self.length, :] = self.store[..., : self.length, :]
         self.store = larger
+
+
+def _copy_moved(states: Tensor, source: Sequence[int]) -> None:
+    """Row i becomes row `source[i]`: only rows that change are copied, each once."""
+    for target, origin in copy_order(source):
+        if origin is None:
+            spare = states[target].clone()
+        elif origin < 0:
+            states[target] = spare
+        else:
+            states[target] = states[origin]
+
+
+def _gather(states: Tensor, source: Tensor) -> None:
+    """The same without asking the device which rows change, in two launches a layer: `states` `[R, L, …]`."""
+    for layer in range(states.shape[1]):  # all at once would hold everything twice
+        states[:, layer] = states[:, layer].index_select(0, source)
 
 
 def copy_order(source: Sequence[int]) -> list[tuple[int, int | None]]:
@@ -228,8 +242,8 @@ class PrefixLayer(SuffixLayer):
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
         if self.prefix_keys is not None and self.prefix_values is not None:
-            self.prefix_keys = _swap_out(self.prefix_keys, moved, count)
-            self.prefix_values = _swap_out(self.prefix_values, moved, count)
+            self.prefix_keys = keep_rows(self.prefix_keys, moved, count)
+            self.prefix_values = keep_rows(self.prefix_values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.prefix_keys) + _bytes(self.prefix_values)
@@ -253,8 +267,8 @@ class CrossLayer(BeamLayer):
         return 0 if self.keys is None else self.keys.shape[-2]
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
-        self.keys = _swap_out(self.keys, moved, count)
-        self.values = _swap_out(self.values, moved, count)
+        self.keys = keep_rows(self.keys, moved, count)
+        self.values = keep_rows(self.values, moved, count)
 
     def bytes(self) -> int:
         return _bytes(self.keys) + _bytes(self.values)
@@ -276,6 +290,10 @@ class SharedTensors:
             return None
         del self._expected[id(keys)]
         return layer
+
+    def clear(self) -> None:
+        """Forget what was handed out and not taken."""
+        self._expected.clear()
 
     def require_all_taken(self) -> None:
         """Raise if a suffix was handed out and did not arrive: the prompt would be missing in the attention."""
@@ -304,7 +322,7 @@ class BeamCache:
         self.cross_cache = cross_cache
         self.holders = holders
 
-    def move(self, source: Sequence[int]) -> None:
+    def move(self, source: Tensor) -> None:
         """Row i of the suffix becomes row `source[i]`."""
         self.arena.move(source)
 
@@ -344,7 +362,8 @@ def hole_filling(alive: Sequence[bool]) -> list[int]:
     return [sample if alive[sample] else late.pop() for sample in range(count)]
 
 
-def _swap_out(tensor: Tensor, moved: Sequence[tuple[int, int]], count: int) -> Tensor:
+def keep_rows(tensor: Tensor, moved: Sequence[tuple[int, int]], count: int) -> Tensor:
+    """Row `target` becomes the former row `origin` for each pair, in place; the first `count` rows are left."""
     for target, origin in moved:
         tensor[target] = tensor[origin]
     return tensor[:count]

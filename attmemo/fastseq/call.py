@@ -35,11 +35,12 @@ class CallState:
         The encoder's states, where cross-attention is EL-attention.
     cache : BeamCache or None
         The last one made; for accounting.
+    cache_bytes : dict
+        The most that it held, by kind; what `release` leaves.
     """
 
     mode: str
     el_holds: Callable[[], bool] = lambda: False
-    remove_finished: bool = True
     shared: SharedTensors = field(default_factory=SharedTensors)
     counts: Counter[str] = field(default_factory=Counter)
     encoder_outputs: Any = None
@@ -57,3 +58,10 @@ class CallState:
             now = self.cache.bytes()
             if sum(now.values()) >= sum(self.cache_bytes.values()):
                 self.cache_bytes = now
+
+    def release(self) -> None:
+        """Let go of all tensors. Layers and what they share know each other, and would keep each other alive."""
+        if self.el is not None:
+            self.el.layers.clear()
+        self.shared.clear()
+        self.cache = self.el = self.encoder_outputs = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from attmemo.fastseq.shape import Mode, ModelShape
 
 # EL-attention has to be this much faster, by the estimate, before it is chosen for speed: a wrong choice the other
 # way costs several times as much as a right one gains.
@@ -20,70 +21,45 @@ _KEPT_FREE = 0.1  # of the free memory
 
 
 @dataclass(frozen=True)
-class Shape:
+class Call:
     """What one call needs, in counts.
 
     Attributes
     ----------
-    layers, samples, beams : int
-        L, B, M.
+    model : ModelShape
+    samples, beams : int
+        B, M.
     length : int
         N: source positions, or those of the prompt.
     new : int
         T: positions to be generated.
-    width : int
-        D: of the hidden states.
-    heads, key_heads, head_width : int
-        h, h/g, d.
-    size : int
-        s: bytes of an element.
-    cross : bool
-        True: one hidden state serves all layers (cross-attention). False: each layer has its own (self-attention).
     """
 
-    layers: int
+    model: ModelShape
     samples: int
     beams: int
     length: int
     new: int
-    width: int
-    heads: int
-    key_heads: int
-    head_width: int
-    size: int
-    cross: bool
 
-    def stock_bytes(self) -> int:
-        """2·L·D·s·(B·M·N + B·M·t): every beam has its own."""
-        return self._pair() * self.layers * self.samples * self.beams * (self.length + self.new)
-
-    def shared_bytes(self) -> int:
-        """2·L·D·s·(B·N + B·M·t)."""
-        return self._pair() * self.layers * self.samples * (self.length + self.beams * self.new)
-
-    def el_bytes(self) -> int:
-        """B·N·D·s for cross-attention, beside the suffix; L·D·s·(B·N + B·M·t) for self-attention."""
-        one = self.width * self.size
-        if self.cross:
-            return self.samples * self.length * one + self._pair() * self.layers * self.samples * self.beams * self.new
-        return self.layers * self.samples * (self.length + self.beams * self.new) * one
+    def bytes(self, mode: Mode) -> int:
+        """Of all cached states in the end."""
+        return self.model.cache_bytes(self.samples, self.beams, self.length, self.new, mode)
 
     def shared_seconds(self, machine: Machine) -> float:
         """Building keys and values once, then reading them at every step."""
-        build = 4 * self.layers * self.samples * self.length * self.width * self.key_heads * self.head_width
-        read = self._pair() * self.layers * self.samples * self.length
-        work = 4 * self.layers * self.samples * self.beams * self.length * self.heads * self.head_width
+        positions = self.model.layers * self.samples * self.length
+        build = 4 * positions * self.model.width * self.model.keys
+        read = 2 * positions * self.model.keys * self.model.item
+        work = 4 * positions * self.beams * self.model.queries
         return build / machine.flops + self.new * max(read / machine.bandwidth, work / machine.flops)
 
     def el_seconds(self, machine: Machine) -> float:
         """Nothing is built; the states are read twice a layer and step, and every head works at the full width."""
-        read = 2 * self.layers * self.samples * self.length * self.width * self.size
-        work = 4 * self.layers * self.samples * self.beams * self.length * self.heads * self.width
-        absorb = 4 * self.layers * self.samples * self.beams * self.heads * self.head_width * self.width
+        positions, width = self.model.layers * self.samples * self.length, self.model.width
+        read = 2 * positions * width * self.model.item
+        work = 4 * positions * self.beams * self.model.heads * width
+        absorb = 4 * self.model.layers * self.samples * self.beams * self.model.queries * width
         return self.new * max(read / machine.bandwidth, (work + absorb) / machine.flops)
-
-    def _pair(self) -> int:
-        return 2 * self.key_heads * self.head_width * self.size
 
 
 @dataclass(frozen=True)
@@ -94,23 +70,24 @@ class Machine:
     flops: float
 
 
-def choose(shape: Shape, machine: Machine | None, free: int | None) -> str:
+def choose(call: Call, machine: Machine | None, free: int | None) -> str:
     """ "shared" or "el": what fits, then what is clearly faster.
 
     Parameters
     ----------
-    shape : Shape
+    call : Call
     machine : Machine or None
         None: do not choose EL-attention for its speed. On the CPU its many small products cost more than their count
         says.
     free : int or None
         Bytes of free memory; None if unknown.
     """
-    if free is not None and shape.shared_bytes() > (1 - _KEPT_FREE) * free and shape.el_bytes() < shape.shared_bytes():
+    shared = call.bytes("shared")
+    if free is not None and shared > (1 - _KEPT_FREE) * free and call.bytes("el") < shared:
         return "el"
     if machine is None:
         return "shared"
-    return "el" if shape.el_seconds(machine) < _CLEARLY * shape.shared_seconds(machine) else "shared"
+    return "el" if call.el_seconds(machine) < _CLEARLY * call.shared_seconds(machine) else "shared"
 
 
 @functools.cache
@@ -126,20 +103,6 @@ def measured(device: torch.device, dtype: torch.dtype) -> Machine:
     product = _seconds(lambda: torch.mm(left, right), device)
     reading = _seconds(lambda: wide.sum(), device)
     return Machine(wide.numel() * wide.element_size() / reading, 2 * 64 * side * side / product)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a device; None if it cannot be known."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _seconds(work: object, device: torch.device) -> float:

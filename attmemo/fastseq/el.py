@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from attmemo.fastseq.cache import BeamArena, BeamLayer, _swap_out
+from attmemo.fastseq.cache import BeamArena, BeamLayer, keep_rows
 from attmemo.fastseq.linear import StreamedLinear
 from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.scores import masked, softmax
 
 
 @dataclass(frozen=True)
@@ -188,19 +189,6 @@ def weigh_states(weights: Tensor, hidden: Tensor) -> Tensor:
     return torch.stack([torch.mm(weight, states) for weight, states in zip(weights, hidden, strict=True)])
 
 
-def softmax(scores: Tensor) -> Tensor:
-    """In float32 at least, and back, as stock does for half precision."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return torch.softmax(scores, dim=-1, dtype=wide).to(scores.dtype)
-
-
-def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores with a bool mask (False: not seen) or an additive one applied."""
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-
-
 def el_cross_attention(
     query: Tensor, hidden: Tensor, projections: Projections, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
@@ -266,7 +254,7 @@ class ELStates:
         # The encoder's outputs may be the caller's own: they are not written to.
         if moved:
             self.hidden = self.hidden.clone()
-        self.hidden = swapped = _swap_out(self.hidden, moved, count)
+        self.hidden = swapped = keep_rows(self.hidden, moved, count)
         for layer in self.layers:
             layer.keys = layer.values = swapped
 
@@ -291,7 +279,7 @@ class ELSelfLayer(BeamLayer):
 
     def swap_out(self, moved: Sequence[tuple[int, int]], count: int) -> None:
         if self.prefix is not None:
-            self.prefix = _swap_out(self.prefix, moved, count)
+            self.prefix = keep_rows(self.prefix, moved, count)
 
     def bytes(self) -> int:
         return 0 if self.prefix is None else self.prefix.numel() * self.prefix.element_size()

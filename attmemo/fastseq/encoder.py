@@ -6,7 +6,8 @@ Shapes: B samples, N padded source length, D width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,25 +21,41 @@ _CUTTABLE = {"bart", "mbart", "marian", "pegasus", "t5", "mt5", "umt5", "m2m_100
 _TOKENS_AT_ONCE = 2048  # larger intermediate tensors fall out of the caches and of malloc's reuse
 
 
-def intercept(model: Any, state: CallState) -> None:
-    """Let the copy's encoder put its states into `state`, and pass on a stand-in that costs nothing to repeat."""
-    encoder = model.get_encoder()
-    if encoder is model or "forward" in vars(encoder):
-        raise Refusal("no encoder of its own was found")
-    inner = encoder.forward
+@contextmanager
+def held_once(model: Any, original: Any, state: CallState) -> Iterator[None]:
+    """While it lasts, the encoder's states stay in `state`, and `generate` repeats a stand-in of next to no size.
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        outputs = _without_padding(inner, state, model.config.model_type, args, kwargs)
-        if outputs is None:
-            outputs = inner(*args, **kwargs)
-        return stand_in(outputs, state)
+    The encoder itself still gives what it gives: others than `generate` ask it too (Whisper for the language, and
+    whether there is speech).
 
-    encoder.__dict__["forward"] = forward
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The private copy.
+    original : PreTrainedModel
+        What it is a copy of.
+    state : CallState
+    """
+    expand = model._expand_inputs_for_generation
+
+    def expand_stand_in(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("encoder_outputs") is not None:
+            kwargs["encoder_outputs"] = _stand_in(kwargs["encoder_outputs"], state)
+        return expand(*args, **kwargs)
+
+    # Both are bound to what they are put on: they have to go, or the copy would wait for the garbage collector.
+    encoder = _cut_padding(model, original, state) if model.config.model_type in _CUTTABLE else None
+    model.__dict__["_expand_inputs_for_generation"] = expand_stand_in
+    try:
+        yield
+    finally:
+        del model.__dict__["_expand_inputs_for_generation"]
+        if encoder is not None:
+            del encoder.__dict__["forward"]
 
 
-def stand_in(outputs: Any, state: CallState) -> Any:
-    """Keep the outputs `[B, N, D]` in the state; return what has their first two dimensions and next to no size."""
+def _stand_in(outputs: Any, state: CallState) -> Any:
+    """Keep the outputs `[B, N, D]` in the state; return what has their first two dimensions."""
     hidden = getattr(outputs, "last_hidden_state", None)
     if not isinstance(hidden, Tensor):
         raise Refusal("encoder outputs without a last_hidden_state")
@@ -46,13 +63,29 @@ def stand_in(outputs: Any, state: CallState) -> Any:
     return type(outputs)(last_hidden_state=hidden.new_zeros(*hidden.shape[:2], 1))
 
 
+def _cut_padding(model: Any, original: Any, state: CallState) -> Any:
+    """Let the copy's encoder leave out the padding; returns the encoder."""
+    encoder = model.get_encoder()
+    if encoder is model or encoder is original.get_encoder() or "forward" in vars(encoder):
+        raise Refusal("no encoder of its own was found")
+    inner = encoder.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outputs = _without_padding(inner, state, args, kwargs)
+        return inner(*args, **kwargs) if outputs is None else outputs
+
+    encoder.__dict__["forward"] = forward
+    return encoder
+
+
 def _without_padding(
-    inner: Callable[..., Any], state: CallState, model_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    inner: Callable[..., Any], state: CallState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The outputs, padded with zeros; None where the plain call is better or the input is not plain."""
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if args or given - {"input_ids", "attention_mask", "return_dict"} or model_type not in _CUTTABLE:
+    if args or given - {"input_ids", "attention_mask", "return_dict"}:
         return None
     if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.dim() != 2:
         return None

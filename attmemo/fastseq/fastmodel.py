@@ -7,17 +7,21 @@ import inspect
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq import attention as beam_attention
+from attmemo.fastseq import draws
 from attmemo.fastseq.call import CallState
 from attmemo.fastseq.el import why_no_self_el
-from attmemo.fastseq.encoder import intercept, stand_in
+from attmemo.fastseq.encoder import held_once
 from attmemo.fastseq.loop import decode
 from attmemo.fastseq.refusal import Refusal
 from attmemo.fastseq.shadow import private_copy, wears_another_forward
@@ -44,6 +48,7 @@ _STOCK_ARGUMENTS = {
     "output_hidden_states": "attentions or hidden states were asked for",
     "head_mask": "head_mask",
     "cross_attn_head_mask": "head_mask",
+    "synced_gpus": "synced_gpus",
 }
 
 
@@ -54,10 +59,11 @@ class FastModel:
     same one, do not see each other.
     """
 
-    def __init__(self, model: Any, attention_mode: str, reason: str | None) -> None:
+    def __init__(self, model: Any, attention_mode: str, reason: str | None, *, untested: bool = False) -> None:
         self._model = model
         self._mode = attention_mode
         self._reason = reason
+        self._untested = untested
         self._lock = threading.Lock()
         self._stats = _Stats()
         self._last: dict[str, int] = {}
@@ -74,6 +80,10 @@ class FastModel:
         if self._reason is not None or self._mode == "stock":
             return "stock"
         return "el" if self._mode == "el" else "shared"
+
+    def cache_mode_for(self, generation: Mapping[str, Any]) -> str:
+        """As `cache_mode`, of a call with these arguments: some send it to the stock path."""
+        return self.cache_mode if self._why_stock(dict(generation)) is None else "stock"
 
     def __getattr__(self, name: str) -> Any:
         if "_model" not in self.__dict__:  # while it is being unpickled
@@ -96,6 +106,11 @@ class FastModel:
         Returns
         -------
         Tensor or ModelOutput
+
+        Notes
+        -----
+        Some of it shows only on the way. The call is then begun anew, with torch's default generators where they
+        were; these belong to the process, and so another thread that samples meanwhile may draw twice the same.
         """
         if args:  # by name from here on: the first is called `inputs`, but `input_features` by Whisper
             names = list(inspect.signature(self._model.generate).parameters)
@@ -105,19 +120,15 @@ class FastModel:
             if twice := given.keys() & kwargs.keys():
                 raise TypeError(f"generate got {sorted(twice)} twice: by position and by name")
             kwargs = given | kwargs
-        reason = self._reason or self._why_stock(kwargs)
+        reason = self._reason or self._why_stock(kwargs) or self._test_late()
         if reason is None:
-            device = self._model.device
-            random = torch.get_rng_state()
-            random_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            rewind = draws.remember(self._model.device)
             state = CallState(mode=self._mode, el_holds=self._el_holds)
             try:
                 result = self._fast(state, kwargs)
             except Refusal as refusal:
                 reason = str(refusal)
-                torch.set_rng_state(random)
-                if random_device is not None:
-                    torch.cuda.set_rng_state(random_device, device)
+                rewind()
             else:
                 with self._lock:
                     self._stats.fast += 1
@@ -158,11 +169,6 @@ class FastModel:
         # plain: transformers' own generate, also where the model has one of its own around it (Whisper).
         copy = private_copy(self._model, beam_attention.NAME, state, also=SWAPPED)
         swap_modules(copy, state)
-        kwargs = dict(kwargs)
-        if copy.config.is_encoder_decoder:
-            intercept(copy, state)
-            if kwargs.get("encoder_outputs") is not None:
-                kwargs["encoder_outputs"] = stand_in(kwargs["encoder_outputs"], state)
 
         def loop(
             self: Any,
@@ -170,15 +176,27 @@ class FastModel:
             logits_processor: Any,
             stopping_criteria: Any,
             generation_config: Any,
-            synced_gpus: bool = False,
             **model_kwargs: Any,
         ) -> Any:
-            if synced_gpus:
-                raise Refusal("synced_gpus")
             return decode(self, state, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
         generate = functools.partial(GenerationMixin.generate, copy) if plain else copy.generate
-        return generate(custom_generate=loop, **kwargs)
+        once = held_once(copy, self._model, state) if copy.config.is_encoder_decoder else nullcontext()
+        try:
+            with once:
+                return generate(**kwargs | {"custom_generate": loop})
+        finally:
+            state.release()
+
+    def _test_late(self) -> str | None:
+        """Make up for the test that `wrap` could not do on a model in training mode; as `self_test` returns."""
+        with self._lock:
+            if self._untested:
+                self._reason = self_test(self, "el" if self._mode == "el" else "shared")
+                self._untested = False
+                if self._reason is not None:
+                    _warn(self._model, self._reason)
+            return self._reason
 
     def _el_holds(self) -> bool:
         """Whether EL-attention reproduces this model; tested when it is first asked for."""
@@ -204,6 +222,8 @@ class FastModel:
                 return reason
         if setting("use_cache") is False:
             return "use_cache=False"
+        if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self._model):
+            return "weights that are sharded (ZeRO-3, FSDP)"
         if kwargs.get("inputs_embeds") is not None and not self._model.config.is_encoder_decoder:
             return "inputs_embeds for a decoder"
         if (module := wears_another_forward(self._model)) is not None:
@@ -216,13 +236,14 @@ def why_no_el(fast: FastModel) -> str | None:
     model = fast.model
     if not model.config.is_encoder_decoder and (reason := why_no_self_el(model)) is not None:
         return reason
-    return self_test(fast, "el")
+    return None if model.training else self_test(fast, "el")
 
 
 def self_test(fast: FastModel, mode: str = "shared") -> str | None:
     """Generate three tokens from made-up input with both paths; None if they agree, else what is wrong.
 
-    The scores are compared, not the tokens: a small difference would not show in three tokens.
+    The scores are compared, not the tokens: a small difference would not show in three tokens. The tokens are given:
+    by their scores two that almost tie would change places in half precision, and the later scores would be of others.
     """
     model = fast.model
     made_up = _dummy_inputs(model)
@@ -236,10 +257,11 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
         "do_sample": False,
         "num_return_sequences": 1,
         "return_dict_in_generate": True,
-        "output_scores": True,
+        "output_logits": True,
+        "logits_processor": LogitsProcessorList([_GivenWords()]),
     }
     if (reason := fast._why_stock(dummy)) is not None:
-        return None if model.training else reason
+        return reason
     state = CallState(mode=mode)
     with torch.no_grad():
         try:
@@ -256,10 +278,22 @@ def self_test(fast: FastModel, mode: str = "shared") -> str | None:
     if not sum(state.counts[kind] for kind in kinds):
         return "its attention does not go through transformers' attention interface"
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.2
-    for one, other in zip(expected.scores, got.scores, strict=True):
+    for one, other in zip(expected.logits, got.logits, strict=True):
+        one, other = one.log_softmax(-1), other.log_softmax(-1)
         if one.shape != other.shape or not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
             return "its scores differ from those of the stock path"
     return None
+
+
+class _GivenWords(LogitsProcessor):  # type: ignore[misc]
+    """Two beams that change places at every step after the first, whatever the model says."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        given = torch.full_like(scores, -float("inf"))
+        word = scores.shape[-1] // 2 + input_ids.shape[1] % 5
+        given[::2, word], given[::2, word + 1] = 0.0, -2.0  # at first both beams come from the first
+        given[1::2, word + 2] = 3.0
+        return given
 
 
 def _dummy_inputs(model: Any) -> dict[str, Tensor] | None:
@@ -278,6 +312,12 @@ def _dummy_inputs(model: Any) -> dict[str, Tensor] | None:
         features = torch.randn(2, config.num_mel_bins, length, generator=generator)
         return {"input_features": features.to(model.device, model.dtype)}
     return None
+
+
+def _warn(model: Any, wrong: str) -> None:
+    _log.warning(
+        "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
+    )
 
 
 class _Stats:
@@ -301,7 +341,8 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
         effect "shared" unless it would not fit. "stock": nothing is changed; for comparison.
     check : bool
         Generate three tokens on both paths and compare. If they differ, or the fast path did not run, the stock path
-        is used from then on, and a warning says so.
+        is used from then on, and a warning says so. Of a model in training mode, which generates on the stock path,
+        the first call out of it is preceded by that, and by the test of attention="el".
 
     Returns
     -------
@@ -331,15 +372,14 @@ def wrap(model: Any, attention: str = "auto", *, check: bool = True) -> FastMode
             "load it with AutoModelForSeq2SeqLM or AutoModelForCausalLM",
         )
     beam_attention.register()
-    fast = FastModel(model, attention, None)
+    untested = model.training and (attention == "el" or (check and attention != "stock"))
+    fast = FastModel(model, attention, None, untested=untested)
     if attention == "el" and (reason := why_no_el(fast)) is not None:
         raise UnsupportedModelError(
             f"EL-attention does not hold for {type(model).__name__}: {reason.removeprefix('EL-attention: ')}.",
             "use attention='auto' or 'shared'",
         )
-    if check and attention not in ("stock", "el") and (wrong := self_test(fast)) is not None:
-        _log.warning(
-            "fastseq: %s generates on the stock path: %s. Nothing is lost but speed.", type(model).__name__, wrong
-        )
+    if check and not untested and attention not in ("stock", "el") and (wrong := self_test(fast)) is not None:
+        _warn(model, wrong)
         return FastModel(model, attention, wrong)
     return fast

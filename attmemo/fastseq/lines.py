@@ -11,7 +11,18 @@ from attmemo.errors import DataError
 
 
 def count_lines(source: Path, limit: int | None) -> tuple[int, str]:
-    """Lines that will be read, and a digest of them."""
+    """Lines that will be read, and a digest of them.
+
+    Raises
+    ------
+    DataError
+        There are none, or they could not be read a second time.
+    """
+    if source.exists() and not source.is_file() and not source.is_dir():
+        raise DataError(
+            f"{source} is a pipe or a device, and is read twice: once to count its lines.",
+            "write it to a file first, and name that",
+        )
     hashed, lines = hashlib.blake2b(digest_size=12), 0
     for line in islice(_raw_lines(source), limit):
         hashed.update(line + b"\n")

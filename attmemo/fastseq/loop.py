@@ -115,7 +115,7 @@ def _beam(
     to_keep = max(2, 1 + (0 if eos is None else eos.shape[0])) * beams
     top_mask = torch.arange(to_keep, device=device) < beams
     recorder = _Recorder(config)
-    leaving = _may_leave(state, logits_processor, stopping_criteria, config) and not recorder.records
+    leaving = _may_leave(logits_processor, stopping_criteria, config) and not recorder.records
 
     # The value is transformers' own expression, precedence included: the pad token only if there is an end token.
     pad = config._pad_token_tensor
@@ -193,7 +193,7 @@ def _beam(
         )
         if not model._beam_search_has_unfinished_sequences(open_ended, finished, stops, config.early_stopping):
             break
-        stepper.move(source.tolist())
+        stepper.move(source)
         if leaving:
             # A sample is closed when transformers would give every later hypothesis of it -1e9. All its hypotheses
             # must have a real score: among placeholders of -1e9 such a one would tie, and the winner could still
@@ -263,7 +263,7 @@ def _sample(
         has_eos
         and not config.do_sample
         and not recorder.records
-        and _may_leave(state, logits_processor, stopping_criteria, config)
+        and _may_leave(logits_processor, stopping_criteria, config)
     )
     rows = input_ids.shape[0]
     rows_each = max(config.num_beams, config.num_return_sequences)
@@ -343,11 +343,10 @@ class _Recorder:
             self.scores += (scores.clone() if self.copies else scores,)
 
 
-def _may_leave(state: CallState, processors: Any, criteria: Any, config: Any) -> bool:
+def _may_leave(processors: Any, criteria: Any, config: Any) -> bool:
     """Whether samples may leave and change places: no random draws, nothing that knows rows by their number."""
     return (
-        state.remove_finished
-        and not config.do_sample
+        not config.do_sample
         and all(_follows_rows(processor) for processor in processors)
         and all(type(criterion) in _CRITERIA for criterion in criteria)
     )

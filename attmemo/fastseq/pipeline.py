@@ -24,9 +24,10 @@ from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.fastseq.encoding import Batch, Copies, Encoder, Padding, Window, with_padding
 from attmemo.fastseq.journal import Journal
 from attmemo.fastseq.lines import count_lines, read_lines
-from attmemo.fastseq.planner import BatchPlanner, Guard, Mode, ModelShape, is_out_of_memory
-from attmemo.fastseq.properties import attribute, digest, positions
+from attmemo.fastseq.planner import BatchPlanner, Guard, is_out_of_memory
+from attmemo.fastseq.properties import attribute, digest, positions, tokenizer_digest
 from attmemo.fastseq.result import Result, Summary
+from attmemo.fastseq.shape import Mode, ModelShape
 from attmemo.fastseq.stages import map_ahead
 
 Progress = Callable[[str, int, int], None]
@@ -68,10 +69,12 @@ class Pipeline:
     encoders, decoders : int
         Threads that tokenize, and that turn tokens into text.
     seed : int, optional
-        Seed of every batch, with the number of its first row: a resumed run samples what it would have sampled.
+        Seed of every batch, with the number of its first row: a resumed run samples what it would have sampled,
+        unless memory ran out on the way: a batch that was halved then is not halved again.
     mode : {"stock", "shared", "el"}, optional
-        How the model keeps the source's states, for the planner. Default: what the model says in an attribute
-        ``cache_mode``, else the one that takes most, ``"stock"``.
+        How the model keeps the source's states, for the planner. Default: what the model says, by a method
+        ``cache_mode_for`` of the arguments of ``generate`` or in an attribute ``cache_mode``; else the one that takes
+        most, ``"stock"``.
     config, device
         Of the model, where it has no such attributes.
     progress : callable, optional
@@ -226,7 +229,7 @@ class Pipeline:
         notes = {} if self.planner is None else {"free": self.planner.free}
         with Journal(output, made_from, resume=resume, notes=notes) as journal:
             noted = journal.notes.get("free")
-            if self.planner is not None and noted and noted <= 1.25 * self.planner.free:
+            if self.planner is not None and noted and (self._fixed or noted <= 1.25 * self.planner.free):
                 self.planner.free = noted  # the same batches as then, unless much less is free now
             summary = Summary(lines=lines, resumed=len(journal))
             self._progress("generating", len(journal), lines)
@@ -378,7 +381,9 @@ class Pipeline:
         return self.planner.plan(length, self._new_tokens(length), beams)
 
     def _planner(self, mode: Mode | None) -> BatchPlanner:
-        mode = mode or getattr(self.model, "cache_mode", None) or "stock"
+        asked = getattr(self.model, "cache_mode_for", None)
+        own = getattr(self.model, "cache_mode", None) if asked is None else asked(self.generation)
+        mode = mode or own or "stock"
         dtype = attribute(self.model, "dtype") or torch.float32
         return BatchPlanner(ModelShape.of(self.config, dtype), device=self.device, mode=mode)
 
@@ -434,12 +439,21 @@ class Pipeline:
         # A tokenizer that knows no limit says 10^30.
         return min((limit for limit in limits if limit is not None and limit < 1 << 40), default=None)
 
+    @property
+    def _fixed(self) -> bool:
+        """Whether texts depend on the batch: each has a seed, or its padding counts as length."""
+        seeded = self._seed is not None and bool(self._setting("do_sample", False))
+        return seeded or (self.causal and self._lengths()[0] is None)
+
     def _identity(self) -> dict[str, Any]:
-        """What decides the output beside the input. Batches only if they are seeded: else they decide padding."""
-        sampled = {"batch": self.batch, "window": self.window, "buckets": self._options["buckets"]}
+        """What decides the output beside the input; else than where they are `_fixed`, batches only decide padding."""
+        batches = {"batch": self.batch, "window": self.window, "buckets": self._options["buckets"]}
+        if self.planner is not None:
+            batches["mode"] = self.planner.mode
         return {
-            **(sampled if self._seed is not None and self._setting("do_sample", False) else {}),
+            **(batches if self._fixed else {}),
             "model": digest(self.model, self.config),
+            "tokenizer": tokenizer_digest(self.tokenizer),
             "prefix": self._options["prefix"],
             "max_source": self.limit,
             "padding_side": self._options["side"],

@@ -6,6 +6,7 @@ FastSeq's Table 2):
     stock       2 L W s (B M N + B M t)
     shared      2 L W s (B N + B M t)          keys and values of the source once per text, not per beam
     el          B N D s + 2 L W s B M t        one hidden state of the source for all layers
+                L D s (B N + B M t)            of a decoder: hidden states of each layer, of its own tokens too
 
 with L decoder layers, W = key/value heads times their width, D the model's width, s bytes a number, B texts, M beams,
 N source tokens, t new tokens. Beside them a step holds several copies of the scores ``[B M, V]``, and the first pass
@@ -26,15 +27,12 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 import torch
 
-from attmemo.errors import AttmemoError
-
-Mode = Literal["stock", "shared", "el"]
+from attmemo.fastseq.shape import Mode, ModelShape
 
 SHARE: Final = {"cpu": 0.5, "cuda": 0.9}
 """How much of what is free is planned with. On a CPU a process that takes too much is killed, with no error to catch,
@@ -50,109 +48,20 @@ _NO_MEMORY = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model decides how much memory its generation takes.
-
-    Attributes
-    ----------
-    layers : int
-        Decoder layers, L.
-    keys : int
-        Numbers in the keys of a token, W: key/value heads times their width.
-    width : int
-        D.
-    inner : int
-        Width of the feed-forward layer.
-    heads : int
-        Query heads.
-    vocabulary : int
-        V.
-    item : int
-        Bytes a number, s.
-    encoder : bool
-        Whether the source goes through an encoder; else it is a prompt.
-    eager : bool
-        Whether attention maps are made ``[B, h, N, N]``.
-    """
-
-    layers: int
-    keys: int
-    width: int
-    inner: int
-    heads: int
-    vocabulary: int
-    item: int = 4
-    encoder: bool = True
-    eager: bool = False
-
-    @classmethod
-    def of(cls, config: Any, dtype: torch.dtype = torch.float32) -> ModelShape:
-        """From the configuration of a transformers model.
-
-        Raises
-        ------
-        AttmemoError
-            It does not say how large the model is.
-        """
-        encoder = bool(getattr(config, "is_encoder_decoder", False))
-        # Of an encoder-decoder it would give the decoder's under other names, and defaults under these.
-        text = config.get_text_config() if hasattr(config, "get_text_config") and not encoder else config
-
-        def first(*names: str) -> int:
-            for name in names:
-                value = getattr(text, name, None)
-                if isinstance(value, int) and value > 0:
-                    return value
-            raise AttmemoError(
-                f"the configuration of {type(config).__name__} has none of {', '.join(names)}: the batch cannot be "
-                "planned.",
-                "give a batch size, --batch-size 8",
-            )
-
-        layers = ("decoder_layers", "num_decoder_layers", "num_layers") if encoder else ()
-        width = first("d_model", "hidden_size", "n_embd")
-        heads = first("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "num_heads")
-        head = getattr(text, "d_kv", None) or getattr(text, "head_dim", None) or width // heads
-        return cls(
-            layers=first(*layers, "num_hidden_layers", "n_layer"),
-            keys=int(getattr(text, "num_key_value_heads", None) or heads) * int(head),
-            width=width,
-            inner=int(
-                getattr(text, "d_ff", None)
-                or getattr(text, "encoder_ffn_dim", None)
-                or getattr(text, "intermediate_size", None)
-                or 4 * width
-            ),
-            heads=heads,
-            vocabulary=first("vocab_size"),
-            item=dtype.itemsize,
-            encoder=encoder,
-            eager=getattr(config, "_attn_implementation", None) == "eager",
-        )
-
-    def cache_bytes(self, batch: int, beams: int, source: int, new: int, mode: Mode = "stock") -> int:
-        """Bytes of all cached states for B texts of `source` tokens when `new` tokens were generated; exact."""
-        suffix = 2 * self.layers * self.keys * self.item * batch * beams * new
-        if mode == "el" and self.encoder:
-            return batch * source * self.width * self.item + suffix
-        rows = batch * beams if mode == "stock" else batch
-        return 2 * self.layers * self.keys * self.item * rows * source + suffix
-
-    def peak_bytes(self, batch: int, beams: int, source: int, new: int, mode: Mode = "stock") -> int:
-        """Bytes beside the weights at the worst moment, estimated from above: in the first pass or the last step."""
-        rows = batch if self.encoder or mode != "stock" else batch * beams
-        # Activations of a layer; GPT-2's gelu, in plain torch, makes several of the inner width.
-        first = rows * source * (8 * self.width + 2 * self.inner) * self.item
-        if not self.encoder:
-            first = rows * source * (10 * self.width + 4 * self.inner) * self.item
-            first += self.cache_bytes(batch, beams, source, 0, mode)
-        if self.eager:
-            first += 2 * rows * self.heads * source * source * 4
-        cache = self.cache_bytes(batch, beams, source, new, mode)
-        # Stock re-indexes and appends to one layer's states after another: keys and values of one layer twice.
-        moved = 2 * cache // self.layers
-        return max(first, cache + moved + _SCORES * batch * beams * self.vocabulary * 4)
+def peak_bytes(shape: ModelShape, batch: int, beams: int, source: int, new: int, mode: Mode = "stock") -> int:
+    """Bytes beside the weights at the worst moment, estimated from above: in the first pass or the last step."""
+    rows = batch if shape.encoder or mode != "stock" else batch * beams
+    # Activations of a layer; GPT-2's gelu, in plain torch, makes several of the inner width.
+    first = rows * source * (8 * shape.width + 2 * shape.inner) * shape.item
+    if not shape.encoder:
+        first = rows * source * (10 * shape.width + 4 * shape.inner) * shape.item
+        first += shape.cache_bytes(batch, beams, source, 0, mode)
+    if shape.eager:
+        first += 2 * rows * shape.heads * source * source * 4
+    cache = shape.cache_bytes(batch, beams, source, new, mode)
+    # Stock re-indexes and appends to one layer's states after another: keys and values of one layer twice.
+    moved = 2 * cache // shape.layers
+    return max(first, cache + moved + _SCORES * batch * beams * shape.vocabulary * 4)
 
 
 class BatchPlanner:
@@ -186,7 +95,7 @@ class BatchPlanner:
 
     def bytes(self, batch: int, beams: int, source: int, new: int) -> int:
         """What such a batch takes beside the model's weights, estimated from above."""
-        return self.shape.peak_bytes(batch, beams, source, new, self.mode)
+        return peak_bytes(self.shape, batch, beams, source, new, self.mode)
 
     def plan(self, source: int, new: int, beams: int = 1) -> int:
         """Texts in a batch, at least 1; above 8 a multiple of 8.

@@ -11,6 +11,7 @@ Source: UniLM as described in FastSeq (seed 000), section 4; the mask and the tw
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -92,6 +93,16 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # whose signature generate looks at
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is None:
+            raise UnsupportedModelError(
+                "a prefix language model generates with a cache only: without one, nothing tells the source from what "
+                "follows it.",
+                "leave out use_cache=False",
+            )
+        return super().prepare_inputs_for_generation(*args, **kwargs)
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
@@ -36,4 +37,19 @@ def digest(model: Any, config: Any) -> str:
         for name, weight in inner.named_parameters():
             some = weight.detach().flatten()[:: max(1, weight.numel() // 16)][:16].float().cpu()
             hashed.update(f"{name} {weight.dtype} {list(weight.shape)} {some.tolist()}".encode())
+    return hashed.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A short name of the tokenizer: its class, its vocabulary, its rules, and its special tokens."""
+    hashed = hashlib.blake2b(digest_size=12)
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    hashed.update(f"{type(tokenizer).__name__} {special}".encode())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        hashed.update(repr(sorted(tokenizer.get_vocab().items())).encode())
+    else:
+        # How it was last told to cut and pad is the state of a call, not of the tokenizer.
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
+        hashed.update(json.dumps(rules, sort_keys=True).encode())
     return hashed.hexdigest()

@@ -3,8 +3,8 @@
 Attention has to be told which tensors are shared between beams, and modules read such things from themselves
 or from their config. Telling the user's own modules would leave state on them and break two calls at once. So each
 call gets its own modules and configs: only those on the way to a module that holds a config are copied (shallowly,
-some hundreds of small dictionaries: about a millisecond), the parameters and buffers are the original's own
-dictionaries. Nothing has to be undone after the call, also not after an error.
+some hundreds of small dictionaries: about a millisecond), with the original's own parameters. Nothing has to be undone
+after the call, also not after an error.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class _Copier:
         twin = module.__class__.__new__(module.__class__)
         twin.__dict__.update(own)
         twin.__dict__["_modules"] = children
+        for name in ("_buffers", "_non_persistent_buffers_set"):  # a rotary module may register others on the way
+            twin.__dict__[name] = own[name].copy()
         for name, value in own.items():
             if _is_config(value):
                 twin.__dict__[name] = self.config(value)

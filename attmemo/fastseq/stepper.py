@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from attmemo.errors import AttmemoError
 from attmemo.fastseq.cache import BeamArena, BeamCache, SuffixLayer, shared_cache
 from attmemo.fastseq.call import CallState
-from attmemo.fastseq.costmodel import Shape, choose, free_bytes, measured
+from attmemo.fastseq.costmodel import Call, choose, measured
 from attmemo.fastseq.el import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
+from attmemo.fastseq.planner import free_memory
 from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.shape import ModelShape, decoder_layers
 
 # Inputs whose rows are known to be those of the batch. Others (an image's patches) may be numbered in another way.
 _INPUTS = {
@@ -28,20 +31,6 @@ _INPUTS = {
     "encoder_outputs",
     "past_key_values",
 }
-
-
-def decoder_layers(config: Any) -> int:
-    """Number of decoder layers. The text config of an encoder-decoder is no help: it may count the encoder's."""
-    if config.is_encoder_decoder:
-        for name in ("decoder_layers", "num_decoder_layers"):
-            if isinstance(getattr(config, name, None), int):
-                return int(getattr(config, name))
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
-
-
-def first_of(config: Any, *names: str) -> int:
-    """The first of these attributes that the config has; 0 without any."""
-    return next((int(getattr(config, name)) for name in names if isinstance(getattr(config, name, None), int)), 0)
 
 
 class Stepper:
@@ -74,7 +63,8 @@ class Stepper:
         for name, value in self.kwargs.items():
             if name not in _INPUTS and not isinstance(value, (bool, int, float, str, type(None))):
                 raise Refusal(f"a model input {name!r}")
-        layers = decoder_layers(model.config)
+        if not (layers := decoder_layers(model.config)):
+            raise Refusal("a configuration without a number of layers")
         if self.encoder_decoder:
             if state.encoder_outputs is None:
                 raise Refusal("the encoder did not run where it was expected to")
@@ -84,37 +74,27 @@ class Stepper:
                 self.kwargs["attention_mask"] = mask[::rows_each]
         room += input_ids.shape[1] if self.encoder_decoder else 0
         length = state.encoder_outputs.last_hidden_state.shape[1] if self.encoder_decoder else input_ids.shape[1]
-        state.mode = self._choose(layers, room, length)
+        state.mode = self._choose(room, length)
+        mask = self.kwargs.get("attention_mask")
+        if state.mode == "el" and mask is not None and not bool(mask.bool().any(dim=-1).all()):
+            raise Refusal("EL-attention: a sample that is padding only")  # its softmax would be over nothing
         self.cache = self._make_cache(layers, room)
         state.cache = self.cache
         own, cross = self.cache.self_cache, self.cache.cross_cache
         self.kwargs["past_key_values"] = own if cross is None else EncoderDecoderCache(own, cross)
 
-    def _choose(self, layers: int, room: int, length: int) -> str:
+    def _choose(self, room: int, length: int) -> str:
         """The cost model's choice for this call, if the caller left it open."""
         if self.state.mode != "auto":
             return self.state.mode
-        config = self.model.config.get_text_config(decoder=True)
-        heads = first_of(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head")
-        width = first_of(config, "d_model", "hidden_size", "n_embd")
-        if min(heads, width, self.rows_each, length, room) < 1:
-            return "shared"
-        shape = Shape(
-            layers=layers,
-            samples=self.samples,
-            beams=self.rows_each,
-            length=length,
-            new=room,
-            width=width,
-            heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_width=getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or width // heads,
-            size=self.model.dtype.itemsize,
-            cross=self.encoder_decoder,
-        )
         device, dtype = self.model.device, self.model.dtype
+        try:
+            shape = ModelShape.of(self.model.config, dtype)
+        except AttmemoError:
+            return "shared"
+        call = Call(shape, self.samples, self.rows_each, length, room)
         fast_products = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-        chosen = choose(shape, measured(device, dtype) if fast_products else None, free_bytes(device))
+        chosen = choose(call, measured(device, dtype) if fast_products else None, free_memory(device))
         return "el" if chosen == "el" and self.state.el_holds() else "shared"
 
     def _make_cache(self, layers: int, room: int) -> BeamCache:
@@ -148,8 +128,8 @@ class Stepper:
         """Logits `[R, V]` after `[R, n]`, of which all but the last column are in the cache."""
         return self._forward(input_ids, 1, self.kwargs, first=False)
 
-    def move(self, source: Sequence[int]) -> None:
-        """Row i goes on as a copy of row `source[i]`."""
+    def move(self, source: Tensor) -> None:
+        """Row i goes on as a copy of row `source[i]`; `[R]` of integers."""
         self.cache.move(source)
 
     def keep(self, samples: Sequence[int]) -> None:

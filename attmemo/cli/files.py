@@ -1,0 +1,51 @@
+"""The files of a command, looked at before its work and not after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+
+from attmemo.errors import AttmemoError
+
+
+def check_apart(written: Mapping[str, Path], read: Mapping[str, Path]) -> None:
+    """Refuse a command that would write over a file of its own.
+
+    Parameters
+    ----------
+    written, read : mapping of str to Path
+        By the names that the user knows them by.
+
+    Raises
+    ------
+    AttmemoError
+        Two that are written are the same file, or one that is written is also read.
+    """
+    for (name, path), (other, another) in combinations(written.items(), 2):
+        if _same(path, another):
+            raise AttmemoError(f"{name} and {other} are the same file, {path}.", "name another file for one of them")
+    for name, path in written.items():
+        for other, another in read.items():
+            if _same(path, another):
+                raise AttmemoError(f"{name} {path} would replace {other}, which is read.", f"name another {name}")
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Refuse a file that cannot be written.
+
+    Raises
+    ------
+    AttmemoError
+        It is a directory, there is none for it, or it may not be written.
+    """
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise AttmemoError(f"{name} {path} cannot be written.", "name a file in a directory that can be written")
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.exists() and not one.is_file():
+        return False  # /dev/null may be given twice
+    # Of two hard links neither resolves to the other.
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
