@@ -59,6 +59,7 @@ enum {
     TILE = 96,     /* rows of queries at a time */
     TURNS = 16,    /* so many rows are worth transposing the keys */
     SPLIT = 512,   /* keys for one thread, where there is one tile */
+    STREAMS = 4,   /* places where a block is read at a time */
     FEW = 1 << 15, /* numbers to store that are not worth waking a thread for */
 };
 
@@ -121,35 +122,54 @@ static void locate(const Job *job, size_t sequence, size_t first, size_t count, 
     }
 }
 
+/*
+ * A whole block's rows in another order, a quarter of them at a time side by side: the processor, which sees four places
+ * where reading goes on instead of one, has four times as much under way. Only where it does not matter who comes first.
+ */
+static void spread(int64_t *rows)
+{
+    int64_t in_order[BLOCK];
+    memcpy(in_order, rows, sizeof in_order);
+    for (size_t i = 0; i < BLOCK; i++)
+        rows[i] = in_order[i % STREAMS * (BLOCK / STREAMS) + i / STREAMS];
+}
+
 /* Rows that are read soon: told to the processor while it works on others, for it cannot guess where a page goes on. */
 typedef struct {
-    const char *codes[BLOCK], *scales[BLOCK];
+    const char *codes, *scales; /* of the head's row 0 */
+    const int64_t *rows;
     size_t count, bytes, scale_bytes;
+    ptrdiff_t token, scale_token;
 } Ahead;
 
-static void look_ahead(const Job *job, Ahead *ahead, size_t plane, size_t head, const int64_t *rows, size_t count)
+static inline Ahead look_ahead(const Job *job, size_t plane, size_t head, const int64_t *rows, size_t count)
 {
     const Grid *cache = &job->cache, *scale = &job->scale;
-    ahead->count = count;
-    ahead->bytes = job->bits ? job->width * (size_t)job->bits / 8 : job->width * item_bytes[cache->type];
-    ahead->scale_bytes = job->bits ? job->groups * item_bytes[scale->type] : 0;
-    for (size_t k = 0; k < count; k++) {
-        ahead->codes[k] =
-            cache->data + (ptrdiff_t)plane * cache->plane + rows[k] * cache->token + (ptrdiff_t)head * cache->head;
-        if (job->bits)
-            ahead->scales[k] =
-                scale->data + (ptrdiff_t)plane * scale->plane + rows[k] * scale->token + (ptrdiff_t)head * scale->head;
+    Ahead ahead = {.codes = cache->data + (ptrdiff_t)plane * cache->plane + (ptrdiff_t)head * cache->head,
+                   .rows = rows,
+                   .count = count,
+                   .bytes = job->bits ? job->width * (size_t)job->bits / 8 : job->width * item_bytes[cache->type],
+                   .token = cache->token};
+    if (job->bits) {
+        ahead.scales = scale->data + (ptrdiff_t)plane * scale->plane + (ptrdiff_t)head * scale->head;
+        ahead.scale_bytes = job->groups * item_bytes[scale->type];
+        ahead.scale_token = scale->token;
     }
+    return ahead;
 }
 
 static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_t k)
 {
     if (k >= ahead->count)
         return;
+    const char *codes = ahead->codes + ahead->rows[k] * ahead->token;
     for (size_t i = 0; i < ahead->bytes; i += LINE)
-        __builtin_prefetch(ahead->codes[k] + i);
-    for (size_t i = 0; i < ahead->scale_bytes; i += LINE)
-        __builtin_prefetch(ahead->scales[k] + i);
+        __builtin_prefetch(codes + i);
+    if (ahead->scale_bytes) {
+        const char *scales = ahead->scales + ahead->rows[k] * ahead->scale_token;
+        for (size_t i = 0; i < ahead->scale_bytes; i += LINE)
+            __builtin_prefetch(scales + i);
+    }
 }
 
 /* ---- the arithmetic, once for each instruction set -------------------------------------------------------------- */

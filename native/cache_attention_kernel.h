@@ -256,8 +256,6 @@ NAME(fetch)(const Job *job, size_t plane, size_t head, int64_t row, size_t wide,
     const char *source =
         cache->data + (ptrdiff_t)plane * cache->plane + row * cache->token + (ptrdiff_t)head * cache->head;
     if (!job->bits) {
-        if (cache->type == FLOAT32 && job->type == FLOAT32 && width == wide)
-            return (const float *)source;
         NAME(widen)(source, cache->type, width, out);
         if (job->type != cache->type)
             NAME(round)(out, wide, job->type);
@@ -512,6 +510,24 @@ TARGET static void NAME(finish)(const Job *job, const Part *part, size_t row, fl
     NAME(narrow)(sums, width, job->type, job->output + (token * job->heads + head) * width * item_bytes[job->type]);
 }
 
+/* A block's rows as float32: where they lie, or unpacked while others are on their way. */
+TARGET static void NAME(gather)(const Job *job, const Part *part, size_t plane, const int64_t *places, size_t count,
+                                size_t wide, bool direct, const Ahead *ahead, float *unpacked, float *scales,
+                                const float **lines)
+{
+    const Grid *cache = &job->cache;
+    const char *first = cache->data + (ptrdiff_t)plane * cache->plane + (ptrdiff_t)part->head * cache->head;
+    if (direct) {
+        for (size_t k = 0; k < count; k++)
+            lines[k] = (const float *)(first + places[k] * cache->token);
+        return;
+    }
+    for (size_t k = 0; k < count; k++) {
+        hint(ahead, k);
+        lines[k] = NAME(fetch)(job, plane, part->head, places[k], wide, unpacked + k * wide, scales);
+    }
+}
+
 /* Rows of one head group over a range of keys. The scratch is laid out here; `scratch_floats` says how much. */
 TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch)
 {
@@ -524,7 +540,6 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     const bool direct = !job->bits && job->cache.type == FLOAT32 && job->type == FLOAT32 && width == wide;
     const float *lines[BLOCK];
     int64_t places[BLOCK]; /* of the block's keys */
-    Ahead ahead;
 
     memset(queries, 0, padded * wide * sizeof(float));
     memset(sums, 0, padded * wide * sizeof(float));
@@ -546,14 +561,13 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     if (part->first_key < part->last_key)
         locate(job, part->sequence, part->first_key,
                part->last_key - part->first_key < BLOCK ? part->last_key - part->first_key : BLOCK, places);
+    const bool spreads = !job->bits && !turns && !job->slopes && !job->mask.data && !part->causal;
+    if (spreads && part->last_key - part->first_key >= BLOCK)
+        spread(places);
     for (size_t first = part->first_key; first < part->last_key; first += BLOCK) {
         size_t count = part->last_key - first < BLOCK ? part->last_key - first : BLOCK;
-        look_ahead(job, &ahead, 1, part->head, places, count);
-        for (size_t k = 0; k < count; k++) {
-            if (!direct)
-                hint(&ahead, k);
-            lines[k] = NAME(fetch)(job, 0, part->head, places[k], wide, unpacked + k * wide, scales);
-        }
+        Ahead ahead = look_ahead(job, 1, part->head, places, count);
+        NAME(gather)(job, part, 0, places, count, wide, direct, &ahead, unpacked, scales, lines);
         if (turns) {
             if (direct)
                 for (size_t k = 0; k < count; k++)
@@ -607,12 +621,10 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
         int64_t following[BLOCK];
         more = more < BLOCK ? more : BLOCK;
         locate(job, part->sequence, next, more, following);
-        look_ahead(job, &ahead, 0, part->head, following, more);
-        for (size_t k = 0; k < count; k++) {
-            if (!direct)
-                hint(&ahead, k);
-            lines[k] = NAME(fetch)(job, 1, part->head, places[k], wide, unpacked + k * wide, scales);
-        }
+        if (spreads && more == BLOCK)
+            spread(following);
+        ahead = look_ahead(job, 0, part->head, following, more);
+        NAME(gather)(job, part, 1, places, count, wide, direct, &ahead, unpacked, scales, lines);
         NAME(multiply)(scores, BLOCK, rows, lines, count, wide, sums, wide, direct ? &ahead : NULL);
         memcpy(places, following, sizeof places);
     }

@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import platform
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -375,6 +376,9 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "attention-op.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(rows, options.output / "attention-op.png")
+    page = options.output / "attention-op.md"
+    if page.exists():  # the page that explains the table has it
+        page.write_text(re.sub(r"(?m)(^\| batch \|.*\n)(^\|.*\n)+", lambda _: table(rows) + "\n", page.read_text()))
     print(table(rows))
     print(json.dumps(result["summary"], indent=1))
 
