@@ -65,6 +65,7 @@ def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -
             eos_token_id=2,
             decoder_start_token_id=2,
             forced_eos_token_id=None,
+            normalize_before=False,  # in published checkpoints; CTranslate2 asks for it
         )
     )
 
@@ -116,7 +117,8 @@ def make_tokenizer(vocabulary: int, side: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", padding_side=side
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>",
+        padding_side=side,
     )
 
 
