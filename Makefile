@@ -34,7 +34,7 @@ test-slow: $(READY)  ## the tests that take minutes: races and leaks that need m
 # Built beside, never over, what is installed. The tests see a tree of links with the other extensions in it.
 SANE := build/sanitize
 NOT_SANE := not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute
-NOT_SANE += and not of_the_size and not leaks
+NOT_SANE += and not of_the_size and not leaks and not at_length
 PAGES := $(addprefix tests/test_reliability_,neighbours.py refused.py races.py leaks.py padding.py hugepages.py readonly.py)
 sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour sanitizers
 	@library=$$("$${CC:-cc}" -print-file-name=libasan.so)
