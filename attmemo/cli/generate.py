@@ -137,7 +137,11 @@ def generate(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Of sampling. A resumed run samples as one that was not interrupted."),
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Of sampling. A resumed run samples as one that was not interrupted, unless memory ran out.",
+        ),
     ] = None,
     decoder_start_token_id: Annotated[
         int | None, typer.Option(metavar="ID", help="Token to begin with.  [default: the model's own]")
