@@ -53,7 +53,7 @@ def write(found: dict[str, Any], place: Path) -> None:
     text = HEAD.format(layers=facts["layers"]) + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n"
     text += "Lookup and fetch as a share of exact attention's time; in brackets, the share of the ceiling's saving\n"
     text += "that was reached.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
-    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of 2 to 5 turns.\n"
+    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of 2 to 5.\n"
     place.with_suffix(".md").write_text(text)
     place.with_suffix(".png").write_bytes(draw_families(found))
 
