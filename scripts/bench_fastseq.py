@@ -43,6 +43,7 @@ from transformers import (
 )
 
 from attmemo import fastseq
+from attmemo.fastseq.shape import ModelShape
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "ctranslate2")
@@ -263,6 +264,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                             f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s",
                             flush=True,
                         )
+                # Nobody asks for the states of the last token; an encoder-decoder has a first one of its own.
+                kept = new if model.config.is_encoder_decoder else new - 1
                 loads = dict.fromkeys(rungs, load)
                 if bench.peer:
                     loads["ctranslate2"] = bench.peer.load_seconds
@@ -281,6 +284,13 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     "same_text": {rung: bench.outputs[rung] == bench.outputs[rungs[0]] for rung in rungs},
                     "counts": bench.fast.stats()["counts"],
                     "cache_bytes": bench.fast.stats()["cache_bytes"],
+                    "el_cache_bytes": bench.el.stats()["cache_bytes"] if bench.el else None,
+                    "formula_bytes": {
+                        mode: ModelShape.of(model.config, model.dtype).cache_bytes(
+                            min(options.batch, options.lines), beams, length, kept, mode
+                        )
+                        for mode in ("stock", "shared", "el")
+                    },
                 }
                 row["ratio"] = {rung: row["seconds"][rungs[0]] / value for rung, value in row["seconds"].items()}
                 rows.append(row)
@@ -334,7 +344,33 @@ def table(record: dict[str, Any]) -> str:
                 f"| {row['cpu_seconds'][rung]:.1f} | {row['cpu_seconds'][first] / row['cpu_seconds'][rung]:.2f}x "
                 f"| {'yes' if row['same_text'][rung] else 'no'} |"
             )
+    lines += [
+        "",
+        "Cached states in MiB. Stock's by the formula, 2LDs(BMN + BMt); the others as held, and to the byte what the",
+        "formulas say: 2LDs(BN + BMt) shared, BNDs in the place of 2LDsBN with EL-attention.",
+        "",
+        "| shape | N | new | beam | batch | stock | shared | stock / shared | EL | source alone, stock / EL |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        if "formula_bytes" in row and row["lines"] <= row["batch"]:
+            lines.append(_memory(row))
     return "\n".join(lines) + "\n"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    formula, shared, el = row["formula_bytes"], row["cache_bytes"], row["el_cache_bytes"]
+    suffix = {mode: held["suffix"] for mode, held in (("shared", shared), ("el", el)) if held and "suffix" in held}
+    assert sum(shared.values()) == formula["shared"], "what is held is not what the formula says"
+    cells = [row["shape"], row["length"], row["new"], row["beams"], row["batch"], f"{formula['stock'] / 2**20:.0f}"]
+    cells += [f"{sum(shared.values()) / 2**20:.0f}", f"{formula['stock'] / formula['shared']:.2f}"]
+    if el:
+        assert sum(el.values()) == formula["el"], "what is held is not what the formula says"
+        source = sum(el.values()) - suffix.get("el", 0)
+        cells += [f"{sum(el.values()) / 2**20:.0f}", f"{(formula['stock'] - suffix['shared']) / source:.0f}"]
+    else:
+        cells += ["", ""]
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
