@@ -245,7 +245,7 @@ def test_what_does_not_fit_a_program_is_refused() -> None:
     case = Case([(1, 0)], width=520)
     given = {k: None if v is None else v.to(DEVICE) for k, v in case.make().items()}
     before = given["cache"].clone()
-    with pytest.raises(ImplementationError, match="head_dim 520 is more than 512"):
+    with pytest.raises(ImplementationError, match="head_dim 520 is more than 256"):
         multi_head_cache_attention(**given, **case.attributes(), implementation="triton")
     assert torch.equal(bits(given["cache"]), bits(before))
 
