@@ -46,9 +46,10 @@ BUGS: dict[str, tuple[str, str]] = {
         "if a.is_masked_causally(b):",
         "if a.is_alibi or (a.is_causal and length > 1):",
     ),
-    "distances from the first new token": (
+    # Counting all of a row's distances from another token would change nothing: softmax does not see it.
+    "what is in the cache is as near as the first new token": (
         "[:, None, None] * distance",
-        "[:, None, None] * (places[:length, None] - places)",
+        "[:, None, None] * distance.clamp(max=length - 1)",
     ),
     "a row too many": (
         "rows(a, b, 0, int(a.indices.kvstarts[b + 1] - a.indices.kvstarts[b]))",
