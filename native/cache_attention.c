@@ -134,6 +134,16 @@ static void spread(int64_t *rows)
         rows[i] = in_order[i % STREAMS * (BLOCK / STREAMS) + i / STREAMS];
 }
 
+/* Rows of the task's keys from `first` on, a block of them or what is left; returns how many. */
+static size_t locate_block(const Job *job, const Part *part, size_t first, bool spreads, int64_t *rows)
+{
+    size_t left = first < part->last_key ? part->last_key - first : 0, count = left < BLOCK ? left : BLOCK;
+    locate(job, part->sequence, first, count, rows);
+    if (spreads && count == BLOCK)
+        spread(rows);
+    return count;
+}
+
 /* Rows that are read soon: told to the processor while it works on others, for it cannot guess where a page goes on. */
 typedef struct {
     const char *codes, *scales; /* of the head's row 0 */

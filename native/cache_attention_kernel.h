@@ -558,14 +558,9 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     if (width != wide || job->bits)
         memset(unpacked, 0, BLOCK * wide * sizeof(float));
 
-    if (part->first_key < part->last_key)
-        locate(job, part->sequence, part->first_key,
-               part->last_key - part->first_key < BLOCK ? part->last_key - part->first_key : BLOCK, places);
     const bool spreads = !job->bits && !turns && !job->slopes && !job->mask.data && !part->causal;
-    if (spreads && part->last_key - part->first_key >= BLOCK)
-        spread(places);
-    for (size_t first = part->first_key; first < part->last_key; first += BLOCK) {
-        size_t count = part->last_key - first < BLOCK ? part->last_key - first : BLOCK;
+    size_t count = locate_block(job, part, part->first_key, spreads, places);
+    for (size_t first = part->first_key; count > 0; first += BLOCK) {
         Ahead ahead = look_ahead(job, 1, part->head, places, count);
         NAME(gather)(job, part, 0, places, count, wide, direct, &ahead, unpacked, scales, lines);
         if (turns) {
@@ -617,16 +612,13 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
             }
             total[r] += sum;
         }
-        size_t next = first + BLOCK, more = next >= part->last_key ? 0 : part->last_key - next;
         int64_t following[BLOCK];
-        more = more < BLOCK ? more : BLOCK;
-        locate(job, part->sequence, next, more, following);
-        if (spreads && more == BLOCK)
-            spread(following);
+        size_t more = locate_block(job, part, first + BLOCK, spreads, following);
         ahead = look_ahead(job, 0, part->head, following, more);
         NAME(gather)(job, part, 1, places, count, wide, direct, &ahead, unpacked, scales, lines);
         NAME(multiply)(scores, BLOCK, rows, lines, count, wide, sums, wide, direct ? &ahead : NULL);
-        memcpy(places, following, sizeof places);
+        memcpy(places, following, more * sizeof *places);
+        count = more;
     }
 
     if (part->splits == 1) {

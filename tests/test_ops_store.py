@@ -312,36 +312,20 @@ def test_inputs_from_one_fused_tensor(implementation: str) -> None:  # 26
 
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu", "auto"])
-def test_a_cache_with_any_strides(implementation: str) -> None:  # 26
+@pytest.mark.parametrize(("name", "bits"), [("cache", 0), ("scale", 8)])
+def test_a_cache_with_any_strides(implementation: str, name: str, bits: int) -> None:  # 26
     """Right, or by 'auto' left to the one that can: never wrong."""
-    case = Case([(3, 2), (1, 5)], layout=2)
+    case = Case([(3, 2), (1, 5)], layout=2, bits=bits)
     inputs = case.make()
     expected = run(case, clone(inputs), "reference")
-    cache = inputs["cache"]
-    gaps = torch.full((*cache.shape[:4], 40), math.nan)
-    gaps[..., : cache.shape[4]] = cache
-    reordered = cache.permute(3, 1, 2, 0, 4).contiguous().permute(3, 1, 2, 0, 4)
-    for other in (gaps[..., : cache.shape[4]], reordered):
-        assert torch.allclose(run(case, clone(inputs) | {"cache": other}, implementation), expected, atol=1e-6)
-    if implementation != "cpu":
-        wide = torch.full((*cache.shape, 2), math.nan)
-        wide[..., 0] = cache
-        assert torch.allclose(run(case, clone(inputs) | {"cache": wide[..., 0]}, implementation), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "cpu", "auto"])
-def test_scales_with_any_strides(implementation: str) -> None:  # 26
-    case = Case([(3, 2), (1, 5)], layout=2, bits=8)
-    inputs = case.make()
-    expected = run(case, clone(inputs), "reference")
-    scale = inputs["scale"]
-    gaps = torch.full((*scale.shape[:4], 7), math.nan)
-    gaps[..., : scale.shape[4]] = scale
-    reordered = scale.permute(3, 1, 2, 0, 4).contiguous().permute(3, 1, 2, 0, 4)
-    wide = torch.full((*scale.shape, 2), math.nan)
-    wide[..., 0] = scale
-    for other in (gaps[..., : scale.shape[4]], reordered, *([] if implementation == "cpu" else [wide[..., 0]])):
-        assert torch.allclose(run(case, clone(inputs) | {"scale": other}, implementation), expected, atol=1e-6)
+    given = inputs[name]
+    gaps = torch.full((*given.shape[:4], given.shape[4] + 24), math.nan)
+    gaps[..., : given.shape[4]] = given
+    reordered = given.permute(3, 1, 2, 0, 4).contiguous().permute(3, 1, 2, 0, 4)
+    wide = torch.full((*given.shape, 2), math.nan)
+    wide[..., 0] = given
+    for other in (gaps[..., : given.shape[4]], reordered, *([] if implementation == "cpu" else [wide[..., 0]])):
+        assert torch.allclose(run(case, clone(inputs) | {name: other}, implementation), expected, atol=1e-6)
 
 
 @BOTH

@@ -11,6 +11,7 @@ from attmemo.cli.console import output
 from attmemo.cli.options import Json, Quiet
 
 _NEXT = "attmemo/adapters/README.md says how to add a family"
+_PROVEN = "memoize proves it on the weights"
 
 
 def families(
@@ -40,8 +41,9 @@ def families(
             )
         else:
             found = look_at(model)
-            looks = f"looks like {found.get('family')}; memoize proves it on the weights"
-            verdict = looks if found["supported"] else f"not supported: {found['reason']}"
+            verdict = f"not supported: {found.get('reason')}"
+            if found["supported"]:
+                verdict = f"looks like {found['family']}; {_PROVEN}"
             out.say(f"{model} ({found['architecture']}, {found['model_type']}): {verdict}")
             if found["supported"]:
                 out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
@@ -110,7 +112,7 @@ def look_at(name: str) -> dict[str, Any]:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
     return about | {
         "supported": True,
-        "known_by": "structure; memoize proves it on the weights",
+        "known_by": f"structure; {_PROVEN}",
         "family": adapter.family,
         "mask_kind": adapter.mask_kind,
         "layers": len(sites),
