@@ -14,7 +14,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
 CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", "").split(",") if name]
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-SHARED = ["native/numbers.h", "native/team.h"]
+SHARED = ["native/amx.h", "native/numbers.h", "native/team.h"]
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 PROFILER = ["attmemo.profiler", *(f"attmemo.profiler.{name}" for name in find_packages("profiler"))]
 
@@ -41,7 +41,7 @@ setup(
         Extension(
             "attmemo._cache_attention",
             sources=["native/cache_attention.c"],
-            depends=["native/cache_attention_kernel.h", *SHARED],
+            depends=["native/cache_attention_kernel.h", "native/cache_attention_amx.h", *SHARED],
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],

@@ -45,7 +45,7 @@
 #include "team.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include "amx.h"
 #endif
 
 enum type { FLOAT32, FLOAT16, BFLOAT16, TYPES };
@@ -55,9 +55,10 @@ static const size_t item_bytes[TYPES] = {4, 2, 2};
 enum {
     LINE = 64,
     MOST = 1 << 20,
-    BLOCK = 32,    /* keys at a time */
+    BLOCK = 64,    /* keys at a time */
     TILE = 96,     /* rows of queries at a time */
     TURNS = 16,    /* so many rows are worth transposing the keys */
+    OFTEN = 8,     /* more rows are worth unpacking keys and values to memory first */
     SPLIT = 512,   /* keys for one thread, where there is one tile */
     STREAMS = 4,   /* places where a block is read at a time */
     FEW = 1 << 15, /* numbers to store that are not worth waking a thread for */
@@ -108,78 +109,107 @@ typedef struct {
     atomic_size_t *ended; /* how many of its splits are done */
 } Part;
 
-/* Rows of the cache where tokens [first, first + count) of a sequence lie. */
-static void locate(const Job *job, size_t sequence, size_t first, size_t count, int64_t *rows)
+/* A block of keys, and the values to them: where their rows begin in plane 0 of the cache and of the scales. */
+typedef struct {
+    size_t count;
+    const char *codes[BLOCK], *scales[BLOCK]; /* scales if there are */
+} Block;
+
+/* The row of the cache where a token of a sequence lies. */
+static inline int64_t locate(const Job *job, size_t sequence, size_t token)
 {
-    const int64_t *starts = job->cachestarts + sequence * job->pages;
-    size_t page = first / job->page_size, at = first % job->page_size;
-    for (size_t i = 0; i < count; i++) {
-        rows[i] = starts[page] + (int64_t)at;
-        if (++at == job->page_size) {
-            at = 0;
-            page++;
-        }
-    }
+    return job->cachestarts[sequence * job->pages + token / job->page_size] + (int64_t)(token % job->page_size);
 }
 
 /*
- * A whole block's rows in another order, a quarter of them at a time side by side: the processor, which sees four places
- * where reading goes on instead of one, has four times as much under way. Only where it does not matter who comes first.
+ * The task's keys from `first` on, a block of them or what is left. `spreads`: those of a whole block not in their order
+ * but those of each quarter side by side: the processor, which sees four places where reading goes on instead of one, has
+ * four times as much under way. Only where it does not matter which comes first.
  */
-static void spread(int64_t *rows)
+static void locate_block(const Job *job, const Part *part, size_t first, bool spreads, Block *block)
 {
-    int64_t in_order[BLOCK];
-    memcpy(in_order, rows, sizeof in_order);
-    for (size_t i = 0; i < BLOCK; i++)
-        rows[i] = in_order[i % STREAMS * (BLOCK / STREAMS) + i / STREAMS];
-}
-
-/* Rows of the task's keys from `first` on, a block of them or what is left; returns how many. */
-static size_t locate_block(const Job *job, const Part *part, size_t first, bool spreads, int64_t *rows)
-{
-    size_t left = first < part->last_key ? part->last_key - first : 0, count = left < BLOCK ? left : BLOCK;
-    locate(job, part->sequence, first, count, rows);
-    if (spreads && count == BLOCK)
-        spread(rows);
-    return count;
+    size_t left = first < part->last_key ? part->last_key - first : 0, i = 0;
+    block->count = left < BLOCK ? left : BLOCK;
+    spreads = spreads && left >= BLOCK;
+    while (i < block->count) { /* those of a page are neighbours */
+        size_t in_page = job->page_size - (first + i) % job->page_size;
+        size_t end = block->count - i < in_page ? block->count : i + in_page;
+        int64_t row = locate(job, part->sequence, first + i);
+        const char *codes = job->cache.data + row * job->cache.token + (ptrdiff_t)part->head * job->cache.head;
+        const char *scales = job->scale.data + row * job->scale.token + (ptrdiff_t)part->head * job->scale.head;
+        for (size_t k = i; job->bits && k < end; k++, scales += job->scale.token)
+            block->scales[k] = scales;
+        if (spreads)
+            for (; i < end; i++, codes += job->cache.token)
+                block->codes[i % (BLOCK / STREAMS) * STREAMS + i / (BLOCK / STREAMS)] = codes;
+        else
+            for (; i < end; i++, codes += job->cache.token)
+                block->codes[i] = codes;
+    }
 }
 
 /* Rows that are read soon: told to the processor while it works on others, for it cannot guess where a page goes on. */
 typedef struct {
-    const char *codes, *scales; /* of the head's row 0 */
-    const int64_t *rows;
-    size_t count, bytes, scale_bytes;
-    ptrdiff_t token, scale_token;
+    const Block *block;
+    ptrdiff_t plane, scale_plane;
+    size_t bytes, scale_bytes;
+    size_t more; /* rows whose number has none of these bits begin a line of scales */
 } Ahead;
 
-static inline Ahead look_ahead(const Job *job, size_t plane, size_t head, const int64_t *rows, size_t count)
+static inline Ahead look_ahead(const Job *job, const Block *block, size_t plane)
 {
     const Grid *cache = &job->cache, *scale = &job->scale;
-    Ahead ahead = {.codes = cache->data + (ptrdiff_t)plane * cache->plane + (ptrdiff_t)head * cache->head,
-                   .rows = rows,
-                   .count = count,
+    size_t step = (size_t)(scale->token < 0 ? -scale->token : scale->token), share = 1;
+    while (step > 0 && 2 * share * step <= LINE)
+        share *= 2;
+    return (Ahead){.block = block,
+                   .plane = (ptrdiff_t)plane * cache->plane,
+                   .scale_plane = (ptrdiff_t)plane * scale->plane,
                    .bytes = job->bits ? job->width * (size_t)job->bits / 8 : job->width * item_bytes[cache->type],
-                   .token = cache->token};
-    if (job->bits) {
-        ahead.scales = scale->data + (ptrdiff_t)plane * scale->plane + (ptrdiff_t)head * scale->head;
-        ahead.scale_bytes = job->groups * item_bytes[scale->type];
-        ahead.scale_token = scale->token;
-    }
-    return ahead;
+                   .scale_bytes = job->bits ? job->groups * item_bytes[scale->type] : 0,
+                   .more = share - 1};
 }
 
 static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_t k)
 {
-    if (k >= ahead->count)
+    if (k >= ahead->block->count)
         return;
-    const char *codes = ahead->codes + ahead->rows[k] * ahead->token;
+    const char *codes = ahead->block->codes[k] + ahead->plane;
     for (size_t i = 0; i < ahead->bytes; i += LINE)
         __builtin_prefetch(codes + i);
-    if (ahead->scale_bytes) {
-        const char *scales = ahead->scales + ahead->rows[k] * ahead->scale_token;
+    if (ahead->scale_bytes && (k & ahead->more) == 0) {
+        const char *scales = ahead->block->scales[k] + ahead->scale_plane;
         for (size_t i = 0; i < ahead->scale_bytes; i += LINE)
             __builtin_prefetch(scales + i);
     }
+}
+
+/*
+ * How numbers of a row are read. AS_BYTES and AS_NIBBLES: codes, whose one scale for all of them is taken into account
+ * elsewhere. IN_GROUPS: times their scales, of which a vector needs one; IN_SMALL_GROUPS: several.
+ */
+enum reading {
+    AS_FLOATS,
+    AS_HALVES,
+    AS_BRAINS,
+    AS_BYTES,
+    AS_BYTES_IN_GROUPS,
+    AS_BYTES_IN_SMALL_GROUPS,
+    AS_NIBBLES,
+    AS_NIBBLES_IN_GROUPS,
+};
+
+/* Rows of numbers. If they are codes, number i of row k is to be multiplied with the scale i >> shift of its row. */
+typedef struct {
+    const char *const *rows, *const *scales;
+    ptrdiff_t offset, scale_offset; /* from where the pointers point to */
+    unsigned shift;
+} Lines;
+
+/* Number i of codes of 8 or 4 bits. */
+static inline int code_at(const char *codes, int bits, size_t i)
+{
+    return bits == 8 ? ((const int8_t *)codes)[i] : ((((const uint8_t *)codes)[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;
 }
 
 /* ---- the arithmetic, once for each instruction set -------------------------------------------------------------- */
@@ -221,6 +251,9 @@ static inline __m128i load_four(const void *source)
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
 #define ROUND_HALF(v) _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define STORE_HALVES(to, v) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define STORE_BRAINS(to, v)                                                                                            \
+    _mm_storeu_si128((__m128i *)(to), _mm_packs_epi32(_mm256_castsi256_si128((__m256i)(v)),                            \
+                                                      _mm256_extracti128_si256((__m256i)(v), 1)))
 #include "cache_attention_kernel.h"
 
 #define ISA avx512
@@ -236,24 +269,37 @@ static inline __m128i load_four(const void *source)
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
 #define ROUND_HALF(v) _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define STORE_HALVES(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define STORE_BRAINS(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtepi32_epi16((__m512i)(v)))
 #include "cache_attention_kernel.h"
+#include "cache_attention_amx.h"
 #endif
 
 typedef struct Set {
     const char *name;
+    size_t tile; /* rows of queries in a task, at most */
     void (*store)(const Job *, size_t, size_t, size_t, int64_t, float *);
     void (*attend)(const Job *, const Part *, float *);
 } Set;
 
 static const Set sets[] = {
 #if defined(__x86_64__)
-    {"avx512", store_avx512, attend_avx512},
-    {"avx2", store_avx2, attend_avx2},
+    {"amx", AMX_ROWS, store_avx512, attend_amx},
+    {"avx512", TILE, store_avx512, attend_avx512},
+    {"avx2", TILE, store_avx2, attend_avx2},
 #endif
-    {"generic", store_generic, attend_generic},
+    {"generic", TILE, store_generic, attend_generic},
 };
 
 enum { SETS = sizeof sets / sizeof sets[0] };
+
+static bool has_set(const char *name)
+{
+#if defined(__x86_64__)
+    if (strcmp(name, "amx") == 0)
+        return has_amx();
+#endif
+    return has_instructions(name);
+}
 
 /* ---- the plan --------------------------------------------------------------------------------------------------- */
 
@@ -266,7 +312,8 @@ static Cut cut(const Job *job, size_t sequence)
 {
     Cut cut = {.length = (size_t)(job->seqstarts[sequence + 1] - job->seqstarts[sequence]),
                .keys = (size_t)(job->kvstarts[sequence + 1] - job->kvstarts[sequence]),
-               .tile = job->repeats < TILE ? TILE / job->repeats * job->repeats : TILE};
+               .tile = job->set->tile};
+    cut.tile = job->repeats < cut.tile ? cut.tile / job->repeats * job->repeats : cut.tile;
     cut.tiles = (cut.length * job->repeats + cut.tile - 1) / cut.tile;
     cut.splits = cut.tiles == 1 ? (cut.keys + SPLIT - 1) / SPLIT : 1;
     return cut;
@@ -331,7 +378,13 @@ static void attend_task(const Job *job, size_t task, float *scratch)
 static size_t scratch_floats(const Job *job)
 {
     size_t wide = (job->width + 15) / 16 * 16, rows = TILE + 3;
-    return rows * (2 * wide + BLOCK + 2) + 2 * BLOCK * wide + 2 * wide + BLOCK + LINE;
+    size_t floats = rows * (2 * wide + BLOCK + 2) + 2 * BLOCK * wide + 2 * wide + 2 * BLOCK + LINE;
+#if defined(__x86_64__)
+    Room room;
+    size_t others = amx_room(AMX_ROWS, job->width, job->groups, 3, NULL, &room) / sizeof(float);
+    floats = floats < others ? others : floats;
+#endif
+    return floats;
 }
 
 /* ---- sharing the work ------------------------------------------------------------------------------------------- */
@@ -360,8 +413,7 @@ static void store_work(void *pointer)
         for (size_t token = first; token < last; token++) {
             while ((size_t)job->seqstarts[b + 1] <= token)
                 b++;
-            int64_t row;
-            locate(job, b, (size_t)job->start_pos[b] + token - (size_t)job->seqstarts[b], 1, &row);
+            int64_t row = locate(job, b, (size_t)job->start_pos[b] + token - (size_t)job->seqstarts[b]);
             for (size_t plane = 0; plane < 2; plane++)
                 for (size_t head = 0; head < job->kv_heads; head++)
                     job->set->store(job, plane, head, token, row, scratch);
@@ -555,7 +607,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
 
     const Set *set = NULL;
     for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_instructions(sets[i].name))
+        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_set(sets[i].name))
             set = &sets[i];
     bool done = false;
     if (is_fine(set != NULL, "this processor has no such instruction set") &&
@@ -668,7 +720,7 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_instructions(sets[i].name))
+        if (!has_set(sets[i].name))
             continue;
         PyObject *name = PyUnicode_FromString(sets[i].name);
         if (!name || PyList_Append(list, name) != 0)

@@ -5,7 +5,8 @@
  * Before: ISA (suffix of the names), TARGET (attribute of the functions), LANES (floats in a vector), ROWS x COLUMNS
  * (of a block of sums in registers), QUERIES (queries at a time where keys are not transposed; with KEYS keys they are
  * LANES sums), and, or nothing for plain C: HALVES, BRAINS, BYTES, NIBBLES (LANES float16, bfloat16, int8 or 4-bit
- * numbers to a vector of floats), ROUND_HALF (a vector rounded to float16) and STORE_HALVES.
+ * numbers to a vector of floats), ROUND_HALF (a vector rounded to float16), STORE_HALVES, STORE_BRAINS
+ * (the low halves of a vector of integers).
  */
 
 #define NAME(name) JOIN(name, ISA)
@@ -154,7 +155,7 @@ TARGET static inline VECTOR NAME(round_brain)(VECTOR v)
 {
     INTEGERS bits = (INTEGERS)v, odd = (bits >> 16) & 1;
     VECTOR rounded = (VECTOR)((bits + 0x7fff + odd) & ~0xffff);
-    return NAME(pick)(v == v, rounded, v);
+    return NAME(pick)(v == v, rounded, SPLAT(NAN)); /* one of bfloat16's: another's digits may all be cut off */
 }
 
 /* Numbers rounded to a type in place; `count` is a whole number of vectors. */
@@ -213,7 +214,12 @@ TARGET static inline void NAME(narrow)(const float *numbers, size_t count, enum 
         for (; i < count; i++)
             ((uint16_t *)out)[i] = to_half(numbers[i]);
     } else {
-        for (size_t i = 0; i < count; i++)
+        size_t i = 0;
+#ifdef STORE_BRAINS
+        for (; i + LANES <= count; i += LANES)
+            STORE_BRAINS(out + 2 * i, (INTEGERS)NAME(round_brain)(LOAD(numbers + i)) >> 16);
+#endif
+        for (; i < count; i++)
             ((uint16_t *)out)[i] = to_brain(numbers[i]);
     }
 }
@@ -241,44 +247,37 @@ NAME(dequantize)(const char *codes, int bits, const float *scales, size_t group,
     }
 #undef CODES
 #endif
-    for (; i < width; i++) {
-        int code = bits == 8 ? ((const int8_t *)codes)[i] : ((((const uint8_t *)codes)[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;
-        out[i] = (float)code * scales[i / group];
-    }
+    for (; i < width; i++)
+        out[i] = (float)code_at(codes, bits, i) * scales[i / group];
 }
 
-/* Row `row` of the cache, one plane and head, as float32: where it lies, or unpacked to `out`, which has `wide`. */
-TARGET static inline __attribute__((always_inline)) const float *
-NAME(fetch)(const Job *job, size_t plane, size_t head, int64_t row, size_t wide, float *out, float *scales)
+/* A row of the cache that lies at `source`, with scales at `stored`, as float32 in `out`, which has `wide`. */
+TARGET static inline __attribute__((always_inline)) void NAME(fetch)(const Job *job, const char *source,
+                                                                     const char *stored, size_t wide, float *out,
+                                                                     float *scales)
 {
     size_t width = job->width;
-    const Grid *cache = &job->cache;
-    const char *source =
-        cache->data + (ptrdiff_t)plane * cache->plane + row * cache->token + (ptrdiff_t)head * cache->head;
     if (!job->bits) {
-        NAME(widen)(source, cache->type, width, out);
-        if (job->type != cache->type)
+        NAME(widen)(source, job->cache.type, width, out);
+        if (job->type != job->cache.type)
             NAME(round)(out, wide, job->type);
-        return out;
+        return;
     }
-    const Grid *scale = &job->scale;
-    const char *stored =
-        scale->data + (ptrdiff_t)plane * scale->plane + row * scale->token + (ptrdiff_t)head * scale->head;
+    enum type type = job->scale.type;
     const float *factors = scales;
-    if (scale->type == FLOAT32 && job->groups % LANES == 0)
+    if (type == FLOAT32 && job->groups % LANES == 0)
         factors = (const float *)stored;
     else
-        NAME(widen)(stored, scale->type, job->groups, scales);
+        NAME(widen)(stored, type, job->groups, scales);
     if (job->bits == 8 && job->group == 8)
         NAME(dequantize)(source, 8, factors, 8, width, out);
     else if (job->bits == 8)
         NAME(dequantize)(source, 8, factors, job->group, width, out);
     else
         NAME(dequantize)(source, 4, factors, job->group, width, out);
-    NAME(round)(out, wide, scale->type);
-    if (job->type != scale->type)
+    NAME(round)(out, wide, type);
+    if (job->type != type)
         NAME(round)(out, wide, job->type);
-    return out;
 }
 
 /* ---- storing ---------------------------------------------------------------------------------------------------- */
@@ -342,11 +341,45 @@ TARGET static void NAME(store)(const Job *job, size_t plane, size_t head, size_t
 
 /* ---- attention -------------------------------------------------------------------------------------------------- */
 
+/* LANES numbers of a row from number `i` on. */
+TARGET static inline __attribute__((always_inline)) VECTOR NAME(read)(enum reading reading, const Lines *lines,
+                                                                      size_t k, size_t i)
+{
+    const char *row = lines->rows[k] + lines->offset;
+#ifdef BYTES
+#define SCALES ((const float *)(lines->scales[k] + lines->scale_offset) + (i >> lines->shift))
+    INTEGERS share;
+    for (int lane = 0; lane < LANES; lane++)
+        share[lane] = lane >> lines->shift;
+    switch (reading) {
+    case AS_HALVES:
+        return HALVES(row + 2 * i);
+    case AS_BRAINS:
+        return BRAINS(row + 2 * i);
+    case AS_BYTES:
+        return BYTES(row + i);
+    case AS_BYTES_IN_GROUPS:
+        return BYTES(row + i) * *SCALES;
+    case AS_BYTES_IN_SMALL_GROUPS:
+        return BYTES(row + i) * __builtin_shuffle(LOAD(SCALES), share);
+    case AS_NIBBLES:
+        return NIBBLES(row + i / 2);
+    case AS_NIBBLES_IN_GROUPS:
+        return NIBBLES(row + i / 2) * *SCALES;
+    default:
+        break;
+    }
+#undef SCALES
+#endif
+    (void)reading;
+    return LOAD((const float *)row + i);
+}
+
 /* out += a b for rows x columns vectors kept in registers; inlined with constants, so that the loops vanish. */
-TARGET static inline __attribute__((always_inline)) void NAME(block)(const float *a, size_t a_line,
-                                                                     const float *const *b, size_t at, size_t count,
-                                                                     size_t rows, size_t columns, float *out,
-                                                                     size_t line, const Ahead *ahead)
+TARGET static inline __attribute__((always_inline)) void NAME(block)(enum reading reading, const float *a,
+                                                                     size_t a_line, const Lines *b, size_t at,
+                                                                     size_t count, size_t rows, size_t columns,
+                                                                     float *out, size_t line, const Ahead *ahead)
 {
     VECTOR sum[ROWS][COLUMNS];
 #pragma GCC unroll 8
@@ -360,7 +393,7 @@ TARGET static inline __attribute__((always_inline)) void NAME(block)(const float
         VECTOR value[COLUMNS];
 #pragma GCC unroll 8
         for (size_t c = 0; c < columns; c++)
-            value[c] = LOAD(b[k] + at + c * LANES);
+            value[c] = NAME(read)(reading, b, k, at + c * LANES);
 #pragma GCC unroll 8
         for (size_t r = 0; r < rows; r++) {
             float p = a[r * a_line + k];
@@ -376,15 +409,15 @@ TARGET static inline __attribute__((always_inline)) void NAME(block)(const float
             STORE(out + r * line + c * LANES) = LOAD(out + r * line + c * LANES) + sum[r][c];
 }
 
-TARGET static inline __attribute__((always_inline)) void NAME(strip)(const float *a, size_t a_line,
-                                                                     const float *const *b, size_t at, size_t count,
-                                                                     size_t rows, size_t columns, float *out,
-                                                                     size_t line, const Ahead *ahead)
+TARGET static inline __attribute__((always_inline)) void NAME(strip)(enum reading reading, const float *a,
+                                                                     size_t a_line, const Lines *b, size_t at,
+                                                                     size_t count, size_t rows, size_t columns,
+                                                                     float *out, size_t line, const Ahead *ahead)
 {
     switch (rows) {
 #define CASE(n)                                                                                                        \
     case n:                                                                                                            \
-        NAME(block)(a, a_line, b, at, count, n, columns, out, line, ahead);                                                  \
+        NAME(block)(reading, a, a_line, b, at, count, n, columns, out, line, ahead);                                  \
         break;
         CASE(1)
         CASE(2)
@@ -398,9 +431,10 @@ TARGET static inline __attribute__((always_inline)) void NAME(strip)(const float
     }
 }
 
-/* out [rows, line] += a [rows, count] b, where b[k] points to row k with `wide` numbers. */
-TARGET static void NAME(multiply)(const float *a, size_t a_line, size_t rows, const float *const *b, size_t count,
-                                  size_t wide, float *out, size_t line, const Ahead *ahead)
+/* out [rows, line] += a [rows, count] b, where b are `count` rows of `wide` numbers. */
+TARGET static inline __attribute__((always_inline)) void
+NAME(multiply_as)(enum reading reading, const float *a, size_t a_line, size_t rows, const Lines *b, size_t count,
+                  size_t wide, float *out, size_t line, const Ahead *ahead)
 {
     size_t pieces = (rows + ROWS - 1) / ROWS;
     for (size_t piece = 0; piece < pieces; piece++) {
@@ -408,22 +442,23 @@ TARGET static void NAME(multiply)(const float *a, size_t a_line, size_t rows, co
         const float *left = a + first * a_line;
         float *to = out + first * line;
         for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
-            NAME(strip)(left, a_line, b, at, count, height, COLUMNS, to + at, line, piece + at ? NULL : ahead);
+            NAME(strip)(reading, left, a_line, b, at, count, height, COLUMNS, to + at, line, piece + at ? NULL : ahead);
         for (; at < wide; at += LANES)
-            NAME(strip)(left, a_line, b, at, count, height, 1, to + at, line, piece + at ? NULL : ahead);
+            NAME(strip)(reading, left, a_line, b, at, count, height, 1, to + at, line, piece + at ? NULL : ahead);
     }
 }
 
 /* scores [rows, BLOCK] = queries [rows, wide] times `count` keys; rows and keys are padded to what is taken at once. */
-TARGET static void NAME(match)(const float *queries, size_t rows, const float *const *keys, size_t count, size_t wide,
-                               float *scores, const Ahead *ahead)
+TARGET static inline __attribute__((always_inline)) void NAME(match_as)(enum reading reading, const float *queries,
+                                                                        size_t rows, const Lines *keys, size_t count,
+                                                                        size_t wide, float *scores, const Ahead *ahead)
 {
     for (size_t k = 0; k < count; k += KEYS) {
         for (size_t j = 0; ahead && j < KEYS; j++)
             hint(ahead, k + j);
-        const float *key[KEYS];
+        size_t key[KEYS];
         for (size_t j = 0; j < KEYS; j++)
-            key[j] = keys[k + j < count ? k + j : count - 1];
+            key[j] = k + j < count ? k + j : count - 1;
         for (size_t r = 0; r < rows; r += QUERIES) {
             const float *query = queries + r * wide;
             VECTOR sum[LANES];
@@ -434,7 +469,7 @@ TARGET static void NAME(match)(const float *queries, size_t rows, const float *c
                 VECTOR each[KEYS];
 #pragma GCC unroll 16
                 for (size_t j = 0; j < KEYS; j++)
-                    each[j] = LOAD(key[j] + d);
+                    each[j] = NAME(read)(reading, keys, key[j], d);
 #pragma GCC unroll 16
                 for (size_t i = 0; i < QUERIES; i++) {
                     VECTOR q = LOAD(query + i * wide + d);
@@ -451,15 +486,48 @@ TARGET static void NAME(match)(const float *queries, size_t rows, const float *c
     }
 }
 
+/* The same for readings that are not known before. */
+#ifdef BYTES
+#define READ_AS(reading, work, ...)                                                                                    \
+    case reading:                                                                                                      \
+        work(reading, __VA_ARGS__);                                                                                    \
+        break;
+#define READ(work, ...)                                                                                                \
+    switch (reading) {                                                                                                 \
+        READ_AS(AS_FLOATS, work, __VA_ARGS__)                                                                          \
+        READ_AS(AS_HALVES, work, __VA_ARGS__)                                                                          \
+        READ_AS(AS_BRAINS, work, __VA_ARGS__)                                                                          \
+        READ_AS(AS_BYTES, work, __VA_ARGS__)                                                                           \
+        READ_AS(AS_BYTES_IN_GROUPS, work, __VA_ARGS__)                                                                 \
+        READ_AS(AS_BYTES_IN_SMALL_GROUPS, work, __VA_ARGS__)                                                           \
+        READ_AS(AS_NIBBLES, work, __VA_ARGS__)                                                                         \
+        READ_AS(AS_NIBBLES_IN_GROUPS, work, __VA_ARGS__)                                                               \
+    }
+#else
+#define READ(work, ...) work(reading, __VA_ARGS__)
+#endif
+
+TARGET static void NAME(multiply)(enum reading reading, const float *a, size_t a_line, size_t rows, const Lines *b,
+                                  size_t count, size_t wide, float *out, size_t line, const Ahead *ahead)
+{
+    READ(NAME(multiply_as), a, a_line, rows, b, count, wide, out, line, ahead);
+}
+
+TARGET static void NAME(match)(enum reading reading, const float *queries, size_t rows, const Lines *keys, size_t count,
+                               size_t wide, float *scores, const Ahead *ahead)
+{
+    READ(NAME(match_as), queries, rows, keys, count, wide, scores, ahead);
+}
+
 /* turned [wide, BLOCK] = the keys' transpose; columns from `count` on are zero. */
-TARGET static void NAME(turn)(const float *const *keys, size_t count, size_t wide, float *turned)
+TARGET static void NAME(turn)(const Lines *keys, size_t count, size_t wide, float *turned)
 {
     static const float nothing[LANES];
     for (size_t k = 0; k < BLOCK; k += LANES)
         for (size_t d = 0; d < wide; d += LANES) {
             VECTOR square[LANES];
             for (size_t i = 0; i < LANES; i++)
-                square[i] = LOAD(k + i < count ? keys[k + i] + d : nothing);
+                square[i] = LOAD(k + i < count ? (const float *)(keys->rows[k + i] + keys->offset) + d : nothing);
             NAME(swap)(square, 1);
             NAME(swap)(square, 2);
 #if LANES > 4
@@ -471,6 +539,12 @@ TARGET static void NAME(turn)(const float *const *keys, size_t count, size_t wid
             for (size_t i = 0; i < LANES; i++)
                 STORE(turned + (d + i) * BLOCK + k) = square[i];
         }
+}
+
+TARGET static inline void NAME(scale)(float *scores, const float *factors)
+{
+    for (size_t k = 0; k < BLOCK; k += LANES)
+        STORE(scores + k) = LOAD(scores + k) * LOAD(factors + k);
 }
 
 /* One row of scores, of which the first `seen` count, to weights; returns their sum and the new maximum. */
@@ -510,117 +584,77 @@ TARGET static void NAME(finish)(const Job *job, const Part *part, size_t row, fl
     NAME(narrow)(sums, width, job->type, job->output + (token * job->heads + head) * width * item_bytes[job->type]);
 }
 
-/* A block's rows as float32: where they lie, or unpacked while others are on their way. */
-TARGET static void NAME(gather)(const Job *job, const Part *part, size_t plane, const int64_t *places, size_t count,
-                                size_t wide, bool direct, const Ahead *ahead, float *unpacked, float *scales,
-                                const float **lines)
+/* How a task's rows are read: AS_FLOATS from the scratch where it must be, or pays because they are read often. */
+TARGET static enum reading NAME(choose_reading)(const Job *job, const Part *part, bool *direct)
 {
-    const Grid *cache = &job->cache;
-    const char *first = cache->data + (ptrdiff_t)plane * cache->plane + (ptrdiff_t)part->head * cache->head;
-    if (direct) {
-        for (size_t k = 0; k < count; k++)
-            lines[k] = (const float *)(first + places[k] * cache->token);
-        return;
+    *direct = job->width % LANES == 0;
+    if (!job->bits && job->cache.type == FLOAT32 && job->type == FLOAT32)
+        return AS_FLOATS;
+#ifdef BYTES
+    *direct = *direct && part->rows <= OFTEN;
+    if (*direct && !job->bits && (job->type == FLOAT32 || job->type == job->cache.type))
+        return job->cache.type == FLOAT16 ? AS_HALVES : AS_BRAINS;
+    const bool even = (job->group & (job->group - 1)) == 0;
+    if (*direct && job->bits && job->type == FLOAT32 && job->scale.type == FLOAT32) {
+        if (job->groups == 1)
+            return job->bits == 8 ? AS_BYTES : AS_NIBBLES;
+        if (even && job->group >= LANES)
+            return job->bits == 8 ? AS_BYTES_IN_GROUPS : AS_NIBBLES_IN_GROUPS;
+        if (even && job->bits == 8)
+            return AS_BYTES_IN_SMALL_GROUPS;
     }
-    for (size_t k = 0; k < count; k++) {
-        hint(ahead, k);
-        lines[k] = NAME(fetch)(job, plane, part->head, places[k], wide, unpacked + k * wide, scales);
-    }
+#else
+    (void)part;
+#endif
+    *direct = false;
+    return AS_FLOATS;
 }
 
-/* Rows of one head group over a range of keys. The scratch is laid out here; `scratch_floats` says how much. */
-TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch)
+/*
+ * One plane of a block: where it lies, or unpacked, while others are on their way, into what `lines` shows already. Of
+ * codes with one scale for a row `scales` gets those.
+ */
+TARGET static void NAME(gather)(const Job *job, const Block *block, size_t plane, size_t wide, enum reading reading,
+                                bool direct, const Ahead *ahead, Lines *lines, float *scales)
 {
-    size_t width = job->width, wide = (width + LANES - 1) / LANES * LANES, rows = part->rows;
-    size_t padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
-    float *queries = scratch, *sums = queries + padded * wide, *scores = sums + padded * wide;
-    float *unpacked = scores + padded * BLOCK, *turned = unpacked + BLOCK * wide, *most = turned + BLOCK * wide;
-    float *total = most + padded, *scales = total + padded, *mask = scales + 2 * wide;
-    const bool turns = rows >= TURNS;
-    const bool direct = !job->bits && job->cache.type == FLOAT32 && job->type == FLOAT32 && width == wide;
-    const float *lines[BLOCK];
-    int64_t places[BLOCK]; /* of the block's keys */
-
-    memset(queries, 0, padded * wide * sizeof(float));
-    memset(sums, 0, padded * wide * sizeof(float));
-    const float root = 1 / sqrtf((float)width);
-    for (size_t r = 0; r < rows; r++) {
-        size_t at = part->row + r, token = part->start + at / job->repeats;
-        size_t head = part->head * job->repeats + at % job->repeats;
-        float *query = queries + r * wide;
-        NAME(widen)(job->query.data + (ptrdiff_t)token * job->query.token + (ptrdiff_t)head * job->query.head,
-                    job->type, width, query);
-        for (size_t d = 0; d < wide; d += LANES)
-            STORE(query + d) = LOAD(query + d) * root;
-        most[r] = -INFINITY;
-        total[r] = 0;
-    }
-    if (width != wide || job->bits)
-        memset(unpacked, 0, BLOCK * wide * sizeof(float));
-
-    const bool spreads = !job->bits && !turns && !job->slopes && !job->mask.data && !part->causal;
-    size_t count = locate_block(job, part, part->first_key, spreads, places);
-    for (size_t first = part->first_key; count > 0; first += BLOCK) {
-        Ahead ahead = look_ahead(job, 1, part->head, places, count);
-        NAME(gather)(job, part, 0, places, count, wide, direct, &ahead, unpacked, scales, lines);
-        if (turns) {
-            if (direct)
-                for (size_t k = 0; k < count; k++)
-                    hint(&ahead, k);
-            NAME(turn)(lines, count, wide, turned);
-            memset(scores, 0, rows * BLOCK * sizeof(float));
-            const float *b[BLOCK];
-            for (size_t d = 0; d < width; d += BLOCK) {
-                size_t some = width - d < BLOCK ? width - d : BLOCK;
-                for (size_t i = 0; i < some; i++)
-                    b[i] = turned + (d + i) * BLOCK;
-                NAME(multiply)(queries + d, wide, rows, b, some, BLOCK, scores, BLOCK, NULL);
-            }
-        } else {
-            NAME(match)(queries, padded, lines, count, wide, scores, direct ? &ahead : NULL);
+    ptrdiff_t offset = (ptrdiff_t)plane * job->cache.plane, scale_offset = (ptrdiff_t)plane * job->scale.plane;
+    if (!direct) {
+        for (size_t k = 0; k < block->count; k++) {
+            hint(ahead, k);
+            NAME(fetch)(job, block->codes[k] + offset, block->scales[k] + scale_offset, wide, (float *)lines->rows[k],
+                        scales);
         }
-        for (size_t r = 0; r < rows; r++) {
-            size_t at = part->row + r, i = at / job->repeats, head = part->head * job->repeats + at % job->repeats;
-            float *score = scores + r * BLOCK;
-            size_t reach = part->causal ? i + part->keys - part->length + 1 : part->keys;
-            size_t seen = reach <= first ? 0 : reach - first < count ? reach - first : count;
-            if (job->slopes) {
-                float slope = job->slopes[head];
-                float distance = (float)((int64_t)(part->keys - part->length + i) - (int64_t)first);
-                for (size_t k = 0; k < seen; k++)
-                    score[k] -= slope * (distance - (float)k);
-            }
-            if (job->mask.data) {
-                const Grid *grid = &job->mask;
-                const char *source = grid->data + (ptrdiff_t)head * grid->head +
-                                     (ptrdiff_t)(part->start + i) * grid->token +
-                                     (ptrdiff_t)(part->key_start + first) * grid->plane;
-                if (grid->plane == (ptrdiff_t)item_bytes[grid->type])
-                    NAME(widen)(source, grid->type, seen, mask);
-                else
-                    for (size_t k = 0; k < seen; k++)
-                        NAME(widen)(source + (ptrdiff_t)k * grid->plane, grid->type, 1, mask + k);
-                for (size_t k = 0; k < seen; k++)
-                    score[k] += mask[k];
-            }
-            float before = most[r], sum = NAME(soften)(score, seen, &most[r]);
-            if (most[r] != before) {
-                float shrink = NAME(exponential_of)(before - most[r]);
-                total[r] *= shrink;
-                for (size_t d = 0; d < wide; d += LANES)
-                    STORE(sums + r * wide + d) = LOAD(sums + r * wide + d) * shrink;
-            }
-            total[r] += sum;
-        }
-        int64_t following[BLOCK];
-        size_t more = locate_block(job, part, first + BLOCK, spreads, following);
-        ahead = look_ahead(job, 0, part->head, following, more);
-        NAME(gather)(job, part, 1, places, count, wide, direct, &ahead, unpacked, scales, lines);
-        NAME(multiply)(scores, BLOCK, rows, lines, count, wide, sums, wide, direct ? &ahead : NULL);
-        memcpy(places, following, more * sizeof *places);
-        count = more;
+        return;
     }
+    lines->offset = offset;
+    if (reading == AS_BYTES || reading == AS_NIBBLES)
+        for (size_t k = 0; k < block->count; k++)
+            memcpy(scales + k, block->scales[k] + scale_offset, sizeof *scales);
+    else if (lines->scales == block->scales)
+        lines->scale_offset = scale_offset;
+    else
+        for (size_t k = 0; k < block->count; k++)
+            memcpy((float *)lines->scales[k], block->scales[k] + scale_offset, job->groups * sizeof(float));
+}
 
+/* `count` numbers of the mask of one query, from column `column` on. */
+TARGET static void NAME(read_mask)(const Job *job, size_t head, size_t token, size_t column, size_t count, float *out)
+{
+    const Grid *grid = &job->mask;
+    const char *source = grid->data + (ptrdiff_t)head * grid->head + (ptrdiff_t)token * grid->token +
+                         (ptrdiff_t)column * grid->plane;
+    if (grid->plane == (ptrdiff_t)item_bytes[grid->type])
+        NAME(widen)(source, grid->type, count, out);
+    else
+        for (size_t k = 0; k < count; k++)
+            NAME(widen)(source + (ptrdiff_t)k * grid->plane, grid->type, 1, out + k);
+}
+
+/* What a task found, `wide` sums to a row, into the output, or beside what was found over other keys of the tile. */
+TARGET static void NAME(conclude)(const Job *job, const Part *part, float *sums, size_t wide, const float *most,
+                                  const float *total)
+{
+    size_t width = job->width, rows = part->rows;
     if (part->splits == 1) {
         for (size_t r = 0; r < rows; r++)
             NAME(finish)(job, part, r, sums + r * wide, total[r]);
@@ -655,6 +689,109 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     }
 }
 
+/* Rows of one head group over a range of keys. The scratch is laid out here; `scratch_floats` says how much. */
+TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch)
+{
+    size_t width = job->width, wide = (width + LANES - 1) / LANES * LANES, rows = part->rows;
+    size_t padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
+    float *queries = scratch, *sums = queries + padded * wide, *scores = sums + padded * wide;
+    float *unpacked = scores + padded * BLOCK, *turned = unpacked + BLOCK * wide, *most = turned + BLOCK * wide;
+    float *total = most + padded, *scales = total + padded, *mask = scales + 2 * wide + BLOCK;
+    const bool turns = rows >= TURNS;
+    bool direct;
+    const enum reading reading = NAME(choose_reading)(job, part, &direct);
+    const bool spreads = !job->bits && !turns && !job->slopes && !job->mask.data && !part->causal;
+    const float *factors = reading == AS_BYTES || reading == AS_NIBBLES ? scales : NULL;
+    Block blocks[2], *block = blocks, *next = blocks + 1;
+    const char *own[BLOCK]; /* rows, or their scales, in `unpacked` */
+    const size_t own_line = direct ? job->groups + LANES : wide; /* a vector of scales may reach beyond the last */
+    for (size_t k = 0; k < BLOCK; k++)
+        own[k] = (const char *)(unpacked + k * own_line);
+
+    memset(queries, 0, padded * wide * sizeof(float));
+    memset(sums, 0, padded * wide * sizeof(float));
+    const float root = 1 / sqrtf((float)width);
+    for (size_t r = 0; r < rows; r++) {
+        size_t at = part->row + r, token = part->start + at / job->repeats;
+        size_t head = part->head * job->repeats + at % job->repeats;
+        float *query = queries + r * wide;
+        NAME(widen)(job->query.data + (ptrdiff_t)token * job->query.token + (ptrdiff_t)head * job->query.head,
+                    job->type, width, query);
+        for (size_t d = 0; d < wide; d += LANES)
+            STORE(query + d) = LOAD(query + d) * root;
+        most[r] = -INFINITY;
+        total[r] = 0;
+    }
+    if (!direct && (width != wide || job->bits))
+        memset(unpacked, 0, BLOCK * wide * sizeof(float));
+    memset(scales, 0, BLOCK * sizeof *scales);
+
+    locate_block(job, part, part->first_key, spreads, block);
+    for (size_t first = part->first_key; block->count > 0; first += BLOCK) {
+        const size_t count = block->count;
+        Lines lines = {.rows = direct ? block->codes : own,
+                       .scales = reading == AS_BYTES_IN_SMALL_GROUPS && job->groups % LANES ? own : block->scales,
+                       .shift = job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63};
+        Ahead ahead = look_ahead(job, block, 1);
+        NAME(gather)(job, block, 0, wide, reading, direct, &ahead, &lines, scales);
+        if (turns) {
+            if (direct)
+                for (size_t k = 0; k < count; k++)
+                    hint(&ahead, k);
+            NAME(turn)(&lines, count, wide, turned);
+            memset(scores, 0, rows * BLOCK * sizeof(float));
+            const char *numbers[BLOCK];
+            const Lines b = {.rows = numbers};
+            for (size_t d = 0; d < width; d += BLOCK) {
+                size_t some = width - d < BLOCK ? width - d : BLOCK;
+                for (size_t i = 0; i < some; i++)
+                    numbers[i] = (const char *)(turned + (d + i) * BLOCK);
+                NAME(multiply_as)(AS_FLOATS, queries + d, wide, rows, &b, some, BLOCK, scores, BLOCK, NULL);
+            }
+        } else {
+            NAME(match)(reading, queries, padded, &lines, count, wide, scores, direct ? &ahead : NULL);
+        }
+        for (size_t r = 0; r < rows; r++) {
+            size_t at = part->row + r, i = at / job->repeats, head = part->head * job->repeats + at % job->repeats;
+            float *score = scores + r * BLOCK;
+            if (factors)
+                NAME(scale)(score, factors);
+            size_t reach = part->causal ? i + part->keys - part->length + 1 : part->keys;
+            size_t seen = reach <= first ? 0 : reach - first < count ? reach - first : count;
+            if (job->slopes) {
+                float slope = job->slopes[head];
+                float distance = (float)((int64_t)(part->keys - part->length + i) - (int64_t)first);
+                for (size_t k = 0; k < seen; k++)
+                    score[k] -= slope * (distance - (float)k);
+            }
+            if (job->mask.data) {
+                NAME(read_mask)(job, head, part->start + i, part->key_start + first, seen, mask);
+                for (size_t k = 0; k < seen; k++)
+                    score[k] += mask[k];
+            }
+            float before = most[r], sum = NAME(soften)(score, seen, &most[r]);
+            if (most[r] != before) {
+                float shrink = NAME(exponential_of)(before - most[r]);
+                total[r] *= shrink;
+                for (size_t d = 0; d < wide; d += LANES)
+                    STORE(sums + r * wide + d) = LOAD(sums + r * wide + d) * shrink;
+            }
+            total[r] += sum;
+        }
+        locate_block(job, part, first + BLOCK, spreads, next);
+        ahead = look_ahead(job, next, 0);
+        NAME(gather)(job, block, 1, wide, reading, direct, &ahead, &lines, scales);
+        for (size_t r = 0; factors && r < rows; r++)
+            NAME(scale)(scores + r * BLOCK, factors);
+        NAME(multiply)(reading, scores, BLOCK, rows, &lines, count, wide, sums, wide, direct ? &ahead : NULL);
+        Block *done = block;
+        block = next;
+        next = done;
+    }
+
+    NAME(conclude)(job, part, sums, wide, most, total);
+}
+
 #undef NAME
 #undef VECTOR
 #undef INTEGERS
@@ -676,6 +813,9 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
 #undef HALVES
 #undef BRAINS
 #undef BYTES
+#undef READ
+#undef READ_AS
 #undef NIBBLES
 #undef ROUND_HALF
 #undef STORE_HALVES
+#undef STORE_BRAINS

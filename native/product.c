@@ -45,9 +45,7 @@
 #include "team.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "amx.h"
 #endif
 
 /* What a map's numbers are. ROOT8: a byte q stands for q^3 / (sum of the row's q^3), see attmemo/db/forms.py. */
@@ -144,16 +142,8 @@ enum { SETS = sizeof sets / sizeof sets[0] };
 static bool has_set(const char *name)
 {
 #if defined(__x86_64__)
-    if (strcmp(name, "amx") == 0) { /* its registers are large: Linux wants to be asked for them, once a process */
-        static atomic_int granted; /* 1: yes, -1: no */
-        if (!granted)
-            granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                              __builtin_cpu_supports("avx512bf16") && has_instructions("avx512") &&
-                              syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0
-                          ? 1
-                          : -1;
-        return granted == 1;
-    }
+    if (strcmp(name, "amx") == 0)
+        return has_amx();
 #endif
     return has_instructions(name);
 }

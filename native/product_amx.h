@@ -1,34 +1,12 @@
 /*
  * product_amx.h: the task of product.c for values in bfloat16, by the matrix unit of the processor (AMX).
  *
- * A tile register holds 16 rows of 64 bytes. TDPBF16PS multiplies a tile of A, 16 rows of 32 bfloat16, with a tile of
- * V, 16 pairs of rows for 16 columns, and adds to a tile of 16 x 16 float32. Two tiles of rows times two of columns are
- * kept, so that four products follow from four loads.
+ * See amx.h for the tiles. Two tiles of rows times two of columns are kept, so that four products follow from four loads.
  *
  * V is packed once for each task, pairs of its rows woven together as the tiles want them and filled up with zeros to
  * whole tiles. Rows of the map are rounded to bfloat16 in the scratch, unless they lie in it already and whole tiles can
  * be read: then they are loaded from where they are.
  */
-
-#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c,amx-tile,amx-bf16")))
-
-enum { TILE = 16, DEEP = 32 }; /* rows of a tile and columns of its float32; bfloat16 of a row */
-
-/* As LDTILECFG reads it. All tiles are full ones. */
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TileShapes;
-
-static const TileShapes tile_shapes = {.palette = 1,
-                                       .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-                                       .rows = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}};
-
-static size_t round_to(size_t number, size_t multiple)
-{
-    return (number + multiple - 1) / multiple * multiple;
-}
 
 /* Bytes: V packed; 32 rows in bfloat16; one row in float32; 32 x 32 sums. */
 static size_t amx_scratch(size_t length, size_t width, size_t lanes, size_t rows)
@@ -47,18 +25,18 @@ AMX static inline void amx_block(const char *rows, size_t stride, const uint16_t
     _tile_zero(3);
     for (size_t k = 0; k < deep; k += DEEP) {
         _tile_loadd(4, rows + k * 2, stride);
-        _tile_loadd(5, rows + TILE * stride + k * 2, stride);
+        _tile_loadd(5, rows + SIDE * stride + k * 2, stride);
         _tile_loadd(6, packed + k * wide, wide * 4);
-        _tile_loadd(7, packed + k * wide + 2 * TILE, wide * 4);
+        _tile_loadd(7, packed + k * wide + 2 * SIDE, wide * 4);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, 2 * TILE * 4);
-    _tile_stored(1, sums + TILE, 2 * TILE * 4);
-    _tile_stored(2, sums + 2 * TILE * TILE, 2 * TILE * 4);
-    _tile_stored(3, sums + 2 * TILE * TILE + TILE, 2 * TILE * 4);
+    _tile_stored(0, sums, 2 * SIDE * 4);
+    _tile_stored(1, sums + SIDE, 2 * SIDE * 4);
+    _tile_stored(2, sums + 2 * SIDE * SIDE, 2 * SIDE * 4);
+    _tile_stored(3, sums + 2 * SIDE * SIDE + SIDE, 2 * SIDE * 4);
 }
 
 /* `count` float32 to bfloat16, and zeros from there to `whole`. */
@@ -78,23 +56,10 @@ AMX static void amx_pack(const uint16_t *values, size_t line, size_t length, siz
                          uint16_t *packed)
 {
     for (size_t k = 0; k < deep; k += 2, packed += 2 * wide) {
-        const uint16_t *even = values + k * line, *odd = even + line;
-        bool both = k + 1 < length;
-        size_t c = 0;
-        if (k < length) {
-            for (; c + 16 <= width; c += 16) {
-                __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + c)));
-                __m512i high = _mm512_setzero_si512();
-                if (both)
-                    high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + c))), 16);
-                _mm512_storeu_si512(packed + 2 * c, _mm512_or_si512(low, high));
-            }
-            for (; c < width; c++) {
-                packed[2 * c] = even[c];
-                packed[2 * c + 1] = both ? odd[c] : 0;
-            }
-        }
-        memset(packed + 2 * c, 0, (wide - c) * 4);
+        size_t filled = k < length ? width : 0;
+        if (k < length)
+            amx_weave(values + k * line, k + 1 < length ? values + (k + 1) * line : NULL, width, packed);
+        memset(packed + 2 * filled, 0, (wide - filled) * 4);
     }
 }
 
@@ -103,31 +68,31 @@ AMX static void task_amx(const void *pointer, size_t sequence, size_t head, size
 {
     const Job *job = pointer;
     size_t length = job->length, width = job->width, line = job->heads * width;
-    size_t deep = round_to(length, DEEP), wide = round_to(width, 2 * TILE);
+    size_t deep = round_to(length, DEEP), wide = round_to(width, 2 * SIDE);
     const char *map =
         job->maps + job->offsets[sequence] + head * items_before(length, length, job->triangle) * item_bytes[job->form];
     const uint16_t *values = (const uint16_t *)job->values + (size_t)job->starts[sequence] * line + head * width;
     uint16_t *context = (uint16_t *)job->context + (size_t)job->rows[sequence] * job->padded * line;
     uint16_t *packed = (uint16_t *)scratch, *rounded = packed + deep * wide;
-    float *row_floats = (float *)(rounded + 2 * TILE * deep), *sums = row_floats + deep;
+    float *row_floats = (float *)(rounded + 2 * SIDE * deep), *sums = row_floats + deep;
     bool as_it_lies = job->form == BFLOAT16 && !job->triangle && deep == length;
 
     amx_pack(values, line, length, width, deep, wide, packed);
 
     _tile_loadconfig(&tile_shapes);
     for (size_t row = first, rows; row < last; row += rows) {
-        rows = last - row < 2 * TILE ? last - row : 2 * TILE;
-        if (rows < 2 * TILE && last - first >= 2 * TILE) { /* a few rows again, rather than tiles half empty */
-            row = last - 2 * TILE;
-            rows = 2 * TILE;
+        rows = last - row < 2 * SIDE ? last - row : 2 * SIDE;
+        if (rows < 2 * SIDE && last - first >= 2 * SIDE) { /* a few rows again, rather than tiles half empty */
+            row = last - 2 * SIDE;
+            rows = 2 * SIDE;
         }
-        float scale[2 * TILE];
+        float scale[2 * SIDE];
         size_t reach = job->triangle ? round_to(row + rows, DEEP) : deep; /* behind it all are zero */
         const char *a = (const char *)rounded;
         size_t stride = deep * 2;
-        for (size_t r = 0; r < 2 * TILE; r++)
+        for (size_t r = 0; r < 2 * SIDE; r++)
             scale[r] = 1;
-        if (as_it_lies && rows == 2 * TILE) {
+        if (as_it_lies && rows == 2 * SIDE) {
             a = map + row * length * 2;
         } else {
             for (size_t r = 0; r < rows; r++) {
@@ -136,16 +101,16 @@ AMX static void task_amx(const void *pointer, size_t sequence, size_t head, size
                 unpack_avx512(map, job->form, item, count, row_floats, scale + r);
                 amx_narrow(row_floats, count, reach, rounded + r * deep);
             }
-            for (size_t r = rows; r < 2 * TILE; r++)
+            for (size_t r = rows; r < 2 * SIDE; r++)
                 memset(rounded + r * deep, 0, reach * 2);
         }
-        for (size_t c = 0; c < wide; c += 2 * TILE) {
-            size_t columns = width - c < 2 * TILE ? width - c : 2 * TILE;
+        for (size_t c = 0; c < wide; c += 2 * SIDE) {
+            size_t columns = width - c < 2 * SIDE ? width - c : 2 * SIDE;
             amx_block(a, stride, packed + 2 * c, wide, reach, sums);
             for (size_t r = 0; r < rows; r++) {
                 for (size_t i = 0; i < columns; i++)
-                    sums[r * 2 * TILE + i] *= scale[r];
-                amx_narrow(sums + r * 2 * TILE, columns, columns, context + (row + r) * line + head * width + c);
+                    sums[r * 2 * SIDE + i] *= scale[r];
+                amx_narrow(sums + r * 2 * SIDE, columns, columns, context + (row + r) * line + head * width + c);
             }
         }
     }
@@ -153,5 +118,3 @@ AMX static void task_amx(const void *pointer, size_t sequence, size_t head, size
     if (head == 0 && first == 0 && job->padded > length)
         memset(context + length * line, 0, (job->padded - length) * line * 2);
 }
-
-#undef AMX

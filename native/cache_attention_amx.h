@@ -1,0 +1,501 @@
+/*
+ * cache_attention_amx.h: attention by the processor's matrix unit (see amx.h), for the tasks that gain by it.
+ *
+ * A product of the unit is one of bfloat16, added up in float32, so numbers are given to it as sums of bfloat16: of a
+ * bfloat16 one, exactly; of a float16 two; of a float32 three. The products of two parts that are together below
+ * the last bit of float32 are left out: the results have the precision of the vector kernel. Only for queries in
+ * bfloat16 the weights, which lie between 0 and 1, are rounded to it, as every fused kernel does; their sum is not.
+ *
+ * Scores come out turned, a vector of 16 queries for each key: keys are the rows of A and need no packing, those in
+ * bfloat16 go from where they lie into the tiles, and the softmax of 16 queries needs no sum across a vector. Then the
+ * weights are turned back, which are fewer than the values, to be A; pairs of rows of the values are woven to be B.
+ * What is packed lies tile after tile: rows of a tile that are a power of two apart would get into each other's way.
+ *
+ * Scores are counted in powers of two. Weights below 2^-126 are zero: numbers with fewer digits take the processor a
+ * hundred times as long.
+ */
+
+#define INLINE static inline __attribute__((always_inline))
+#define BITS_OF_E 1.44269504f
+
+/* Of how many bfloat16 each number is the sum. */
+typedef struct {
+    size_t query, cache, weight;
+} Parts;
+
+/* How a row of the cache becomes bfloat16: it is; it is, but of a width that does not fill tiles; by being split. */
+typedef enum { AS_IT_LIES, NARROW, SPLIT_UP } Form;
+
+/* 16 rows of queries at most: what decides what they see, and how far their softmax is. */
+typedef struct {
+    float most[SIDE], total[SIDE], slope[SIDE];
+    int64_t reach[SIDE]; /* keys before this one are seen; it never decreases */
+    size_t rows;
+} Strip;
+
+/*
+ * Keys and values of a span are made ready for all queries of a task; then each pair of strips, whose sums stay in the
+ * first-level cache meanwhile, takes them step by step.
+ */
+enum {
+    STEP = 2 * BLOCK, /* keys at a time */
+    SPAN = 2 * STEP,
+    AMX_ROWS = 256, /* of queries in a task */
+    SOON = 4,       /* tokens to read ahead */
+};
+
+/* Where everything lies in a thread's scratch; `deep` is the width, filled up with zeros to whole tiles. */
+typedef struct {
+    size_t deep;
+    Strip *strips;     /* an even number of them */
+    float *sums;       /* [strips][deep / SIDE][SIDE][SIDE] */
+    float *flat;       /* [strips * SIDE, deep]: the sums in the end */
+    float *scores;     /* [2][STEP, SIDE] */
+    float *mask;       /* [STEP, SIDE], and as much to turn it */
+    float *row, *scales; /* a row of the cache in float32 and its scales */
+    uint16_t *queries; /* [strips][parts][deep / 2][SIDE][2] */
+    uint16_t *rows;    /* [parts][SPAN][deep]: keys that cannot be read where they lie */
+    uint16_t *pair;    /* [2][parts][deep]: two rows of values */
+    uint16_t *values;  /* [parts][SPAN / DEEP][deep / SIDE][DEEP / 2][SIDE][2] */
+    uint16_t *weights; /* [2][parts][STEP / DEEP][SIDE][DEEP] */
+} Room;
+
+static size_t amx_strips(size_t rows)
+{
+    return (rows + 2 * SIDE - 1) / (2 * SIDE) * 2;
+}
+
+/* Lays out the room for `rows` of queries; returns its bytes. All pieces begin at a line of the cache. */
+static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, char *scratch, Room *room)
+{
+    size_t at = 0, deep = round_to(width, DEEP), strips = amx_strips(rows);
+    room->deep = deep;
+#define PIECE(name, items)                                                                                             \
+    do {                                                                                                               \
+        room->name = (void *)(scratch + at);                                                                           \
+        at += round_to((items) * sizeof *room->name, LINE);                                                            \
+    } while (0)
+    PIECE(strips, strips);
+    PIECE(sums, strips * SIDE * deep);
+    PIECE(flat, strips * SIDE * deep);
+    PIECE(scores, 2 * STEP * SIDE);
+    PIECE(mask, 2 * STEP * SIDE);
+    PIECE(row, deep);
+    PIECE(scales, groups + SIDE);
+    PIECE(queries, strips * parts * deep * SIDE);
+    PIECE(rows, parts * SPAN * deep);
+    PIECE(pair, 2 * parts * deep);
+    PIECE(values, parts * SPAN * deep);
+    PIECE(weights, 2 * parts * STEP * SIDE);
+#undef PIECE
+    return at;
+}
+
+/* 32 numbers, 16 in each vector, rounded to bfloat16; what is missing stays, nothing of an infinity. */
+AMX INLINE __m512i amx_part(__m512 *low, __m512 *high)
+{
+    __m512i part = (__m512i)_mm512_cvtne2ps_pbh(*high, *low);
+    __m512 first = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(part)), 16);
+    __m512 second = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(part, 1)), 16);
+    enum { INFINITE = 0x18 };
+    *low = _mm512_maskz_sub_ps((__mmask16)~_mm512_fpclass_ps_mask(first, INFINITE), *low, first);
+    *high = _mm512_maskz_sub_ps((__mmask16)~_mm512_fpclass_ps_mask(second, INFINITE), *high, second);
+    return part;
+}
+
+/* `deep` numbers as sums of bfloat16: part p at out + p * stride. */
+AMX INLINE void amx_split(const float *numbers, size_t deep, size_t parts, uint16_t *out, size_t stride)
+{
+    for (size_t d = 0; d < deep; d += DEEP) {
+        __m512 low = _mm512_loadu_ps(numbers + d), high = _mm512_loadu_ps(numbers + d + SIDE);
+        for (size_t p = 0; p < parts; p++)
+            _mm512_storeu_si512(out + p * stride + d, amx_part(&low, &high));
+    }
+}
+
+/* Rows of 16 numbers to columns. */
+AMX INLINE void amx_turn(vector_avx512 *square)
+{
+    swap_avx512(square, 1);
+    swap_avx512(square, 2);
+    swap_avx512(square, 4);
+    swap_avx512(square, 8);
+}
+
+/* The queries of a task, packed, and their strips made ready. */
+AMX INLINE void amx_begin(const Job *job, const Part *part, const Room *room, size_t parts)
+{
+    const size_t deep = room->deep, rows = part->rows, strips = amx_strips(rows);
+    memset(room->sums, 0, strips * SIDE * deep * sizeof *room->sums);
+    memset(room->row, 0, deep * sizeof *room->row);
+    for (size_t s = 0; s < strips; s++) {
+        Strip *strip = room->strips + s;
+        uint16_t *split = room->rows; /* [SIDE][parts][deep]: no keys are in it yet */
+        strip->rows = rows <= s * SIDE ? 0 : rows - s * SIDE < SIDE ? rows - s * SIDE : SIDE;
+        memset(split, 0, SIDE * parts * deep * sizeof *split);
+        for (size_t lane = 0; lane < SIDE; lane++) {
+            const size_t r = s * SIDE + lane, at = part->row + (r < rows ? r : rows - 1), i = at / job->repeats;
+            const size_t head = part->head * job->repeats + at % job->repeats;
+            strip->most[lane] = -INFINITY;
+            strip->total[lane] = 0;
+            strip->slope[lane] = job->slopes ? job->slopes[head] : 0;
+            strip->reach[lane] = (int64_t)(part->causal ? part->keys - part->length + i + 1 : part->keys);
+            if (r >= rows)
+                continue;
+            const char *query = job->query.data + (ptrdiff_t)(part->start + i) * job->query.token +
+                                (ptrdiff_t)head * job->query.head;
+            for (size_t b = 0; b < job->width * item_bytes[job->type]; b += LINE) /* if there is none: no harm */
+                __builtin_prefetch(query + SOON * job->query.token + (ptrdiff_t)b);
+            widen_avx512(query, job->type, job->width, room->row);
+            amx_split(room->row, deep, parts, split + lane * parts * deep, deep);
+        }
+        for (size_t d = 0; d < parts * deep; d += DEEP) {
+            vector_avx512 square[SIDE]; /* of pairs */
+            for (size_t lane = 0; lane < SIDE; lane++)
+                square[lane] = *(vector_avx512 *)(split + lane * parts * deep + d);
+            amx_turn(square);
+            for (size_t i = 0; i < SIDE; i++)
+                *(vector_avx512 *)(room->queries + (s * parts * deep + d) * SIDE + i * DEEP) = square[i];
+        }
+    }
+}
+
+/* Row `k` of one plane of a block as bfloat16: where it lies, or in `out`, part p at out + p * stride. */
+AMX INLINE const uint16_t *amx_fetch(const Job *job, const Room *room, const Block *block, size_t plane, size_t k,
+                                     Form form, size_t parts, uint16_t *out, size_t stride)
+{
+    size_t width = job->width, deep = room->deep;
+    const char *source = block->codes[k] + (ptrdiff_t)plane * job->cache.plane;
+    if (form == AS_IT_LIES)
+        return (const uint16_t *)source;
+    if (form == NARROW) {
+        memcpy(out, source, width * sizeof *out);
+        memset(out + width, 0, (deep - width) * sizeof *out);
+    } else {
+        fetch_avx512(job, source, block->scales[k] + (ptrdiff_t)plane * job->scale.plane, round_to(width, SIDE),
+                     room->row, room->scales);
+        amx_split(room->row, deep, parts, out, stride);
+    }
+    return out;
+}
+
+/* keys and strides: where each SIDE of a block's keys begin, and how many bytes lie between them. */
+AMX INLINE void amx_keys(const Job *job, const Room *room, const Block *block, Form form, size_t parts, uint16_t *own,
+                         const uint16_t **keys, size_t *strides)
+{
+    size_t deep = room->deep;
+    for (size_t k = 0; k < block->count; k += SIDE) {
+        size_t some = block->count - k < SIDE ? block->count - k : SIDE, near = 1;
+        while (form == AS_IT_LIES && near < some &&
+               block->codes[k + near] == block->codes[k] + (ptrdiff_t)near * job->cache.token)
+            near++;
+        if (near == SIDE) {
+            keys[k / SIDE] = (const uint16_t *)block->codes[k];
+            strides[k / SIDE] = (size_t)job->cache.token;
+            continue;
+        }
+        keys[k / SIDE] = own + k * deep;
+        strides[k / SIDE] = deep * sizeof(uint16_t);
+        for (size_t i = k; i < k + some; i++)
+            amx_fetch(job, room, block, 0, i, form == AS_IT_LIES ? NARROW : form, parts, own + i * deep, SPAN * deep);
+    }
+}
+
+/* A block's values, rows beyond the last being zeros, to `packed`, where the span's lie. */
+AMX INLINE void amx_values(const Job *job, const Room *room, const Block *block, Form form, size_t parts,
+                           uint16_t *packed)
+{
+    const size_t deep = room->deep;
+    const Ahead keys = look_ahead(job, block, 0), values = look_ahead(job, block, 1);
+    for (size_t k = 0; k < 2 * SOON; k++)
+        hint(&values, k);
+    for (size_t k = 0; k < round_to(block->count, DEEP); k += 2) {
+        const uint16_t *rows[2] = {NULL, NULL};
+        for (size_t i = 0; i < 2 && k + i < block->count; i++) {
+            hint(&values, k + i + 2 * SOON);
+            hint(&keys, k + i);
+            rows[i] = amx_fetch(job, room, block, 1, k + i, form, parts, room->pair + i * parts * deep, deep);
+        }
+        for (size_t p = 0; p < parts; p++)
+            for (size_t d = 0; d < deep; d += SIDE) {
+                uint16_t *out = packed + (p * SPAN + k / DEEP * DEEP) * deep + d * DEEP + k % DEEP * SIDE;
+                if (rows[0])
+                    amx_weave(rows[0] + p * deep + d, rows[1] ? rows[1] + p * deep + d : NULL, SIDE, out);
+                else
+                    memset(out, 0, 2 * SIDE * sizeof *out);
+            }
+    }
+}
+
+/*
+ * scores [2][STEP, SIDE] = keys times the queries of two strips, which lie `line` apart. `keys` begins each SIDE of the
+ * keys, `strides` are in bytes.
+ */
+AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, size_t groups, const uint16_t *queries,
+                          size_t line, size_t deep, Parts parts, float *scores)
+{
+    for (size_t g = 0; g < groups; g += 2) {
+        const size_t h = g + 1 < groups ? g + 1 : g; /* of an odd number the last is done twice */
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (size_t c = 0; c < parts.cache; c++)
+            for (size_t q = 0; q < parts.query && q + c < 3; q++)
+                for (size_t d = 0; d < deep; d += DEEP) {
+                    const uint16_t *b = queries + (q * deep + d) * SIDE;
+                    _tile_loadd(4, keys[g] + c * SPAN * deep + d, strides[g]);
+                    _tile_loadd(6, b, LINE);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_loadd(7, b + line, LINE);
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_loadd(5, keys[h] + c * SPAN * deep + d, strides[h]);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+        float *out = scores + g * SIDE * SIDE;
+        _tile_stored(0, out, LINE);
+        _tile_stored(1, out + STEP * SIDE, LINE);
+        if (h > g) {
+            _tile_stored(2, out + SIDE * SIDE, LINE);
+            _tile_stored(3, out + STEP * SIDE + SIDE * SIDE, LINE);
+        }
+    }
+}
+
+/* room->mask [STEP, SIDE]: the mask of `count` keys for a strip that begins with row `row` of the part. */
+AMX static void amx_mask(const Job *job, const Part *part, const Room *room, size_t row, size_t rows, size_t first,
+                         size_t count)
+{
+    float *lines = room->mask + STEP * SIDE; /* [SIDE, STEP] */
+    memset(lines, 0, STEP * SIDE * sizeof *lines);
+    for (size_t r = 0; r < rows; r++) {
+        size_t at = part->row + row + r, head = part->head * job->repeats + at % job->repeats;
+        read_mask_avx512(job, head, part->start + at / job->repeats, part->key_start + first, count, lines + r * STEP);
+    }
+    for (size_t k = 0; k < STEP; k += SIDE) {
+        vector_avx512 square[SIDE];
+        for (size_t r = 0; r < SIDE; r++)
+            square[r] = *(vector_avx512 *)(lines + r * STEP + k);
+        amx_turn(square);
+        for (size_t r = 0; r < SIDE; r++)
+            *(vector_avx512 *)(room->mask + (k + r) * SIDE) = square[r];
+    }
+}
+
+/* 2^y for y <= 0, to the precision of so many parts; NaN stays NaN. */
+AMX INLINE __m512 amx_power(__m512 y, size_t parts)
+{
+    const __m512 least = _mm512_set1_ps(-126);
+    const __mmask16 counts = _mm512_cmp_ps_mask(y, least, _CMP_NLT_UQ);
+    y = _mm512_max_ps(least, y); /* of NaN and another: the second */
+    /* Its last bits are y rounded, plus an exponent's bias: shifted, they are that power of two. */
+    const __m512 magic = _mm512_set1_ps(0x1.8p23f + 127), shifted = _mm512_add_ps(y, magic);
+    const __m512 power = (__m512)_mm512_slli_epi32((__m512i)shifted, 23);
+    const __m512 f = _mm512_sub_ps(y, _mm512_sub_ps(shifted, magic));
+#define MORE(p, c) _mm512_fmadd_ps(p, f, _mm512_set1_ps(c))
+    __m512 p;
+    if (parts == 1) { /* to 3e-6 */
+        p = MORE(_mm512_set1_ps(0x1.3a02cap-7f), 0x1.c9fc46p-5f);
+        p = MORE(MORE(p, 0x1.ec0378p-3f), 0x1.62e12cp-1f);
+    } else { /* to 1e-7 */
+        p = MORE(_mm512_set1_ps(0x1.5bba12p-10f), 0x1.3cea88p-7f);
+        p = MORE(MORE(MORE(p, 0x1.c6b752p-5f), 0x1.ebf9bcp-3f), 0x1.62e42ap-1f);
+    }
+    return _mm512_maskz_mul_ps(counts, MORE(p, 1.0f), power);
+#undef MORE
+}
+
+/*
+ * What is between scores and weights but for the common case: slopes, a mask, later keys. Scores get the unit that
+ * amx_soften wants.
+ */
+AMX static void amx_adjust(const Job *job, const Room *room, const Strip *strip, size_t first, size_t count,
+                           float *scores)
+{
+    const float unit = BITS_OF_E;
+    const __m512 root = _mm512_set1_ps(unit / sqrtf((float)job->width)), units = _mm512_set1_ps(unit);
+    const __m512 slope = _mm512_mul_ps(_mm512_loadu_ps(strip->slope), units);
+    int32_t seen[SIDE];   /* of the block */
+    float distance[SIDE]; /* from the block's first key; with slopes later keys are hidden */
+    for (size_t lane = 0; lane < SIDE; lane++) {
+        int64_t left = strip->reach[lane] - (int64_t)first;
+        seen[lane] = left < 0 ? 0 : left > STEP ? STEP : (int32_t)left;
+        distance[lane] = (float)(left - 1);
+    }
+    for (size_t k = 0; k < count; k++) {
+        __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + k * SIDE), root);
+        if (job->slopes)
+            score = _mm512_fnmadd_ps(
+                slope, _mm512_sub_ps(_mm512_loadu_ps(distance), _mm512_set1_ps((float)k)), score);
+        if (job->mask.data)
+            score = _mm512_fmadd_ps(_mm512_loadu_ps(room->mask + k * SIDE), units, score);
+        __mmask16 visible = _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(seen), _mm512_set1_epi32((int32_t)k));
+        _mm512_storeu_ps(scores + k * SIDE, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), visible, score));
+    }
+}
+
+/* Scores of `count` keys to weights, as parts in `weights`; earlier sums shrink where a larger score appeared. */
+AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_t first, size_t count, size_t parts,
+                           float *scores, uint16_t *weights, float *sums)
+{
+    const __m512 never = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(strip->most);
+    __m512 high[4] = {never, never, never, never}, root = _mm512_set1_ps(1);
+    if (job->slopes || job->mask.data || strip->reach[0] < (int64_t)(first + count))
+        amx_adjust(job, room, strip, first, count, scores);
+    else
+        root = _mm512_set1_ps(BITS_OF_E / sqrtf((float)job->width));
+    size_t at = 0;
+    for (; at + 4 <= count; at += 4)
+#pragma GCC unroll 4
+        for (size_t i = 0; i < 4; i++) /* of NaN and another: the second */
+            high[i] = _mm512_max_ps(_mm512_loadu_ps(scores + (at + i) * SIDE), high[i]);
+    for (; at < count; at++)
+        high[0] = _mm512_max_ps(_mm512_loadu_ps(scores + at * SIDE), high[0]);
+    high[0] = _mm512_max_ps(_mm512_max_ps(high[0], high[1]), _mm512_max_ps(high[2], high[3]));
+    const __m512 most = _mm512_max_ps(_mm512_mul_ps(high[0], root), before);
+    const __m512 base = _mm512_mask_mov_ps(most, _mm512_cmpeq_ps_mask(most, never), _mm512_setzero_ps());
+    __m512 total = _mm512_loadu_ps(strip->total), others = _mm512_setzero_ps();
+    if (_mm512_cmpneq_ps_mask(before, most)) {
+        __m512 shrink = amx_power(_mm512_sub_ps(before, base), 3);
+        float by[SIDE];
+        _mm512_storeu_ps(by, shrink);
+        total = _mm512_mul_ps(total, shrink);
+        for (size_t d = 0; d < room->deep; d += SIDE)
+            for (size_t r = 0; r < strip->rows; r++) {
+                float *line = sums + d * SIDE + r * SIDE;
+                _mm512_storeu_ps(line, _mm512_mul_ps(_mm512_loadu_ps(line), _mm512_set1_ps(by[r])));
+            }
+    }
+    _mm512_storeu_ps(strip->most, most);
+
+    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (size_t k = 0; k < count; k += DEEP) {
+        vector_avx512 square[3][SIDE]; /* a row for two keys, a column for each query */
+        for (size_t j = 0; j < SIDE; j++) {
+            const float *score = scores + (k + 2 * j) * SIDE;
+            __m512 even = _mm512_setzero_ps(), odd = even;
+            if (k + 2 * j < count)
+                even = amx_power(_mm512_fmsub_ps(_mm512_loadu_ps(score), root, base), parts);
+            if (k + 2 * j + 1 < count)
+                odd = amx_power(_mm512_fmsub_ps(_mm512_loadu_ps(score + SIDE), root, base), parts);
+            total = _mm512_add_ps(total, even);
+            others = _mm512_add_ps(others, odd);
+            for (size_t p = 0; p < parts; p++)
+                square[p][j] = (vector_avx512)_mm512_permutexvar_epi16(pairs, amx_part(&even, &odd));
+        }
+        for (size_t p = 0; p < parts; p++) {
+            amx_turn(square[p]);
+            for (size_t r = 0; r < SIDE; r++)
+                *(vector_avx512 *)(weights + ((p * (STEP / DEEP) + k / DEEP) * SIDE + r) * DEEP) = square[p][r];
+        }
+    }
+    _mm512_storeu_ps(strip->total, _mm512_add_ps(total, others));
+}
+
+/* sums += weights times values, for two strips and so many times DEEP keys. */
+AMX INLINE void amx_gather(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
+                           float *sums)
+{
+    enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
+    const size_t other = parts.weight * STEP * SIDE;
+    for (size_t d = 0; d < deep; d += 2 * SIDE) {
+        float *first = sums + d * SIDE, *second = first + SIDE * deep;
+        _tile_loadd(0, first, LINE);
+        _tile_loadd(1, first + OF_SUMS, LINE);
+        _tile_loadd(2, second, LINE);
+        _tile_loadd(3, second + OF_SUMS, LINE);
+        for (size_t chunk = 0; chunk < chunks; chunk++)
+            for (size_t w = 0; w < parts.weight; w++) {
+                const uint16_t *a = weights + w * STEP * SIDE + chunk * OF_PARTS;
+                _tile_loadd(4, a, LINE);
+                _tile_loadd(5, a + other, LINE);
+                for (size_t c = 0; c < parts.cache && c + w < 3; c++) {
+                    const uint16_t *b = values + (c * SPAN + chunk * DEEP) * deep + d * DEEP;
+                    _tile_loadd(6, b, LINE);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_loadd(7, b + OF_PARTS, LINE);
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+        _tile_stored(0, first, LINE);
+        _tile_stored(1, first + OF_SUMS, LINE);
+        _tile_stored(2, second, LINE);
+        _tile_stored(3, second + OF_SUMS, LINE);
+    }
+}
+
+AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, Form form, Parts parts)
+{
+    Room space;
+    const Room *room = &space;
+    amx_room(part->rows, job->width, job->groups, parts.query, (char *)scratch, &space);
+    const size_t deep = room->deep, strips = amx_strips(part->rows);
+    const uint16_t *keys[SPAN / SIDE];
+    size_t strides[SPAN / SIDE];
+    Block block;
+
+    amx_begin(job, part, room, parts.query);
+    _tile_loadconfig(&tile_shapes);
+    for (size_t span = part->first_key; span < part->last_key; span += SPAN) {
+        const size_t end = part->last_key - span < SPAN ? part->last_key : span + SPAN;
+        for (size_t first = span; first < end; first += BLOCK) {
+            const size_t at = first - span;
+            locate_block(job, part, first, false, &block);
+            amx_values(job, room, &block, form, parts.cache, room->values + at * deep);
+            amx_keys(job, room, &block, form, parts.cache, room->rows + at * deep, keys + at / SIDE, strides + at / SIDE);
+        }
+        for (size_t s = 0; s < strips; s += 2) {
+            Strip *strip = room->strips + s;
+            float *sums = room->sums + s * SIDE * deep;
+            const size_t reach = (size_t)strip[1].reach[SIDE - 1], last = reach < end ? reach : end;
+            for (size_t first = span; first < last; first += STEP) {
+                const size_t at = first - span, count = last - first < STEP ? last - first : STEP;
+                amx_match(keys + at / SIDE, strides + at / SIDE, (count + SIDE - 1) / SIDE,
+                          room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
+                          room->scores);
+                for (size_t i = 0; i < 2 && strip[i].rows > 0; i++) {
+                    if (job->mask.data)
+                        amx_mask(job, part, room, (s + i) * SIDE, strip[i].rows, first, count);
+                    amx_soften(job, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
+                               room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
+                }
+                amx_gather(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, sums);
+            }
+        }
+    }
+    _tile_release();
+    for (size_t r = 0; r < part->rows; r++) { /* as `conclude` wants them */
+        const Strip *strip = room->strips + r / SIDE;
+        for (size_t d = 0; d < deep; d += SIDE)
+            memcpy(room->flat + r * deep + d, room->sums + (r / SIDE * deep + d + r % SIDE) * SIDE, LINE);
+        room->mask[r] = strip->most[r % SIDE] / BITS_OF_E;
+        room->scores[r] = strip->total[r % SIDE];
+    }
+    conclude_avx512(job, part, room->flat, deep, room->mask, room->scores);
+}
+
+/* Of a few queries the vectors do it as fast. */
+AMX static void attend_amx(const Job *job, const Part *part, float *scratch)
+{
+    const bool brain = job->cache.type == BFLOAT16 && !job->bits;
+    const Form form = !brain ? SPLIT_UP : job->width % DEEP == 0 ? AS_IT_LIES : NARROW;
+    if (part->rows < TURNS)
+        attend_avx512(job, part, scratch);
+    else if (job->type == FLOAT16)
+        amx_attend(job, part, scratch, SPLIT_UP, (Parts){2, 2, 2});
+    else if (job->type == BFLOAT16 && form == AS_IT_LIES)
+        amx_attend(job, part, scratch, AS_IT_LIES, (Parts){1, 1, 1});
+    else if (job->type == BFLOAT16)
+        amx_attend(job, part, scratch, form, (Parts){1, 1, 1});
+    else if (brain)
+        amx_attend(job, part, scratch, form, (Parts){3, 1, 3});
+    else
+        amx_attend(job, part, scratch, SPLIT_UP, (Parts){3, 3, 3});
+}
+
+#undef INLINE
+#undef BITS_OF_E
