@@ -185,8 +185,8 @@ static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_
 }
 
 /*
- * How numbers of a row are read. AS_BYTES and AS_NIBBLES: codes, whose one scale for all of them is taken into account
- * elsewhere. IN_GROUPS: times their scales, of which a vector needs one; IN_SMALL_GROUPS: several.
+ * How numbers of a row are read. AS_BYTES: codes whose one scale for all of them is taken into account elsewhere; other
+ * codes are multiplied with their scales, of which a vector needs one, or IN_SMALL_GROUPS several.
  */
 enum reading {
     AS_FLOATS,
@@ -196,7 +196,6 @@ enum reading {
     AS_BYTES_IN_GROUPS,
     AS_BYTES_IN_SMALL_GROUPS,
     AS_NIBBLES,
-    AS_NIBBLES_IN_GROUPS,
 };
 
 /* Rows of numbers. If they are codes, number i of row k is to be multiplied with the scale i >> shift of its row. */

@@ -350,7 +350,7 @@ TARGET static inline __attribute__((always_inline)) VECTOR NAME(read)(enum readi
 #define SCALES ((const float *)(lines->scales[k] + lines->scale_offset) + (i >> lines->shift))
     INTEGERS share;
     for (int lane = 0; lane < LANES; lane++)
-        share[lane] = lane >> lines->shift;
+        share[lane] = (int32_t)((unsigned long long)lane >> lines->shift);
     switch (reading) {
     case AS_HALVES:
         return HALVES(row + 2 * i);
@@ -363,8 +363,6 @@ TARGET static inline __attribute__((always_inline)) VECTOR NAME(read)(enum readi
     case AS_BYTES_IN_SMALL_GROUPS:
         return BYTES(row + i) * __builtin_shuffle(LOAD(SCALES), share);
     case AS_NIBBLES:
-        return NIBBLES(row + i / 2);
-    case AS_NIBBLES_IN_GROUPS:
         return NIBBLES(row + i / 2) * *SCALES;
     default:
         break;
@@ -500,8 +498,7 @@ TARGET static inline __attribute__((always_inline)) void NAME(match_as)(enum rea
         READ_AS(AS_BYTES, work, __VA_ARGS__)                                                                           \
         READ_AS(AS_BYTES_IN_GROUPS, work, __VA_ARGS__)                                                                 \
         READ_AS(AS_BYTES_IN_SMALL_GROUPS, work, __VA_ARGS__)                                                           \
-        READ_AS(AS_NIBBLES, work, __VA_ARGS__)                                                                         \
-        READ_AS(AS_NIBBLES_IN_GROUPS, work, __VA_ARGS__)                                                               \
+        READ_AS(AS_NIBBLES, work, __VA_ARGS__)                                                               \
     }
 #else
 #define READ(work, ...) work(reading, __VA_ARGS__)
@@ -594,14 +591,15 @@ TARGET static enum reading NAME(choose_reading)(const Job *job, const Part *part
     *direct = *direct && part->rows <= OFTEN;
     if (*direct && !job->bits && (job->type == FLOAT32 || job->type == job->cache.type))
         return job->cache.type == FLOAT16 ? AS_HALVES : AS_BRAINS;
-    const bool even = (job->group & (job->group - 1)) == 0;
-    if (*direct && job->bits && job->type == FLOAT32 && job->scale.type == FLOAT32) {
-        if (job->groups == 1)
-            return job->bits == 8 ? AS_BYTES : AS_NIBBLES;
-        if (even && job->group >= LANES)
-            return job->bits == 8 ? AS_BYTES_IN_GROUPS : AS_NIBBLES_IN_GROUPS;
-        if (even && job->bits == 8)
-            return AS_BYTES_IN_SMALL_GROUPS;
+    /* Products would have to be rounded to the types of the scales and of the queries. Where these have but half the
+       digits that changes less than rounding the output does, and is left out. */
+    const bool exact = job->type != FLOAT32 || job->scale.type == FLOAT32;
+    const bool bytes = job->bits == 8, one = job->groups == 1, wide = one || job->group % LANES == 0;
+    const bool even = one || (job->group & (job->group - 1)) == 0; /* a shift finds the scale */
+    if (*direct && job->bits && exact && even && (wide || bytes)) {
+        if (one && bytes)
+            return AS_BYTES;
+        return !wide ? AS_BYTES_IN_SMALL_GROUPS : bytes ? AS_BYTES_IN_GROUPS : AS_NIBBLES;
     }
 #else
     (void)part;
@@ -627,14 +625,14 @@ TARGET static void NAME(gather)(const Job *job, const Block *block, size_t plane
         return;
     }
     lines->offset = offset;
-    if (reading == AS_BYTES || reading == AS_NIBBLES)
+    if (reading == AS_BYTES)
         for (size_t k = 0; k < block->count; k++)
-            memcpy(scales + k, block->scales[k] + scale_offset, sizeof *scales);
+            NAME(widen)(block->scales[k] + scale_offset, job->scale.type, 1, scales + k);
     else if (lines->scales == block->scales)
         lines->scale_offset = scale_offset;
     else
         for (size_t k = 0; k < block->count; k++)
-            memcpy((float *)lines->scales[k], block->scales[k] + scale_offset, job->groups * sizeof(float));
+            NAME(widen)(block->scales[k] + scale_offset, job->scale.type, job->groups, (float *)lines->scales[k]);
 }
 
 /* `count` numbers of the mask of one query, from column `column` on. */
@@ -701,10 +699,12 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     bool direct;
     const enum reading reading = NAME(choose_reading)(job, part, &direct);
     const bool spreads = !job->bits && !turns && !job->slopes && !job->mask.data && !part->causal;
-    const float *factors = reading == AS_BYTES || reading == AS_NIBBLES ? scales : NULL;
+    const float *factors = reading == AS_BYTES ? scales : NULL;
     Block blocks[2], *block = blocks, *next = blocks + 1;
     const char *own[BLOCK]; /* rows, or their scales, in `unpacked` */
     const size_t own_line = direct ? job->groups + LANES : wide; /* a vector of scales may reach beyond the last */
+    const bool own_scales = direct && job->bits &&
+                            (job->scale.type != FLOAT32 || (reading == AS_BYTES_IN_SMALL_GROUPS && job->groups % LANES));
     for (size_t k = 0; k < BLOCK; k++)
         own[k] = (const char *)(unpacked + k * own_line);
 
@@ -730,7 +730,7 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     for (size_t first = part->first_key; block->count > 0; first += BLOCK) {
         const size_t count = block->count;
         Lines lines = {.rows = direct ? block->codes : own,
-                       .scales = reading == AS_BYTES_IN_SMALL_GROUPS && job->groups % LANES ? own : block->scales,
+                       .scales = own_scales ? own : block->scales,
                        .shift = job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63};
         Ahead ahead = look_ahead(job, block, 1);
         NAME(gather)(job, block, 0, wide, reading, direct, &ahead, &lines, scales);
