@@ -312,6 +312,8 @@ static Cut cut(const Job *job, size_t sequence)
     Cut cut = {.length = (size_t)(job->seqstarts[sequence + 1] - job->seqstarts[sequence]),
                .keys = (size_t)(job->kvstarts[sequence + 1] - job->kvstarts[sequence]),
                .tile = job->set->tile};
+    if (cut.tile > TILE && cut.length * job->repeats < 8 * cut.tile) /* rather more tasks than larger ones */
+        cut.tile /= 2;
     cut.tile = job->repeats < cut.tile ? cut.tile / job->repeats * job->repeats : cut.tile;
     cut.tiles = (cut.length * job->repeats + cut.tile - 1) / cut.tile;
     cut.splits = cut.tiles == 1 ? (cut.keys + SPLIT - 1) / SPLIT : 1;

@@ -40,7 +40,7 @@ typedef struct {
 enum {
     STEP = 2 * BLOCK, /* keys at a time */
     SPAN = 2 * STEP,
-    AMX_ROWS = 256, /* of queries in a task */
+    AMX_ROWS = 512, /* of queries in a task */
     SOON = 4,       /* tokens to read ahead */
 };
 
@@ -286,10 +286,8 @@ AMX static void amx_mask(const Job *job, const Part *part, const Room *room, siz
 /* 2^y for y <= 0, to the precision of so many parts; NaN stays NaN. */
 AMX INLINE __m512 amx_power(__m512 y, size_t parts)
 {
-    const __m512 least = _mm512_set1_ps(-126);
-    const __mmask16 counts = _mm512_cmp_ps_mask(y, least, _CMP_NLT_UQ);
-    y = _mm512_max_ps(least, y); /* of NaN and another: the second */
-    /* Its last bits are y rounded, plus an exponent's bias: shifted, they are that power of two. */
+    y = _mm512_max_ps(_mm512_set1_ps(-127), y); /* of NaN and another: the second */
+    /* Its last bits are y rounded, plus an exponent's bias: shifted, they are that power of two; of -127 they are 0. */
     const __m512 magic = _mm512_set1_ps(0x1.8p23f + 127), shifted = _mm512_add_ps(y, magic);
     const __m512 power = (__m512)_mm512_slli_epi32((__m512i)shifted, 23);
     const __m512 f = _mm512_sub_ps(y, _mm512_sub_ps(shifted, magic));
@@ -302,7 +300,7 @@ AMX INLINE __m512 amx_power(__m512 y, size_t parts)
         p = MORE(_mm512_set1_ps(0x1.5bba12p-10f), 0x1.3cea88p-7f);
         p = MORE(MORE(MORE(p, 0x1.c6b752p-5f), 0x1.ebf9bcp-3f), 0x1.62e42ap-1f);
     }
-    return _mm512_maskz_mul_ps(counts, MORE(p, 1.0f), power);
+    return _mm512_mul_ps(MORE(p, 1.0f), power);
 #undef MORE
 }
 
