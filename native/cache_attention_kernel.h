@@ -703,8 +703,8 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
     Block blocks[2], *block = blocks, *next = blocks + 1;
     const char *own[BLOCK]; /* rows, or their scales, in `unpacked` */
     const size_t own_line = direct ? job->groups + LANES : wide; /* a vector of scales may reach beyond the last */
-    const bool own_scales = direct && job->bits &&
-                            (job->scale.type != FLOAT32 || (reading == AS_BYTES_IN_SMALL_GROUPS && job->groups % LANES));
+    const bool own_scales =
+        direct && job->bits && (job->scale.type != FLOAT32 || reading == AS_BYTES_IN_SMALL_GROUPS);
     for (size_t k = 0; k < BLOCK; k++)
         own[k] = (const char *)(unpacked + k * own_line);
 

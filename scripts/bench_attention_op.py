@@ -1,17 +1,21 @@
-"""Measure the attention operator against padded SDPA, and write docs/attention-op.json, a table and a plot.
+"""Measure the attention operator against padded SDPA, and write docs/attention-op.json, two tables and a plot.
 
-    python scripts/bench_attention_op.py docs              # about three minutes on two cores
+    python scripts/bench_attention_op.py docs              # about ten minutes on two cores
     python scripts/bench_attention_op.py docs --quick      # fewer repetitions, smaller batches
 
 Heads as in Llama 3: 32 query heads on 8 key heads of 128 elements; one layer. *Decode*: one new token each.
 *Mixed*: one sequence of the batch is a prompt of 512 tokens, behind 1024 in the cache, the others decode.
+Everything is measured for queries in float32 and in bfloat16; the other side has keys and values of the same type.
 
-There are two other sides. *Resident*: keys and values lie padded to the longest sequence in one tensor
-[B, 8, longest, 128], in huge pages like our cache, and nothing is copied but the new tokens, in place; then the faster
-of two ways to call `scaled_dot_product_attention` with a mask of the lengths (only where they differ): enable_gqa, or
-the query heads that share a key head as rows of one query. In a mixed batch the prompt and the tokens are two calls.
-Nothing is charged for the memory that padding takes. *transformers*: the same, as a model of transformers does it with
-its own functions and its default cache, which copies all keys and values to append one; only for steps of decoding.
+There are three other sides. *Padded*: keys and values lie padded to the longest sequence in one resident tensor
+[B, 8, longest, 128], in huge pages like our cache, and nothing is copied but the new tokens, in place; then the
+fastest of the ways to call `scaled_dot_product_attention` with a mask of the lengths (only where they differ):
+enable_gqa, or the query heads that share a key head as rows of one query; and, at ragged lengths, compiled
+FlexAttention, whose block mask leaves out what is padding. In a mixed batch the prompt and the tokens are two calls; a
+prompt with nothing before it is called with is_causal. Nothing is charged for the memory that padding takes. *One by
+one*: no padding, a tensor and a call for each sequence; only for decoding. *transformers*: padded, as a model of
+transformers does it with its own functions and its default cache, which copies all keys and values to append one; only
+for decoding.
 
 Every time is the median of repetitions that take turns with the others in one run, after one that is not counted.
 What is read is the bytes of live keys, values and scales; for GB/s they are divided by the time of the whole call.
@@ -32,6 +36,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -41,12 +46,14 @@ from attmemo.fastseq.ops.memory import zeros
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 FORMS: dict[str, dict[str, Any]] = {  # what the cache holds
     "float32": {},
-    "bfloat16": {"dtype": torch.bfloat16},
     "float32, pages of 16": {"page": 16},
+    "bfloat16": {"dtype": torch.bfloat16},
     "int8": {"bits": 8, "group": 128},
     "int8, groups of 8": {"bits": 8, "group": 8},
     "int4": {"bits": 4, "group": 32},
 }
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of queries, and what caches they are measured with
+FORMS_OF = {"float32": list(FORMS), "bfloat16": [name for name in FORMS if "float32" not in name]}
 
 
 def seconds(calls: dict[str, Callable[[], Any]], budget: float, clock: Callable[[], float]) -> dict[str, float]:
@@ -65,9 +72,9 @@ def seconds(calls: dict[str, Callable[[], Any]], budget: float, clock: Callable[
 
 def operator_call(
     lengths: list[int], keys: list[int], *, bits: int = 0, group: int = 8, dtype: torch.dtype = torch.float32,
-    page: int = 128,
+    page: int = 128, query_type: torch.dtype = torch.float32,
 ) -> tuple[Callable[[], Any], int]:
-    """A call on a paged cache, pages in random order; and the bytes of the live rows."""
+    """A call on a paged cache, pages in random order; and the bytes of the live rows. Scales are float32."""
     pages = [-(-count // page) for count in keys]
     rows = sum(pages) * page
     shape = cache_shape(3, rows, 1, KV_HEADS, WIDTH, bits)
@@ -84,9 +91,9 @@ def operator_call(
         at += count
     new = sum(lengths)
     arguments = {
-        "query": torch.randn(new, HEADS, WIDTH),
-        "current_key": torch.randn(new, KV_HEADS, WIDTH),
-        "current_value": torch.randn(new, KV_HEADS, WIDTH),
+        "query": torch.randn(new, HEADS, WIDTH, dtype=query_type),
+        "current_key": torch.randn(new, KV_HEADS, WIDTH, dtype=query_type),
+        "current_value": torch.randn(new, KV_HEADS, WIDTH, dtype=query_type),
         "seqstarts": torch.tensor([0, *lengths]).cumsum(0),
         "kvstarts": torch.tensor([0, *keys]).cumsum(0),
         "cachestarts": starts,
@@ -105,7 +112,7 @@ def operator_call(
 
 
 def padded_calls(
-    lengths: list[int], keys: list[int], dtype: torch.dtype = torch.float32
+    lengths: list[int], keys: list[int], dtype: torch.dtype = torch.float32, flex: bool = False
 ) -> dict[str, Callable[[], Any]]:
     """Attention of the same batch over padded keys and values: decoding sequences in one call, prompts one by one."""
     longest = max(keys)
@@ -124,7 +131,7 @@ def padded_calls(
     for b in prompts:
         length, total = lengths[b], keys[b]
         new = torch.randn(2, KV_HEADS, length, WIDTH, dtype=dtype)
-        causal = torch.ones(length, total, dtype=torch.bool).tril(total - length)
+        causal = None if length == total else torch.ones(length, total, dtype=torch.bool).tril(total - length)
         chunks.append((b, torch.randn(1, HEADS, length, WIDTH, dtype=dtype), new, causal))
 
     def call(packed: bool) -> None:
@@ -143,7 +150,14 @@ def padded_calls(
             total = keys[b]
             cache[:, b, :, total - queries.shape[2] : total] = new
             key, value = cache[0, b : b + 1, :, :total], cache[1, b : b + 1, :, :total]
-            sdpa(queries, key, value, attn_mask=causal, enable_gqa=True)
+            sdpa(queries, key, value, attn_mask=causal, is_causal=causal is None, enable_gqa=True)
+
+    def one_by_one() -> None:
+        for b, own in enumerate(alone):
+            own[0][:, :, -1] = fresh[0][b]
+            own[1][:, :, -1] = fresh[1][b]
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            sdpa(query[b].view(1, KV_HEADS, HEADS // KV_HEADS, WIDTH), own[0], own[1])
 
     def as_transformers() -> None:
         layer = DynamicLayer()
@@ -155,7 +169,25 @@ def padded_calls(
     module = torch.nn.Module()
     module.num_key_value_groups = HEADS // KV_HEADS
     calls = {"padded, enable_gqa": partial(call, False), "padded, packed": partial(call, True)}
-    return calls if prompts else calls | {"transformers": as_transformers}
+    if prompts:
+        return calls
+    alone = [zeros((2, 1, KV_HEADS, total, WIDTH), dtype).normal_() for total in keys]
+    calls |= {"one by one": one_by_one, "transformers": as_transformers}
+    if flex and mask is not None:
+        calls["padded, FlexAttention"] = flex_call(query, cache, keys)
+    return calls
+
+
+def flex_call(query: torch.Tensor, cache: torch.Tensor, keys: list[int]) -> Callable[[], Any]:
+    """FlexAttention, compiled for these shapes, with a block mask made beforehand."""
+    lengths = torch.tensor(keys)
+    padding = -cache.shape[3] % 128
+    key, value = torch.nn.functional.pad(cache, (0, 0, 0, padding))
+    blocks = create_block_mask(
+        lambda batch, head, row, column: column < lengths[batch], len(keys), None, 1, key.shape[2], device="cpu"
+    )
+    compiled = torch.compile(partial(flex_attention, enable_gqa=True), dynamic=False)
+    return lambda: compiled(query, key, value, block_mask=blocks)
 
 
 def ragged(count: int, seed: int) -> list[int]:
@@ -185,26 +217,29 @@ def cases(quick: bool, largest: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure(case: dict[str, Any], budget: float, clock: Callable[[], float]) -> dict[str, Any]:
-    """One row of the table."""
-    calls = padded_calls(case["new"], case["keys"])
+def measure(
+    case: dict[str, Any], kind: str, flex: bool, budget: float, clock: Callable[[], float]
+) -> dict[str, Any]:
+    """One row of the table for queries of type `kind`."""
+    calls = padded_calls(case["new"], case["keys"], TYPES[kind], flex)
     read: dict[str, int] = {}
-    for name, options in FORMS.items():
-        calls[name], read[name] = operator_call(case["new"], case["keys"], **options)
+    for name in FORMS_OF[kind]:
+        calls[name], read[name] = operator_call(case["new"], case["keys"], **FORMS[name], query_type=TYPES[kind])
     times = seconds(calls, budget, clock)
-    times["padded SDPA"] = min(times["padded, enable_gqa"], times["padded, packed"])
+    times["padded SDPA"] = min(taken for name, taken in times.items() if name.startswith("padded, "))
+    others = ("padded SDPA", "one by one", "transformers")
     return {
+        "queries": kind,
         "kind": case["kind"],
         "lengths": case["lengths"],
         "batch": len(case["keys"]),
         "keys": sum(case["keys"]),
         "longest": max(case["keys"]),
         "milliseconds": {name: round(taken * 1e3, 4) for name, taken in times.items()},
-        "speedup": {name: round(times["padded SDPA"] / times[name], 3) for name in FORMS},
-        "speedup over transformers": {
-            name: round(times["transformers"] / times[name], 3) for name in FORMS if "transformers" in times
+        "speedup over": {
+            other: {name: round(times[other] / times[name], 3) for name in read} for other in others if other in times
         },
-        "gigabytes_per_second": {name: round(read[name] / times[name] / 1e9, 2) for name in FORMS},
+        "gigabytes_per_second": {name: round(read[name] / times[name] / 1e9, 2) for name in read},
         "bytes": read,
         "gpu": "not measured",
     }
@@ -251,50 +286,75 @@ def accuracy() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: milliseconds of SDPA, how many times as fast each form of the cache is, and in brackets against
-    transformers."""
+    """Markdown, for one type of queries: milliseconds of the other sides, then how many times as fast each form of the
+    cache is as padded SDPA, and in brackets as transformers."""
+    forms = FORMS_OF[rows[0]["queries"]]
+    others = ("padded SDPA", "one by one", "transformers")
     lines = [
-        "| batch | lengths | kind | padded SDPA, ms | transformers, ms | " + " | ".join(FORMS) + " | GPU |",
-        "|---:|---|---|---:|---:|" + "---:|" * len(FORMS) + "---|",
+        "| batch | lengths | kind | " + " | ".join(f"{other}, ms" for other in others) + " | " + " | ".join(forms),
+        "|---:|---|---|---:|---:|---:|" + "---:|" * len(forms) + "---|",
     ]
+    lines[0] += " | GPU |"
     for row in rows:
         cells = []
-        for name in FORMS:
-            over = row["speedup over transformers"].get(name)
-            cells.append(f"{row['speedup'][name]:.1f}x" + (f" ({over:.1f}x)" if over else ""))
-        taken = [row["milliseconds"].get(name) for name in ("padded SDPA", "transformers")]
+        for name in forms:
+            over = row["speedup over"].get("transformers", {}).get(name)
+            cells.append(f"{row['speedup over']['padded SDPA'][name]:.1f}x" + (f" ({over:.1f}x)" if over else ""))
+        taken = [row["milliseconds"].get(name) for name in others]
         times = ["" if one is None else f"{one:.2f}" for one in taken]
         cells = [str(row["batch"]), row["lengths"], row["kind"], *times, *cells, row["gpu"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def ragged_rows(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Those of decoding at ragged lengths."""
+    return [
+        row for row in rows if row["queries"] == kind and row["kind"] == "decode" and row["lengths"] == "128-4096"
+    ]
+
+
+def mean_speedups(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means at ragged lengths, by type of queries and by the other side."""
+    means: dict[str, Any] = {}
+    for kind in TYPES:
+        some = ragged_rows(rows, kind)
+        for other in some[0]["speedup over"]:
+            logs = {name: [math.log(row["speedup over"][other][name]) for row in some] for name in FORMS_OF[kind]}
+            means[f"queries in {kind}, over {other}"] = {
+                name: round(math.exp(sum(each) / len(each)), 2) for name, each in logs.items()
+            }
+    return means
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speedup by batch at ragged lengths, over resident SDPA and (dotted) over transformers; and int8 over float32."""
+    """Speedup by batch at ragged lengths over padded SDPA, for both types of queries; and int8 over float32."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    mixed = [row for row in rows if row["kind"] == "decode" and row["lengths"] == "128-4096"]
-    for name in FORMS:
-        batches = [row["batch"] for row in mixed]
-        (line,) = left.plot(batches, [row["speedup"][name] for row in mixed], marker="o", label=name)
-        if name in ("float32", "int8"):
-            over = [row["speedup over transformers"][name] for row in mixed]
-            left.plot(batches, over, linestyle=":", marker=".", color=line.get_color())
-    left.axhline(1, color="grey", linewidth=0.8)
-    left.axhline(3, color="grey", linewidth=0.8, linestyle=":")
-    left.set(
-        xscale="log",
-        xlabel="sequences",
-        ylabel="times as fast as padded SDPA (dotted: transformers)",
-        title="decode, lengths 128-4096",
-    )
-    left.set_xticks([row["batch"] for row in mixed], [str(row["batch"]) for row in mixed])
-    left.set_ylim(bottom=0)
-    left.legend(fontsize=8)
+    figure, (*lefts, right) = plt.subplots(1, 3, figsize=(15, 4))
+    top = max(max(row["speedup over"]["padded SDPA"].values()) for kind in TYPES for row in ragged_rows(rows, kind))
+    for axes, kind in zip(lefts, TYPES, strict=True):
+        some = ragged_rows(rows, kind)
+        batches = [row["batch"] for row in some]
+        for index, name in enumerate(FORMS):
+            if name in FORMS_OF[kind]:
+                values = [row["speedup over"]["padded SDPA"][name] for row in some]
+                axes.plot(batches, values, marker="o", label=name, color=f"C{index}")
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.axhline(3, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(
+            xscale="log",
+            xlabel="sequences",
+            ylabel="times as fast as padded SDPA",
+            title=f"decode, lengths 128-4096, queries in {kind}",
+        )
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.set_ylim(0, 1.05 * top)
+        axes.legend(fontsize=8, loc="upper left")
+    rows = [row for row in rows if row["queries"] == "float32"]
     even = [row for row in rows if row["kind"] == "decode" and row["lengths"] != "128-4096"]
     for batch in sorted({row["batch"] for row in even}):
         some = [row for row in even if row["batch"] == batch]
@@ -308,7 +368,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     right.set_xticks(contexts, [str(context) for context in contexts])
     right.set_ylim(bottom=0)
     right.legend(fontsize=8)
-    for axes in (left, right):
+    for axes in (*lefts, right):
         axes.minorticks_off()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -333,12 +393,17 @@ def main() -> None:
     torch.manual_seed(0)
     rows = []
     clock = time.perf_counter if options.clock == "wall" else time.process_time
+    budget = min(1.0, options.seconds) if options.quick else options.seconds
     with torch.inference_mode():
-        for case in cases(options.quick, options.largest):
-            rows.append(measure(case, min(1.0, options.seconds) if options.quick else options.seconds, clock))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    uneven = [row for row in rows if row["kind"] == "decode" and row["lengths"] == "128-4096"]
-    long = [row for row in rows if row["kind"] == "decode" and row["lengths"] in ("all 2048", "all 8192")]
+        for kind in TYPES:
+            for case in cases(options.quick, options.largest):
+                rows.append(measure(case, kind, not options.quick, budget, clock))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+    long = [
+        row
+        for row in rows
+        if row["queries"] == "float32" and row["kind"] == "decode" and row["lengths"] in ("all 2048", "all 8192")
+    ]
     result = {
         "conditions": {
             "threads": options.threads,
@@ -351,20 +416,10 @@ def main() -> None:
             "memory": "huge pages on both sides",
             "gigabytes_per_second a sum of 1 GiB reads": read_speed(),
             "cache_layout": 3,
-            "query": "float32",
-            "padded SDPA": "float32, static padded cache, boolean mask of lengths; enable_gqa or packed, the faster",
+            "padded SDPA": "resident, boolean mask of lengths; enable_gqa, packed or FlexAttention, the fastest",
         },
         "summary": {
-            "speedup at ragged lengths, geometric mean": {
-                name: round(math.exp(sum(math.log(row["speedup"][name]) for row in uneven) / len(uneven)), 2)
-                for name in FORMS
-            },
-            "the same over transformers": {
-                name: round(
-                    math.exp(sum(math.log(row["speedup over transformers"][name]) for row in uneven) / len(uneven)), 2
-                )
-                for name in FORMS
-            },
+            "speedup at ragged lengths, geometric means": mean_speedups(rows),
             "float32 time / int8 time at 2048 keys and more": [
                 round(row["milliseconds"]["float32"] / row["milliseconds"]["int8"], 2) for row in long
             ],
@@ -377,9 +432,11 @@ def main() -> None:
     (options.output / "attention-op.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(rows, options.output / "attention-op.png")
     page = options.output / "attention-op.md"
-    if page.exists():  # the page that explains the table has it
-        page.write_text(re.sub(r"(?m)(^\| batch \|.*\n)(^\|.*\n)+", lambda _: table(rows) + "\n", page.read_text()))
-    print(table(rows))
+    tables = [table([row for row in rows if row["queries"] == kind]) for kind in TYPES]
+    if page.exists():  # the page that explains the tables has them
+        left, old = iter(tables), re.compile(r"(?m)(^\| batch \|.*\n)(^\|.*\n)+")
+        page.write_text(old.sub(lambda _: next(left) + "\n", page.read_text(), count=len(tables)))
+    print("\n\n".join(tables))
     print(json.dumps(result["summary"], indent=1))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_child
 from hypothesis import given, settings
 from ops_cases import TOLERANCE, Case, clone, octets
 from test_ops_attention import cases
@@ -91,6 +94,47 @@ def test_splits_agree_with_the_reference(keys: int) -> None:  # 80
     inputs["attn_mask"][0, 512:1024] = float("-inf")  # a whole split is hidden
     expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference")
     torch.testing.assert_close(attend(case, inputs), expected, atol=2e-6, rtol=2e-6)
+
+
+def before_a_wall(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is the last that may be read."""
+    size = tensor.numel() * tensor.element_size()
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(view.data_ptr() + room), mmap.PAGESIZE, 0) == 0  # PROT_NONE
+    copy = view[room - size : room].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("bits", "group", "width"),
+    [(0, 1, 128), (0, 1, 40), (8, 8, 128), (8, 8, 64), (8, 2, 32), (8, 32, 64), (8, 40, 40), (4, 4, 64), (4, 32, 64)],
+)
+def test_nothing_behind_a_tensors_end_is_touched(
+    isa: str, dtype: torch.dtype, bits: int, group: int, width: int
+) -> None:  # 70
+    """A vector too far is a crash where memory ends, and goes unseen elsewhere."""
+    case = Case(
+        [(1, 70), (1, 200), (30, 3)], width=width, bits=bits, group=group, dtype=dtype, layout=3, mask="2d", page=16
+    )
+    inputs = case.make()
+    starts = inputs["cachestarts"]
+    last = max(case.row(starts, b, t) for b, (new, old) in enumerate(case.sequences) for t in range(new + old))
+    walls = ("query", "current_key", "current_value", "cache", "scale", "attn_mask")
+    for name in ("cache", "scale"):
+        if inputs[name] is not None:
+            inputs[name] = inputs[name].narrow(3, 0, last + 1).contiguous()
+    expected = attend(case, clone(inputs), isa)
+
+    def run() -> bool:
+        walled = inputs | {name: before_a_wall(inputs[name]) for name in walls if inputs[name] is not None}
+        return torch.equal(attend(case, walled, isa), expected)
+
+    assert run_child(run).result
 
 
 def test_python_threads_with_caches_of_their_own() -> None:  # 71
