@@ -19,6 +19,9 @@
 
 #define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c,amx-tile,amx-bf16")))
 
+/* The compiler does not know that _tile_loadd reads memory: what was stored before this, it reads. */
+#define AMX_SEES_MEMORY __asm__ volatile("" ::: "memory")
+
 enum { SIDE = 16, DEEP = 32 }; /* rows of a tile and columns of its float32; bfloat16 of a row */
 
 /* As LDTILECFG reads it. All tiles are full ones. */

@@ -1,33 +1,37 @@
 /*
  * cache_attention.c: attention of a ragged batch over a shared key-value cache.   Module attmemo._cache_attention.
  *
- * WHAT IT IS.  The operator that docs/attention-op.md describes: the keys and values of new tokens are written into the
- * cache, quantised if it is; then each query attends over its sequence's rows of the cache, which lie anywhere: in pages,
- * in one of four layouts, as float32, float16, bfloat16, int8 or packed 4-bit numbers. Nothing is gathered: a block of
- * BLOCK rows is read where it lies, unpacked into first-level cache if it is not float32, and used up.
+ * WHAT IT IS.  The operator that docs/attention-op.md describes: the keys and values of new tokens are written into
+ * the cache, quantised if it is; then each query attends over its sequence's rows of the cache, which lie anywhere:
+ * in pages, in one of four layouts, as float32, float16, bfloat16, int8 or packed 4-bit numbers. Nothing is gathered:
+ * a block of BLOCK rows is read where it lies and converted on its way into the products, or, where it is used often,
+ * unpacked into first-level cache.
  *
- * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are rows of one small matrix, so that each key is
- * read once for all of them; a chunk of a prompt adds its tokens as further rows, up to TILE. Softmax is done on the way
- * (running maximum and sum for each row), so no scores are kept beyond a block. Where a sequence has rows for one tile
- * only, as in decoding, its keys are cut into SPLIT rows for several threads, and the shares are put together at the end.
+ * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are rows of one small matrix, so that each
+ * key is read once for all of them; a chunk of a prompt adds its tokens as further rows, up to a tile. Softmax is
+ * done on the way (running maximum and sum for each row), so no scores are kept beyond a block. Where a sequence has
+ * rows for one tile only, as in decoding, its keys are cut into SPLIT rows for several threads, and the shares are
+ * put together at the end.
  *
  * THE LIMIT.  Decoding reads every byte of keys and values once and does 4 R operations for each number: with R = 4 and
- * float32 it is bound by memory. So bytes are what counts, and int8 and 4-bit caches gain as long as unpacking them costs
- * less than reading what they save. Prefill is bound by arithmetic: keys are transposed so that scores, like the
- * products with values, are sums in registers over broadcast numbers, without sums across a vector.
+ * float32 it is bound by memory, and reaches nine tenths of what a loop reaches that only reads the same rows. So bytes
+ * are what counts; in bfloat16 arithmetic takes as long as reading, in int8 and 4 bits longer. Prefill is bound by
+ * arithmetic: keys are transposed so that scores, like the products with values, are sums in registers over broadcast
+ * numbers, without sums across a vector; or the processor's matrix unit does it (cache_attention_amx.h).
  *
  * WHAT IT PROMISES
  *   - Codes and scales are the same bits for every instruction set, and those of ops/reference.py.
- *   - How work is cut depends on a sequence's lengths alone: its output depends neither on its batch nor on the number of
- *     threads.
+ *   - How work is cut depends on a sequence's lengths alone: its output depends neither on its batch nor on the
+ *     number of threads.
  *   - No row of the cache outside those that the index arguments name is read or written, and nothing is written before
  *     these are known to lie in the cache.
  *
  * THREADS and INSTRUCTION SETS: see team.h.
  *
  * ROADS NOT TAKEN.  Sums of int8 products: queries would have to be quantised, which the specification does not allow.
- * Scaling sums of groups instead of numbers: saves little beside the conversion of the codes, and the product would not
- * be rounded to the type of the scales as the specification demands.
+ * Sums of groups, scaled, instead of scaled numbers: done where a row has one scale, else it saves little beside the
+ * conversion of the codes. The matrix unit for decoding: four queries leave three quarters of its tiles and of the
+ * softmax's vectors empty, and it was slower.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -56,10 +60,10 @@ enum {
     LINE = 64,
     MOST = 1 << 20,
     BLOCK = 64,    /* keys at a time */
-    TILE = 96,     /* rows of queries at a time */
+    TILE = 96,     /* rows of queries at a time, without a matrix unit */
     TURNS = 16,    /* so many rows are worth transposing the keys */
     OFTEN = 8,     /* more rows are worth unpacking keys and values to memory first */
-    SPLIT = 512,   /* keys for one thread, where there is one tile */
+    SPLIT = 512,   /* keys for one thread, where there is one tile, of few rows */
     STREAMS = 4,   /* places where a block is read at a time */
     FEW = 1 << 15, /* numbers to store that are not worth waking a thread for */
 };
@@ -122,9 +126,9 @@ static inline int64_t locate(const Job *job, size_t sequence, size_t token)
 }
 
 /*
- * The task's keys from `first` on, a block of them or what is left. `spreads`: those of a whole block not in their order
- * but those of each quarter side by side: the processor, which sees four places where reading goes on instead of one, has
- * four times as much under way. Only where it does not matter which comes first.
+ * The task's keys from `first` on, a block of them or what is left. `spreads`: those of a whole block not in their
+ * order but those of each quarter side by side: the processor, which sees four places where reading goes on instead
+ * of one, has four times as much under way. Only where it does not matter which comes first.
  */
 static void locate_block(const Job *job, const Part *part, size_t first, bool spreads, Block *block)
 {
@@ -304,7 +308,8 @@ static bool has_set(const char *name)
 
 /* How a sequence is cut: its lengths alone decide, so that its result does not depend on what it is served with. */
 typedef struct {
-    size_t length, keys, tile, tiles, splits;
+    size_t length, keys, tile, tiles;
+    size_t splits, share; /* share: keys of a split */
 } Cut;
 
 static Cut cut(const Job *job, size_t sequence)
@@ -316,7 +321,9 @@ static Cut cut(const Job *job, size_t sequence)
         cut.tile /= 2;
     cut.tile = job->repeats < cut.tile ? cut.tile / job->repeats * job->repeats : cut.tile;
     cut.tiles = (cut.length * job->repeats + cut.tile - 1) / cut.tile;
-    cut.splits = cut.tiles == 1 ? (cut.keys + SPLIT - 1) / SPLIT : 1;
+    /* What a split finds is kept for each row: of many rows that would be more than their keys. */
+    cut.share = SPLIT * ((cut.length * job->repeats + SPLIT / 8 - 1) / (SPLIT / 8));
+    cut.splits = cut.tiles == 1 ? (cut.keys + cut.share - 1) / cut.share : 1;
     return cut;
 }
 
@@ -362,8 +369,8 @@ static void attend_task(const Job *job, size_t task, float *scratch)
     part.row = tile * c.tile;
     part.rows = c.length * job->repeats - part.row < c.tile ? c.length * job->repeats - part.row : c.tile;
     part.causal = job->slopes != NULL || (job->causal && c.length > 1 && low >= job->decoding);
-    part.first_key = c.splits > 1 ? part.split * SPLIT : 0;
-    part.last_key = c.splits > 1 && c.keys - part.first_key > SPLIT ? part.first_key + SPLIT : c.keys;
+    part.first_key = c.splits > 1 ? part.split * c.share : 0;
+    part.last_key = c.splits > 1 && c.keys - part.first_key > c.share ? part.first_key + c.share : c.keys;
     if (part.causal) {
         size_t reach = (part.row + part.rows - 1) / job->repeats + c.keys - c.length + 1;
         part.last_key = reach < part.last_key ? reach : part.last_key;
@@ -381,9 +388,15 @@ static size_t scratch_floats(const Job *job)
     size_t wide = (job->width + 15) / 16 * 16, rows = TILE + 3;
     size_t floats = rows * (2 * wide + BLOCK + 2) + 2 * BLOCK * wide + 2 * wide + 2 * BLOCK + LINE;
 #if defined(__x86_64__)
+    size_t most = 0; /* rows of a task */
+    for (size_t b = 0; job->set->tile > TILE && b < job->batch; b++) {
+        Cut c = cut(job, b);
+        size_t all = c.length * job->repeats, some = all < c.tile ? all : c.tile;
+        most = some > most ? some : most;
+    }
     Room room;
-    size_t others = amx_room(AMX_ROWS, job->width, job->groups, 3, NULL, &room) / sizeof(float);
-    floats = floats < others ? others : floats;
+    size_t others = most < TURNS ? 0 : amx_room(most, job->width, job->groups, amx_parts(job->type), NULL, &room);
+    floats = floats < others / sizeof(float) ? others / sizeof(float) : floats;
 #endif
     return floats;
 }

@@ -11,8 +11,9 @@
  * weights are turned back, which are fewer than the values, to be A; pairs of rows of the values are woven to be B.
  * What is packed lies tile after tile: rows of a tile that are a power of two apart would get into each other's way.
  *
- * Scores are counted in powers of two. Weights below 2^-126 are zero: numbers with fewer digits take the processor a
- * hundred times as long.
+ * Weights below 2^-126.5 are zero: numbers with fewer digits take the processor a hundred times as long. Parts that
+ * are so small count as zero, and an infinity in a number of several parts gives NaN where the vectors would give an
+ * infinity.
  */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -23,8 +24,11 @@ typedef struct {
     size_t query, cache, weight;
 } Parts;
 
-/* How a row of the cache becomes bfloat16: it is; it is, but of a width that does not fill tiles; by being split. */
-typedef enum { AS_IT_LIES, NARROW, SPLIT_UP } Form;
+/*
+ * How a row of the cache becomes bfloat16: it is; it is, but of a width that does not fill tiles; codes times scales,
+ * rounded once; by way of float32 and all the roundings that are due, as a sum of several.
+ */
+typedef enum { AS_IT_LIES, NARROW, CODES, IN_PARTS } Form;
 
 /* 16 rows of queries at most: what decides what they see, and how far their softmax is. */
 typedef struct {
@@ -50,8 +54,8 @@ typedef struct {
     Strip *strips;     /* an even number of them */
     float *sums;       /* [strips][deep / SIDE][SIDE][SIDE] */
     float *flat;       /* [strips * SIDE, deep]: the sums in the end */
-    float *scores;     /* [2][STEP, SIDE] */
-    float *mask;       /* [STEP, SIDE], and as much to turn it */
+    float *scores;     /* [2][STEP, SIDE]; in the end the totals of all rows */
+    float *mask;       /* [STEP, SIDE], and as much to turn it; in the end the largest score of each row */
     float *row, *scales; /* a row of the cache in float32 and its scales */
     uint16_t *queries; /* [strips][parts][deep / 2][SIDE][2] */
     uint16_t *rows;    /* [parts][SPAN][deep]: keys that cannot be read where they lie */
@@ -60,19 +64,24 @@ typedef struct {
     uint16_t *weights; /* [2][parts][STEP / DEEP][SIDE][DEEP] */
 } Room;
 
+static size_t amx_parts(enum type queries)
+{
+    return queries == BFLOAT16 ? 1 : queries == FLOAT16 ? 2 : 3;
+}
+
 static size_t amx_strips(size_t rows)
 {
     return (rows + 2 * SIDE - 1) / (2 * SIDE) * 2;
 }
 
-/* Lays out the room for `rows` of queries; returns its bytes. All pieces begin at a line of the cache. */
+/* Lays out the room for `rows` of queries, if there is a scratch; returns its bytes. Pieces begin with lines. */
 static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, char *scratch, Room *room)
 {
     size_t at = 0, deep = round_to(width, DEEP), strips = amx_strips(rows);
     room->deep = deep;
 #define PIECE(name, items)                                                                                             \
     do {                                                                                                               \
-        room->name = (void *)(scratch + at);                                                                           \
+        room->name = scratch ? (void *)(scratch + at) : NULL;                                                          \
         at += round_to((items) * sizeof *room->name, LINE);                                                            \
     } while (0)
     PIECE(strips, strips);
@@ -160,20 +169,42 @@ AMX INLINE void amx_begin(const Job *job, const Part *part, const Room *room, si
     }
 }
 
+/* Codes times scales, `deep` numbers. */
+AMX INLINE void amx_codes(enum reading reading, const char *codes, const float *scales, unsigned shift, size_t deep,
+                          uint16_t *out)
+{
+    const char *const scales_of[] = {(const char *)scales};
+    const Lines lines = {.rows = &codes, .scales = scales_of, .shift = shift};
+    for (size_t d = 0; d < deep; d += DEEP) {
+        __m512 low = (__m512)read_avx512(reading, &lines, 0, d);
+        __m512 high = (__m512)read_avx512(reading, &lines, 0, d + SIDE);
+        _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
 /* Row `k` of one plane of a block as bfloat16: where it lies, or in `out`, part p at out + p * stride. */
 AMX INLINE const uint16_t *amx_fetch(const Job *job, const Room *room, const Block *block, size_t plane, size_t k,
                                      Form form, size_t parts, uint16_t *out, size_t stride)
 {
-    size_t width = job->width, deep = room->deep;
+    const size_t width = job->width, deep = room->deep;
     const char *source = block->codes[k] + (ptrdiff_t)plane * job->cache.plane;
+    const char *stored = job->bits ? block->scales[k] + (ptrdiff_t)plane * job->scale.plane : NULL;
     if (form == AS_IT_LIES)
         return (const uint16_t *)source;
     if (form == NARROW) {
         memcpy(out, source, width * sizeof *out);
         memset(out + width, 0, (deep - width) * sizeof *out);
+    } else if (form == CODES) {
+        const unsigned shift = job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63;
+        widen_avx512(stored, job->scale.type, job->groups, room->scales);
+        if (job->bits == 4)
+            amx_codes(AS_NIBBLES, source, room->scales, shift, deep, out);
+        else if (job->groups > 1 && job->group < SIDE)
+            amx_codes(AS_BYTES_IN_SMALL_GROUPS, source, room->scales, shift, deep, out);
+        else
+            amx_codes(AS_BYTES_IN_GROUPS, source, room->scales, shift, deep, out);
     } else {
-        fetch_avx512(job, source, block->scales[k] + (ptrdiff_t)plane * job->scale.plane, round_to(width, SIDE),
-                     room->row, room->scales);
+        fetch_avx512(job, source, stored, round_to(width, SIDE), room->row, room->scales);
         amx_split(room->row, deep, parts, out, stride);
     }
     return out;
@@ -234,6 +265,7 @@ AMX INLINE void amx_values(const Job *job, const Room *room, const Block *block,
 AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, size_t groups, const uint16_t *queries,
                           size_t line, size_t deep, Parts parts, float *scores)
 {
+    AMX_SEES_MEMORY;
     for (size_t g = 0; g < groups; g += 2) {
         const size_t h = g + 1 < groups ? g + 1 : g; /* of an odd number the last is done twice */
         _tile_zero(0);
@@ -304,16 +336,11 @@ AMX INLINE __m512 amx_power(__m512 y, size_t parts)
 #undef MORE
 }
 
-/*
- * What is between scores and weights but for the common case: slopes, a mask, later keys. Scores get the unit that
- * amx_soften wants.
- */
+/* Products to scores, where more than a factor lies between them: slopes, a mask, later keys. */
 AMX static void amx_adjust(const Job *job, const Room *room, const Strip *strip, size_t first, size_t count,
                            float *scores)
 {
-    const float unit = BITS_OF_E;
-    const __m512 root = _mm512_set1_ps(unit / sqrtf((float)job->width)), units = _mm512_set1_ps(unit);
-    const __m512 slope = _mm512_mul_ps(_mm512_loadu_ps(strip->slope), units);
+    const __m512 root = _mm512_set1_ps(1 / sqrtf((float)job->width)), slope = _mm512_loadu_ps(strip->slope);
     int32_t seen[SIDE];   /* of the block */
     float distance[SIDE]; /* from the block's first key; with slopes later keys are hidden */
     for (size_t lane = 0; lane < SIDE; lane++) {
@@ -327,7 +354,7 @@ AMX static void amx_adjust(const Job *job, const Room *room, const Strip *strip,
             score = _mm512_fnmadd_ps(
                 slope, _mm512_sub_ps(_mm512_loadu_ps(distance), _mm512_set1_ps((float)k)), score);
         if (job->mask.data)
-            score = _mm512_fmadd_ps(_mm512_loadu_ps(room->mask + k * SIDE), units, score);
+            score = _mm512_add_ps(_mm512_loadu_ps(room->mask + k * SIDE), score);
         __mmask16 visible = _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(seen), _mm512_set1_epi32((int32_t)k));
         _mm512_storeu_ps(scores + k * SIDE, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), visible, score));
     }
@@ -338,11 +365,12 @@ AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_
                            float *scores, uint16_t *weights, float *sums)
 {
     const __m512 never = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(strip->most);
+    const __m512 bits = _mm512_set1_ps(BITS_OF_E), far = _mm512_set1_ps(4096);
     __m512 high[4] = {never, never, never, never}, root = _mm512_set1_ps(1);
     if (job->slopes || job->mask.data || strip->reach[0] < (int64_t)(first + count))
         amx_adjust(job, room, strip, first, count, scores);
     else
-        root = _mm512_set1_ps(BITS_OF_E / sqrtf((float)job->width));
+        root = _mm512_set1_ps(1 / sqrtf((float)job->width));
     size_t at = 0;
     for (; at + 4 <= count; at += 4)
 #pragma GCC unroll 4
@@ -352,10 +380,21 @@ AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_
         high[0] = _mm512_max_ps(_mm512_loadu_ps(scores + at * SIDE), high[0]);
     high[0] = _mm512_max_ps(_mm512_max_ps(high[0], high[1]), _mm512_max_ps(high[2], high[3]));
     const __m512 most = _mm512_max_ps(_mm512_mul_ps(high[0], root), before);
-    const __m512 base = _mm512_mask_mov_ps(most, _mm512_cmpeq_ps_mask(most, never), _mm512_setzero_ps());
+    __m512 base = _mm512_mask_mov_ps(most, _mm512_cmpeq_ps_mask(most, never), _mm512_setzero_ps());
+    const __m512 shrink = amx_power(_mm512_mul_ps(_mm512_sub_ps(before, base), bits), 3);
+    if (_mm512_cmp_ps_mask(_mm512_abs_ps(base), far, _CMP_GT_OQ)) { /* a product of its own would lose the difference */
+        for (size_t k = 0; k < count; k++) {
+            __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + k * SIDE), root);
+            __asm__("" : "+v"(score)); /* rounded as `base` was: not one operation with the next */
+            _mm512_storeu_ps(scores + k * SIDE, _mm512_sub_ps(score, base));
+        }
+        root = _mm512_set1_ps(1);
+        base = _mm512_setzero_ps();
+    }
+    root = _mm512_mul_ps(root, bits);
+    base = _mm512_mul_ps(base, bits);
     __m512 total = _mm512_loadu_ps(strip->total), others = _mm512_setzero_ps();
     if (_mm512_cmpneq_ps_mask(before, most)) {
-        __m512 shrink = amx_power(_mm512_sub_ps(before, base), 3);
         float by[SIDE];
         _mm512_storeu_ps(by, shrink);
         total = _mm512_mul_ps(total, shrink);
@@ -393,10 +432,11 @@ AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_
 }
 
 /* sums += weights times values, for two strips and so many times DEEP keys. */
-AMX INLINE void amx_gather(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
+AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
                            float *sums)
 {
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
+    AMX_SEES_MEMORY;
     const size_t other = parts.weight * STEP * SIDE;
     for (size_t d = 0; d < deep; d += 2 * SIDE) {
         float *first = sums + d * SIDE, *second = first + SIDE * deep;
@@ -444,7 +484,8 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
             const size_t at = first - span;
             locate_block(job, part, first, false, &block);
             amx_values(job, room, &block, form, parts.cache, room->values + at * deep);
-            amx_keys(job, room, &block, form, parts.cache, room->rows + at * deep, keys + at / SIDE, strides + at / SIDE);
+            amx_keys(job, room, &block, form, parts.cache, room->rows + at * deep, keys + at / SIDE,
+                     strides + at / SIDE);
         }
         for (size_t s = 0; s < strips; s += 2) {
             Strip *strip = room->strips + s;
@@ -461,7 +502,7 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
                     amx_soften(job, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
                                room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
                 }
-                amx_gather(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, sums);
+                amx_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, sums);
             }
         }
     }
@@ -470,7 +511,7 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
         const Strip *strip = room->strips + r / SIDE;
         for (size_t d = 0; d < deep; d += SIDE)
             memcpy(room->flat + r * deep + d, room->sums + (r / SIDE * deep + d + r % SIDE) * SIDE, LINE);
-        room->mask[r] = strip->most[r % SIDE] / BITS_OF_E;
+        room->mask[r] = strip->most[r % SIDE];
         room->scores[r] = strip->total[r % SIDE];
     }
     conclude_avx512(job, part, room->flat, deep, room->mask, room->scores);
@@ -480,19 +521,25 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
 AMX static void attend_amx(const Job *job, const Part *part, float *scratch)
 {
     const bool brain = job->cache.type == BFLOAT16 && !job->bits;
-    const Form form = !brain ? SPLIT_UP : job->width % DEEP == 0 ? AS_IT_LIES : NARROW;
+    const bool whole = job->width % DEEP == 0, one = job->groups == 1;
+    const Form form = !brain ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
+    /* A shift finds the scale of a number; 4 bits want one for a vector. */
+    const bool codes = job->bits && whole && (one || (job->group & (job->group - 1)) == 0) &&
+                       (job->bits == 8 || one || job->group >= SIDE);
     if (part->rows < TURNS)
         attend_avx512(job, part, scratch);
     else if (job->type == FLOAT16)
-        amx_attend(job, part, scratch, SPLIT_UP, (Parts){2, 2, 2});
+        amx_attend(job, part, scratch, IN_PARTS, (Parts){2, 2, 2});
     else if (job->type == BFLOAT16 && form == AS_IT_LIES)
         amx_attend(job, part, scratch, AS_IT_LIES, (Parts){1, 1, 1});
+    else if (job->type == BFLOAT16 && codes)
+        amx_attend(job, part, scratch, CODES, (Parts){1, 1, 1});
     else if (job->type == BFLOAT16)
         amx_attend(job, part, scratch, form, (Parts){1, 1, 1});
     else if (brain)
         amx_attend(job, part, scratch, form, (Parts){3, 1, 3});
     else
-        amx_attend(job, part, scratch, SPLIT_UP, (Parts){3, 3, 3});
+        amx_attend(job, part, scratch, IN_PARTS, (Parts){3, 3, 3});
 }
 
 #undef INLINE

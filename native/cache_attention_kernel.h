@@ -6,7 +6,7 @@
  * (of a block of sums in registers), QUERIES (queries at a time where keys are not transposed; with KEYS keys they are
  * LANES sums), and, or nothing for plain C: HALVES, BRAINS, BYTES, NIBBLES (LANES float16, bfloat16, int8 or 4-bit
  * numbers to a vector of floats), ROUND_HALF (a vector rounded to float16), STORE_HALVES, STORE_BRAINS
- * (the low halves of a vector of integers).
+ * (the low halves of a vector of integers, which they are with their signs).
  */
 
 #define NAME(name) JOIN(name, ISA)
@@ -619,15 +619,18 @@ TARGET static void NAME(gather)(const Job *job, const Block *block, size_t plane
     if (!direct) {
         for (size_t k = 0; k < block->count; k++) {
             hint(ahead, k);
-            NAME(fetch)(job, block->codes[k] + offset, block->scales[k] + scale_offset, wide, (float *)lines->rows[k],
-                        scales);
+            NAME(fetch)(job, block->codes[k] + offset, job->bits ? block->scales[k] + scale_offset : NULL, wide,
+                        (float *)lines->rows[k], scales);
         }
         return;
     }
     lines->offset = offset;
     if (reading == AS_BYTES)
-        for (size_t k = 0; k < block->count; k++)
+        for (size_t k = 0; k < block->count; k++) {
             NAME(widen)(block->scales[k] + scale_offset, job->scale.type, 1, scales + k);
+            if (plane == 0 && isinf(scales[k]))
+                scales[k] = NAN; /* infinities of both signs, added up: not to be mistaken for a key that is hidden */
+        }
     else if (lines->scales == block->scales)
         lines->scale_offset = scale_offset;
     else

@@ -1,7 +1,8 @@
 /*
  * product_amx.h: the task of product.c for values in bfloat16, by the matrix unit of the processor (AMX).
  *
- * See amx.h for the tiles. Two tiles of rows times two of columns are kept, so that four products follow from four loads.
+ * See amx.h for the tiles. Two tiles of rows times two of columns are kept, so that four products follow from four
+ * loads.
  *
  * V is packed once for each task, pairs of its rows woven together as the tiles want them and filled up with zeros to
  * whole tiles. Rows of the map are rounded to bfloat16 in the scratch, unless they lie in it already and whole tiles can
@@ -19,6 +20,7 @@ static size_t amx_scratch(size_t length, size_t width, size_t lanes, size_t rows
 AMX static inline void amx_block(const char *rows, size_t stride, const uint16_t *packed, size_t wide, size_t deep,
                                  float *sums)
 {
+    AMX_SEES_MEMORY;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

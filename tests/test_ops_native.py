@@ -72,7 +72,9 @@ def test_widths_that_are_no_multiple_of_a_vector(isa: str, width: int) -> None: 
         torch.testing.assert_close(attend(case, inputs, isa), expected, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.parametrize("sequences", [[(1, 2000)], [(1, 511), (1, 512), (1, 513)], [(120, 30), (1, 700), (2, 600)]])
+@pytest.mark.parametrize(
+    "sequences", [[(1, 2000)], [(1, 511), (1, 512), (1, 513)], [(120, 30), (1, 700), (2, 600)], [(30, 2000)]]
+)
 def test_threads_change_no_bit(sequences: list[tuple[int, int]]) -> None:  # 71, 80
     case = Case(sequences, bits=8, page=16)
     inputs = case.make()
@@ -96,16 +98,80 @@ def test_splits_agree_with_the_reference(keys: int) -> None:  # 80
     torch.testing.assert_close(attend(case, inputs), expected, atol=2e-6, rtol=2e-6)
 
 
-def before_a_wall(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose last byte is the last that may be read."""
-    size = tensor.numel() * tensor.element_size()
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("extra", [{}, {"alibi": True}, {"mask": "3d"}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("width", [40, 64])
+def test_prompts_of_many_blocks_agree_with_the_reference(
+    isa: str, dtype: torch.dtype, extra: dict[str, Any], bits: int, width: int
+) -> None:  # 68, 80
+    """Chunks behind thousands of keys, which are split; a prompt of several tiles; queries that see none of a step."""
+    case = Case(
+        [(40, 2500), (300, 5), (9, 600), (1, 3)], heads=8, kv_heads=2, width=width, dtype=dtype, page=16, bits=bits,
+        group=width, **extra,
+    )  # fmt: skip
+    inputs = case.make()
+    if inputs["attn_mask"] is not None:
+        inputs["attn_mask"][:, 3:11, :2000] = float("-inf")
+    expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference").double()
+    error = (attend(case, inputs, isa).double() - expected).abs() / (1 + expected.abs())
+    assert float(error.max()) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_numbers_without_measure_are_not_mistaken(isa: str, dtype: torch.dtype, tokens: int) -> None:
+    """Masks as low as a number can be; scores of billions; no key at all; NaN and infinity where they belong."""
+    case = Case([(tokens, 300)], width=64, dtype=dtype, mask="2d", hidden=0, causal=False)
+    low = clone(case.make())
+    low["attn_mask"][0] = torch.finfo(dtype).min
+    low["attn_mask"][-1] = float("-inf") if tokens > 1 else torch.finfo(dtype).min / 2
+    high = clone(case.make())
+    high["attn_mask"] = None
+    high["query"] *= 1e3 if dtype == torch.float16 else 3e4
+    high["cache"] *= 1 if dtype == torch.float16 else 3e4
+    for inputs in (low, high):
+        expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference")
+        expected = expected.double()
+        assert bool(expected.isfinite().all())
+        error = (attend(case, inputs, isa).double() - expected).abs() / (1 + expected.abs())
+        assert float(error.max()) <= TOLERANCE[dtype]
+    for odd in (float("nan"), float("inf")):
+        inputs = clone(case.make())
+        inputs["query"][-1] = odd
+        output = attend(case, inputs, isa)
+        assert bool(output[-1].isnan().all())
+        assert bool(output[:-1].isfinite().all())
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_an_infinite_scale_hides_no_key(isa: str, tokens: int) -> None:
+    """float16 scales overflow where a number is above 8.3e6: the output says so, for every query."""
+    case = Case([(tokens, 20)], width=64, group=64, bits=8, dtype=torch.bfloat16, scale_dtype=torch.float16)
+    inputs = case.make()
+    inputs["current_key"][0, :, 0] = 1e8
+    assert bool(attend(case, inputs, isa).isnan().all())
+
+
+def before_walls(tensor: torch.Tensor, planes: int = 1) -> torch.Tensor:
+    """A copy of which each plane's last byte is the last that may be read."""
+    size = tensor.numel() // planes * tensor.element_size()
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
-    view = torch.frombuffer(memory, dtype=torch.uint8)
+    step = room + mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, planes * step), dtype=torch.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(view.data_ptr() + room), mmap.PAGESIZE, 0) == 0  # PROT_NONE
-    copy = view[room - size : room].view(tensor.dtype).view(tensor.shape)
-    return copy.copy_(tensor)
+    for plane in range(planes):
+        wall = ctypes.c_void_p(memory.data_ptr() + plane * step + room)
+        assert libc.mprotect(wall, mmap.PAGESIZE, 0) == 0  # PROT_NONE
+    first = memory[room - size :].view(tensor.dtype) if planes == 1 else memory.view(tensor.dtype)
+    if planes == 1:
+        return first[: tensor.numel()].view(tensor.shape).copy_(tensor)
+    each = tensor.element_size()
+    strides = (0, step // each, *tensor[0, 0].stride())
+    return first.as_strided(tensor.shape, strides, (room - size) // each).copy_(tensor)
 
 
 @pytest.mark.parametrize("isa", SETS)
@@ -131,7 +197,11 @@ def test_nothing_behind_a_tensors_end_is_touched(
     expected = attend(case, clone(inputs), isa)
 
     def run() -> bool:
-        walled = inputs | {name: before_a_wall(inputs[name]) for name in walls if inputs[name] is not None}
+        walled = inputs | {
+            name: before_walls(inputs[name], 2 if inputs[name].dim() == 5 else 1)
+            for name in walls
+            if inputs[name] is not None
+        }
         return torch.equal(attend(case, walled, isa), expected)
 
     assert run_child(run).result

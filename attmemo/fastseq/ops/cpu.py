@@ -1,8 +1,8 @@
 """The fast implementation for CPUs: `native/cache_attention.c`, which reads the cache as it lies.
 
-Keys and values are never gathered, and never unpacked further than into a few rows in the processor's cache. The
-output of a sequence depends neither on what it is served with nor on the number of threads, which are torch's own, as
-many as `torch.get_num_threads` says.
+Keys and values are never gathered, and never unpacked further than into a few hundred rows in the processor's cache.
+The output of a sequence depends neither on what it is served with nor on the number of threads, which are torch's own,
+as many as `torch.get_num_threads` says.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attend(a: Arguments, isa: str = "") -> torch.Tensor:
     ValueError
         If the index inputs, which may not have been checked, lead outside the cache. Nothing was written.
     MemoryError
-        If there is no memory for a few rows for each thread.
+        If there is no memory for a few hundred rows for each thread.
     """
     output = torch.empty(a.query.shape, dtype=a.query.dtype, device="cpu")
     at = a.indices
