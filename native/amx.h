@@ -10,12 +10,8 @@
 #define ATTMEMO_AMX_H
 
 #include <immintrin.h>
-#include <stdatomic.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include "numbers.h"
-#include "team.h"
+#include <stddef.h>
+#include <stdint.h>
 
 #define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c,amx-tile,amx-bf16")))
 
@@ -34,19 +30,6 @@ typedef struct {
 static const TileShapes tile_shapes = {.palette = 1,
                                        .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
                                        .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
-
-/* Whether there is one, and Linux lets this process have its registers, which are large: it wants to be asked once. */
-static bool has_amx(void)
-{
-    static atomic_int granted; /* 1: yes, -1: no */
-    if (!granted)
-        granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                          __builtin_cpu_supports("avx512bf16") && has_instructions("avx512") &&
-                          syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0
-                      ? 1
-                      : -1;
-    return granted == 1;
-}
 
 static inline size_t round_to(size_t number, size_t multiple)
 {

@@ -209,6 +209,20 @@ typedef struct {
     unsigned shift;
 } Lines;
 
+/* Number i of a row has scale i >> scale_shift, where it has: groups are powers of two, or one for all. */
+static inline unsigned scale_shift(const Job *job)
+{
+    return job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63;
+}
+
+/* Whether codes can be read `lanes` at a time, times their scales, and how. */
+static inline bool choose_codes(const Job *job, size_t lanes, enum reading *reading)
+{
+    const bool one = job->groups == 1, bytes = job->bits == 8, wide = one || job->group % lanes == 0;
+    *reading = !bytes ? AS_NIBBLES : wide ? AS_BYTES_IN_GROUPS : AS_BYTES_IN_SMALL_GROUPS;
+    return job->bits && (one || (job->group & (job->group - 1)) == 0) && (wide || bytes);
+}
+
 /* Number i of codes of 8 or 4 bits. */
 static inline int code_at(const char *codes, int bits, size_t i)
 {
@@ -294,15 +308,6 @@ static const Set sets[] = {
 };
 
 enum { SETS = sizeof sets / sizeof sets[0] };
-
-static bool has_set(const char *name)
-{
-#if defined(__x86_64__)
-    if (strcmp(name, "amx") == 0)
-        return has_amx();
-#endif
-    return has_instructions(name);
-}
 
 /* ---- the plan --------------------------------------------------------------------------------------------------- */
 
@@ -621,7 +626,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
 
     const Set *set = NULL;
     for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_set(sets[i].name))
+        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_instructions(sets[i].name))
             set = &sets[i];
     bool done = false;
     if (is_fine(set != NULL, "this processor has no such instruction set") &&
@@ -734,7 +739,7 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_set(sets[i].name))
+        if (!has_instructions(sets[i].name))
             continue;
         PyObject *name = PyUnicode_FromString(sets[i].name);
         if (!name || PyList_Append(list, name) != 0)

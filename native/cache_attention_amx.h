@@ -195,14 +195,16 @@ AMX INLINE const uint16_t *amx_fetch(const Job *job, const Room *room, const Blo
         memcpy(out, source, width * sizeof *out);
         memset(out + width, 0, (deep - width) * sizeof *out);
     } else if (form == CODES) {
-        const unsigned shift = job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63;
+        const unsigned shift = scale_shift(job);
+        enum reading reading;
+        choose_codes(job, SIDE, &reading);
         widen_avx512(stored, job->scale.type, job->groups, room->scales);
-        if (job->bits == 4)
+        if (reading == AS_NIBBLES)
             amx_codes(AS_NIBBLES, source, room->scales, shift, deep, out);
-        else if (job->groups > 1 && job->group < SIDE)
-            amx_codes(AS_BYTES_IN_SMALL_GROUPS, source, room->scales, shift, deep, out);
-        else
+        else if (reading == AS_BYTES_IN_GROUPS)
             amx_codes(AS_BYTES_IN_GROUPS, source, room->scales, shift, deep, out);
+        else
+            amx_codes(AS_BYTES_IN_SMALL_GROUPS, source, room->scales, shift, deep, out);
     } else {
         fetch_avx512(job, source, stored, round_to(width, SIDE), room->row, room->scales);
         amx_split(room->row, deep, parts, out, stride);
@@ -521,11 +523,10 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
 AMX static void attend_amx(const Job *job, const Part *part, float *scratch)
 {
     const bool brain = job->cache.type == BFLOAT16 && !job->bits;
-    const bool whole = job->width % DEEP == 0, one = job->groups == 1;
+    const bool whole = job->width % DEEP == 0;
     const Form form = !brain ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
-    /* A shift finds the scale of a number; 4 bits want one for a vector. */
-    const bool codes = job->bits && whole && (one || (job->group & (job->group - 1)) == 0) &&
-                       (job->bits == 8 || one || job->group >= SIDE);
+    enum reading reading;
+    const bool codes = whole && choose_codes(job, SIDE, &reading);
     if (part->rows < TURNS)
         attend_avx512(job, part, scratch);
     else if (job->type == FLOAT16)

@@ -594,13 +594,9 @@ TARGET static enum reading NAME(choose_reading)(const Job *job, const Part *part
     /* Products would have to be rounded to the types of the scales and of the queries. Where these have but half the
        digits that changes less than rounding the output does, and is left out. */
     const bool exact = job->type != FLOAT32 || job->scale.type == FLOAT32;
-    const bool bytes = job->bits == 8, one = job->groups == 1, wide = one || job->group % LANES == 0;
-    const bool even = one || (job->group & (job->group - 1)) == 0; /* a shift finds the scale */
-    if (*direct && job->bits && exact && even && (wide || bytes)) {
-        if (one && bytes)
-            return AS_BYTES;
-        return !wide ? AS_BYTES_IN_SMALL_GROUPS : bytes ? AS_BYTES_IN_GROUPS : AS_NIBBLES;
-    }
+    enum reading reading;
+    if (*direct && exact && choose_codes(job, LANES, &reading))
+        return job->bits == 8 && job->groups == 1 ? AS_BYTES : reading;
 #else
     (void)part;
 #endif
@@ -734,7 +730,7 @@ TARGET static void NAME(attend)(const Job *job, const Part *part, float *scratch
         const size_t count = block->count;
         Lines lines = {.rows = direct ? block->codes : own,
                        .scales = own_scales ? own : block->scales,
-                       .shift = job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63};
+                       .shift = scale_shift(job)};
         Ahead ahead = look_ahead(job, block, 1);
         NAME(gather)(job, block, 0, wide, reading, direct, &ahead, &lines, scales);
         if (turns) {

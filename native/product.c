@@ -139,15 +139,6 @@ static const Set sets[] = {
 
 enum { SETS = sizeof sets / sizeof sets[0] };
 
-static bool has_set(const char *name)
-{
-#if defined(__x86_64__)
-    if (strcmp(name, "amx") == 0)
-        return has_amx();
-#endif
-    return has_instructions(name);
-}
-
 static void work(void *pointer)
 {
     Job *job = pointer;
@@ -245,7 +236,7 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, Py
 
     const Set *set = NULL;
     for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && (brain || !sets[i].brain) && has_set(sets[i].name))
+        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && (brain || !sets[i].brain) && has_instructions(sets[i].name))
             set = &sets[i];
     bool done = false;
     if (is_fine(form >= 0 && form < FORMS, "there is no such form of maps") &&
@@ -296,7 +287,7 @@ static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *
         return NULL;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_set(sets[i].name) || (sets[i].brain && !brain))
+        if (!has_instructions(sets[i].name) || (sets[i].brain && !brain))
             continue;
         PyObject *name = PyUnicode_FromString(sets[i].name);
         if (!name || PyList_Append(list, name) != 0)

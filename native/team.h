@@ -14,8 +14,14 @@
 #define ATTMEMO_TEAM_H
 
 #include <dlfcn.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
+
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
@@ -27,6 +33,16 @@ static bool has_instructions(const char *name)
     if (strcmp(name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (strcmp(name, "amx") == 0) { /* its registers are large: Linux wants to be asked for them, once a process */
+        static atomic_int granted;  /* 1: yes, -1: no */
+        if (!granted)
+            granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                              __builtin_cpu_supports("avx512bf16") && has_instructions("avx512") &&
+                              syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0
+                          ? 1
+                          : -1;
+        return granted == 1;
+    }
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif

@@ -136,8 +136,9 @@ def padded_calls(
         causal = None if length == total else torch.ones(length, total, dtype=torch.bool).tril(total - length)
         chunks.append((b, torch.randn(1, HEADS, length, WIDTH, dtype=dtype), new, causal))
 
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
     def call(packed: bool) -> None:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
         if count:
             for plane in (0, 1):
                 cache[plane][batch, :, place] = fresh[plane]
@@ -158,7 +159,6 @@ def padded_calls(
         for b, own in enumerate(alone):
             own[0][:, :, -1] = fresh[0][b]
             own[1][:, :, -1] = fresh[1][b]
-            sdpa = torch.nn.functional.scaled_dot_product_attention
             sdpa(query[b].view(1, KV_HEADS, HEADS // KV_HEADS, WIDTH), own[0], own[1])
 
     def as_transformers() -> None:
