@@ -31,7 +31,7 @@ test: lint  ## everything that has to pass: lint, types, tests
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow
 
-# Built beside, never over, what is installed. The tests see a tree of links with the other extensions in it.
+# Built beside, never over, what is installed: the tests see a copy of the tree.
 SANE := build/sanitize
 NOT_SANE := not running_out and not at_the_limit and not behind_a_window and not leave_no_mapping and not minute
 NOT_SANE += and not of_the_size and not leaks and not at_length
@@ -42,12 +42,10 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	  echo "skipped: $${CC:-cc} has no libasan; on Debian it is in the package libgcc-12-dev, or that of your version"
 	  exit 0
 	fi
-	rm -rf $(SANE) && mkdir -p $(SANE)/attmemo
+	rm -rf $(SANE) && mkdir -p $(SANE) && cp -rL attmemo $(SANE)/
+	find $(SANE) -name "*.so" -delete
 	ATTMEMO_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build_ext --build-lib $(SANE) \
 	  --build-temp $(SANE)/temp
-	for file in attmemo/* profiler; do
-	  case $$file in *.so | */__pycache__) ;; *) ln -s "$$PWD/$$file" $(SANE)/attmemo/ ;; esac
-	done
 	export PYTHONPATH="$$PWD/$(SANE)" PYTHONMALLOC=malloc LD_PRELOAD="$$library"
 	# What is found goes to files: pytest would keep the words of a process that dies to itself.
 	export UBSAN_OPTIONS="print_stacktrace=1:log_path=$$PWD/$(SANE)/report"
@@ -68,12 +66,10 @@ sanitize-threads: $(READY)  ## races in the C code, looked for with the thread s
 	  echo "skipped: $${CC:-cc} has no libtsan; on Debian it is in the package libgcc-12-dev, or that of your version"
 	  exit 0
 	fi
-	rm -rf $(SANE_THREADS) && mkdir -p $(SANE_THREADS)/attmemo
+	rm -rf $(SANE_THREADS) && mkdir -p $(SANE_THREADS) && cp -rL attmemo $(SANE_THREADS)/
+	find $(SANE_THREADS) -name "*.so" -delete
 	ATTMEMO_SANITIZE=thread $(BIN)/python setup.py --quiet build_ext --build-lib $(SANE_THREADS) \
 	  --build-temp $(SANE_THREADS)/temp
-	for file in attmemo/* profiler; do
-	  case $$file in *.so | */__pycache__) ;; *) ln -s "$$PWD/$$file" $(SANE_THREADS)/attmemo/ ;; esac
-	done
 	export PYTHONPATH="$$PWD/$(SANE_THREADS)" LD_PRELOAD="$$library" OMP_NUM_THREADS=1
 	export TSAN_OPTIONS="log_path=$$PWD/$(SANE_THREADS)/report:exitcode=0:handle_segv=0:handle_sigbus=0"
 	export TSAN_OPTIONS="$$TSAN_OPTIONS:ignore_noninstrumented_modules=1:report_signal_unsafe=0"
@@ -87,11 +83,7 @@ sanitize-threads: $(READY)  ## races in the C code, looked for with the thread s
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .
-	# profiler/ is installed as attmemo.profiler: types are checked on a tree that looks as it is installed.
-	rm -rf .mypy_cache/tree && mkdir -p .mypy_cache/tree/attmemo
-	ln -s "$$PWD"/attmemo/* .mypy_cache/tree/attmemo/
-	ln -s "$$PWD"/profiler .mypy_cache/tree/attmemo/profiler
-	cd .mypy_cache/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ..
+	$(BIN)/mypy
 
 bench: $(READY)  ## what fetching maps, searching and serving a layer cost on this machine
 	@$(BIN)/attmemo bench gather
@@ -132,7 +124,7 @@ $(READY): pyproject.toml setup.py $(wildcard native/*)
 	touch $@
 
 clean:  ## remove what was built, .venv and the demo's output
-	@rm -rf .venv build *.egg-info attmemo/_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv build *.egg-info attmemo/*/_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	if [ -e "$(OUTPUT)/.attmemo-demo" ]; then rm -rf "$(OUTPUT)"; fi
 

@@ -1,7 +1,7 @@
 """Where the packages lie and how the C extension is built; all other metadata is in pyproject.toml.
 
-`profiler/` stands at the top level of the repository and is installed as `attmemo.profiler`, so that no
-generic top-level name lands in site-packages.
+`profiler/` stands at the top level of the repository and is installed as `attmemo.profiler` through the link
+`attmemo/profiler`, so that no generic top-level name lands in site-packages.
 """
 
 import os
@@ -16,30 +16,28 @@ if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
 SHARED = ["native/amx.h", "native/numbers.h", "native/team.h"]
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
-PROFILER = ["attmemo.profiler", *(f"attmemo.profiler.{name}" for name in find_packages("profiler"))]
 
 setup(
-    packages=PACKAGES + PROFILER,
-    package_dir={"attmemo.profiler": "profiler"},
-    package_data={"attmemo": ["py.typed"], "attmemo.profiler": ["report.html.j2"]},
+    packages=PACKAGES,
+    package_data={"attmemo": ["py.typed", "*/*.pyi"], "attmemo.profiler": ["report.html.j2"]},
     ext_modules=[
         Extension(
-            "attmemo._native",
+            "attmemo.mmap._window",
             sources=["native/window.c"],
             extra_compile_args=[*STRICT, "-O2", *CHECKS],
             extra_link_args=CHECKS,
         ),
         Extension(
-            "attmemo._kernels",
-            sources=["native/product.c"],
-            depends=["native/product_kernel.h", "native/product_amx.h", *SHARED],
+            "attmemo.kernels._map_product",
+            sources=["native/map_product.c"],
+            depends=["native/map_product_kernel.h", "native/map_product_amx.h", *SHARED],
             # Sums of products: fused multiply-add, which -std=c11 forbids. -O3 keeps blocks of sums in registers.
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl"],
         ),
         Extension(
-            "attmemo._cache_attention",
+            "attmemo.kernels._cache_attention",
             sources=["native/cache_attention.c"],
             depends=["native/cache_attention_kernel.h", "native/cache_attention_amx.h", *SHARED],
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
@@ -47,7 +45,7 @@ setup(
             libraries=["dl", "m"],
         ),
         Extension(
-            "attmemo._ngram",
+            "attmemo.kernels._ngram",
             sources=["native/ngram.c"],
             extra_compile_args=[*STRICT, "-O3", *CHECKS],
             extra_link_args=CHECKS,

@@ -39,9 +39,9 @@ from attmemo.adapters.masks import consecutive
 from attmemo.db import KIND_INPUT, SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError
-from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import FetcherName
 from attmemo.perfmodel import Gate, Profile
+from attmemo.reuse.source import Ints, MapSource, StoredMaps
 from attmemo.watch import CHANGED, Watch
 
 _LOG = logging.getLogger("attmemo")

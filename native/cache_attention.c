@@ -1,5 +1,5 @@
 /*
- * cache_attention.c: attention of a ragged batch over a shared key-value cache.   Module attmemo._cache_attention.
+ * cache_attention.c: attention of a ragged batch over a shared key-value cache.   Module attmemo.kernels._cache_attention.
  *
  * WHAT IT IS.  The operator that docs/attention-op.md describes: the keys and values of new tokens are written into
  * the cache, quantised if it is; then each query attends over its sequence's rows of the cache, which lie anywhere:
@@ -760,7 +760,7 @@ static PyMethodDef native_methods[] = {
 
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo._cache_attention",
+    .m_name = "attmemo.kernels._cache_attention",
     .m_doc = "Attention over a shared key-value cache. See native/cache_attention.c.",
     .m_size = 0,
     .m_methods = native_methods,

@@ -1,5 +1,5 @@
 /*
- * ngram.c: tokens that would repeat an n-gram get the score -inf, in place.   Module attmemo._ngram.
+ * ngram.c: tokens that would repeat an n-gram get the score -inf, in place.   Module attmemo.kernels._ngram.
  *
  * WHAT IT IS.  Before a token is chosen, each row of the scores [R, V] loses those tokens that would complete an n-gram
  * that is in the row's history already (FastSeq, Algorithm 1), or in the text it was made from. The last n-1 tokens of
@@ -175,7 +175,7 @@ static PyMethodDef native_methods[] = {
 
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo._ngram",
+    .m_name = "attmemo.kernels._ngram",
     .m_doc = "No n-gram twice. See native/ngram.c.",
     .m_size = 0,
     .m_methods = native_methods,

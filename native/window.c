@@ -1,5 +1,5 @@
 /*
- * window.c: one contiguous range of addresses over scattered pages of a file.   Module attmemo._native, type Window.
+ * window.c: one contiguous range of addresses over scattered pages of a file.   Module attmemo.mmap._window, type Window.
  *
  * WHAT IT IS.  Slots that lie anywhere in one arena file are made to appear side by side in memory, so that a batch of
  * records is one tensor and nothing is copied (AttMEMO, section 5.3, "Solution based on memory mapping": instead of
@@ -172,7 +172,7 @@ static PyObject *raise_verdict(Verdict v)
 
     switch (v.kind) {
     case FINE:
-        PyErr_SetString(PyExc_SystemError, "attmemo._native: an error was raised for a verdict that is fine");
+        PyErr_SetString(PyExc_SystemError, "attmemo.mmap._window: an error was raised for a verdict that is fine");
         break;
     case REFUSED:
         if (v.has_values)
@@ -874,7 +874,7 @@ static PyType_Slot window_slots[] = {
 };
 
 static PyType_Spec window_spec = {
-    .name = "attmemo._native.Window",
+    .name = "attmemo.mmap._window.Window",
     .basicsize = sizeof(Window),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, /* not a base class: a subclass could forget our dealloc */
     .slots = window_slots,
@@ -909,14 +909,14 @@ static PyModuleDef_Slot native_slots[] = {
 
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo._native",
+    .m_name = "attmemo.mmap._window",
     .m_doc = "What Python cannot do with pages. See native/window.c.",
     .m_size = 0,
     .m_methods = native_methods,
     .m_slots = native_slots,
 };
 
-PyMODINIT_FUNC PyInit__native(void)
+PyMODINIT_FUNC PyInit__window(void)
 {
     return PyModuleDef_Init(&native_module);
 }

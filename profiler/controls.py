@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attmemo.db import Database
 from attmemo.engine import Engine
-from attmemo.maps import Ints, MapSource, StoredMaps
 from attmemo.mmap import Batch
+from attmemo.reuse.source import Ints, MapSource, StoredMaps
 
 MEAN_OF = 64  # records that a mean map averages
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from attmemo import _ngram
 from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram, ngram
 from attmemo.fastseq.ngram import ban_ngrams, banned_mask, swap_ngram_processors
+from attmemo.kernels import _ngram
 
 INFINITY = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

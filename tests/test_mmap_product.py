@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo import _kernels
 from attmemo.db.forms import TYPES, pack, unpack
 from attmemo.errors import DatabaseTruncatedError
-from attmemo.mmap import Arena, SlotLayout, is_direct, multiply
-from attmemo.mmap.product import _FORMS
+from attmemo.kernels import _map_product
+from attmemo.kernels.map_product import _FORMS, is_direct
+from attmemo.mmap import Arena, SlotLayout
+from attmemo.reuse.source import multiply
 
-SETS = _kernels.instruction_sets()
-BRAIN_SETS = _kernels.instruction_sets(True)
+SETS = _map_product.instruction_sets()
+BRAIN_SETS = _map_product.instruction_sets(True)
 POISON = 7.25
 
 
@@ -40,7 +41,7 @@ def call(**changes: Any) -> torch.Tensor:
         "threads": 1,
     }
     try:
-        _kernels.multiply(**(arguments | changes))
+        _map_product.multiply(**(arguments | changes))
     except (ValueError, TypeError, BufferError):
         assert bool((context == POISON).all()), "refused, but something was written"
         raise
@@ -84,7 +85,7 @@ def test_the_product_is_that_of_float64(
     values = torch.randn(batch * length + 2, heads * width, generator=generator)
     rows = torch.randperm(batch + 2, generator=generator)[:batch]
     context = torch.full((batch + 2, length + padding, heads * width), POISON)
-    _kernels.multiply(
+    _map_product.multiply(
         maps=maps.view(torch.uint8).numpy(),
         offsets=(slots * stride).numpy(),
         form=_FORMS[dtype],
@@ -148,7 +149,7 @@ def test_of_values_in_bfloat16_the_product_is_that_of_float64_rounded(
     values[:2] = torch.nan  # rows of nobody
     rows = torch.randperm(batch + 2, generator=generator)[:batch]
     context = torch.full((batch + 2, length + padding, heads * width), POISON).bfloat16()
-    _kernels.multiply(
+    _map_product.multiply(
         maps=maps.view(torch.uint8).numpy(),
         offsets=(slots * stride).numpy(),
         form=_FORMS[dtype],
@@ -194,7 +195,7 @@ def test_a_sequence_gives_the_same_bits_in_any_company_and_with_any_number_of_th
         for group in ([4], [0, 4], [6, 5, 4, 3, 2, 1, 0]):
             context = torch.empty(batch, length, heads * width, dtype=values.dtype)
             picked = np.array(group, np.int64)
-            _kernels.multiply(
+            _map_product.multiply(
                 maps.view(torch.uint8).numpy(), picked * stride, _FORMS[kind], heads, length, width, bits(values),
                 picked * length, bits(context), picked, length, threads, isa=isa, brain=brain,
             )  # fmt: skip
@@ -210,7 +211,7 @@ def test_every_half_precision_number_is_read_as_it_is() -> None:
         numbers = bits.view(dtype)
         for isa in SETS:
             context = torch.empty(65536, 1, 1)
-            _kernels.multiply(
+            _map_product.multiply(
                 numbers.view(torch.uint8).numpy(), np.arange(65536) * 2, _FORMS[dtype], 1, 1, 1,
                 np.ones((1, 1), np.float32), np.zeros(65536, np.int64), context.numpy(), np.arange(65536), 1, 2,
                 isa=isa,
@@ -224,7 +225,7 @@ def test_every_bfloat16_is_read_and_written_as_it_is(isa: str) -> None:
     """The matrix unit takes subnormals for zero, here and in torch."""
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     context = torch.empty(65536, 1, 1, dtype=torch.bfloat16)
-    _kernels.multiply(
+    _map_product.multiply(
         np.ones(1, np.float32), np.zeros(65536, np.int64), 0, 1, 1, 1, numbers.view(torch.int16)[:, None].numpy(),
         np.arange(65536), context.view(torch.int16).numpy(), np.arange(65536), 1, 2, isa=isa, brain=True,
     )  # fmt: skip
@@ -289,8 +290,8 @@ def test_no_sequence_is_no_work() -> None:
 
 
 def test_a_library_that_is_not_loaded_or_no_openmp_is_not_used() -> None:
-    assert not _kernels.use_team("/nonexistent/libgomp.so.1")
-    assert not _kernels.use_team(_kernels.__file__)  # loaded, but no OpenMP
+    assert not _map_product.use_team("/nonexistent/libgomp.so.1")
+    assert not _map_product.use_team(_map_product.__file__)  # loaded, but no OpenMP
 
 
 class TestArena:
@@ -334,14 +335,14 @@ class TestArena:
 
     def test_values_in_half_precision_are_left_to_torch_where_it_can_read_the_maps(self) -> None:
         whole = SlotLayout.paged((2, 9, 9), torch.bfloat16)
-        assert is_direct(whole, torch.float32)
-        assert not is_direct(whole, torch.bfloat16)
-        assert not is_direct(whole, torch.float64), "values that the kernel does not read"
-        assert is_direct(SlotLayout.paged((2, 9, 9), torch.float16), torch.bfloat16)
-        assert not is_direct(SlotLayout.paged((2, 9, 9), torch.float16), torch.float16)
-        assert is_direct(SlotLayout.paged((2, 45), torch.bfloat16), torch.bfloat16)
-        assert is_direct(SlotLayout.paged((2, 9, 9), torch.uint8), torch.bfloat16)
-        assert not is_direct(SlotLayout.paged((2, 9, 9), torch.int8), torch.float32)
+        assert is_direct(whole.shape, whole.dtype, torch.float32)
+        assert not is_direct(whole.shape, whole.dtype, torch.bfloat16)
+        assert not is_direct(whole.shape, whole.dtype, torch.float64), "values that the kernel does not read"
+        assert is_direct((2, 9, 9), torch.float16, torch.bfloat16)
+        assert not is_direct((2, 9, 9), torch.float16, torch.float16)
+        assert is_direct((2, 45), torch.bfloat16, torch.bfloat16)
+        assert is_direct((2, 9, 9), torch.uint8, torch.bfloat16)
+        assert not is_direct((2, 9, 9), torch.int8, torch.float32)
 
     def test_a_triangle_of_a_size_that_is_none_is_refused(self, tmp_path: Path) -> None:
         layout = SlotLayout.paged((2, 44), torch.float32, slots=1)

@@ -20,7 +20,7 @@ CHILD = r"""
 import ctypes, errno, importlib.util, itertools, json, os, sys
 from array import array
 
-spec = importlib.util.spec_from_file_location("attmemo._native", sys.argv[1])
+spec = importlib.util.spec_from_file_location("attmemo.mmap._window", sys.argv[1])
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 shim = ctypes.CDLL(sys.argv[2])
@@ -142,7 +142,7 @@ print(json.dumps(report))
 
 def test_whatever_call_fails_no_window_is_mixed_and_every_window_recovers(tmp_path: Path) -> None:
     shim = build_shim(tmp_path)
-    extension = importlib.util.find_spec("attmemo._native")
+    extension = importlib.util.find_spec("attmemo.mmap._window")
     assert extension is not None
     assert extension.origin is not None
     child = subprocess.run(

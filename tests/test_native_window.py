@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 from torch.utils.dlpack import from_dlpack
 
-from attmemo import _native
+from attmemo.mmap import _window
 
-PAGE = _native.page_size()
+PAGE = _window.page_size()
 SLOTS = 64
 MAX_MAP_COUNT = int(Path("/proc/sys/vm/max_map_count").read_text())
 
@@ -46,7 +46,7 @@ def offsets(*pages: int) -> array[int]:
     return array("q", [page * PAGE for page in pages])
 
 
-def seen(window: _native.Window) -> list[int]:
+def seen(window: _window.Window) -> list[int]:
     """The first byte of every mapped page, less one: which page of the file is there."""
     with memoryview(window) as view:
         return [view[i] - 1 for i in range(0, len(view), PAGE)]
@@ -64,7 +64,7 @@ def reserved() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
 
 
-def inside(window: _native.Window) -> list[tuple[int, int, str]]:
+def inside(window: _window.Window) -> list[tuple[int, int, str]]:
     """The mappings that begin in the window."""
     return [m for m in mappings() if window.address <= m[0] < window.address + window.capacity]
 
@@ -79,7 +79,7 @@ def readable(address: int) -> bool:
     return True
 
 
-def dark(window: _native.Window) -> bool:
+def dark(window: _window.Window) -> bool:
     """Whether no page of the window can be read."""
     inside = range(window.address, window.address + window.capacity, PAGE)
     return window.mapped_bytes == 0 and not any(readable(address) for address in inside)
@@ -104,7 +104,7 @@ def in_child(body: Callable[[], None]) -> None:
 
 
 def test_slots_appear_side_by_side_in_the_order_asked(fd: int) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map(fd, offsets(5, 2, 2, 3, 63, 0), PAGE)
     assert seen(window) == [5, 2, 2, 3, 63, 0]
     window.map(fd, offsets(1, 10), 2 * PAGE, populate=False)
@@ -113,7 +113,7 @@ def test_slots_appear_side_by_side_in_the_order_asked(fd: int) -> None:
 
 def test_an_offset_buffer_of_any_64_bit_kind_is_understood(fd: int) -> None:
     np = pytest.importorskip("numpy")
-    window = _native.Window(2 * PAGE, PAGE)
+    window = _window.Window(2 * PAGE, PAGE)
     for buffer in (
         np.array([PAGE, 0]),
         np.array([PAGE, 7, 0, 7])[::2].copy(),
@@ -124,7 +124,7 @@ def test_an_offset_buffer_of_any_64_bit_kind_is_understood(fd: int) -> None:
 
 
 def test_neighbours_in_the_file_cost_one_mapping_and_strangers_one_each(fd: int) -> None:
-    window = _native.Window(SLOTS * PAGE, PAGE)
+    window = _window.Window(SLOTS * PAGE, PAGE)
     window.map(fd, offsets(*range(SLOTS)), PAGE)
     assert len(inside(window)) == 1
     window.map(fd, offsets(*reversed(range(SLOTS))), PAGE)
@@ -153,7 +153,7 @@ def test_neighbours_in_the_file_cost_one_mapping_and_strangers_one_each(fd: int)
 def test_arguments_that_would_leave_window_or_file_change_nothing(
     fd: int, pages: list[int], slot: int, rule: str
 ) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map(fd, offsets(7, 9), PAGE)
     before = inside(window)
     with pytest.raises(ValueError, match=rule):
@@ -164,7 +164,7 @@ def test_arguments_that_would_leave_window_or_file_change_nothing(
 
 @pytest.mark.parametrize("offset", [1, 4095, PAGE + 512, 2**63 - 1, -(2**63)])
 def test_odd_and_extreme_byte_offsets_are_refused(fd: int, offset: int) -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     with pytest.raises(ValueError, match="slot 0"):
         window.map(fd, array("q", [offset]), PAGE)
 
@@ -172,22 +172,22 @@ def test_odd_and_extreme_byte_offsets_are_refused(fd: int, offset: int) -> None:
 @pytest.mark.parametrize("bad", [array("d", [0.0]), array("i", [0]), array("Q", [0]), b"\0" * 8])
 def test_offsets_of_another_type_are_not_reinterpreted(fd: int, bad: object) -> None:
     with pytest.raises(ValueError, match="64-bit signed"):
-        _native.Window(PAGE, PAGE).map(fd, bad, PAGE)
+        _window.Window(PAGE, PAGE).map(fd, bad, PAGE)
 
 
 def test_offsets_that_are_no_buffer_are_refused(fd: int) -> None:
     with pytest.raises(TypeError):
-        _native.Window(PAGE, PAGE).map(fd, [0], PAGE)
+        _window.Window(PAGE, PAGE).map(fd, [0], PAGE)
 
 
 @pytest.mark.parametrize("bad", [-1, 1 << 31, 1 << 70])
 def test_numbers_that_are_no_descriptor_are_refused(bad: int) -> None:
     with pytest.raises(ValueError, match=r"."):
-        _native.Window(PAGE, PAGE).map(bad, offsets(0), PAGE)
+        _window.Window(PAGE, PAGE).map(bad, offsets(0), PAGE)
 
 
 def test_a_closed_descriptor_and_a_pipe_are_refused_by_name() -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     reader, writer = os.pipe()
     with pytest.raises(ValueError, match="not a regular file"):
         window.map(reader, offsets(0), PAGE)
@@ -216,27 +216,27 @@ def test_a_closed_descriptor_and_a_pipe_are_refused_by_name() -> None:
 def test_a_window_of_impossible_size_is_refused(capacity: int, alignment: int) -> None:
     before = reserved()
     with pytest.raises(ValueError, match=r"."):
-        _native.Window(capacity, alignment)
+        _window.Window(capacity, alignment)
     assert reserved() < before + (64 << 20)
 
 
 def test_a_window_larger_than_the_address_space_names_the_call() -> None:
     with pytest.raises(OSError, match="mmap") as caught:
-        _native.Window(1 << 60, PAGE)
+        _window.Window(1 << 60, PAGE)
     assert caught.value.errno == errno.ENOMEM
 
 
 @pytest.mark.parametrize("alignment", [PAGE, 1 << 16, 2 << 20, 1 << 30])
 def test_the_base_is_aligned_and_the_capacity_never_less_than_asked(alignment: int) -> None:
     for capacity in (1, PAGE, PAGE + 1, 5 << 20):
-        window = _native.Window(capacity, alignment)
+        window = _window.Window(capacity, alignment)
         assert window.address % alignment == 0
         assert window.capacity >= capacity
         assert window.capacity % window.alignment == 0
 
 
 def test_a_smaller_batch_leaves_nothing_of_the_larger_one_behind_it(fd: int) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map(fd, offsets(1, 3, 5, 7, 9, 11, 13, 15), PAGE)
     window.map(fd, offsets(2, 4), PAGE)
     assert seen(window) == [2, 4]
@@ -244,14 +244,14 @@ def test_a_smaller_batch_leaves_nothing_of_the_larger_one_behind_it(fd: int) -> 
 
 
 def test_an_empty_batch_is_a_dark_window(fd: int) -> None:
-    window = _native.Window(2 * PAGE, PAGE)
+    window = _window.Window(2 * PAGE, PAGE)
     window.map(fd, offsets(1, 3), PAGE)
     window.map(fd, offsets(), PAGE)
     assert dark(window)
 
 
 def test_collapse_takes_every_page_and_keeps_the_addresses(fd: int) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map(fd, offsets(1, 3, 5), PAGE)
     address = window.address
     window.collapse()
@@ -261,7 +261,7 @@ def test_collapse_takes_every_page_and_keeps_the_addresses(fd: int) -> None:
 
 
 def test_a_darkened_window_is_dark_and_the_next_batch_replaces_what_it_left(fd: int) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map(fd, offsets(1, 3, 5), PAGE)
     window.darken()
     assert dark(window)
@@ -277,7 +277,7 @@ def test_a_darkened_window_is_dark_and_the_next_batch_replaces_what_it_left(fd: 
 
 
 def test_slots_by_number_are_those_of_the_layout(fd: int) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map_slots(fd, array("q", [3, 0, 29]), 4 * PAGE, 2 * PAGE, 30)
     assert seen(window) == [10, 11, 4, 5, 62, 63]
     window.map_slots(fd, array("q", []), 4 * PAGE, 2 * PAGE, 30)
@@ -287,7 +287,7 @@ def test_slots_by_number_are_those_of_the_layout(fd: int) -> None:
 @pytest.mark.parametrize("slot", [30, -1, 2**63 - 1, -(2**63), 2**52])
 def test_a_slot_that_the_layout_does_not_have_moves_nothing(fd: int, slot: int) -> None:
     """2^52 slots of a page come round to offset 0."""
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     window.map_slots(fd, array("q", [7]), 4 * PAGE, 2 * PAGE, 30)
     with pytest.raises(IndexError, match=f"slot {slot} does not exist"):
         window.map_slots(fd, array("q", [1, slot]), 4 * PAGE, 2 * PAGE, 30)
@@ -300,14 +300,14 @@ def test_a_slot_that_the_layout_does_not_have_moves_nothing(fd: int, slot: int) 
 def test_a_file_shorter_than_its_slots_is_refused_whatever_is_asked_of_it(
     fd: int, header: int, stride: int, limit: int
 ) -> None:
-    window = _native.Window(8 * PAGE, PAGE)
+    window = _window.Window(8 * PAGE, PAGE)
     with pytest.raises(ValueError, match=r"shorter|do not fit|cannot fit"):
         window.map_slots(fd, array("q", [0]), header * PAGE, stride * PAGE, limit)
     assert dark(window)
 
 
 def test_a_tensor_shown_is_a_lease_until_its_last_view_is_gone(fd: int) -> None:
-    window = _native.Window(4 * PAGE, PAGE)
+    window = _window.Window(4 * PAGE, PAGE)
     window.map(fd, offsets(4, 6), PAGE)
     tensor = from_dlpack(window.show((2, 3), PAGE, 1, 8))
     assert (tensor.shape, tensor.stride()) == ((2, 2, 3), (PAGE, 3, 1))
@@ -326,7 +326,7 @@ def test_a_tensor_shown_is_a_lease_until_its_last_view_is_gone(fd: int) -> None:
 
 
 def test_a_tensor_keeps_the_pages_when_the_window_object_is_gone(fd: int) -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     window.map(fd, offsets(4), PAGE)
     tensor = from_dlpack(window.show((PAGE,), PAGE, 1, 8))
     count = sys.getrefcount(window)
@@ -349,7 +349,7 @@ def test_a_tensor_keeps_the_pages_when_the_window_object_is_gone(fd: int) -> Non
 def test_a_tensor_larger_than_what_is_mapped_is_refused(
     fd: int, shape: tuple[int, ...], slot: int, code: int, bits: int
 ) -> None:
-    window = _native.Window(2 * PAGE, PAGE)
+    window = _window.Window(2 * PAGE, PAGE)
     window.map(fd, offsets(4, 6), PAGE)
     with pytest.raises((ValueError, TypeError, OverflowError)):
         window.show(shape, slot, code, bits)
@@ -358,7 +358,7 @@ def test_a_tensor_larger_than_what_is_mapped_is_refused(
 
 
 def test_a_leased_window_is_not_remapped_collapsed_or_closed(fd: int) -> None:
-    window = _native.Window(2 * PAGE, PAGE)
+    window = _window.Window(2 * PAGE, PAGE)
     window.map(fd, offsets(4, 6), PAGE)
     window.lease()
     window.lease()
@@ -375,7 +375,7 @@ def test_a_leased_window_is_not_remapped_collapsed_or_closed(fd: int) -> None:
 
 
 def test_a_buffer_is_a_lease_until_its_last_slice_is_gone(fd: int) -> None:
-    window = _native.Window(2 * PAGE, PAGE)
+    window = _window.Window(2 * PAGE, PAGE)
     window.map(fd, offsets(4, 6), PAGE)
     view = memoryview(window)
     part = view[PAGE : PAGE + 4]
@@ -389,7 +389,7 @@ def test_a_buffer_is_a_lease_until_its_last_slice_is_gone(fd: int) -> None:
 
 
 def test_the_buffer_cannot_be_written(fd: int) -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     window.map(fd, offsets(4), PAGE)
     with memoryview(window) as view:
         assert view.readonly
@@ -402,7 +402,7 @@ def test_the_buffer_cannot_be_written(fd: int) -> None:
 
 
 def test_a_buffer_keeps_the_pages_when_the_window_object_is_gone(fd: int) -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     window.map(fd, offsets(4), PAGE)
     view = memoryview(window)
     del window
@@ -411,7 +411,7 @@ def test_a_buffer_keeps_the_pages_when_the_window_object_is_gone(fd: int) -> Non
 
 
 def test_a_lease_that_outlives_the_object_keeps_the_pages_from_malloc(fd: int) -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     window.map(fd, offsets(4), PAGE)
     window.lease()
     address = window.address
@@ -422,7 +422,7 @@ def test_a_lease_that_outlives_the_object_keeps_the_pages_from_malloc(fd: int) -
 
 
 def test_a_closed_window_answers_with_an_error(fd: int) -> None:
-    window = _native.Window(PAGE, PAGE)
+    window = _window.Window(PAGE, PAGE)
     window.map(fd, offsets(4), PAGE)
     address = window.address
     window.close()
@@ -440,7 +440,7 @@ def test_a_refused_system_call_leaves_the_window_dark_not_half_new(tmp_path: Pat
     path = tmp_path / "written"
     path.write_bytes(bytes(2 * PAGE))
     write_only = os.open(path, os.O_WRONLY)
-    window = _native.Window(4 * PAGE, PAGE)
+    window = _window.Window(4 * PAGE, PAGE)
     window.map(fd, offsets(1, 3, 5, 7), PAGE)
     with pytest.raises(PermissionError, match=r"slot 0: mmap"):
         window.map(write_only, offsets(0, 0), PAGE)
@@ -450,7 +450,7 @@ def test_a_refused_system_call_leaves_the_window_dark_not_half_new(tmp_path: Pat
     assert seen(window) == [8]
 
 
-def fill_mappings(filler: _native.Window, fd: int, room: int) -> None:
+def fill_mappings(filler: _window.Window, fd: int, room: int) -> None:
     """Use up the mappings of this process but `room`, or as near to that as the kernel allows."""
     filler.collapse()  # first: at the limit not even malloc gets a large block
     count = MAX_MAP_COUNT - len(mappings()) - room
@@ -469,8 +469,8 @@ def test_running_out_of_mappings_half_way_leaves_no_mixed_window(fd: int) -> Non
 
     def body() -> None:
         gc.disable()
-        filler = _native.Window(MAX_MAP_COUNT * PAGE, PAGE)
-        window = _native.Window(SLOTS * PAGE, PAGE)
+        filler = _window.Window(MAX_MAP_COUNT * PAGE, PAGE)
+        window = _window.Window(SLOTS * PAGE, PAGE)
         old, new = list(range(SLOTS)), list(reversed(range(SLOTS)))  # one mapping; one for each slot
         blamed = set()
         for room in [*range(-1, 8), 20, 40, SLOTS - 2, SLOTS - 1, SLOTS, SLOTS + 5]:
@@ -501,8 +501,8 @@ def test_running_out_of_mappings_half_way_leaves_no_mixed_window(fd: int) -> Non
 def test_at_the_limit_a_window_can_still_go_dark_and_recover(fd: int) -> None:
     def body() -> None:
         gc.disable()
-        filler = _native.Window(MAX_MAP_COUNT * PAGE, PAGE)
-        window = _native.Window(8 * PAGE, PAGE)
+        filler = _window.Window(MAX_MAP_COUNT * PAGE, PAGE)
+        window = _window.Window(8 * PAGE, PAGE)
         for room in range(-1, 4):
             window.map(fd, offsets(1, 3, 5, 7), PAGE)
             fill_mappings(filler, fd, room)
@@ -522,7 +522,7 @@ def test_a_huge_page_file_cannot_spill_over_the_end_of_the_window(fd: int) -> No
     except OSError as error:
         pytest.skip(f"no hugetlb memory files here: {error}")
     os.ftruncate(huge, 4 << 20)
-    small, wide = _native.Window(PAGE, PAGE), _native.Window(2 << 20, 2 << 20)
+    small, wide = _window.Window(PAGE, PAGE), _window.Window(2 << 20, 2 << 20)
     before = [inside(small), inside(wide)]
     with pytest.raises(ValueError, match="alignment of the window"):
         small.map(huge, offsets(0), PAGE)
@@ -542,7 +542,7 @@ def test_a_huge_page_file_cannot_spill_over_the_end_of_the_window(fd: int) -> No
 
 def test_memory_around_the_window_survives_many_cycles(fd: int) -> None:
     rng = random.Random(5)
-    windows = [_native.Window(SLOTS * PAGE, PAGE) for _ in range(3)]
+    windows = [_window.Window(SLOTS * PAGE, PAGE) for _ in range(3)]
     around = [mmap.mmap(-1, PAGE) for _ in range(8)]  # the kernel places them next to the reservations
     for i, page in enumerate(around):
         page.write(bytes([200 + i]) * PAGE)
@@ -562,16 +562,16 @@ def test_memory_around_the_window_survives_many_cycles(fd: int) -> None:
 def test_mappings_and_descriptors_end_where_they_began(fd: int) -> None:
     rng = random.Random(6)
     count = lambda: (len(mappings()), len(os.listdir("/proc/self/fd")))  # noqa: E731
-    window = _native.Window(SLOTS * PAGE, PAGE)
+    window = _window.Window(SLOTS * PAGE, PAGE)
     del window
     gc.collect()
     before = count()
-    window = _native.Window(SLOTS * PAGE, PAGE)
+    window = _window.Window(SLOTS * PAGE, PAGE)
     for _ in range(2000):
         window.map(fd, offsets(*(rng.randrange(SLOTS) for _ in range(SLOTS))), PAGE, populate=False)
     window.close()
     for _ in range(200):
-        _native.Window(rng.randrange(1, 1 << 30), 2 << 20).map(fd, offsets(3, 1), PAGE)
+        _window.Window(rng.randrange(1, 1 << 30), 2 << 20).map(fd, offsets(3, 1), PAGE)
     # Two to spare: the interpreter's own allocator may have grown meanwhile. A leak would be hundreds.
     after = count()
     assert after[0] <= before[0] + 2
@@ -579,7 +579,7 @@ def test_mappings_and_descriptors_end_where_they_began(fd: int) -> None:
 
 
 def test_a_forked_child_gets_an_error_and_does_the_parent_no_harm(fd: int) -> None:
-    window = _native.Window(4 * PAGE, PAGE)
+    window = _window.Window(4 * PAGE, PAGE)
     window.map(fd, offsets(1, 3), PAGE)
     held = [window]
     del window
@@ -598,7 +598,7 @@ def test_a_forked_child_gets_an_error_and_does_the_parent_no_harm(fd: int) -> No
                 use()
         held.clear()  # the child's object dies here
         gc.collect()
-        own = _native.Window(PAGE, PAGE)
+        own = _window.Window(PAGE, PAGE)
         own.map(fd, offsets(7), PAGE)
         assert seen(own) == [7]
 
@@ -609,7 +609,7 @@ def test_a_forked_child_gets_an_error_and_does_the_parent_no_harm(fd: int) -> No
 
 
 def test_two_threads_on_one_window_see_whole_batches_or_busy(fd: int) -> None:
-    window = _native.Window(SLOTS * PAGE, PAGE)
+    window = _window.Window(SLOTS * PAGE, PAGE)
     batches = [list(range(0, SLOTS, 2)), list(range(1, SLOTS, 2))]
     wrong: list[object] = []
     outcomes = {"whole": 0, "busy": 0}
@@ -637,10 +637,10 @@ def test_two_threads_on_one_window_see_whole_batches_or_busy(fd: int) -> None:
 
 def test_the_window_cannot_be_subclassed_and_types_are_not_leaked() -> None:
     with pytest.raises(TypeError):
-        type("Sub", (_native.Window,), {})
-    before = sys.getrefcount(_native.Window)
+        type("Sub", (_window.Window,), {})
+    before = sys.getrefcount(_window.Window)
     for _ in range(100):
-        _native.Window(PAGE, PAGE)
+        _window.Window(PAGE, PAGE)
         with pytest.raises(ValueError, match="capacity"):
-            _native.Window(0, PAGE)
-    assert abs(sys.getrefcount(_native.Window) - before) < 5
+            _window.Window(0, PAGE)
+    assert abs(sys.getrefcount(_window.Window) - before) < 5

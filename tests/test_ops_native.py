@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from ops_cases import TOLERANCE, Case, clone, octets
 from test_ops_attention import cases
 
-from attmemo import _cache_attention as native
-from attmemo import _kernels
 from attmemo.fastseq.ops import check_arguments, cpu, multi_head_cache_attention
-from attmemo.openmp import join_torch
+from attmemo.kernels import _cache_attention as native
+from attmemo.kernels import _map_product
+from attmemo.kernels.team import join_torch
 
 SETS = cpu.instruction_sets()
 
@@ -44,7 +44,7 @@ def test_work_is_shared_with_torchs_threads() -> None:  # 71
     if not re.search(r"/lib(gomp|iomp5|omp)\b", Path("/proc/self/maps").read_text()):
         pytest.skip("torch has loaded no OpenMP library here")
     assert join_torch(native.use_team)
-    assert join_torch(_kernels.use_team)
+    assert join_torch(_map_product.use_team)
     assert not native.use_team("/nowhere/libgomp.so.1")
 
 

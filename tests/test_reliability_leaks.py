@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from helpers import run_child
 
-from attmemo.mmap import Arena, MapFetcher, map_count, multiply
+from attmemo.mmap import Arena, MapFetcher, map_count
+from attmemo.reuse.source import multiply
 
 
 def holdings() -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 from helpers import build_shim, preloaded, run_child
 from page_tools import PAGE, SLOTS, page_offsets
 
-from attmemo import _native
+from attmemo.mmap import _window
 
 # -- the neighbours of a window
 
@@ -36,7 +36,7 @@ def still_there(before: list[tuple[int, int, str]], now: list[tuple[int, int, st
     return all(any(s <= start and end <= e and k == kind for s, e, k in now) for start, end, kind in before)
 
 
-def between_canaries(capacity: int) -> tuple[_native.Window, int, int]:
+def between_canaries(capacity: int) -> tuple[_window.Window, int, int]:
     """A window with one page of ours exactly before it and one exactly behind it: addresses of the pages.
 
     Memory for all three is reserved, the middle given back, and windows made until one falls in there.
@@ -52,7 +52,7 @@ def between_canaries(capacity: int) -> tuple[_native.Window, int, int]:
     assert libc.munmap(start + PAGE, capacity) == 0
     others = []
     for _ in range(1000):
-        window = _native.Window(capacity, PAGE)
+        window = _window.Window(capacity, PAGE)
         if window.address == start + PAGE:
             return window, before, behind
         others.append(window)
@@ -103,11 +103,11 @@ REFUSED = r"""
 import ctypes, importlib.util, os
 from array import array
 
-spec = importlib.util.spec_from_file_location("attmemo._native", extension)
+spec = importlib.util.spec_from_file_location("attmemo.mmap._window", extension)
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 library = ctypes.CDLL(shim)
-library.only_from(b"_native")
+library.only_from(b"_window")
 PAGE = native.page_size()
 fd = os.memfd_create("pages")
 os.write(fd, b"x" * (8 * PAGE))
@@ -176,7 +176,7 @@ result["calls seen where there are some"] = library.count()
 
 
 def test_arguments_out_of_range_move_no_page(tmp_path: Path) -> None:
-    extension = importlib.util.find_spec("attmemo._native")
+    extension = importlib.util.find_spec("attmemo.mmap._window")
     assert extension is not None
     shim = build_shim(tmp_path)
     seen = run_child(REFUSED, environment=preloaded(shim), extension=extension.origin, shim=str(shim)).result

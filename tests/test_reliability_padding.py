@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from page_tools import PAGE
 from test_mmap_fetch import make_arena
 
-from attmemo import _kernels
 from attmemo.db.forms import unpack
-from attmemo.mmap import CopyFetcher, Fetcher, MapFetcher, SlotLayout, ViewFetcher, multiply
-from attmemo.mmap.product import _FORMS
+from attmemo.kernels import _map_product
+from attmemo.kernels.map_product import _FORMS
+from attmemo.mmap import CopyFetcher, Fetcher, MapFetcher, SlotLayout, ViewFetcher
+from attmemo.reuse.source import multiply
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -57,7 +58,7 @@ def test_sizes_that_fit_no_page_come_out_as_the_copy_and_without_padding(
         starts, rows = np.arange(count)[::-1] * n, np.arange(count)
         products = [torch.full((count, padded, heads * width), 7.25) for _ in range(2)]
         multiply(arena, batch, values, starts, products[0], rows)
-        _kernels.multiply(
+        _map_product.multiply(
             dense, rows * layout.nbytes, _FORMS[dtype], heads, n, width, values.numpy(), np.ascontiguousarray(starts),
             products[1].numpy(), rows, padded, 1, triangle,
         )  # fmt: skip

@@ -21,10 +21,9 @@ from helpers import run_child
 from page_tools import PAGE, SLOTS, in_threads, page_offsets
 from test_db_tools import fill
 
-from attmemo import _native
 from attmemo.db import KIND_MAP, Database
 from attmemo.errors import AttmemoError, WindowBusyError, WindowError
-from attmemo.mmap import Arena, CopyFetcher, MapFetcher, ViewFetcher, Window, multiply
+from attmemo.mmap import Arena, CopyFetcher, MapFetcher, ViewFetcher, Window, _window, multiply
 
 # -- readers while others fetch
 
@@ -114,7 +113,7 @@ def tried(said: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 def test_a_window_of_the_extension_closed_and_dropped_in_a_race_gives_errors_only(pages: int) -> None:
     def body(number: int) -> None:
-        held = [_native.Window(SLOTS * PAGE, PAGE)]
+        held = [_window.Window(SLOTS * PAGE, PAGE)]
         rng = random.Random(number)
         said = "closed|leased|another thread|changing"
 
@@ -184,13 +183,13 @@ def test_a_tensor_is_never_longer_than_what_its_own_lease_shows(arena: Arena, mo
     window.map(arena.fd, arena.offsets(range(8)), layout.stride)
 
     def outpaced(window: Window) -> int:
-        seen = window._native.mapped_bytes
-        window._native.map(arena.fd, arena.offsets([3]), layout.stride)
+        seen = window._window.mapped_bytes
+        window._window.map(arena.fd, arena.offsets([3]), layout.stride)
         return seen
 
     monkeypatch.setattr(Window, "mapped_bytes", property(outpaced))
     count = len(window.tensor(layout))  # a number: to show a tensor that is too long would end the process
-    assert count * layout.stride == window._native.mapped_bytes
+    assert count * layout.stride == window._window.mapped_bytes
 
 
 def test_a_fetcher_closed_and_dropped_in_a_race_gives_whole_batches_or_errors(arena: Arena) -> None:

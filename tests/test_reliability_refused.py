@@ -18,7 +18,7 @@ from attmemo.mmap import Arena, CopyFetcher, MapFetcher, SlotLayout
 from attmemo.mmap.fetch import RECOUNT
 
 library = ctypes.CDLL(shim)
-library.only_from(b"_native")
+library.only_from(b"_window")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 layout = SlotLayout.paged((2, 27, 27), torch.float32, slots=16)
 arena = Arena(path, layout)

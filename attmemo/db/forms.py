@@ -7,18 +7,17 @@ tried out: whichever loses least. Similarity of a map to its 8-bit self, in the 
 to .9985 (with 255 for all .9977 to .9981; square root .9971 to .9985, fourth root .9976 to .9982, linear with a scale
 per row .987 to .996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
 
-`native/product.c` multiplies with either without making the map in memory first; `unpack` is its oracle, and what
+`native/map_product.c` multiplies with either without making the map in memory first; `unpack` is its oracle, and what
 training and reports look at.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
 from torch import Tensor
-
-from attmemo.mmap import length_of
 
 KIND_MAP: Final = "map"  # a layer's attention map over valid tokens, [heads, n, n] as it is stored
 KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hidden]
@@ -49,6 +48,11 @@ STORAGE: Final = {
 def map_shape(heads: int, length: int, causal: bool) -> tuple[int, ...]:
     """Shape of a stored map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` if only the lower triangle is stored."""
     return (heads, length * (length + 1) // 2) if causal else (heads, length, length)
+
+
+def length_of(shape: tuple[int, ...]) -> int:
+    """Tokens n of maps stored as ``[h, n, n]``, or as lower triangles ``[h, n (n + 1) / 2]``."""
+    return (math.isqrt(8 * shape[-1] + 1) - 1) // 2 if len(shape) == 2 else shape[-1]
 
 
 def type_of(kind: str, storage: str) -> str:

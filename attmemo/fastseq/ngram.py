@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from attmemo import _ngram
+from attmemo.kernels import _ngram
 
 _FORMS = {
     torch.float32: "float32",

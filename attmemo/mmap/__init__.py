@@ -5,17 +5,13 @@
     with fetcher.fetch(arena, [7, 3, 7]) as batch:
         batch.stacked        # [3, 12, 128, 128], or None: then batch[0], batch[1], batch[2]
 
-or, where only the product with values is wanted, `multiply`.
-
-Imports nothing of attmemo but its errors, and knows nothing of attention. The dangerous part is `native/window.c`,
-the fast one `native/product.c`.
+Imports nothing of attmemo but its errors, and knows nothing of attention. The dangerous part is `native/window.c`.
 """
 
-from attmemo.mmap.arena import Arena, Residency
+from attmemo.mmap.arena import Arena, Residency, Slots
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, FetcherName, MapFetcher, ViewFetcher, choose_fetcher
 from attmemo.mmap.layout import CACHE_LINE, DTYPES, SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size, round_up
-from attmemo.mmap.product import is_direct, length_of, multiply
 from attmemo.mmap.window import Window
 
 __all__ = [
@@ -30,14 +26,12 @@ __all__ = [
     "MapFetcher",
     "Residency",
     "SlotLayout",
+    "Slots",
     "ViewFetcher",
     "Window",
     "choose_fetcher",
-    "is_direct",
-    "length_of",
     "map_count",
     "max_map_count",
-    "multiply",
     "page_size",
     "round_up",
 ]

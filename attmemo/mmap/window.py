@@ -1,4 +1,4 @@
-"""The contiguous window, as the rest of the library sees it: `attmemo._native.Window` with this library's errors.
+"""The contiguous window as the library sees it: `attmemo.mmap._window.Window` with this library's errors.
 
 Everything about pages, promises and roads not taken stands at the head of ``native/window.c``.
 """
@@ -6,9 +6,6 @@ Everything about pages, promises and roads not taken stands at the head of ``nat
 from __future__ import annotations
 
 import errno
-import importlib
-from collections.abc import Callable
-from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,41 +13,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from attmemo.errors import WindowBusyError, WindowError
+from attmemo.mmap import _window
 from attmemo.mmap.layout import SlotLayout
 from attmemo.mmap.pages import map_count, max_map_count, page_size
-
-
-class _NativeWindow(Protocol):
-    """The face of the C type; declared beside its only user."""
-
-    @property
-    def address(self) -> int: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def alignment(self) -> int: ...
-    @property
-    def mapped_bytes(self) -> int: ...
-    @property
-    def leases(self) -> int: ...
-    def map(self, fd: int, offsets: npt.NDArray[np.int64], slot_bytes: int, populate: bool = True) -> None: ...
-    def map_slots(
-        self,
-        fd: int,
-        slots: npt.NDArray[np.int64],
-        header: int,
-        slot_bytes: int,
-        limit: int,
-        populate: bool = True,
-        huge: bool = False,
-    ) -> None: ...
-    def show(self, shape: tuple[int, ...], slot_bytes: int, code: int, bits: int, /) -> object: ...
-    def darken(self) -> None: ...
-    def collapse(self) -> None: ...
-    def lease(self) -> None: ...
-    def release(self) -> None: ...
-    def close(self) -> None: ...
-
 
 _DLPACK = {
     torch.float32: (2, 32),
@@ -61,9 +26,6 @@ _DLPACK = {
     torch.float8_e4m3fn: (1, 8),  # has a code of its own only since 2025: shown as bytes, and seen as what they are
 }
 """DLPack's code and bits of the types in `DTYPES`."""
-
-_new_window = cast(Callable[[int, int], _NativeWindow], importlib.import_module("attmemo._native").Window)
-
 
 def _translated(error: Exception) -> WindowError:
     """The C extension speaks Python's errors; this library speaks its own."""
@@ -104,7 +66,7 @@ class Window:
 
     def __init__(self, capacity: int, alignment: int | None = None) -> None:
         try:
-            self._native = _new_window(capacity, page_size() if alignment is None else alignment)
+            self._native = _window.Window(capacity, page_size() if alignment is None else alignment)
         except (ValueError, OSError) as error:
             raise _translated(error) from error
 

@@ -20,6 +20,7 @@ from attmemo.db import KIND_MAP
 from attmemo.db.format import SlotClass
 from attmemo.db.forms import TYPES, pack, unpack
 from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.kernels.map_product import is_direct
 from attmemo.mmap import (
     Arena,
     Batch,
@@ -30,8 +31,6 @@ from attmemo.mmap import (
     SlotLayout,
     ViewFetcher,
     choose_fetcher,
-    is_direct,
-    multiply,
     page_size,
 )
 from attmemo.profiler.bench.timing import (
@@ -48,6 +47,7 @@ from attmemo.profiler.bench.timing import (
     temporary_folder,
 )
 from attmemo.profiler.conditions import conditions
+from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
 
@@ -238,7 +238,7 @@ def bench_gather(
         - ``map``: a window mapped, which takes away what is left of the batch before, and made inaccessible at the
           end of the batch: all in the time;
         - ``view``: no gathering, one product for each record;
-        - ``direct``: `attmemo.mmap.multiply` reads the maps where they lie; V was packed before, outside the time;
+        - ``direct``: our kernel reads the maps where they lie; V was packed before, outside the time;
         - ``contiguous``: maps that are there already, in the type of V;
 
         ``fetch_ms``, ``fetch_matmul_ms``, ``gb_per_s`` and ``gb_per_s_matmul`` (10⁹ bytes of the maps, as they are
@@ -432,7 +432,7 @@ def _warm(work: _Work, arena: Arena, repeats: int, tell: Progress) -> tuple[dict
     default = choose_fetcher("auto", arena.window_page_bytes)
     default.close()
     facts = {
-        "fetcher": "direct" if is_direct(arena.layout, work.values.dtype) else default.name,
+        "fetcher": "direct" if is_direct(arena.layout.shape, arena.layout.dtype, work.values.dtype) else default.name,
         "page_bytes": arena.page_bytes,
         "window_page_bytes": arena.window_page_bytes,
         "residency": arena.residency,

@@ -17,7 +17,7 @@ from test_reliability_leaks import check_holdings, gather_many
 from test_reliability_neighbours import cycle_between_canaries
 from test_reliability_races import read_while_fetching
 
-from attmemo import _native
+from attmemo.mmap import _window
 
 pytestmark = pytest.mark.slow
 BATCHES = 20_000
@@ -66,10 +66,10 @@ def load(stop: threading.Event, libraries: list[Path]) -> int:
 def show(batches: int, pages: int) -> int:
     """Make windows, map, collapse and close them; the right pages each time. Returns the batches."""
     rng, count = random.Random(6), 0
-    windows: list[_native.Window] = []
+    windows: list[_window.Window] = []
     while count < batches:
         if len(windows) < 4:
-            windows.append(_native.Window(SLOTS * PAGE, PAGE))
+            windows.append(_window.Window(SLOTS * PAGE, PAGE))
         window = rng.choice(windows)
         if (kind := rng.random()) < 0.1:
             window.close()

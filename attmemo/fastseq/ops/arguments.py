@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attmemo import _cache_attention as native
 from attmemo.errors import ArgumentError, ArgumentTypeError, CacheOverlapError, CacheRangeError
 from attmemo.fastseq.ops.layout import AXES, cache_shape, layer_planes, scale_shape
+from attmemo.kernels import _cache_attention as native
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CODES = {8: (torch.int8,), 4: (torch.uint8, torch.int8)}

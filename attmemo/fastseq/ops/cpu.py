@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attmemo import _cache_attention as native
 from attmemo.fastseq.ops.arguments import Arguments
 from attmemo.fastseq.ops.reference import alibi_slopes
-from attmemo.openmp import join_torch
+from attmemo.kernels import _cache_attention as native
+from attmemo.kernels.team import join_torch
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
 _NONE = (0, 0, 0, 0, 0)

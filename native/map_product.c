@@ -1,5 +1,5 @@
 /*
- * product.c: A.V with attention maps read where they lie.   Module attmemo._kernels.
+ * map_product.c: A.V with attention maps read where they lie.   Module attmemo.kernels._map_product.
  *
  * WHAT IT IS.  A hit needs, for each sequence and head, the product of a stored map A [n, n] and the values V [n, d].
  * The maps of a batch lie scattered in an arena, in a storage type of their own. A library product wants one
@@ -87,7 +87,7 @@ static inline size_t items_before(size_t row, size_t length, bool triangle)
 #define LANES 4
 #define ROWS 4
 #define COLUMNS 2
-#include "product_kernel.h"
+#include "map_product_kernel.h"
 
 #if defined(__x86_64__)
 #define ISA avx2
@@ -99,7 +99,7 @@ static inline size_t items_before(size_t row, size_t length, bool triangle)
 #define HALVES(source) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source)))
 #define BRAINS(source)                                                                                                 \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
-#include "product_kernel.h"
+#include "map_product_kernel.h"
 
 #define ISA avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
@@ -110,8 +110,8 @@ static inline size_t items_before(size_t row, size_t length, bool triangle)
 #define HALVES(source) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(source)))
 #define BRAINS(source)                                                                                                 \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
-#include "product_kernel.h"
-#include "product_amx.h"
+#include "map_product_kernel.h"
+#include "map_product_amx.h"
 #endif
 
 static size_t generic_scratch(size_t length, size_t width, size_t lanes, size_t rows)
@@ -308,13 +308,13 @@ static PyMethodDef native_methods[] = {
 
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo._kernels",
-    .m_doc = "Products with attention maps read where they lie. See native/product.c.",
+    .m_name = "attmemo.kernels._map_product",
+    .m_doc = "Products with attention maps read where they lie. See native/map_product.c.",
     .m_size = 0,
     .m_methods = native_methods,
 };
 
-PyMODINIT_FUNC PyInit__kernels(void)
+PyMODINIT_FUNC PyInit__map_product(void)
 {
     return PyModuleDef_Init(&native_module);
 }

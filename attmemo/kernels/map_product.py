@@ -1,23 +1,21 @@
 """A·V with the maps read where they lie in the arena: the fourth way, which fetches nothing.
 
 The others hand out tensors and leave the product to torch, which wants one type and one contiguous tensor: maps in
-half precision are converted, those that lie apart are multiplied one by one, and products are transposed into place.
-`native/product.c` does all of it in one pass over the stored bytes. Fetch and product of 21 float16 maps of 4 x 128 x
+half precision are converted, maps that lie apart are multiplied one by one, products are transposed into place. The C
+code does all of it in one pass over the stored bytes. Fetch and product of 21 float16 maps of 4 x 128 x
 128, in turns on two cores: 0.62 ms, against 1.13 ms for views and `torch.matmul`.
 """
 
 from __future__ import annotations
 
-import math
+from mmap import mmap
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attmemo import _kernels
-from attmemo.mmap.arena import Arena, Slots
-from attmemo.mmap.layout import SlotLayout
-from attmemo.openmp import join_torch
+from attmemo.kernels import _map_product
+from attmemo.kernels.team import join_torch
 
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as `enum form` has them
@@ -25,39 +23,55 @@ _FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 Ints = npt.NDArray[np.int64]
 
 
-def length_of(shape: tuple[int, ...]) -> int:
-    """Tokens n of maps that are stored as ``[h, n, n]`` or, only the lower triangle, as ``[h, n (n + 1) / 2]``."""
-    return (math.isqrt(8 * shape[-1] + 1) - 1) // 2 if len(shape) == 2 else shape[-1]
+def is_direct(shape: tuple[int, ...], dtype: torch.dtype, values: torch.dtype) -> bool:
+    """Whether this kernel multiplies such maps faster than torch does.
 
-
-def is_direct(layout: SlotLayout, values: torch.dtype) -> bool:
-    """Whether maps stored like this are better multiplied here than by torch, for values of this type.
-
-    Values in half precision are left to torch, which multiplies them in the processor's matrix unit, unless it would
-    have to make the map first: triangles, and maps of another type.
-    """
-    if layout.dtype not in _FORMS or values not in _VALUES:
-        return False
-    return values == torch.float32 or layout.dtype != values or len(layout.shape) == 2
-
-
-def multiply(
-    arena: Arena, slots: Slots, values: torch.Tensor, starts: Ints, context: torch.Tensor, rows: Ints
-) -> None:
-    """``context[rows[i], :n] = A_i V_i`` for maps A_i in the arena; what lies behind n becomes zero.
+    Torch multiplies maps and values of the same half precision in the matrix unit. Torch would have to convert maps
+    of another type and to expand triangles: this kernel reads both where they lie.
 
     Parameters
     ----------
-    arena : Arena
-        Slots of ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for lower triangles; float32, float16, bfloat16, or uint8 for
-        numbers in proportion to their cubes (`attmemo.db.forms`).
-    slots : sequence of int, shape [g]
-        Where the maps are.
+    shape : tuple of int
+        Of one stored map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for a lower triangle.
+    dtype, values : torch.dtype
+        Types of the stored maps and of V.
+    """
+    if dtype not in _FORMS or values not in _VALUES:
+        return False
+    return values == torch.float32 or dtype != values or len(shape) == 2
+
+
+def multiply(
+    maps: mmap | bytes | npt.NDArray[np.uint8],
+    offsets: Ints,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    length: int,
+    values: torch.Tensor,
+    starts: Ints,
+    context: torch.Tensor,
+    rows: Ints,
+) -> None:
+    """``context[rows[i], :n] = A_i V_i`` for maps A_i that lie in memory; what lies behind n becomes zero.
+
+    Parameters
+    ----------
+    maps : buffer
+        Memory that holds the maps, for example a mapped file.
+    offsets : array of int, shape [g]
+        First byte of each map in `maps`.
+    shape : tuple of int
+        Of one map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for a lower triangle.
+    dtype : torch.dtype
+        Of the maps: float32, float16, bfloat16, or uint8 for numbers in proportion to their cubes
+        (`attmemo.db.forms`).
+    length : int
+        Tokens n.
     values : Tensor
-        V of all sequences, ``[N, h * d]``, contiguous; float32, bfloat16 or float16. Sums are made in float32. With
-        values in bfloat16, maps may be rounded to it, as the model's own are (see `native/product_amx.h`).
+        V of all sequences, ``[N, h * d]``, contiguous; float32, bfloat16 or float16. Sums are float32. With values in
+        bfloat16 the kernel may round maps to bfloat16, as the model's own softmax does (`native/map_product_amx.h`).
     starts : array of int, shape [g]
-        First row of each sequence in `values`; n rows are read from there.
+        First row of each sequence in `values`; the kernel reads n rows from there.
     context : Tensor
         ``[B, L, h * d]``, contiguous, of the type of `values`, L >= n. Written.
     rows : array of int, shape [g]
@@ -65,12 +79,8 @@ def multiply(
 
     Raises
     ------
-    IndexError
-        If there is no such slot.
     ValueError
         If shapes or types do not fit; nothing was written.
-    DatabaseTruncatedError
-        If the file was cut short since it was opened.
     MemoryError
         If there is no memory for a few rows.
 
@@ -79,18 +89,14 @@ def multiply(
     The result of a sequence depends neither on the others nor on the number of threads. Work is shared among torch's
     own threads, as many as `torch.get_num_threads` says.
     """
-    mapping = arena.mapping
-    layout = mapping.layout
-    indices = mapping.indices(slots)
-    mapping.check_whole()
-    if len(indices) == 0:
+    if len(offsets) == 0:
         return
-    triangle = len(layout.shape) == 2
-    heads, length = layout.shape[0], length_of(layout.shape)
+    triangle = len(shape) == 2
+    heads = shape[0]
     width = values.shape[-1] // heads
     fits = (
-        layout.shape[1:] == ((length * (length + 1) // 2,) if triangle else (length, length))
-        and layout.dtype in _FORMS
+        shape[1:] == ((length * (length + 1) // 2,) if triangle else (length, length))
+        and dtype in _FORMS
         and values.dtype == context.dtype
         and values.dtype in _VALUES
         and values.dim() == 2
@@ -99,7 +105,7 @@ def multiply(
     )
     if not fits:
         raise ValueError(
-            f"cannot multiply maps {list(layout.shape)} {layout.dtype} with values {list(values.shape)} "
+            f"cannot multiply maps {list(shape)} {dtype} with values {list(values.shape)} "
             f"{values.dtype} into a context {list(context.shape)} {context.dtype}"
         )
     wide, target = values.detach(), context.detach()
@@ -112,10 +118,10 @@ def multiply(
         wide, starts = wide[first : int(starts.max()) + length].float(), starts - first
         target = torch.empty(len(places), *context.shape[1:], dtype=torch.float32)
         places = np.arange(len(places))
-    _kernels.multiply(
-        maps=mapping.memory,
-        offsets=mapping.offsets(indices),
-        form=_FORMS[layout.dtype],
+    _map_product.multiply(
+        maps=maps,
+        offsets=offsets,
+        form=_FORMS[dtype],
         heads=heads,
         length=length,
         width=width,
@@ -140,4 +146,4 @@ def _bits(numbers: torch.Tensor) -> npt.NDArray[np.generic]:
     return array
 
 
-join_torch(_kernels.use_team)
+join_torch(_map_product.use_team)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_MAP, Database
-from attmemo.db.forms import unpack
-from attmemo.mmap import Batch, Fetcher, FetcherName, choose_fetcher, is_direct, multiply
+from attmemo.db.forms import length_of, unpack
+from attmemo.kernels import map_product
+from attmemo.mmap import Arena, Batch, Fetcher, FetcherName, Slots, choose_fetcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -53,7 +54,7 @@ class StoredMaps(MapSource):
     ----------
     database : Database
     fetch : {"auto", "direct", "map", "view", "copy"}
-        "direct" multiplies from the arena without fetching, where that beats torch (`mmap.is_direct`). "auto" does so
+        "direct" multiplies from the arena without fetching, where that beats torch (see `kernels`). "auto" does so
         too, and elsewhere takes what measures fastest for the pages that the arena got, as "direct" does there.
     """
 
@@ -75,7 +76,7 @@ class StoredMaps(MapSource):
         self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
     ) -> None:
         arena = self._database.arena(KIND_MAP, length)
-        if self._direct and is_direct(arena.layout, values.dtype):
+        if self._direct and map_product.is_direct(arena.layout.shape, arena.layout.dtype, values.dtype):
             multiply(arena, self._database.slots_of(KIND_MAP, layer, records), values, starts, context, rows)
         else:
             super().multiply(layer, length, records, values, starts, context, rows)
@@ -91,6 +92,29 @@ class StoredMaps(MapSource):
             with self._lock:
                 fetcher = self._fetchers.setdefault(page_bytes, choose_fetcher(self._name, page_bytes))
         return fetcher
+
+
+def multiply(arena: Arena, slots: Slots, values: Tensor, starts: Ints, context: Tensor, rows: Ints) -> None:
+    """`kernels.map_product.multiply` for slots of an arena, which it reads where they lie.
+
+    Raises
+    ------
+    IndexError
+        There is no such slot.
+    ValueError
+        Shapes or types do not fit; nothing was written.
+    DatabaseTruncatedError
+        The file was cut short since it was opened.
+    """
+    mapping = arena.mapping
+    indices = mapping.indices(slots)
+    mapping.check_whole()
+    if len(indices):
+        layout, offsets = mapping.layout, mapping.offsets(indices)
+        length = length_of(layout.shape)
+        map_product.multiply(
+            mapping.memory, offsets, layout.shape, layout.dtype, length, values, starts, context, rows
+        )
 
 
 def _multiply(maps: Batch, n: int, values: Tensor, starts: Ints, context: Tensor, rows: Ints) -> None:

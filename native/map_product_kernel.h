@@ -1,5 +1,5 @@
 /*
- * product_kernel.h: the arithmetic of product.c for one instruction set. Included once for each; no guard.
+ * map_product_kernel.h: the arithmetic of product.c for one instruction set. Included once for each; no guard.
  *
  * Before: ISA (suffix of the names), TARGET (attribute of the functions), LANES (floats in a vector), ROWS x COLUMNS
  * (rows and vectors kept in registers: ROWS * COLUMNS sums, COLUMNS of V and one of A must fit), and HALVES,
