@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from numbers import Real
-from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, get_args
 
-import torch
 from torch import nn
 
 from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
 from attmemo.adapters.base import by_module
 from attmemo.db import Database, find_database
-from attmemo.engine import Engine, Lookup
-from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, StaleDatabaseError, UnsupportedModelError
+from attmemo.embed.lookup import LookupName
+from attmemo.engine import Engine
+from attmemo.errors import AttmemoError, DatabaseError, StaleDatabaseError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
+from attmemo.hooks import Hook, LayerHook, ModelHook
 from attmemo.mmap import FetcherName, Residency
 from attmemo.perfmodel import SEQUENCE
+from attmemo.perfmodel.tuning import Tuning
 from attmemo.precision import slow
+from attmemo.reuse.maps import Maps
+from attmemo.selfcheck import check_serving
 from attmemo.watch import Watch
 
 _LOG = logging.getLogger("attmemo")
@@ -36,8 +38,6 @@ class Memoization:
 
     Attributes
     ----------
-    threshold : list of float
-        Similarity score that a hit needs, one per layer.
     lookup : str
         ``"layer"`` or ``"sequence"``.
     database : Database
@@ -47,24 +47,24 @@ class Memoization:
 
     def __init__(self, model: nn.Module, sites: Sequence[Site], engine: Engine, source: str, owned: bool) -> None:
         self.engine = engine
-        self._owned = owned  # whether the database was opened for this memoization alone
+        self.owns_database = owned  # opened for this memoization alone, and closed with it
         self.database = engine.database
-        self.lookup: Lookup = engine.lookup
+        self.lookup: LookupName = engine.lookup
         self.threshold_source = source
         self.host = engine.adapter.host(model)
         self._sites = list(sites)
-        self._served: list[_Served] = []
+        self._hooks: list[Hook] = []
         self._undone = False
 
     @property
     def threshold(self) -> list[float]:
-        """Similarity score that a hit needs, one per layer."""
-        return self.engine.thresholds
+        """Similarity score that a hit needs, one for each layer."""
+        return self.engine.threshold.scores
 
     @property
     def enabled(self) -> bool:
         """Whether the model is being served."""
-        return bool(self._served)
+        return bool(self._hooks)
 
     def enable(self) -> None:
         """Serve from the database."""
@@ -72,52 +72,52 @@ class Memoization:
             return
         if self._undone:
             raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
-        layers = [(sites[0].module, _ServedLayer(self, sites)) for sites in by_module(self._sites)]
-        for module, served in [*layers, (self.host, _ServedModel(self, self.host))]:
-            module.forward = served
-            self._served.append(served)
+        layers = [LayerHook(self, self.engine, sites) for sites in by_module(self._sites)]
+        for hook in (*layers, ModelHook(self, self.engine, self.host)):
+            hook.insert()
+            self._hooks.append(hook)
 
     def disable(self) -> None:
-        """Put the original `forward` of every layer back; nothing of the engine is left in the way."""
-        while self._served:
-            self._served.pop().remove()
+        """Put the original `forward` of every module back; nothing of the engine stays in the way."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         self.engine.reset_stats()
 
     def stats(self) -> dict[str, Any]:
-        """What was served since the counters were last reset, JSON-able.
+        """Counters since the last reset, JSON-able.
 
         Returns
         -------
         dict
-            ``hit_rate``: share of attention calls served, Eq. 2 (sequences times layers, ineligible ones included).
-            ``layers``: per layer ``rows`` (sequences seen), ``queries`` (looked up), ``hits``, ``declined`` (near
-            enough, but too few in their batch to pay),
-            ``mean_predicted_similarity`` of the hits, ``ms_spent`` (lookup, fetch and A·V), ``ms_saved`` (exact cost
-            by the profile less what serving took; None without a profile), and what the gate says.
-            ``ineligible``: sequences-times-layers by the reason why they stayed exact.
+            ``hit_rate``: share of attention calls served, Eq. 2 of arXiv 2301.09262 (sequences times layers,
+            ineligible ones included).
+            ``layers``: for each layer ``sequences`` (seen), ``queries`` (looked up), ``hits``, ``declined`` (near
+            enough, but too few in their batch to pay), ``mean_predicted_similarity`` of the hits, ``ms_spent``
+            (lookup, fetch and A·V), ``ms_saved`` (exact cost by the profile less the cost of serving; None without a
+            profile), and the state of the gate.
+            ``ineligible``: sequences times layers that stayed exact, by reason.
+            ``failures``: sequences times layers that stayed exact after an error, by the error's text.
         """
-        engine = self.engine
+        engine, counters = self.engine, self.engine.counters
         gates = {row["layer"]: row for row in engine.gate.state()}
         layers = []
-        for layer, s in enumerate(engine.stats):
-            spent = 1e3 * (s.lookup_seconds + s.serve_seconds)
-            saved = None if engine.profile is None else s.saved_ms - 1e3 * s.lookup_seconds
+        for layer, s in enumerate(counters.layers):
             gate = gates.get(layer, {})
             layers.append(
                 {
                     "layer": layer,
                     "threshold": self.threshold[layer],
-                    "rows": s.rows,
+                    "sequences": s.sequences,
                     "queries": s.queries,
                     "hits": s.hits,
                     "declined": s.declined,
-                    "hit_rate": s.hits / s.rows if s.rows else 0.0,
+                    "hit_rate": s.hits / s.sequences if s.sequences else 0.0,
                     "mean_predicted_similarity": s.predicted / s.hits if s.hits else None,
-                    "ms_spent": spent,
-                    "ms_saved": saved,
+                    "ms_spent": 1e3 * (s.lookup_seconds + s.serve_seconds),
+                    "ms_saved": None if engine.profile is None else s.saved_ms - 1e3 * s.lookup_seconds,
                     "ms_lookup": 1e3 * s.lookup_seconds,
                     "ms_serve": 1e3 * s.serve_seconds,
                     "ms_misses": 1e3 * s.exact_seconds,
@@ -125,29 +125,29 @@ class Memoization:
                     "why": gate.get("why", ""),
                 }
             )
-        ineligible = dict(engine.ineligible)
-        calls = sum(s.rows for s in engine.stats) + sum(ineligible.values())
+        calls = sum(s.sequences for s in counters.layers) + sum(counters.ineligible.values())
+        hits = sum(s.hits for s in counters.layers)
         return {
             "enabled": self.enabled,
             "database": str(self.database.path),
             "threshold": list(self.threshold),
             "threshold_source": self.threshold_source,
             "lookup": self.lookup,
-            "hit_rate": sum(s.hits for s in engine.stats) / calls if calls else 0.0,
+            "hit_rate": hits / calls if calls else 0.0,
             "calls": calls,
-            "hits": sum(s.hits for s in engine.stats),
-            "ineligible": ineligible,
-            "failures": dict(engine.failures),
+            "hits": hits,
+            "ineligible": dict(counters.ineligible),
+            "failures": dict(counters.failures),
             "gate": gates.get(SEQUENCE, {}),
             "layers": layers,
         }
 
     def undo(self) -> None:
-        """Disable for good, and give windows back; what `unmemoize` does."""
+        """Disable for good and give windows back, as `unmemoize` does."""
         self.disable()
         self._undone = True
         self.engine.close()
-        if self._owned:
+        if self.owns_database:
             self.database.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ def memoize(
     threshold: Threshold = "auto",
     database: str | os.PathLike[str] | Database | None = None,
     *,
-    lookup: Lookup | None = None,
+    lookup: LookupName | None = None,
     gate: bool = True,
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",
@@ -173,21 +173,22 @@ def memoize(
     Parameters
     ----------
     model : transformers model
-        On the CPU. A wrapper that holds one (sentence-transformers) is accepted.
+        On the CPU. A wrapper that holds one (sentence-transformers, pipeline) is accepted.
     threshold : float, sequence of float, or "auto"
-        Similarity score (Eq. 1, in [0, 1]) that a record is predicted to have at least, for all layers or one for
-        each. ``"auto"`` takes what ``attmemo tune`` chose for this database.
+        Similarity score (Eq. 1 of arXiv 2301.09262, in [0, 1]) that a record is predicted to have at least, for all
+        layers or one for each. ``"auto"`` takes the result of ``attmemo tune`` for this database.
     database : path-like or Database, optional
-        Default: the one in the user's cache directory with the model's fingerprint.
+        Default: the database in the user's cache directory with the model's fingerprint. A `Database` object stays
+        yours: after you close it, the model stays exact.
     lookup : {"layer", "sequence"}, optional
-        A lookup in every layer, or one per sequence whose record serves all layers. Default: the tuned one, else
+        A lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned one, else
         ``"sequence"``.
     gate : bool
-        Ask the performance model (Eq. 3) before every lookup; False tries always.
+        Ask the performance model (Eq. 3) before every lookup; False always tries.
     fetch : {"auto", "direct", "map", "view", "copy"}
-        How maps are read from the arena; the results are the same but for the order of sums.
+        How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}
-        Where the arena is served from.
+        Where the arena is served from. Ignored for a `Database` object, which has its own.
 
     Returns
     -------
@@ -195,22 +196,27 @@ def memoize(
 
     Notes
     -----
-    While it is checked the model is in evaluation mode and computes attention without fused kernels: let no other
+    During the checks the model is in evaluation mode and computes attention without fused kernels: let no other
     thread use it meanwhile.
 
-    When its weights change afterwards, or adapters are attached to it, it stays exact until it is memoized anew.
+    After a change of its weights, or with an adapter attached, the model stays exact until it is memoized anew.
 
     Raises
     ------
     UnsupportedModelError
         No adapter knows the model, or it is not on the CPU. Nothing was changed.
     AdapterCheckError
-        The hit path does not reproduce this model's own output. Nothing was changed.
+        The path that serves does not reproduce this model's own output. Nothing was changed.
     DatabaseError
         There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
+    ValueError
+        An argument is none of the values above.
     """
+    _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
+    _check_choices(residency=(residency, get_args(Residency)))
     encoder = encoder_of(model)
-    serving = [handle for handle in _handles(encoder) if handle.enabled]
+    before = _handles(encoder)
+    serving = [handle for handle in before if handle.enabled]
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
@@ -221,6 +227,9 @@ def memoize(
         raise
     if any(earlier.host is not handle.host for earlier in serving):
         _LOG.warning("attmemo: another memoized model shares layers with this one, and is no longer memoized")
+    for earlier in before:
+        if earlier.database is handle.database and earlier.owns_database:
+            earlier.owns_database, handle.owns_database = False, True
     unmemoize(model)
     handle.enable()
     # A plain attribute, not a module: state_dict and save_pretrained do not see it.
@@ -228,43 +237,6 @@ def memoize(
     if model is not encoder:
         object.__setattr__(model, "attmemo", handle)
     return model
-
-
-def _prepare(
-    encoder: nn.Module,
-    threshold: Threshold,
-    database: str | os.PathLike[str] | Database | None,
-    lookup: Lookup | None,
-    gate: bool,
-    fetch: FetcherName,
-    residency: Residency,
-) -> Memoization:
-    """Check everything that can be wrong and make the handle; the model is not changed yet."""
-    adapter, sites = adapter_for(encoder)
-    device = next(encoder.parameters()).device
-    if device.type != "cpu":
-        raise UnsupportedModelError(f"the model is on {device}; attmemo serves models on the CPU.", "model.to('cpu')")
-    fields = model_fields(adapter.host(encoder))
-    opened = _open(database, fields, residency)
-    check_fields(opened.manifest.model.fields, fields, opened.path)
-    _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
-    check_adapter(adapter, encoder, sites)
-    warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
-    if warning is not None:
-        _LOG.warning("attmemo: %s", warning)
-    values, chosen, source = _resolve(threshold, lookup, opened, len(sites))
-    watch = Watch(adapter.host(encoder), sites)
-    engine = Engine(adapter, watch, len(sites), opened, values, chosen, gated=gate, fetch=fetch)
-    return Memoization(encoder, sites, engine, source, owned=opened is not database)
-
-
-def _handles(encoder: nn.Module) -> list[Memoization]:
-    """Whatever serves this model or layers in it, also if it was put in through a model around or inside this one."""
-    found = {encoder.__dict__.get("attmemo")}
-    for module in encoder.modules():
-        forward = module.__dict__.get("forward")
-        found.add(forward.handle if isinstance(forward, _Served) else None)
-    return [handle for handle in found if isinstance(handle, Memoization)]
 
 
 def unmemoize(model: Model) -> Model:
@@ -277,112 +249,59 @@ def unmemoize(model: Model) -> Model:
     return model
 
 
-class _Served(ABC):
-    """A `forward` that is in the way of a module's own.
-
-    Copying or pickling a model must not take the engine along: the copy would go on serving the weights of the
-    modules it was copied from. So what is copied is the `forward` that was there before.
-    """
-
-    def __init__(self, handle: Memoization, module: nn.Module) -> None:
-        self.handle = handle
-        self.__wrapped__: Callable[..., Any] = module.forward  # where `inspect.signature` looks
-        self._module = module
-        self._before = module.__dict__.get("forward")
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `forward`, served."""
-
-    def remove(self) -> None:
-        """Put back what was there before.
-
-        Somebody who has put a `forward` around ours since keeps theirs: ours lets through from now on.
-        """
-        self._let_through()
-        if self._module.__dict__.get("forward") is not self:
-            _LOG.warning("attmemo: the forward of %s was replaced since memoize: left", type(self._module).__name__)
-        elif self._before is None:
-            del self._module.forward  # the class's own method shows through again
+def _prepare(
+    encoder: nn.Module,
+    threshold: Threshold,
+    database: str | os.PathLike[str] | Database | None,
+    lookup: LookupName | None,
+    gate: bool,
+    fetch: FetcherName,
+    residency: Residency,
+) -> Memoization:
+    """Check everything and make the handle; the model is not changed yet."""
+    adapter, sites = adapter_for(encoder)
+    weight = next(p for p in encoder.parameters() if p.is_floating_point())
+    if weight.device.type != "cpu":
+        where = f"the model is on {weight.device}; attmemo serves models on the CPU."
+        raise UnsupportedModelError(where, "model.to('cpu')")
+    fields = model_fields(adapter.host(encoder))
+    with ExitStack() as undo:
+        if isinstance(database, Database):
+            opened = database
         else:
-            self._module.forward = self._before
-
-    @abstractmethod
-    def _let_through(self) -> None:
-        """Do nothing from now on but what the module's own `forward` does."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._before is not None:
-            return _same, (self._before,)
-        # The module is being copied: here it stands for its copy, whose state does not hold a `forward` yet.
-        return getattr, (self._module, "forward")
-
-
-class _ServedModel(_Served):
-    """Tells the engine where a forward of the model begins and ends; callers of `model.forward` run no hooks."""
-
-    def __init__(self, handle: Memoization, model: nn.Module) -> None:
-        super().__init__(handle, model)
-        self._names = tuple(inspect.signature(self.__wrapped__).parameters)
-        self._begin, self._end = handle.engine.begin_forward, handle.engine.end_forward
-        self._begin_untraced, self._end_untraced = _untraced(self._begin), _untraced(self._end)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        traced = torch.compiler.is_compiling()
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        (self._begin_untraced if traced else self._begin)(self._module, given)
-        try:
-            return self.__wrapped__(*args, **kwargs)
-        finally:
-            (self._end_untraced if traced else self._end)()
-
-    def _let_through(self) -> None:
-        self._begin = self._begin_untraced = lambda model, given: None
-        self._end = self._end_untraced = lambda: None
+            opened = Database(database if database is not None else find_database(fingerprint(fields)))
+            undo.callback(opened.close)
+        check_fields(opened.manifest.model.fields, fields, opened.path)
+        _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
+        scores, radii, chosen, source = _resolve(threshold, lookup, opened, len(sites))
+        check_adapter(adapter, encoder, sites)
+        reuse = Maps(adapter, opened, fetch)
+        undo.callback(reuse.close)
+        watch = Watch(adapter.host(encoder), sites)
+        engine = Engine(adapter, watch, len(sites), opened, reuse, scores, chosen, radii=radii, gated=gate)
+        handle = Memoization(encoder, sites, engine, source, owned=opened is not database)
+        check_serving(handle, reuse, encoder, sites)
+        if opened is not database:
+            _reside(opened, residency)  # last: it may take minutes and gigabytes
+        warning = slow(weight.dtype)
+        if warning is not None:
+            _LOG.warning("attmemo: %s", warning)
+        undo.pop_all()
+    return handle
 
 
-class _ServedLayer(_Served):
-    """One attention layer, or several that share a module."""
-
-    def __init__(self, handle: Memoization, sites: Sequence[Site]) -> None:
-        super().__init__(handle, sites[0].module)
-        engine, exact = handle.engine, self.__wrapped__
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return engine.attend(sites, exact, args, kwargs)
-
-        self._forward, self._forward_untraced = forward, _untraced(forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._forward_untraced(*args, **kwargs)
-        return self._forward(*args, **kwargs)
-
-    def _let_through(self) -> None:
-        self._forward = self._forward_untraced = self.__wrapped__
+def _handles(encoder: nn.Module) -> list[Memoization]:
+    """All that serve this model or layers in it, also through a model around or inside this one."""
+    found = {encoder.__dict__.get("attmemo")}
+    for module in encoder.modules():
+        forward = module.__dict__.get("forward")
+        found.add(forward.owner if isinstance(forward, Hook) else None)
+    return [handle for handle in found if isinstance(handle, Memoization)]
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile calls without looking inside: a lookup cannot be traced, so this is a graph break.
-
-    It costs microseconds at each call, hence only where something is being compiled.
-    """
-    hidden: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return hidden
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _open(
-    database: str | os.PathLike[str] | Database | None, fields: dict[str, str], residency: Residency
-) -> Database:
-    if isinstance(database, Database):
-        return database
-    path = Path(database) if database is not None else find_database(fingerprint(fields))
+def _reside(database: Database, residency: Residency) -> None:
     if residency == "page-cache":
-        return Database(path, residency)
+        return
     from tqdm.auto import tqdm
 
     with tqdm(unit="B", unit_scale=True, desc="loading maps", leave=False, disable=None) as bar:
@@ -391,7 +310,13 @@ def _open(
             bar.total = total
             bar.update(done - bar.n)
 
-        return Database(path, residency, tell)
+        database.reside(residency, tell)
+
+
+def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 
 def _check_kind(database: Database, family: str, mask_kind: str, layers: int) -> None:
@@ -409,53 +334,29 @@ def _check_kind(database: Database, family: str, mask_kind: str, layers: int) ->
 
 
 def _resolve(
-    threshold: Threshold, lookup: Lookup | None, database: Database, layers: int
-) -> tuple[list[float], Lookup, str]:
-    """Thresholds per layer, the lookup mode, and where the thresholds come from."""
-    if lookup not in (None, "layer", "sequence"):
-        raise ValueError(f"lookup must be 'layer' or 'sequence', got {lookup!r}")
-    tuning = database.manifest.tuning
+    threshold: Threshold, lookup: LookupName | None, database: Database, layers: int
+) -> tuple[list[float], list[float] | None, LookupName, str]:
+    """Scores and radii of the layers (None: not known), the lookup, and where the threshold comes from."""
+    allowed = f"a similarity score in [0, 1], one for each of {layers} layers, or 'auto'"
+    expected = f"a threshold is {allowed}; got {threshold!r}"
     if isinstance(threshold, str):
         if threshold != "auto":
-            raise ValueError(f"threshold must be a score in [0, 1], one per layer, or 'auto'; got {threshold!r}")
-        if tuning is None:
+            raise ValueError(expected)
+        if database.manifest.tuning is None:
             raise DatabaseError(
                 f"{database.path} was never tuned, so there is no 'auto' threshold.",
                 f"attmemo tune {database.path} --data FILE --budget 0.01, or give threshold=0.9",
             )
-        tuned, values, budget = _read_tuning(tuning, database, layers)
-        if lookup is not None and lookup != tuned:
+        tuning = Tuning.from_dict(database.manifest.tuning, layers, str(database.path))
+        if lookup not in (None, tuning.lookup):
             raise DatabaseError(
-                f"{database.path} was tuned for lookup={tuned!r}, not {lookup!r}.",
+                f"{database.path} was tuned for lookup={tuning.lookup!r}, not {lookup!r}.",
                 f"attmemo tune {database.path} --data FILE --lookup {lookup}",
             )
-        return values, tuned, f"tuned for a budget of {budget:g}"
-    try:
-        values = (
-            [float(threshold)] * layers if isinstance(threshold, int | float | Real) else [float(t) for t in threshold]
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"a threshold is a similarity score in [0, 1], got {threshold!r}") from error
-    if len(values) != layers:
-        raise ValueError(f"expected one threshold or one for each of {layers} layers, got {len(values)}")
-    if not all(0.0 <= t <= 1.0 for t in values):
-        raise ValueError(f"a threshold is a similarity score in [0, 1], got {threshold!r}")
-    return values, lookup or "sequence", "given"
-
-
-def _read_tuning(tuning: dict[str, Any], database: Database, layers: int) -> tuple[Lookup, list[float], float]:
-    """Lookup, thresholds and budget that `tune` stored; DatabaseCorruptError if they are none."""
-    lookup, thresholds, budget = (tuning.get(key) for key in ("lookup", "thresholds", "budget"))
-    fine = (
-        lookup in ("layer", "sequence")
-        and isinstance(thresholds, list)
-        and len(thresholds) == layers
-        and all(isinstance(t, int | float) and 0.0 <= t <= 1.0 for t in thresholds)
-        and isinstance(budget, int | float)
-    )
-    if not fine:
-        raise DatabaseCorruptError(
-            f"{database.path}: the stored tuning has no lookup, budget and {layers} thresholds in [0, 1].",
-            f"attmemo tune {database.path} --data FILE --budget 0.01",
-        )
-    return cast(Lookup, lookup), [float(t) for t in cast("list[float]", thresholds)], float(cast(float, budget))
+        radii = None if tuning.radii is None else list(tuning.radii)
+        return list(tuning.thresholds), radii, tuning.lookup, f"tuned for a budget of {tuning.budget:g}"
+    several = list(threshold) if isinstance(threshold, Iterable) else [threshold] * layers
+    numbers = [value for value in several if isinstance(value, Real) and not isinstance(value, bool)]
+    if len(several) != layers or len(numbers) != layers or not all(0.0 <= float(value) <= 1.0 for value in numbers):
+        raise ValueError(expected)
+    return [float(value) for value in numbers], None, lookup or "sequence", "given"

@@ -1,4 +1,4 @@
-"""What must stay as it was when a model was memoized: maps belong to exact weights, and dropout is not memoized."""
+"""Notices what must stay as it was at `memoize`: maps belong to exact weights, and dropout is not memoized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _training = attrgetter("training")
 
 
 class Watch:
-    """Notices new weights without reading them all, so that it can be asked in every forward.
+    """Notices new weights without reading all of them, so that every forward can ask.
 
     Parameters
     ----------
@@ -38,49 +38,52 @@ class Watch:
             members for module in modules for members in (module._modules, module._parameters) if members
         ]
         weights = list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
-        self._counted = [weight for weight in weights if not weight.is_inference()]  # those count no versions
+        self._counted = [weight for weight in weights if not weight.is_inference()]  # others have no version
         self._plain = [weight for weight in weights if type(weight) is nn.Parameter]  # others may have no address
-        # Fused optimizers and writes through .data count no versions: one number of each weight is looked at.
+        # Fused optimizers and writes through .data leave the version as it is: one number of each weight is compared.
         self._numbers = [_middle(weight) for weight in self._plain if weight.numel()]
         self._held = list(self._all())  # keeps identities from reuse
-        self._before: tuple[Any, ...] | None = self._state()
-        # A hit drops nothing, so it would take the noise out of Monte Carlo dropout.
+        self._before: tuple[Any, ...] | None = (self._places(), self._values())
+        # A hit drops nothing: serving would take the noise out of Monte Carlo dropout.
         self._dropouts = [
             [child for child in site.module.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
             for site in sites
         ]
 
     def changed(self) -> bool:
-        """Whether a weight was written to, replaced, or moved, or a module put in the place of another.
-
-        Once it was, it remains so.
-        """
-        if self._before is not None and self._state() != self._before:
-            self._before = None
-            # The old weights need not stay in memory. New lists: another thread may be going over these.
+        """Whether a weight was written, replaced or moved, or a module was replaced. Once True, always True."""
+        before = self._before
+        # Places first: `_values` reads memory that may be freed if a weight has moved (`Tensor.share_memory_` gives
+        # the same storage another block).
+        if before is not None and (self._places() != before[0] or self._values() != before[1]):
+            self._before = before = None
+            # The old weights need not stay in memory. New lists: another thread may be iterating over these.
             self._members, self._counted, self._plain, self._numbers, self._held = [], [], [], [], []
-        return self._before is None
+        return before is None
 
     def drops(self, layer: int) -> bool:
         """Whether a layer has a dropout in training mode."""
         return any(map(_training, self._dropouts[layer]))
 
-    def _state(self) -> tuple[Any, ...]:
-        # In C as far as it goes. Addresses differ after .to(dtype), which keeps the parameters and their versions.
+    def _places(self) -> tuple[Any, ...]:
+        """Where weights lie and how often they were written. `.to(dtype)` keeps parameters and versions, and moves."""
+        # In C as far as possible.
         return (
             sum(map(_version, self._counted)),
-            sum(map(Tensor.data_ptr, self._plain)),
-            b"".join(map(np.ndarray.tobytes, self._numbers)),
+            tuple(map(Tensor.data_ptr, self._plain)),
             tuple(map(id, self._all())),
         )
 
+    def _values(self) -> bytes:
+        return b"".join(map(np.ndarray.tobytes, self._numbers))
+
     def _all(self) -> Iterator[Any]:
-        """Modules and parameters as they stand in the modules now."""
+        """Modules and parameters as the modules hold them now."""
         return chain.from_iterable(map(dict.values, self._members))
 
 
 def _middle(weight: Tensor) -> npt.NDArray[np.generic]:
-    """One number of a weight, where it lies."""
+    """A view of one number of a weight."""
     number = weight.detach()[tuple(size // 2 for size in weight.shape)]
     if number.dtype is torch.bfloat16:  # unknown to numpy
         number = number.view(torch.int16)

@@ -79,12 +79,12 @@ CONTROLS: dict[str, Callable[[Database], MapSource]] = {"mean map": MeanMaps, "r
 @contextmanager
 def serving_control(engine: Engine, name: str) -> Iterator[None]:
     """Serve a control's maps instead of the records' while inside; lookups stay real."""
-    before, engine.maps = engine.maps, CONTROLS[name](engine.database)
+    before, engine.reuse.source = engine.reuse.source, CONTROLS[name](engine.database)
     try:
         yield
     finally:
-        engine.maps.close()
-        engine.maps = before
+        engine.reuse.source.close()
+        engine.reuse.source = before
 
 
 def duplicate_share(database: Database, first_inputs: Iterator[Tensor]) -> float:

@@ -365,11 +365,11 @@ def _similarities(
                     for layer in range(layers):
                         owner = SEQUENCE if engine.lookup == "sequence" else layer
                         if found is None or engine.lookup == "layer":
-                            found = engine.find(owner, captured.inputs[layer], captured.spans.lengths)
+                            found = engine.index.find(owner, captured.inputs[layer], captured.spans.lengths)
                         maps = captured.maps[layer][:, :, :length, :length]
                         for row, (place, _) in enumerate(part):
                             best[layer, place] = _best(database, layer, maps[row : row + 1], there)
-                            if found.records[row] >= 0 and found.distances[row] <= engine.radii[layer]:
+                            if found.records[row] >= 0 and found.distances[row] <= engine.threshold.radii[layer]:
                                 served[layer] += 1
                                 record = database.map(layer, int(found.records[row]))
                                 true[layer].append(float(similarity_score(maps[row], record)))
@@ -378,7 +378,7 @@ def _similarities(
     hits = []
     for layer, row in enumerate(result["layers"]):
         row["mean_true_similarity"] = float(np.mean(true[layer])) if true[layer] else None
-        row["exhaustive_hit_rate"] = float((best[layer] >= engine.thresholds[layer]).mean())  # NaN: no
+        row["exhaustive_hit_rate"] = float((best[layer] >= engine.threshold.scores[layer]).mean())  # NaN: no
         row["exhaustive_mean_similarity"] = float(np.nanmean(best[layer])) if np.isfinite(best[layer]).any() else None
         row["sample_hit_rate"] = float(served[layer] / count)
         hits.append(row["exhaustive_hit_rate"])

@@ -167,15 +167,15 @@ def _time_served(
     """
     names = ("ms_serve", "ms_lookup", "ms_misses")
     with serving(loaded, database, lookup) as handle:
-        find = handle.engine.find
+        find = handle.engine.index.find
 
         def find_half(*args: Any) -> Any:
             found = find(*args)
-            found.records[1::2] = -1
+            found.records[1::2], found.distances[1::2] = -1, np.inf
             return found
 
         if half:
-            handle.engine.find = find_half  # type: ignore[assignment,method-assign]
+            handle.engine.index.find = find_half  # type: ignore[assignment,method-assign]
         samples = []
         for turn in inputs:
             handle.reset_stats()

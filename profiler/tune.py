@@ -122,7 +122,7 @@ def _tune_sequence(
         engine = handle.engine
         distances = _distances(loaded, engine, prepared, total)
         # Beyond the calibrated distances a score is unknown: such a record is never served.
-        reach = min(float(curve.distances[-1]) for curve in engine.curves)
+        reach = min(float(curve.distances[-1]) for curve in engine.index.curves)
         distances = np.where(distances <= reach, distances, np.inf)
         groups = [list(range(layers))]
         if not few:
@@ -132,7 +132,7 @@ def _tune_sequence(
             _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
             given = ask(loaded, prepared, progress=partial(_tell_done, tell, f"layers {k + 1}/{len(groups)}", total))
             outcome[k] = changed(loaded.kind, exact, given, options.min_cosine).numpy()
-        curves = engine.curves
+        curves = engine.index.curves
     if few:
         kept, radii = _choose_one(distances, outcome[0], options)
     else:

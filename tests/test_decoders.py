@@ -304,7 +304,7 @@ def test_an_error_behind_a_layer_leaves_no_half_filled_cache_to_hits(case: Case)
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("gone")
 
-    handle.engine.maps.multiply = broken
+    handle.engine.reuse.source.multiply = broken
     with torch.inference_mode():
         seen = model(**inputs, use_cache=True)
     assert torch.equal(seen.logits, expected.logits)

@@ -273,8 +273,8 @@ class TestTheWholeWay:
         loaded = load_model(tuned[0])
         kept: list[Any] = []
         with Database(tuned[1]) as database, serving(loaded, database, "sequence") as handle:
-            fill = handle.engine._fill
-            handle.engine._fill = lambda *given: (kept.append(given[2]), fill(*given))  # type: ignore[method-assign]
+            fill = handle.engine.reuse._fill
+            handle.engine.reuse._fill = lambda *given: (kept.append(given[2]), fill(*given))  # type: ignore[method-assign]
             _run(loaded, _inputs(loaded, 2, int(database.records.lengths[0]), 0))
             assert handle.stats()["hit_rate"] == 1.0
         assert len(kept) == 2, "one cache for each layer"

@@ -483,7 +483,7 @@ class TestStats:
         assert (stats["calls"], stats["hits"]) == (32, 8)
         assert stats["hit_rate"] == stats["hits"] / stats["calls"]
         assert stats["ineligible"] == {"output_hidden_states": 16}
-        assert stats["calls"] == sum(row["rows"] for row in stats["layers"]) + sum(stats["ineligible"].values())
+        assert stats["calls"] == sum(row["sequences"] for row in stats["layers"]) + sum(stats["ineligible"].values())
         assert [row["hits"] for row in stats["layers"]] == [8, 0]
         assert [row["hit_rate"] for row in stats["layers"]] == [1.0, 0.0]
         assert 0.5 < stats["layers"][0]["mean_predicted_similarity"] <= 1.0

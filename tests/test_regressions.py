@@ -54,7 +54,7 @@ def test_a_map_that_cannot_be_read_costs_time_and_no_request(
         def broken(*_: Any) -> Any:
             raise OSError(24, "Too many open files")
 
-        model.attmemo.engine.maps.multiply = broken
+        model.attmemo.engine.reuse.source.multiply = broken
         assert torch.equal(model(**inputs).logits, exact)
     stats = model.attmemo.stats()
     assert stats["hit_rate"] == 0.0

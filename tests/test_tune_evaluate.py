@@ -320,7 +320,7 @@ class TestEvaluate:
             (only,) = {len(t) for t in tokenize(loaded, ["short line number six"], 48)}
             assert only in database.lengths
         found = evaluate(path, [asked], EvaluateOptions(**QUICK.__dict__ | {"threshold": 0.0, "limit": 20}))
-        assert found["layers"][0]["hits"] < found["layers"][0]["rows"]
+        assert found["layers"][0]["hits"] < found["layers"][0]["sequences"]
 
     def test_labels_give_the_accuracy_of_both(self, bert_database: Path, tmp_path: Path, loaded: LoadedModel) -> None:
         lines = list(generate_log(40, seed=91))

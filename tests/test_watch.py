@@ -183,7 +183,7 @@ def test_a_layer_driven_by_hand_is_served_old_maps(case: Case, model: Any) -> No
     hidden = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         module(hidden)
-        assert handle.stats()["layers"][1]["rows"] == 1
+        assert handle.stats()["layers"][1]["sequences"] == 1
         load(model)
         module(hidden)
     assert handle.stats()["ineligible"] == {CHANGED: 1}

@@ -79,6 +79,13 @@ class Rows:
         self.index = torch.from_numpy(rows)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @classmethod
+    def without(cls, batch: int, rows: npt.NDArray[np.int64]) -> Rows:
+        """All rows of a batch but these."""
+        kept = np.ones(batch, bool)
+        kept[rows] = False
+        return cls(batch, np.flatnonzero(kept))
+
     def of(self, value: Any, keep: bool = False) -> Any:
         """Rows of a tensor whose first dimension is the batch; anything else belongs to all rows alike.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Site, by_module
+from attmemo.adapters.projections import share_heads
 from attmemo.errors import AdapterCheckError, AttmemoError
 
 UNKNOWN = "the model's attention was changed in a way this version does not know; leave it unmemoized"
@@ -41,14 +42,6 @@ def context_from_maps(adapter: Adapter, module: nn.Module, tokens: Tensor, maps:
         contexts.append(torch.matmul(apm.to(v.dtype), v).transpose(0, 1).reshape(n, heads * width))
         start += n
     return contexts
-
-
-def share_heads(values: Tensor, heads: int, width: int) -> Tensor:
-    """V with a head for each head of the map, ``[N, h * d]``, from ``[N, fewer * d]``: head i takes ``i // group``."""
-    group = heads * width // values.shape[1]
-    if group == 1:
-        return values
-    return values.view(len(values), -1, 1, width).expand(-1, -1, group, -1).reshape(len(values), heads * width)
 
 
 def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> float:

@@ -16,10 +16,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Valid tokens of each row: the first ``lengths[i]`` of it, or the last if `left` is padded."""
+    """Valid tokens of each sequence: the first ``lengths[i]``, or the last if padding is on the left."""
 
     lengths: list[int]
     left: bool = False
+
+    def to_front(self, hidden: Tensor) -> Tensor:
+        """``[B, L, H]`` with valid tokens first."""
+        return _turned(hidden, hidden.shape[1] - torch.tensor(self.lengths)) if self.left else hidden
+
+    def to_back(self, hidden: Tensor) -> Tensor:
+        """The reverse of `to_front`."""
+        return _turned(hidden, torch.tensor(self.lengths)) if self.left else hidden
 
 
 def spans_of(valid: Tensor) -> Spans | None:
@@ -116,3 +124,9 @@ def _allowed(mask: Tensor) -> Tensor | None:
     attends = mask == 0
     # Anything between is a bias that we do not know.
     return attends if bool((attends | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None
+
+
+def _turned(hidden: Tensor, by: Tensor) -> Tensor:
+    batch, length = hidden.shape[:2]
+    places = (torch.arange(length)[None] + by[:, None]) % length
+    return hidden[torch.arange(batch)[:, None], places]

@@ -65,3 +65,11 @@ class Slices:
                 kept = state, self._cut(weight.detach()).contiguous()
             self._kept[module] = kept
         return kept[1]
+
+
+def share_heads(values: Tensor, heads: int, width: int) -> Tensor:
+    """V with a head for each head of the map, ``[N, h * d]``, from ``[N, fewer * d]``: head i takes ``i // group``."""
+    group = heads * width // values.shape[1]
+    if group == 1:
+        return values
+    return values.view(len(values), -1, 1, width).expand(-1, -1, group, -1).reshape(len(values), heads * width)

@@ -285,6 +285,12 @@ class Database:
     def __repr__(self) -> str:
         return f"Database({str(self.path)!r}, {len(self)} records, generation {self.manifest.generation})"
 
+    def reside(self, residency: Residency, progress: Progress | None = None) -> None:
+        """Serve maps from elsewhere from now on; ``"hugepages"`` loads all of them now (see `Database`)."""
+        self.residency = residency
+        if residency == "hugepages":
+            self._load(progress)
+
     # -- inside
 
     def _load(self, progress: Progress | None) -> None:

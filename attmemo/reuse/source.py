@@ -1,9 +1,10 @@
-"""Where the engine gets a record's maps from: the arena, or a stand-in that a measurement puts in its place."""
+"""Sources of maps: the arena, or a stand-in for checks and measurements."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import get_args
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from attmemo.db import KIND_MAP, Database
 from attmemo.db.forms import length_of, unpack
 from attmemo.kernels import map_product
-from attmemo.mmap import Arena, Batch, Fetcher, FetcherName, Slots, choose_fetcher
+from attmemo.mmap import CACHE_LINE, Arena, Batch, Fetcher, FetcherName, Slots, choose_fetcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -92,6 +93,41 @@ class StoredMaps(MapSource):
             with self._lock:
                 fetcher = self._fetchers.setdefault(page_bytes, choose_fetcher(self._name, page_bytes))
         return fetcher
+
+
+class HeldMaps(MapSource):
+    """Maps in memory, in the form that a database stores: the self-check serves them through the kernel that serves.
+
+    Parameters
+    ----------
+    maps : mapping of (layer, record) to Tensor
+        Stored maps (`attmemo.db.forms.pack`).
+    """
+
+    def __init__(self, maps: Mapping[tuple[int, int], Tensor]) -> None:
+        self._maps = dict(maps)
+
+    def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
+        return Batch(None, [self._maps[layer, record] for record in records.tolist()])
+
+    def multiply(
+        self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
+    ) -> None:
+        stored = [self._maps[layer, record] for record in records.tolist()]
+        shape, dtype = tuple(stored[0].shape), stored[0].dtype
+        if not map_product.is_direct(shape, dtype, values.dtype):
+            super().multiply(layer, length, records, values, starts, context, rows)
+            return
+        nbytes = stored[0].numel() * stored[0].itemsize
+        stride = -(-nbytes // CACHE_LINE) * CACHE_LINE
+        memory = np.zeros(stride * len(stored), np.uint8)
+        for place, apm in enumerate(stored):
+            memory[place * stride : place * stride + nbytes] = apm.reshape(-1).view(torch.uint8).numpy()
+        offsets = np.arange(len(stored), dtype=np.int64) * stride
+        map_product.multiply(memory, offsets, shape, dtype, length, values, starts, context, rows)
+
+    def close(self) -> None:
+        self._maps.clear()
 
 
 def multiply(arena: Arena, slots: Slots, values: Tensor, starts: Ints, context: Tensor, rows: Ints) -> None:

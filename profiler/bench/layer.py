@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attmemo.adapters import ADAPTERS, Adapter, adapter_for
 from attmemo.adapters.base import by_module
-from attmemo.adapters.check import share_heads
+from attmemo.adapters.projections import share_heads
 from attmemo.db import KIND_MAP, Database, DatabaseWriter
 from attmemo.db.forms import STORAGE, TYPES
 from attmemo.embed.train import TrainOptions, build_indexes, train

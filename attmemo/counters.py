@@ -1,0 +1,76 @@
+"""Counters of an engine, safe under threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from attmemo.plan import Plan
+
+_MOST_FAILURES = 20  # texts of different errors that are kept
+
+
+@dataclass(slots=True)
+class LayerStats:
+    """One layer since the counters were last reset."""
+
+    sequences: int = 0
+    queries: int = 0
+    hits: int = 0
+    declined: int = 0  # near enough, but too few in their batch to pay
+    predicted: float = 0.0  # sum over hits
+    lookup_seconds: float = 0.0
+    serve_seconds: float = 0.0
+    exact_seconds: float = 0.0  # of the misses in mixed batches
+    saved_ms: float = 0.0  # by the profile's cost model, for the sequences served
+
+
+class Counters:
+    """Everything that `stats()` reports."""
+
+    def __init__(self, layers: int) -> None:
+        self._lock = threading.Lock()
+        self.layers = [LayerStats() for _ in range(layers)]
+        self.ineligible: Counter[str] = Counter()  # sequences times layers, by reason
+        self.failures: Counter[str] = Counter()  # sequences times layers, by the error's text
+
+    def call(self, layer: int, plan: Plan, sequences: int) -> None:
+        """One call of one layer."""
+        with self._lock:
+            if not plan.eligible:
+                self.ineligible[plan.reason or ""] += sequences
+                return
+            stats, share = self.layers[layer], plan.layers.get(layer)
+            stats.sequences += sequences
+            stats.queries += sequences if plan.found is not None else 0
+            stats.declined += plan.declined.get(layer, 0)
+            if share is not None:
+                stats.hits += len(share.sequences)
+                stats.predicted += share.predicted
+
+    def spent(
+        self, layer: int, *, lookup: float = 0.0, serve: float = 0.0, exact: float = 0.0, saved: float = 0.0
+    ) -> None:
+        """Time of one call: seconds, and milliseconds that the cost model says were saved."""
+        with self._lock:
+            stats = self.layers[layer]
+            stats.lookup_seconds += lookup
+            stats.serve_seconds += serve
+            stats.exact_seconds += exact
+            stats.saved_ms += saved
+
+    def failure(self, layer: int, what: str, error: Exception, plan: Plan | None, sequences: int) -> bool:
+        """An error that leaves sequences exact; hits of `plan` are taken back. True if the error is a new one."""
+        text = str(error).splitlines()
+        reason = f"{what} ({type(error).__name__}: {text[0] if text else ''})"
+        with self._lock:
+            share = None if plan is None else plan.layers.get(layer)
+            if share is not None:
+                self.layers[layer].hits -= len(share.sequences)
+                self.layers[layer].predicted -= share.predicted
+            new = reason not in self.failures
+            if new and len(self.failures) >= _MOST_FAILURES:
+                reason, new = f"{what} ({type(error).__name__})", False
+            self.failures[reason] += sequences
+        return new

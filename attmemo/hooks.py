@@ -1,0 +1,113 @@
+"""Hooks: a `forward` that stands in front of a module's own `forward`, and can be removed."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from attmemo.adapters import Site
+from attmemo.engine import Engine
+
+_LOG = logging.getLogger("attmemo")
+
+
+class Hook:
+    """Base of both hooks.
+
+    A copied or pickled model must not take the engine along: the copy would serve the maps of the modules that it was
+    copied from. So a copy gets the `forward` that was there before.
+    """
+
+    def __init__(self, owner: object, module: nn.Module) -> None:
+        self.owner = owner
+        self.module = module
+        self.active = True
+        self.__wrapped__: Callable[..., Any] = module.forward  # where `inspect.signature` looks
+        self._before = module.__dict__.get("forward")
+
+    def insert(self) -> None:
+        """Stand in front of the module's `forward`."""
+        self.module.forward = self  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Put back the `forward` from before. A `forward` that was put around this one since stays in place."""
+        self.active = False
+        if self.module.__dict__.get("forward") is not self:
+            _LOG.warning("attmemo: the forward of %s was replaced since memoize: left", type(self.module).__name__)
+        elif self._before is None:
+            del self.module.forward  # the class's own method shows through again
+        else:
+            self.module.forward = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is not None:
+            return _same, (self._before,)
+        # The module is being copied: here it stands for its copy, whose state holds no `forward` yet.
+        return getattr, (self.module, "forward")
+
+
+class ModelHook(Hook):
+    """Tells the engine where a forward of the model begins and ends; callers of `model.forward` run no torch hooks."""
+
+    def __init__(self, owner: object, engine: Engine, model: nn.Module) -> None:
+        super().__init__(owner, model)
+        self._names = tuple(inspect.signature(self.__wrapped__).parameters)
+        self._begin, self._end = engine.begin_forward, engine.end_forward
+        self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or _is_exporting():
+            return self.__wrapped__(*args, **kwargs)
+        compiled = torch.compiler.is_compiling()
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        (self._begin_unseen if compiled else self._begin)(self.module, given)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            (self._end_unseen if compiled else self._end)()
+
+
+class LayerHook(Hook):
+    """Asks the engine to serve one layer, or several layers that share a module."""
+
+    def __init__(self, owner: object, engine: Engine, sites: Sequence[Site]) -> None:
+        super().__init__(owner, sites[0].module)
+        exact = self.__wrapped__
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return engine.attend(sites, exact, args, kwargs)
+
+        self._forward, self._forward_unseen = forward, _unseen(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or _is_exporting():
+            return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._forward_unseen(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+
+def _is_exporting() -> bool:
+    """Whether `torch.export` traces this call: a lookup cannot be part of a graph. (Not in torch 2.6.)"""
+    return bool(getattr(torch.compiler, "is_exporting", bool)())
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a graph break for torch.compile, which cannot trace a lookup.
+
+    The break costs microseconds at each call, so it is used only inside a compiled model.
+    """
+    hidden: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,52 @@
+"""The plan of one forward: decided once, at the first layer, and only read afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from attmemo.adapters import Rows, Spans
+from attmemo.embed.lookup import Found
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one layer is served: these sequences of the batch, from these records."""
+
+    sequences: Ints  # [g], ascending
+    records: Ints  # [g]
+    missed: Rows  # all other sequences of the batch
+    predicted: float  # sum of the predicted similarity scores
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a forward is served, or the one reason why it stays exact.
+
+    Parameters
+    ----------
+    reason : str or None
+        Why the whole forward stays exact; None if a layer is served.
+    eligible : bool
+        False: the forward could not be served whatever is stored (counted in ``stats()["ineligible"]``).
+    spans : Spans or None
+        Where valid tokens lie; None if nothing was read.
+    found : Found or None
+        What the lookup found; None if there was none.
+    layers : mapping of int to Share
+        Layers that are served.
+    declined : mapping of int to int
+        Sequences by layer that are near enough, but too few in their batch to pay.
+    """
+
+    reason: str | None = None
+    eligible: bool = True
+    spans: Spans | None = None
+    found: Found | None = None
+    layers: Mapping[int, Share] = field(default_factory=dict)
+    declined: Mapping[int, int] = field(default_factory=dict)

@@ -1,0 +1,174 @@
+"""The self-check of `memoize`: a small batch of hits and misses goes through the very path that serves.
+
+`adapters.check` shows that a family's arithmetic is right, with plain torch. This check runs the rest: the hooks, the
+plan, `take_rows`, the kernel on maps in the database's form, and `pack`. Each layer is compared on the input that it
+really got, so errors do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters import Adapter, Rows, Site, Spans
+from attmemo.adapters.base import by_module
+from attmemo.adapters.check import QUANTIZED, TOLERANCE, UNKNOWN, context_from_maps, is_exact
+from attmemo.db import KIND_MAP
+from attmemo.db.forms import pack, type_of, unpack
+from attmemo.engine import Engine
+from attmemo.errors import AdapterCheckError, AttmemoError
+from attmemo.plan import Plan, Share
+from attmemo.reuse.maps import Maps
+from attmemo.reuse.source import HeldMaps
+
+_HITS = (0, 3)  # of four sequences, one of each length
+
+
+class Handle(Protocol):
+    """The part of `Memoization` that is checked."""
+
+    engine: Engine
+
+    def enable(self) -> None: ...
+    def disable(self) -> None: ...
+    def reset_stats(self) -> None: ...
+
+
+def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence[Site]) -> None:
+    """Serve two of four small sequences, of two lengths, and compare every layer with the plain path.
+
+    Raises
+    ------
+    AdapterCheckError
+        Names the first layer that differs. Nothing has been changed.
+    """
+    engine, adapter = handle.engine, reuse.adapter
+    host = adapter.host(model)
+    inputs, lengths = _doubled(*adapter.sample(model))
+    manifest = engine.database.manifest
+    form, training = type_of(KIND_MAP, manifest.storage), [module for module in model.modules() if module.training]
+    before = reuse.source
+    try:
+        model.eval()
+        with torch.inference_mode():
+            maps = _maps(adapter, model, sites, inputs, lengths)
+            stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}
+            reuse.source = HeldMaps(stored)
+            with ExitStack() as stack:
+                check = _Check(adapter, lengths, stored, _allowed(model))
+                for group in by_module(sites):
+                    exact = group[0].module.forward
+                    hook = group[0].module.register_forward_hook(check.hook(group, exact), with_kwargs=True)
+                    stack.callback(hook.remove)
+                stack.enter_context(engine.planned(_plan(lengths, len(sites))))
+                handle.enable()
+                stack.callback(handle.disable)
+                host(**inputs, **({"use_cache": True} if adapter.causal else {}))
+        served = [layer.hits for layer in engine.counters.layers]
+        if min(served) != len(_HITS):
+            reasons = list(engine.counters.failures) or list(engine.counters.ineligible) or ["no reason was counted"]
+            raise AdapterCheckError(f"layer {served.index(min(served))} cannot be served: {reasons[0]}.", UNKNOWN)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, AttmemoError):
+            raise
+        raise AdapterCheckError(
+            f"a small batch cannot be served ({type(error).__name__}: {str(error).splitlines()[0]}).", UNKNOWN
+        ) from error
+    finally:
+        reuse.source = before
+        handle.reset_stats()
+        for module in training:  # one by one: a model may be in training mode in parts
+            module.training = True
+
+
+def _doubled(inputs: Mapping[str, Tensor], lengths: list[int]) -> tuple[dict[str, Tensor], list[int]]:
+    """The adapter's sample, and behind it the same lengths with other contents."""
+    both = {}
+    for name, value in inputs.items():
+        other = value.flip(-1) if name not in ("attention_mask", "token_type_ids") else value
+        if name == "input_ids":
+            other = value.roll(1, 0).roll(3, 1)
+        both[name] = torch.cat([value, other])
+    return both, [*lengths, *lengths]
+
+
+def _maps(
+    adapter: Adapter, model: nn.Module, sites: Sequence[Site], inputs: Mapping[str, Tensor], lengths: Sequence[int]
+) -> dict[tuple[int, int], Tensor]:
+    """The model's own maps ``[h, n, n]`` of the sample, by layer and sequence."""
+    maps: dict[tuple[int, int], Tensor] = {}
+
+    def keep(sites: Sequence[Site]) -> Any:
+        turn = iter(sites)
+
+        def hook(_module: nn.Module, _args: Any, returned: Any) -> None:
+            layer, found = next(turn).layer, adapter.map_of(returned)
+            for sequence, n in enumerate(lengths):
+                maps[layer, sequence] = found[sequence, :, :n, :n].float()
+
+        return hook
+
+    with ExitStack() as stack:
+        for group in by_module(sites):
+            stack.callback(group[0].module.register_forward_hook(keep(group)).remove)
+        extra = stack.enter_context(adapter.capturing(model))
+        adapter.host(model)(**inputs, **extra)
+    return maps
+
+
+def _plan(lengths: Sequence[int], layers: int) -> Plan:
+    hits = np.asarray(_HITS, np.int64)
+    share = Share(hits, hits, Rows.without(len(lengths), hits), 0.0)
+    return Plan(spans=Spans(list(lengths)), layers=dict.fromkeys(range(layers), share))
+
+
+def _allowed(model: nn.Module) -> float:
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return TOLERANCE.get(dtype, 1e-5) if is_exact(model) else QUANTIZED
+
+
+class _Check:
+    """Compares each layer of the served forward with the plain path on the same input."""
+
+    def __init__(
+        self, adapter: Adapter, lengths: list[int], stored: Mapping[tuple[int, int], Tensor], allowed: float
+    ) -> None:
+        self._adapter, self._lengths, self._stored, self._allowed = adapter, lengths, stored, allowed
+
+    def hook(self, sites: Sequence[Site], exact: Any) -> Any:
+        turn = iter(sites)
+
+        def compare(_module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
+            self._layer(next(turn), exact, args, kwargs, returned)
+
+        return compare
+
+    def _layer(self, site: Site, exact: Any, args: Any, kwargs: Any, returned: Any) -> None:
+        adapter, module = self._adapter, site.module
+        # The call has filled its cache by now: the plain path runs without one.
+        given = adapter.named(args, kwargs)
+        given |= {adapter.cache_name: None} if adapter.cache_name in given else {}
+        call = adapter.read(module, (), given)
+        if isinstance(call, str):
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be served: {call}.", UNKNOWN)
+        seen, plain = adapter.output_of(returned), adapter.output_of(exact(**given))
+        for sequence, n in enumerate(self._lengths):
+            hidden, expected = call.hidden[sequence, :n], plain[sequence, :n]
+            if sequence in _HITS:
+                apm = unpack(self._stored[site.layer, sequence])
+                context = context_from_maps(adapter, module, hidden, [apm])[0]
+                expected = adapter.finish(module, context[None], hidden[None])[0]
+            scale = float(expected.abs().max()) or 1.0
+            difference = float((seen[sequence, :n] - expected).abs().max()) / scale
+            if not difference <= self._allowed:
+                what = "a hit" if sequence in _HITS else "a miss beside hits"
+                raise AdapterCheckError(
+                    f"layer {site.layer} ({site.name}): {what} differs from the plain path by {difference:.2e} of its "
+                    f"range (allowed {self._allowed:.0e}).",
+                    UNKNOWN,
+                )
