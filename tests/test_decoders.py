@@ -261,7 +261,7 @@ def test_layers_driven_by_hand_stay_exact_where_positions_enter_in_them(case: Ca
         seen = sites[0].module(*args, **kwargs)
     assert torch.equal(seen[0], returned[0])
     assert list(handle.stats()["ineligible"]) == [
-        "a layer was called outside of its model: nobody knows its positions"
+        "a layer was called outside of its model: its positions are unknown"
     ]
 
 
