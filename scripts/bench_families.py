@@ -27,7 +27,7 @@ from attmemo.profiler.bench.families import (
     gist,
     overheads,
 )
-from attmemo.profiler.plots import draw_families
+from attmemo.profiler.bench.plots import draw_families
 
 HEAD = """# Every family, exact and served
 

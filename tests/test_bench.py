@@ -21,9 +21,9 @@ from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS, sweep_gather
+from attmemo.profiler.bench.plots import draw_gather
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.conditions import conditions
-from attmemo.profiler.plots import draw_gather
 from attmemo.reuse.source import multiply
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
@@ -448,7 +448,7 @@ class TestAllFamilies:
 
     def test_a_row_for_each_case_that_fits_and_a_note_for_each_that_does_not(self, tmp_path: Path) -> None:
         from attmemo.profiler.bench.families import as_markdown, bench_families
-        from attmemo.profiler.plots import draw_families
+        from attmemo.profiler.bench.plots import draw_families
 
         common: dict[str, Any] = {"hidden": 32, "heads": 4, "batches": (1, 2), "dtypes": ("float32",), "repeats": 1}
         found = bench_families(families=["t5", "llama"], lengths=(8,), long_lengths=(16,), **common)

@@ -65,7 +65,7 @@ def gather(
         }  # fmt: skip
         found = bench_gather(**sizes, **common)
         if plot is not None:
-            from attmemo.profiler.plots import draw_gather
+            from attmemo.profiler.bench.plots import draw_gather
 
             found["sweep"], left_out = sweep_gather(**sizes, **common)
             found["notes"] += left_out
@@ -221,7 +221,7 @@ def _bench_families(
         lines = [[cell(row[name]) for name in names] for row in found["rows"]]
         out.table("Exact forward over the served one", [name.replace("_", " ") for name in names], lines)
         if plot is not None:
-            from attmemo.profiler.plots import draw_families
+            from attmemo.profiler.bench.plots import draw_families
 
             try:
                 Path(plot).write_bytes(draw_families(found))
