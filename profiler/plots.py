@@ -19,7 +19,7 @@ Result = Mapping[str, Any]
 
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
-STYLE: Final = {
+STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.grid.axis": "y", "axes.labelcolor": INK,
     "axes.labelsize": 9, "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK,
     "axes.titlelocation": "left", "axes.titlesize": 11, "grid.color": GRID,

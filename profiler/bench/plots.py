@@ -8,6 +8,7 @@ from typing import Any, Final
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator
 
 from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, numbers, png
 
@@ -49,8 +50,9 @@ def draw_gather(result: Mapping[str, Any]) -> bytes:
                 axes.plot(numbers(swept, axis), times, style, color=color, label=label)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
             axes.set_xticks([point[axis] for point in swept], [str(point[axis]) for point in swept], minor=False)
-            axes.set_xticks([], minor=True)
+            axes.minorticks_off()
             axes.yaxis.set_major_formatter("{x:g}")
             held = ", ".join(sorted({str(point[other]) for point in swept}))
             axes.set_title(f"Against {axis} ({other} {held})")
