@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,8 @@ from attmemo.profiler.bench.families import (
     LENGTHS,
     LONG_LENGTHS,
     MOST_TOKENS,
-    as_markdown,
     bench_families,
     gist,
-    overheads,
 )
 from attmemo.profiler.bench.plots import draw_families
 
@@ -41,6 +40,40 @@ the family's best: fused attention (sdpa) where it has any. `scripts/bench_famil
 gate, which this measurement switches off, leaves such calls alone.
 
 """
+
+
+def speedups(row: Mapping[str, Any]) -> str:
+    """Times as fast as exact and, in brackets, the ceiling."""
+    return f"{row['speedup']:.2f} ({row['ceiling']:.2f})"
+
+
+def overheads(row: Mapping[str, Any]) -> str:
+    """Lookup and fetch as a share of exact attention's time and, in brackets, the share of the ceiling's saving."""
+    share = row["share_of_ceiling"]  # None: it saves nothing
+    return f"{row['overhead']:.1%}" + ("" if share is None else f" ({share:.0%})")
+
+
+def as_markdown(found: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str] = speedups) -> str:
+    """The rows as a table: a line for each family and precision, a column for each shape."""
+    rows = found["rows"]
+    shapes = sorted({(row["length"], row["batch"]) for row in rows})
+    at = {(row["family"], row["dtype"], row["length"], row["batch"]): row for row in rows}
+    lines = [
+        "| family | type | exact attention | " + " | ".join(f"{length} x {batch}" for length, batch in shapes) + " |",
+        "|---" * (3 + len(shapes)) + "|",
+    ]
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
+        cells = []
+        kind = ""
+        for length, batch in shapes:
+            row = at.get((family, dtype, length, batch))
+            if row is None:
+                cells.append("")
+                continue
+            kind = row["attention"]
+            cells.append(cell(row))
+        lines.append(f"| {family} | {dtype} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def write(found: dict[str, Any], place: Path) -> None:

@@ -1,4 +1,4 @@
-"""What fetching maps costs: copy, window, view; alone and with the A·V that follows; and A·V without a fetch."""
+"""The cost of fetching maps: copy, window, view; alone and with the A·V that follows; and A·V without a fetch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from attmemo.db import KIND_MAP
 from attmemo.db.format import SlotClass
 from attmemo.db.forms import TYPES, pack, unpack
-from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.mmap import (
     Arena,
@@ -51,11 +51,7 @@ from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
 
-VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")
-"""What is compared; `bench_gather` says what they are."""
-
-SWEEP_BATCHES: Final = (1, 4, 16, 64)
-SWEEP_LENGTHS: Final = (128, 256, 512)
+VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
 
 _DTYPES: Final = ("float32", "bfloat16", "float16", "uint8")
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -173,7 +169,7 @@ def bench_gather(
 ) -> dict[str, Any]:
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
-    Both together are what counts: mapping small pages only moves the cost into the product, where they are faulted in.
+    The sum counts: a window of small pages only moves the cost into the product, which faults them in.
 
     Parameters
     ----------
@@ -187,7 +183,7 @@ def bench_gather(
     repeats : int
         Turns counted; each fetches other slots.
     cold : bool
-        Also measure with the file out of the page cache.
+        Measure with the file out of the page cache too.
     max_bytes : int
         Most bytes for the temporary arena, which holds twice the batch, and again for the copies in memory.
     progress : callable, optional
@@ -262,10 +258,19 @@ def bench_gather(
         work = _Work(slots, values, fetchers)
         try:
             with Arena(file, layout, residency) as arena:
-                found, facts = _warm(work, arena, repeats, tell)
-                if facts["notice"] is not None:
-                    facts["notice"] = facts["notice"].replace(str(file), "the arena")
-                    notes.append(facts["notice"])
+                work.check(arena)
+                before = partial(work.put_there, arena)
+                found = interleave(work.jobs(arena), repeats, before=before, tell=tell)
+                del before  # or it keeps the arena mapped
+                notice = arena.notice and arena.notice.replace(str(file), "the arena")
+                notes += [notice] if notice else []
+                facts = {
+                    "fetcher": _chosen(arena, wide),
+                    "page_bytes": arena.page_bytes,
+                    "window_page_bytes": arena.window_page_bytes,
+                    "residency": arena.residency,
+                    "notice": notice,
+                }
                 if not arena.mapping.layout.dense:
                     notes.append("slots are padded to pages: 'map' is multiplied one record at a time, as 'view' is")
             dropped: dict[str, Times] = {}
@@ -311,71 +316,13 @@ def bench_gather(
     return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def sweep_gather(
-    *,
-    length: int = 512,
-    batch: int = 32,
-    repeats: int = 9,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """`bench_gather`, warm only, over batch sizes at one length and over lengths at one batch size.
-
-    Parameters
-    ----------
-    length, batch : int
-        The length at which batches of `SWEEP_BATCHES` are measured; the batch at which `SWEEP_LENGTHS` are.
-    repeats : int
-        At most 5 are made of each.
-    **settings
-        The others of `bench_gather`.
-
-    Returns
-    -------
-    points : list of dict
-        ``axis`` ("batch" or "length": which of the two was swept), ``batch``, ``length``, ``fetcher``,
-        ``page_bytes``, and ``<variant>_matmul_ms`` of each variant.
-    notes : list of str
-        What was left out because there was no room for it.
-    """
-    check_sizes(length=length, batch=batch, repeats=repeats)
-    tell = progress or silent
-    wanted = [("batch", size, length) for size in SWEEP_BATCHES] + [("length", batch, size) for size in SWEEP_LENGTHS]
-    points: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for axis, size, tokens in wanted:
-        name = f"batch {size}, length {tokens}"
-
-        def told(what: str, done: int, total: int, name: str = name) -> None:
-            tell(f"{name}: {what}", done, total)
-
-        try:
-            found = bench_gather(
-                length=tokens, batch=size, repeats=min(repeats, 5), cold=False, progress=told, **settings
-            )
-        except StorageFullError as error:
-            notes.append(f"{name} is left out of the plot: {error.what}")
-            continue
-        point = {"axis": axis, "batch": size, "length": tokens}
-        point |= {key: found[key] for key in ("fetcher", "page_bytes")}
-        points.append(point | {f"{row['variant']}_matmul_ms": row["fetch_matmul_ms"] for row in found["rows"]})
-    return points, notes
-
-
-def _warm(work: _Work, arena: Arena, repeats: int, tell: Progress) -> tuple[dict[str, Times], dict[str, Any]]:
-    """Times in turns, and what the arena is. Nothing in what is returned keeps it mapped."""
-    work.check(arena)
-    found = interleave(work.jobs(arena), repeats, before=lambda turn: work.put_there(arena, turn), tell=tell)
+def _chosen(arena: Arena, computed: torch.dtype) -> str:
+    """The choice of the engine for this arena."""
+    if is_direct(arena.layout.shape, arena.layout.dtype, computed):
+        return "direct"
     default = choose_fetcher("auto", arena.window_page_bytes)
     default.close()
-    facts = {
-        "fetcher": "direct" if is_direct(arena.layout.shape, arena.layout.dtype, work.values.dtype) else default.name,
-        "page_bytes": arena.page_bytes,
-        "window_page_bytes": arena.window_page_bytes,
-        "residency": arena.residency,
-        "notice": arena.notice,
-    }
-    return found, facts
+    return default.name
 
 
 def _cold(work: _Work, file: Path, layout: SlotLayout, tell: Progress) -> tuple[dict[str, Times], str | None]:
@@ -417,7 +364,7 @@ def _faults() -> int:
 
 
 def _drop(file: Path) -> float:
-    """Ask the kernel to forget the file's pages, and see which share of them it kept; 1 if it does not tell.
+    """Ask the kernel to forget the file's pages. The share that it kept; 1 if it does not tell.
 
     Pages that a process has mapped are kept.
     """
@@ -432,7 +379,7 @@ def _drop(file: Path) -> float:
             failed = ctypes.CDLL(None).mincore(
                 ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data)
             )
-            del memory  # or the map cannot be closed
+            del memory  # or the mapping cannot be closed
     finally:
         os.close(descriptor)
     return 1.0 if failed else float(np.mean(resident & 1))
