@@ -5,7 +5,7 @@
     python scripts/bench_families.py bert deberta-v2 --layers 12 --lengths 128 512 --long-lengths --batches 1 8 \
         --dtypes float32 --output docs/bench-twelve-layers
 
-The same as `attmemo bench layer --all-families`, family by family: what is measured is kept when it is stopped.
+The same as `attmemo bench layer --all-families`, family by family: stopped early, it keeps the families that are done.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from attmemo.profiler.bench.plots import draw_families
 
 HEAD = """# Every family, exact and served
 
-One forward of a random model of base width (768, 12 heads, {layers} layers), every row served from a database with one
-lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps that are in
-contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of decoders half of
-each, serving can be faster than that. The lookup is divided among the layers: with two it weighs six times as much as
-in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured. The exact path is
-the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this; `attmemo bench layer
---all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs more than it saves: the
-gate, which this measurement switches off, leaves such calls alone.
+One forward of a random model of base width (768, 12 heads, {layers} layers), every sequence served from a database
+with one lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps
+that are in contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of
+decoders half of each, serving can be faster than that. The lookup is divided among the layers: with two it weighs six
+times as much as in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured.
+The exact path is the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this;
+`attmemo bench layer --all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs
+more than it saves: the gate, which this measurement switches off, leaves such calls alone.
 
 """
 

@@ -46,7 +46,7 @@ def sweep_gather(
     notes: list[str] = []
     for axis, size, tokens in wanted:
         name = f"batch {size}, length {tokens}"
-        sizes = {"length": tokens, "batch": size, "repeats": min(repeats, 5)}
+        sizes: dict[str, Any] = {"length": tokens, "batch": size, "repeats": min(repeats, 5)}
         try:
             found = bench_gather(**sizes, **settings, cold=False, progress=partial(_tell_of, tell, name))
         except StorageFullError as error:
