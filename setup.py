@@ -19,7 +19,7 @@ PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 
 setup(
     packages=PACKAGES,
-    package_data={"attmemo": ["py.typed", "*/*.pyi"], "attmemo.profiler": ["report.html.j2"]},
+    package_data={"attmemo": ["py.typed", "*/*.pyi"], "attmemo.profiler": ["logs.txt", "report.html.j2"]},
     ext_modules=[
         Extension(
             "attmemo.mmap._window",

@@ -25,7 +25,7 @@ LINES: Final = 3500  # three to four minutes on two cores; a third is enough to 
 FEWEST: Final = 200
 LONGEST: Final = 128  # tokens; longer lines are cut, so that a log of stack traces ends in time too
 BUDGET: Final = 0.01
-MARK: Final = ".attmemo-demo"  # says that a directory is a demo's and may be overwritten
+MARK: Final = ".attmemo-demo"  # marks the directory of a demo, which may be overwritten
 _PARTS: Final = {"build": 0.47, "tune": 0.35, "ask": 0.18}
 
 
@@ -67,7 +67,7 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
     Raises
     ------
     AttmemoError
-        The model is not installed, or `output` holds something that no demo made.
+        The model is not installed, or `output` holds files that are not a demo's.
     DataError
         The log cannot be read, or has fewer than `FEWEST` lines.
     """
@@ -86,7 +86,7 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
         lambda done, total: tell("capturing", done, total),
     )
     training = train_database(database, progress=tell)
-    # A short log cannot certify the budget: then by what was observed, and the sentence says so.
+    # A short log cannot certify the budget. The threshold then follows the observed changes, and the sentence says so.
     tuning = tune(database, [files["tune"]], TuneOptions(budget=BUDGET, allow_uncertified=True), tell)
     evaluation = evaluate(database, [files["ask"]], EvaluateOptions(), tell)
     report = write_report(evaluation, output / "report")[0]
@@ -138,7 +138,7 @@ def _prepare(output: Path) -> Path:
 
 
 def _split(lines: list[str], output: Path) -> dict[str, Path]:
-    """The lines in their order, cut into what is stored, what chooses the threshold and what is asked."""
+    """The lines in their order, cut into those to store, those that choose the threshold and those to ask."""
     _write(lines, output / "service.log")
     rest: Iterator[str] = iter(lines)
     files = {}

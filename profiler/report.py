@@ -1,7 +1,6 @@
 """Write what an evaluation found: a page to read, a figure to show, the numbers to compute with.
 
-The page shows the figure's panels one by one between its tables. Whatever the result lacks (a key that is
-absent, None, or a number that is not finite) is left out; a report is never refused for a missing part.
+A part or a number that the result does not have is left out of the page.
 """
 
 from __future__ import annotations
@@ -9,34 +8,56 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jinja2
 
 from attmemo.errors import AttmemoError
-from attmemo.profiler.plots import (
-    Result,
-    as_number,
-    draw_alone,
-    draw_overview,
-    entries_of,
-    present_panels,
-    section,
-    sweep_points,
-)
+from attmemo.profiler.plots import Result, draw_panels, present_panels
 
 __all__ = ["Table", "make_tables", "write_report"]
 
+_NOTHING: Final = "–"
+_PERCENT, _BYTES, _TIMES, _MS, _FOUR = "%", "bytes", "{:.2f}×", "{:.3g} ms", "{:.4f}"
 
-# --- the tables ------------------------------------------------------------------------------------------
+# Of the rows of all tables: the title of a key's column, and its format.
+_COLUMNS: Final = {
+    "layer": ("layer", "{}"),
+    "name": ("method", "{}"),
+    "threshold": ("threshold", "{:.4g}"),
+    "queries": ("queries", "{:,}"),
+    "hits": ("hits", "{:,}"),
+    "hit_rate": ("hit rate", _PERCENT),
+    "exhaustive_hit_rate": ("ceiling", _PERCENT),
+    "speedup": ("speed-up", _TIMES),
+    "agreement": ("same answer", _PERCENT),
+    "changed": ("changed answers", _PERCENT),
+    "accuracy": ("accuracy", _PERCENT),
+    "cosine_mean": ("cosine, mean", _FOUR),
+    "logit_distance_mean": ("logit distance, mean", _FOUR),
+    "perplexity": ("perplexity", "{:.4g}"),
+    "mean_predicted_similarity": ("similarity, predicted", "{:.3f}"),
+    "mean_true_similarity": ("similarity, true", "{:.3f}"),
+    "exhaustive_mean_similarity": ("similarity, best", "{:.3f}"),
+    "gate": ("gate", "{}"),
+    "ms_spent": ("spent", _MS),
+    "ms_saved": ("saved", _MS),
+}
+# Conditions are shown under their own names, except these.
+_NAMES: Final = {
+    "path": "database", "bytes": "database size", "files": "data", "mean_length": "tokens per sequence, mean",
+    "length_stored": "sequences of a stored length", "cpu": "processor", "dtype": "computed in",
+    "storage_dtype": "stored as", "max_length": "longest sequence, tokens", "page_bytes": "page size",
+    "repeats": "timing repeats",
+}  # fmt: skip
+_FORMATS: Final = {"bytes": _BYTES, "page_bytes": _BYTES, "mean_length": "{:.1f}", "length_stored": _PERCENT}
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """One table of the report, as text.
 
     Attributes
@@ -55,182 +76,75 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-_NOTHING = "–"
-Show = Callable[[object], str]
-
-
-def _percent(value: object) -> str:
-    """A share; just under 1 it keeps a digit more, so that it does not read as all."""
-    number = as_number(value)
-    if number is None:
-        return _NOTHING
-    return f"{100 * number:.2f}%" if 0.99 <= number < 1 else f"{100 * number:.1f}%"
-
-
-def _decimal(format_: str, unit: str = "") -> Show:
-    def show(value: object) -> str:
-        number = as_number(value)
-        return _NOTHING if number is None else f"{number:{format_}}{unit}"
-
-    return show
-
-
-def _plain(value: object) -> str:
+def _show(value: Any, form: str = "{}") -> str:
+    """A value as text; a dash for None, for nothing, and for a number that is not finite."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_show(item, form) for item in value) or _NOTHING
     if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
         return _NOTHING
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or _NOTHING
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if form == _PERCENT:  # just under 1 it keeps a digit more, so that it does not read as all
+        return f"{min(value, 0.9999):.2%}" if 0.99 <= value < 1 else f"{value:.1%}"
+    if form == _BYTES:
+        power = min(4, max(0, math.frexp(abs(value))[1] - 1) // 10)
+        return f"{value / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return form.format(value)
 
 
-def _size(value: object) -> str:
-    number = as_number(value)
-    if number is None:
-        return _NOTHING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} TiB"
+def _table(title: str, note: str, rows: Iterable[Mapping[str, Any]] | None) -> Table:
+    """A table without the columns that are empty throughout."""
+    cells = {name: [_show(row.get(key), form) for row in rows or ()] for key, (name, form) in _COLUMNS.items()}
+    shown = {name: column for name, column in cells.items() if set(column) - {_NOTHING}}
+    return Table(title, note, tuple(shown), tuple(zip(*shown.values(), strict=True)))
 
 
-_similarity, _milliseconds, _times = _decimal(".3f"), _decimal(".3g", " ms"), _decimal(".2f", "×")
-
-_LAYER_COLUMNS: tuple[tuple[str, str, Show], ...] = (
-    ("layer", "layer", _plain),
-    ("queries", "queries", _plain),
-    ("hits", "hits", _plain),
-    ("hit_rate", "hit rate", _percent),
-    ("exhaustive_hit_rate", "ceiling", _percent),
-    ("mean_predicted_similarity", "similarity, predicted", _similarity),
-    ("mean_true_similarity", "similarity, true", _similarity),
-    ("exhaustive_mean_similarity", "similarity, best", _similarity),
-    ("gate", "gate", _plain),
-    ("ms_spent", "spent", _milliseconds),
-    ("ms_saved", "saved", _milliseconds),
-)
-_CONTROL_COLUMNS: tuple[tuple[str, str, Show], ...] = (
-    ("name", "method", _plain),
-    ("hit_rate", "hit rate", _percent),
-    ("agreement", "same answer", _percent),
-    ("accuracy", "accuracy", _percent),
-    ("cosine_mean", "cosine, mean", _decimal(".4f")),
-    ("logit_distance_mean", "logit distance, mean", _decimal(".4f")),
-    ("perplexity", "perplexity", _decimal(".4g")),
-)
-_SWEEP_COLUMNS: tuple[tuple[str, str, Show], ...] = (
-    ("threshold", "threshold", _decimal(".4g")),
-    ("hit_rate", "hit rate", _percent),
-    ("speedup", "speed-up", _times),
-    ("agreement", "same answer", _percent),
-    ("changed", "changed answers", _percent),
-    ("cosine_mean", "cosine, mean", _decimal(".4f")),
-    ("perplexity", "perplexity", _decimal(".4g")),
-)
-_CONDITIONS: tuple[tuple[str, str, str, Show], ...] = (
-    ("database", "model", "model", _plain),
-    ("database", "family", "family", _plain),
-    ("database", "layers", "layers", _plain),
-    ("database", "heads", "heads", _plain),
-    ("database", "path", "database", _plain),
-    ("database", "records", "records", _plain),
-    ("database", "bytes", "database size", _size),
-    ("data", "files", "data", _plain),
-    ("data", "sequences", "sequences", _plain),
-    ("data", "tokens", "tokens", _plain),
-    ("data", "mean_length", "tokens per sequence, mean", _decimal(".1f")),
-    ("conditions", "cpu", "processor", _plain),
-    ("conditions", "cores", "cores", _plain),
-    ("conditions", "threads", "threads", _plain),
-    ("conditions", "kernel", "kernel", _plain),
-    ("conditions", "torch", "torch", _plain),
-    ("conditions", "transformers", "transformers", _plain),
-    ("conditions", "dtype", "computed in", _plain),
-    ("conditions", "storage_dtype", "stored as", _plain),
-    ("conditions", "batch_size", "batch size", _plain),
-    ("conditions", "max_length", "longest sequence, tokens", _plain),
-    ("conditions", "fetch", "fetch", _plain),
-    ("conditions", "page_bytes", "page size", _size),
-    ("conditions", "repeats", "timing repeats", _plain),
-)
-
-
-def _rows_table(
-    title: str, note: str, entries: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, Show]]
-) -> Table:
-    """A table of entries without the columns that are empty throughout."""
-    filled = [(name, [show(entry.get(key)) for entry in entries]) for key, name, show in columns]
-    shown = [(name, cells) for name, cells in filled if any(cell != _NOTHING for cell in cells)]
-    rows = zip(*(cells for _, cells in shown), strict=True)
-    return Table(title, note, tuple(name for name, _ in shown), tuple(rows))
-
-
-def _pairs_table(title: str, note: str, pairs: Iterable[tuple[str, ...]]) -> Table:
+def _pairs(title: str, note: str, rows: Iterable[tuple[str, ...]]) -> Table:
     """A table of names and values without the values that are missing."""
-    return Table(title, note, (), tuple(pair for pair in pairs if pair[1] != _NOTHING))
-
-
-def _speedup(result: Result) -> str:
-    time = section(result, "time")
-    low, high = _times(time.get("speedup_low")), _times(time.get("speedup_high"))
-    interval = f" ({low} to {high})" if _NOTHING not in (low, high) else ""
-    speedup = _times(time.get("speedup"))
-    return speedup if speedup == _NOTHING else speedup + interval
-
-
-def _times_per(result: Result) -> str:
-    time = section(result, "time")
-    exact = _milliseconds(section(time, "exact_ms").get(str(time.get("best_exact"))))
-    memoized = _milliseconds(time.get("memoized_ms"))
-    if memoized == _NOTHING:
-        return _NOTHING
-    return f"{memoized} per {time.get('per') or 'sequence'}" + (f", exact {exact}" if exact != _NOTHING else "")
-
-
-def _both_accuracies(result: Result) -> str:
-    quality = section(result, "quality")
-    exact, memoized = _percent(quality.get("accuracy_exact")), _percent(quality.get("accuracy_memoized"))
-    return _NOTHING if memoized == _NOTHING else f"{memoized}, exact {exact}"
-
-
-def _same_means(quality: Mapping[str, Any]) -> str:
-    return "the exact model's next token" if "perplexity_exact" in quality else "as the exact model"
-
-
-def _both_perplexities(result: Result) -> str:
-    quality, show = section(result, "quality"), _decimal(".4g")
-    exact, memoized = show(quality.get("perplexity_exact")), show(quality.get("perplexity_memoized"))
-    return _NOTHING if memoized == _NOTHING else f"{memoized}, exact {exact}"
+    return Table(title, note, (), tuple(row for row in rows if not row[1].startswith(_NOTHING)))
 
 
 def _summary(result: Result) -> Table:
-    quality = section(result, "quality")
-    best = section(result, "time").get("best_exact")
-    compared = section(result, "time").get("exact_ms")
-    tried = isinstance(compared, Mapping) and len(compared) > 1
-    against = f"against the best exact path ({best})" if tried else "against the exact model; torch.compile not timed"
-    source, lookup = result.get("threshold_source"), result.get("lookup")
-    threshold = _decimal(".4g")(result.get("threshold"))
-    cosine = _decimal(".4f")
-    pairs = (
-        ("Hit rate", _percent(result.get("hit_rate")), "share of lookups answered from the database"),
-        ("Hit rate, ceiling", _percent(result.get("exhaustive_hit_rate")), "what an exhaustive search would find"),
-        ("Speed-up", _speedup(result), against),
-        ("Bytes per saved ms", _size(section(result, "time").get("bytes_per_saved_ms")), "of a sequence's time"),
-        ("Time", _times_per(result), "mean; lookup and misses included"),
-        ("Same answer", _percent(quality.get("agreement")), _same_means(quality)),
-        ("Accuracy", _both_accuracies(result), "on the labels of the data"),
-        ("Perplexity", _both_perplexities(result), "of the texts themselves, token by token"),
-        ("Cosine, mean", cosine(quality.get("cosine_mean")), "between memoized and exact outputs"),
-        ("Cosine, lowest 1%", cosine(quality.get("cosine_p1")), "1 sequence in 100 lies below"),
-        ("Cosine, lowest", cosine(quality.get("cosine_min")), "the worst sequence"),
-        ("Logit distance, mean", cosine(quality.get("logit_distance_mean")), "between memoized and exact outputs"),
-        ("Logit distance, highest 1%", cosine(quality.get("logit_distance_p99")), "1 sequence in 100 lies above"),
-        ("Threshold", threshold, str(source) if source else "of similarity, between 0 and 1"),
-        ("Lookup", f"per {lookup}" if lookup else _NOTHING, "one search each"),
-        ("Not eligible", _plain(result.get("ineligible")), "left to the exact path by rule"),
+    time, quality = result.get("time") or {}, result.get("quality") or {}
+    exact = time.get("exact_ms") or {}
+    best = time.get("best_exact")
+    compared = f"the best exact path ({best})" if len(exact) > 1 else "the exact model; torch.compile not timed"
+    speed, low, high = (_show(time.get(key), _TIMES) for key in ("speedup", "speedup_low", "speedup_high"))
+    spent = f"{_show(time.get('memoized_ms'), _MS)} per {time.get('per')}, exact {_show(exact.get(best), _MS)}"
+    same = "the exact model's next token" if "perplexity_exact" in quality else "as the exact model"
+
+    def both(name: str, form: str) -> str:
+        return f"{_show(quality.get(f'{name}_memoized'), form)}, exact {_show(quality.get(f'{name}_exact'), form)}"
+
+    def of(name: str) -> str:
+        return _show(quality.get(name), _FOUR)
+
+    rows = (
+        ("Hit rate", _show(result.get("hit_rate"), _PERCENT), "share of lookups answered from the database"),
+        ("Hit rate, ceiling", _show(result.get("exhaustive_hit_rate"), _PERCENT), "that of an exhaustive search"),
+        ("Speed-up", f"{speed} ({low} to {high})", f"against {compared}"),
+        ("Bytes per saved ms", _show(time.get("bytes_per_saved_ms"), _BYTES), "of a sequence's time"),
+        ("Time", spent, "mean; lookup and misses included"),
+        ("Same answer", _show(quality.get("agreement"), _PERCENT), same),
+        ("Accuracy", both("accuracy", _PERCENT), "on the labels of the data"),
+        ("Perplexity", both("perplexity", "{:.4g}"), "of the texts themselves, token by token"),
+        ("Cosine, mean", of("cosine_mean"), "between memoized and exact outputs"),
+        ("Cosine, lowest 1%", of("cosine_p1"), "1 sequence in 100 lies below"),
+        ("Cosine, lowest", of("cosine_min"), "the worst sequence"),
+        ("Logit distance, mean", of("logit_distance_mean"), "between memoized and exact outputs"),
+        ("Logit distance, highest 1%", of("logit_distance_p99"), "1 sequence in 100 lies above"),
+        ("Threshold", _show(result.get("threshold"), "{:.4g}"), str(result.get("threshold_source") or "")),
+        ("Lookup", _show(result.get("lookup"), "per {}"), "one search each"),
+        ("Not eligible", _show(result.get("ineligible"), "{:,}"), "left to the exact path by rule"),
     )
-    return _pairs_table("Summary", "", pairs)
+    return _pairs("Summary", "", rows)
+
+
+def _conditions(result: Result) -> Table:
+    rows = []
+    for part in ("database", "data", "conditions"):
+        for key, value in (result.get(part) or {}).items():
+            form = _FORMATS.get(key, "{:,}" if isinstance(value, int) else "{}")
+            rows.append((_NAMES.get(key, key.replace("_", " ")), _show(value, form)))
+    return _pairs("Conditions", "Numbers hold for these only.", rows)
 
 
 def make_tables(result: Result) -> list[Table]:
@@ -246,73 +160,41 @@ def make_tables(result: Result) -> list[Table]:
     list of Table
         Those that have a row, in reading order.
     """
-    conditions = ((name, show(section(result, part).get(key))) for part, key, name, show in _CONDITIONS)
+    controls = "On the same data: what simpler stand-ins for the map that was found would have given."
+    layers = "Spent: lookup and fetch. Saved: the exact attention that hits made unnecessary."
     tables = (
         _summary(result),
-        _rows_table(
-            "Against the controls",
-            "On the same data: what simpler stand-ins for the looked-up map would have given.",
-            entries_of(result, "controls"),
-            _CONTROL_COLUMNS,
-        ),
-        _rows_table("By threshold", "", sweep_points(result), _SWEEP_COLUMNS),
-        _rows_table(
-            "By layer",
-            "Spent: lookup and fetch. Saved: the exact attention that hits made unnecessary.",
-            entries_of(result, "layers"),
-            _LAYER_COLUMNS,
-        ),
-        _pairs_table("Conditions", "Numbers hold for these only.", conditions),
+        _table("Against the controls", controls, result.get("controls")),
+        _table("By threshold", "", result.get("sweep")),
+        _table("By layer", layers, result.get("layers")),
+        _conditions(result),
     )
     return [table for table in tables if table.rows]
 
 
-# --- the page and the files ------------------------------------------------------------------------------
-
-
-def _headline(result: Result) -> str:
-    model = section(result, "database").get("model")
-    return f"Attention memoization: {model}" if model else "Attention memoization"
-
-
-def _verdict(result: Result) -> str:
-    """The result's own verdict, or its main numbers in a sentence."""
-    verdict = result.get("verdict")
-    if isinstance(verdict, str) and verdict.strip():
-        return verdict
-    hits, speed = _percent(result.get("hit_rate")), _times(section(result, "time").get("speedup"))
-    said = [f"{hits} of lookups hit"] * (hits != _NOTHING)
-    said += [f"{speed} the speed of the best exact path"] * (speed != _NOTHING)
-    return ", ".join(said) + "." if said else "This result holds no verdict."
-
-
-def _tiles(result: Result) -> list[tuple[str, str]]:
-    """The few numbers that a reader needs first."""
-    quality = section(result, "quality")
-    tiles = (
-        ("speed-up", _times(section(result, "time").get("speedup"))),
-        ("hit rate", _percent(result.get("hit_rate"))),
-        ("same answer", _percent(quality.get("agreement"))),
-        ("cosine, mean", _decimal(".4f")(quality.get("cosine_mean"))),
-        ("threshold", _decimal(".4g")(result.get("threshold"))),
-    )
-    return [(name, value) for name, value in tiles if value != _NOTHING]
-
-
-def _render_page(result: Result) -> str:
+def _render_page(result: Result, headline: str) -> bytes:
+    time, quality = result.get("time") or {}, result.get("quality") or {}
+    threshold = result.get("threshold")
+    tiles = {
+        "speed-up": _show(time.get("speedup"), _TIMES),
+        "hit rate": _show(result.get("hit_rate"), _PERCENT),
+        "same answer": _show(quality.get("agreement"), _PERCENT),
+        "cosine, mean": _show(quality.get("cosine_mean"), _FOUR),
+        "threshold": "per layer" if isinstance(threshold, list) else _show(threshold, "{:.4g}"),
+    }
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = resources.files("attmemo.profiler").joinpath("report.html.j2").read_text(encoding="utf-8")
-    notes = result.get("notes")
-    return environment.from_string(source).render(
-        headline=_headline(result),
-        verdict=_verdict(result),
-        tiles=_tiles(result),
+    page = environment.from_string(source).render(
+        headline=headline,
+        verdict=result.get("verdict") or "",
+        notes=result.get("notes") or [],
+        tiles={name: value for name, value in tiles.items() if value != _NOTHING},
         tables=make_tables(result),
-        panels=[(panel, base64.b64encode(draw_alone(panel, result)).decode()) for panel in present_panels(result)],
-        notes=[str(note) for note in notes if note] if isinstance(notes, (list, tuple)) else [],
+        panels=[(panel, base64.b64encode(draw_panels([panel], result)).decode()) for panel in present_panels(result)],
     )
+    return page.encode()
 
 
 def _finite(value: Any) -> Any:
@@ -330,9 +212,10 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     Parameters
     ----------
     result : mapping
-        An evaluation's result, `attmemo.evaluate/1`. What is absent, None or not finite is left out.
+        An evaluation's result, `attmemo.evaluate/1`.
     directory : Path
-        Where to write; made if it is not there. Files of the same names are replaced.
+        Where to write; made if it is not there. Files of the same names are replaced when all three are written:
+        a full disk leaves an older report whole.
 
     Returns
     -------
@@ -344,16 +227,22 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     AttmemoError
         The directory cannot be written.
     """
+    model = (result.get("database") or {}).get("model")
+    headline = f"Attention memoization: {model}" if model else "Attention memoization"
+    heading = f"{headline}\n{result.get('verdict') or ''}"
     contents = {
-        "report.html": _render_page(result).encode(),
-        "report.png": draw_overview(result, f"{_headline(result)}\n{_verdict(result)}"),
+        "report.html": _render_page(result, headline),
+        "report.png": draw_panels(present_panels(result), result, heading),
         "result.json": (json.dumps(_finite(result), indent=2, ensure_ascii=False) + "\n").encode(),
     }
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            (directory / name).write_bytes(content)
+        with tempfile.TemporaryDirectory(prefix=".report-", dir=directory) as beside:
+            for name, content in contents.items():
+                (Path(beside) / name).write_bytes(content)
+            for name in contents:
+                (Path(beside) / name).replace(directory / name)
     except OSError as error:
         raise AttmemoError(
             f"{directory}: the report cannot be written: {error.strerror or error}",

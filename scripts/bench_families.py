@@ -5,13 +5,14 @@
     python scripts/bench_families.py bert deberta-v2 --layers 12 --lengths 128 512 --long-lengths --batches 1 8 \
         --dtypes float32 --output docs/bench-twelve-layers
 
-The same as `attmemo bench layer --all-families`, family by family: what is measured is kept when it is stopped.
+The same as `attmemo bench layer --all-families`, family by family: stopped early, it keeps the families that are done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,57 @@ from attmemo.profiler.bench.families import (
     LENGTHS,
     LONG_LENGTHS,
     MOST_TOKENS,
-    as_markdown,
     bench_families,
     gist,
-    overheads,
 )
-from attmemo.profiler.plots import draw_families
+from attmemo.profiler.bench.plots import draw_families
 
 HEAD = """# Every family, exact and served
 
-One forward of a random model of base width (768, 12 heads, {layers} layers), every row served from a database with one
-lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps that are in
-contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of decoders half of
-each, serving can be faster than that. The lookup is divided among the layers: with two it weighs six times as much as
-in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured. The exact path is
-the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this; `attmemo bench layer
---all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs more than it saves: the
-gate, which this measurement switches off, leaves such calls alone.
+One forward of a random model of base width (768, 12 heads, {layers} layers), every sequence served from a database
+with one lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps
+that are in contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of
+decoders half of each, serving can be faster than that. The lookup is divided among the layers: with two it weighs six
+times as much as in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured.
+The exact path is the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this;
+`attmemo bench layer --all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs
+more than it saves: the gate, which this measurement switches off, leaves such calls alone.
 
 """
+
+
+def speedups(row: Mapping[str, Any]) -> str:
+    """Times as fast as exact and, in brackets, the ceiling."""
+    return f"{row['speedup']:.2f} ({row['ceiling']:.2f})"
+
+
+def overheads(row: Mapping[str, Any]) -> str:
+    """Lookup and fetch as a share of exact attention's time and, in brackets, the share of the ceiling's saving."""
+    share = row["share_of_ceiling"]  # None: it saves nothing
+    return f"{row['overhead']:.1%}" + ("" if share is None else f" ({share:.0%})")
+
+
+def as_markdown(found: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str] = speedups) -> str:
+    """The rows as a table: a line for each family and precision, a column for each shape."""
+    rows = found["rows"]
+    shapes = sorted({(row["length"], row["batch"]) for row in rows})
+    at = {(row["family"], row["dtype"], row["length"], row["batch"]): row for row in rows}
+    lines = [
+        "| family | type | exact attention | " + " | ".join(f"{length} x {batch}" for length, batch in shapes) + " |",
+        "|---" * (3 + len(shapes)) + "|",
+    ]
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
+        cells = []
+        kind = ""
+        for length, batch in shapes:
+            row = at.get((family, dtype, length, batch))
+            if row is None:
+                cells.append("")
+                continue
+            kind = row["attention"]
+            cells.append(cell(row))
+        lines.append(f"| {family} | {dtype} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def write(found: dict[str, Any], place: Path) -> None:

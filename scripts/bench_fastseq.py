@@ -4,14 +4,14 @@ python scripts/bench_fastseq.py --shape bart-large --length 1024 128 --new 100 -
 python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a smoke test: seconds
 
 Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each
-(min_new_tokens = max_new_tokens). What is timed is lines of text in, lines of text out: tokenizing, generating,
+(min_new_tokens = max_new_tokens). The time is that from lines of text to lines of text: tokenizing, generating,
 decoding, writing. Every round runs every rung once, in turning order; the table has the medians. Loading the weights
 from a folder is timed for itself and added in a column of its own.
 
 Rungs, each with what is before it: `stock`; `shared` (cross-attention cache or prompt kept once a sample); `+ngram`
 (the kernel that blocks n-grams); `+pipeline` (`attmemo.fastseq.Pipeline` on what `wrap` chooses by itself, as users
 get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, EL-Attention whether it pays or not,
-and `ctranslate2`, which wants that package.
+and `ctranslate2`, which needs that package.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How long blocking repeated n-grams takes in one generated batch: FastSeq's Table 3, against today's stock.
+"""The time of blocking repeated n-grams in one generated batch: FastSeq's Table 3, against today's stock.
 
     python scripts/bench_ngram.py --output docs/ngram
 
-FastSeq (seed ``000_0ea113c51f7ad12d.txt``, Table 3) compares with the Python loops that transformers had until 5.14.
-Those are gone: 5.15 and later make a mask with torch. The loop is timed here only to show what the paper compared
-with; the ratio that counts is the one to the stock of today. For n-grams of the source stock still loops.
+FastSeq (arXiv 2106.04718, Table 3) compares with the Python loops that transformers had until 5.14. Those are gone:
+5.15 and later make a mask with torch. The loop is timed here only to show the paper's comparison; the ratio to the
+stock of today counts. For n-grams of the source stock still loops.
 
-A row is the sum over all steps of one batch. All ways do each step in turn, on the same scores, so that the machine's
-moods hit all; the batch is repeated, and the median of its sums is taken. Writes OUTPUT.json and .png.
+A row is the sum over all steps of one batch. All ways do each step in turn, on the same scores, so that changes of the
+machine's speed hit all. The batch is repeated, and the median of its sums is taken. Writes OUTPUT.json and .png.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the pipeline around `generate` saves, against the plain loop that a user would write: end to end, on a CPU.
+"""The saving of the pipeline around `generate`, against the plain loop of a user: end to end, on a CPU.
 
     python scripts/bench_pipeline.py ../shared/data/wmt16_enro/newsdev2016.en --vocabulary VOCAB --output docs/pipeline
 
-Tokenization, generation, detokenization and writing are in the time; loading is not, which all ways share. The model
+The time includes tokenization, generation, detokenization and writing. All ways share the loading. The model
 has random weights in the shape of T5-small and generates as many tokens for every text, so that all ways do the same
-work; stock generation is used by all of them, and they take turns in every pass. VOCAB is a WordPiece vocabulary, a
+work. All of them use stock generation, and they take turns in every pass. VOCAB is a WordPiece vocabulary, a
 token a line. Writes OUTPUT.json and OUTPUT.png.
 """
 

@@ -1,7 +1,7 @@
 """Convert a llama2.c checkpoint and its tokenizer to a transformers Llama checkpoint.
 
 A llama2.c checkpoint is 7 integers (dim, hidden dim, layers, heads, KV heads, vocabulary, context) and then float32
-weights without names, in a fixed order. What differs from transformers' Llama is the rotary embedding: llama2.c turns
+weights without names, in a fixed order. The rotary embedding differs from transformers' Llama: llama2.c turns
 the neighbours (0, 1), (2, 3), ... of a head, transformers the halves (0, D/2), (1, D/2 + 1), ..., so the rows of the
 query and key projections change places within each head. Nothing is rounded.
 

@@ -1,4 +1,4 @@
-"""Puts measured tables into a document between two marks, so that the words around them outlive a new measurement."""
+"""Put measured tables into a document between two marks. The words around them outlive a new measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def replace_measured(file: Path, tables: str) -> None:
-    """Write `tables` where `file` says that they belong; a file that is absent is made of them alone.
+    """Write `tables` between the marks of `file`. A file that is absent is made of them alone.
 
     Raises
     ------

@@ -5,9 +5,9 @@
 
 Each case builds a database, trains and profiles it, evaluates it at a fixed threshold on the last 30 % of the data
 (the first 70 % were stored), then tunes for a budget of 1 % changed answers on the first half of those 30 % and
-evaluates the tuned thresholds on the second half. Beside it: what memoization costs where it serves nothing, and, as a
-case of its own (`ceiling`), what it saves when a DeBERTa-v2 of base size is served everything. Results are written as
-JSON with a report beside them; the table is printed as Markdown.
+evaluates the tuned thresholds on the second half. Beside it: the cost of memoization where it serves nothing. A case
+of its own (`ceiling`) shows the saving of a DeBERTa-v2 of base size with every sequence served. Results are written
+as JSON with a report beside them; the table is printed as Markdown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from attmemo.profiler.tune import TuneOptions, tune
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what is built from, asked with, and at which threshold."""
+    """One row: the texts to build from, to tune on and to ask, and the threshold."""
 
     model: str
     threshold: float | None  # None: only tuned

@@ -1,4 +1,4 @@
-"""What memoization does to a real language model: similarity by layer, perplexity, and text after a memoized prefill.
+"""Memoization of a real language model: similarity by layer, perplexity, and text after a memoized prefill.
 
     python scripts/study_decoder.py ../shared results --docs docs      # all kinds of text, about 20 minutes on a core
     python scripts/study_decoder.py ../shared results wikitext         # one of them
@@ -8,14 +8,14 @@ serve only texts of the same number of tokens, so every text is cut into chunks 
 running text. Per kind of text a database is built from some chunks, and others are asked:
 
 * ``stories``: written by the model itself, sampled at temperature 1; asked are stories with other seeds and other
-  beginnings. The nearest there is to the text that the model was trained on.
+  beginnings. No other text here is nearer to the model's training text.
 * ``captions``: image captions of STS-B one after the other (stored: train, asked: dev and test). Of the real prose at
   hand the nearest in style to children's stories, by the model's bits per character (docs/study-decoder.md).
 * ``wikitext``: WikiText-2 (stored: validation, asked: test). Prose that the model knows nothing about.
 * ``templates``: six stories with slots for a name, an animal, a place and a thing, as prompts made from templates are
   (asked: combinations that are not stored).
 
-Source of the similarity study: AttMEMO, section 6.9 and Fig. 15 (seed 004_17cf05913cb31f45.txt).
+Source of the similarity study: AttMEMO (arXiv 2301.09262), section 6.9 and Fig. 15.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def batches(ids: Tensor, size: int = BATCH) -> Iterator[dict[str, Tensor]]:
 
 
 def packed(maps: Tensor) -> Tensor:
-    """Causal maps ``[m, h, n, n]`` as ``[m, h * n (n + 1) / 2]``: what is above the diagonal is zero."""
+    """Causal maps ``[m, h, n, n]`` as ``[m, h * n (n + 1) / 2]``: all above the diagonal is zero."""
     rows, columns = torch.tril_indices(*maps.shape[-2:])
     return maps[:, :, rows, columns].flatten(1).float()
 
@@ -257,11 +257,11 @@ def _rounded(values: Tensor) -> list[float]:
     return [round(v, 4) for v in values.tolist()]
 
 
-# -- what is predicted and written
+# -- predictions and continuations
 
 
 def serve(loaded: LoadedModel, database: Database, asked: Tensor) -> dict[str, Any]:
-    """Perplexity and next tokens by threshold, beside the share of calls served; and what controls do instead."""
+    """Perplexity and next tokens by threshold, beside the share of calls served; and the controls."""
     tokens = [Tokens(row, ids, None) for row, ids in enumerate(asked.tolist())]
     prepared = prepare(loaded, tokens, BATCH)
     exact, (surprise, count) = ask(loaded, prepared), perplexity(loaded, prepared)
@@ -435,7 +435,7 @@ _INK, _BLUE, _ORANGE, _GREEN, _GREY = "#26323a", "#2f6c99", "#cf7a30", "#4a8f6a"
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """One row of plots for each kind: similarity by layer, perplexity and continuations against what is served."""
+    """One row of plots for each kind: similarity by layer, perplexity and continuations against the share served."""
     kinds = result["kinds"]
     figure = Figure(figsize=(15, 3.9 * len(kinds)), layout="constrained", dpi=110)
     grid = figure.subplots(len(kinds), 3, squeeze=False)

@@ -1,15 +1,15 @@
-"""Memoization of a pruned model beside the dense one it was pruned from: the paper's Table 8, on SST-2.
+"""Memoization of a pruned model beside its dense original: the paper's Table 8, on SST-2.
 
     python scripts/study_pruned.py ../shared results            # prunes, about 7 minutes on two cores, then measures
     python scripts/study_pruned.py ../shared results --docs docs
 
 The MiniLM sentiment classifier is pruned by magnitude, gradually, to 85 % of the weights of its Linear layers, while
-it is trained on; what was pruned stays zero. Both models then get a database of the same training phrases and answer
-the dev sentences at three thresholds, in batches of 1, 8 and 32. That hit decisions, answers and accuracy are the same
-for every batch size is asserted, not only printed.
+training goes on; a pruned weight stays zero. Both models then get a database of the same training phrases and answer
+the dev sentences at three thresholds, in batches of 1, 8 and 32. The script asserts that hit decisions, answers and
+accuracy are the same for every batch size.
 
-Source: AttMEMO, section 6.8 and Table 8 (seed 004_17cf05913cb31f45.txt), which prunes BERT models by more than 85 %.
-The cubic schedule is that of Zhu and Gupta, "To prune, or not to prune" (arXiv 1710.01878, Eq. 1).
+Source: AttMEMO (arXiv 2301.09262), section 6.8 and Table 8, which prunes BERT models by more than 85 %. The
+cubic schedule is that of Zhu and Gupta, "To prune, or not to prune" (arXiv 1710.01878, Eq. 1).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def training_batches(
     lengths = np.array([len(i) for i in ids])
     generator = np.random.default_rng(seed)
     while True:
-        # Sorted by length but for a little noise: little padding, and other company in every epoch.
+        # Sorted by length with a little noise: little padding, and other batches in every epoch.
         order = np.argsort(lengths + generator.random(len(ids)), kind="stable")
         parts = np.array_split(order, len(order) // size)
         for place in generator.permutation(len(parts)):
@@ -164,7 +164,7 @@ def prune(
 
 
 def apply(weights: dict[str, nn.Parameter], masks: dict[str, Tensor]) -> None:
-    """Set what is pruned to zero."""
+    """Set the pruned weights to zero."""
     with torch.no_grad():
         for name, weight in weights.items():
             weight.mul_(masks[name])

@@ -3,8 +3,8 @@
 python scripts/train_tiny_bart.py ../shared/data/wmt16_enro /tmp/tiny-bart --steps 600
 
 A minute on two cores. This is BART's own way of learning: some words of a sentence become <mask>, the target is
-the sentence. (Translation needs more than two thousand pairs: such a model says much the same to everything.) What it
-says depends on the source, ends by itself, and differs between beams, which random weights do not give.
+the sentence. (Translation needs more than two thousand pairs: such a model gives nearly one output to all.) Its
+output depends on the source, ends by itself, and differs between beams, unlike that of random weights.
 """
 
 from __future__ import annotations

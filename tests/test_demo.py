@@ -112,7 +112,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("content", "said"), [(None, "cannot be read"), (b"one\ntwo\n\n", "2 lines"), (b"PK\x03\x04\0\0", "not text")]
     )
-    def test_bad_logs(self, content: bytes | None, said: str, tmp_path: Path) -> None:
+    def test_a_bad_log_is_refused_at_once(self, content: bytes | None, said: str, tmp_path: Path) -> None:
         log = tmp_path / "my.log"
         if content is not None:
             log.write_bytes(content)

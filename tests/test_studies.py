@@ -1,4 +1,4 @@
-"""The studies own machinery: pruning that stays, hits that do not depend on the batch, tables between marks."""
+"""The machinery of the studies: pruning that stays, hits that do not depend on the batch, tables between marks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestPruning:
         assert "classifier.weight" not in pruned.linear_weights(again.model)
 
 
-def test_which_record_serves_which_layer_depends_on_the_batch(
+def test_which_record_serves_which_layer_never_depends_on_the_batch(
     pruned: ModuleType, tiny_bert: str, bert_database: Path, log_lines: list[str]
 ) -> None:
     loaded = load_model(tiny_bert)

@@ -1,4 +1,4 @@
-"""`attmemo bench`: what reading maps, searching and serving a layer cost on this machine."""
+"""`attmemo bench`: the cost of reading maps, searching and serving a layer on this machine."""
 
 from __future__ import annotations
 
@@ -56,36 +56,26 @@ def gather(
 
     def run(**common: Any) -> dict[str, Any]:
         from attmemo.profiler.bench import bench_gather
-        from attmemo.profiler.bench.gather import sweep_gather
+        from attmemo.profiler.bench.sweep import sweep_gather
 
-        if plot is not None:
-            _check_plot(plot)
+        _check_plot(plot)
         sizes: dict[str, Any] = {
             "heads": heads, "length": length, "batch": batch, "dtype": dtype, "residency": residency, "width": width,
         }  # fmt: skip
         found = bench_gather(**sizes, **common)
         if plot is not None:
-            from attmemo.profiler.plots import draw_gather
+            from attmemo.profiler.bench.plots import draw_gather
 
             found["sweep"], left_out = sweep_gather(**sizes, **common)
             found["notes"] += left_out
-            try:
-                Path(plot).write_bytes(draw_gather(found))
-            except OSError as error:
-                raise _no_plot(plot, error.strerror or str(error)) from error
-            found["plot"] = plot
+            found["plot"] = _write_plot(plot, draw_gather(found))
         return found
 
-    def more(out: Output, found: Mapping[str, Any]) -> None:
-        out.say(_ratios(found))
-        if plot is not None:
-            out.say(f"Plot: {plot}")
-
-    _bench(run, repeats, max_bytes, json, quiet, {"map": "map + unmap"}, more)
+    _bench(run, repeats, max_bytes, json, quiet, {"map": "map + unmap"}, _ratios)
 
 
 def _ratios(found: Mapping[str, Any]) -> str:
-    """What the table of `gather` comes to."""
+    """The table of `gather` in a sentence."""
     said = [
         f"{found['fetcher']!r}, the choice here, takes {found['chosen_over_contiguous']:.3g} times as long as A·V of "
         f"maps already there",
@@ -96,8 +86,10 @@ def _ratios(found: Mapping[str, Any]) -> str:
     return f"{'; '.join(said)}."
 
 
-def _check_plot(file: str) -> None:
-    """Refuse a picture that cannot be written, before the work and not after it."""
+def _check_plot(file: str | None) -> None:
+    """Refuse a picture that cannot be written, before the work."""
+    if file is None:
+        return
     path = Path(file)
     if path.suffix.lower() != ".png":
         raise _no_plot(file, "it is drawn as PNG")
@@ -107,6 +99,16 @@ def _check_plot(file: str) -> None:
         raise _no_plot(file, f"there is no directory {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise _no_plot(file, "permission denied")
+
+
+def _write_plot(file: str, picture: bytes) -> str:
+    from attmemo.db.format import write_durably
+
+    try:
+        write_durably(Path(file), picture)
+    except OSError as error:
+        raise _no_plot(file, error.strerror or str(error)) from error
+    return file
 
 
 def _no_plot(file: str, why: str) -> AttmemoError:
@@ -188,19 +190,9 @@ def layer(
         from attmemo.profiler.bench import bench_layer
 
         return bench_layer(
-            family=family,
-            hidden=hidden,
-            heads=heads,
-            length=length,
-            batch=batch,
-            dtype=dtype,
-            layers=layers,
-            compile=compile,
-            storage=storage,
-            fetch=fetch,
-            residency=residency,
-            **common,
-        )
+            family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers,
+            compile=compile, storage=storage, fetch=fetch, residency=residency, **common,
+        )  # fmt: skip
 
     _bench(run, repeats, max_bytes, json, quiet)
 
@@ -212,8 +204,7 @@ def _bench_families(
     with output(json, quiet) as out:
         from attmemo.profiler.bench.families import bench_families
 
-        if plot is not None:
-            _check_plot(plot)
+        _check_plot(plot)
         found = bench_families(
             hidden=hidden, heads=heads, layers=layers, repeats=repeats, max_bytes=max_bytes, progress=out.stages
         )
@@ -221,17 +212,10 @@ def _bench_families(
         lines = [[cell(row[name]) for name in names] for row in found["rows"]]
         out.table("Exact forward over the served one", [name.replace("_", " ") for name in names], lines)
         if plot is not None:
-            from attmemo.profiler.plots import draw_families
+            from attmemo.profiler.bench.plots import draw_families
 
-            try:
-                Path(plot).write_bytes(draw_families(found))
-            except OSError as error:
-                raise _no_plot(plot, error.strerror or str(error)) from error
-            out.say(f"Plot: {plot}")
-        for note in found["notes"]:
-            out.say(f"Note: {note}")
-        out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
-        out.result(found)
+            found["plot"] = _write_plot(plot, draw_families(found))
+        _end(out, found)
 
 
 def _bench(
@@ -241,23 +225,29 @@ def _bench(
     json: str | None,
     quiet: bool,
     titles: Mapping[str, str] | None = None,
-    more: Callable[[Output, Mapping[str, Any]], None] | None = None,
+    more: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> None:
-    """Run a benchmark and show its rows, notes and conditions; `titles` name rows in full, `more` follows them."""
+    """Run a benchmark and show its rows, notes and conditions; `titles` name rows in full, `more` says the rest."""
     with output(json, quiet) as out:
         try:
             found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
         except ValueError as error:
             raise AttmemoError(f"{error}.", "see --help for what the options take") from error
-        # What is measured is many, what is compared is few: a column for each row of the result.
+        # Many numbers of few variants: a column for each row of the result.
         rows: list[dict[str, Any]] = found["rows"]
         named, *keys = dict.fromkeys(key for row in rows for key in row if key not in found["conditions"])
         lines = [(key, *(cell(row.get(key)) for row in rows)) for key in keys]
         names = [cell(row[named]) for row in rows]
         out.table("", ("", *((titles or {}).get(name, name) for name in names)), lines)
         if more is not None:
-            more(out, found)
-        for note in found.get("notes") or ():
-            out.say(f"Note: {note}")
-        out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
-        out.result(found)
+            out.say(more(found))
+        _end(out, found)
+
+
+def _end(out: Output, found: dict[str, Any]) -> None:
+    if "plot" in found:
+        out.say(f"Plot: {found['plot']}")
+    for note in found["notes"]:
+        out.say(f"Note: {note}")
+    out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
+    out.result(found)

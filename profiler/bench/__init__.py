@@ -1,12 +1,12 @@
 """Micro-benchmarks of this machine, without the user's data: fetching maps, searching embeddings, one forward.
 
-    bench_gather()                       # what fetching costs: copy, window, view; alone and with the A·V that follows
+    bench_gather()                       # cost of a fetch: copy, window, view; alone and with the A·V that follows
     bench_search()                       # index backends: time and recall
     bench_layer(family="deberta-v2")     # a forward served from memory against the exact ones, everything included
 
-What is compared is measured in turns within one run, never one after the other: machines drift by more than the
-differences looked for. Each turn has inputs of its own, so that no variant finds its data in the cache because it
-was asked the same before. Numbers are medians over the turns, the first of which is not counted.
+Variants are measured in turns within one run: machines drift by more than the differences between them. Each turn has
+inputs of its own, so that no variant finds its data in the cache. Numbers are medians over the turns; the first turn
+does not count.
 
 Nothing here sets a number of threads or seeds a generator of the caller's.
 """

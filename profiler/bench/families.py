@@ -1,8 +1,8 @@
-"""`bench_layer` over all families, precisions, lengths and batches: where memoization pays, at most, and where not."""
+"""`bench_layer` over all families, precisions, lengths and batches: where memoization pays at most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attmemo.adapters import ADAPTERS
@@ -14,7 +14,7 @@ LENGTHS = (128, 512)
 LONG_LENGTHS = (1024, 2048)  # of decoders too
 BATCHES = (1, 8, 32)
 DTYPES = ("float32", "bfloat16")
-# Maps of a long batch are many bytes, and nobody prefills so much at once on a few cores.
+# Maps of a long batch are many bytes, and no server with few cores prefills so much at once.
 MOST_TOKENS = 32 * 512
 
 
@@ -33,7 +33,7 @@ def bench_families(
     max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """One forward with every row served, against the exact one, for every family.
+    """One forward with every sequence served, against the exact one, for every family.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def bench_families(
             notes.append(f"{family}, {dtype}, {batch} x {length} is left out: {error.what}")
             continue
         rows.append(_row(found["rows"], family, dtype, length, batch))
-        # What goes for one case only is in its row.
+        # Conditions of one case are in its row.
         of_all = {key: value for key, value in found["conditions"].items() if key not in _OF_A_CASE}
         where = of_all if not where else {key: value for key, value in where.items() if of_all.get(key) == value}
         known = {gist(note) for note in notes}
@@ -92,7 +92,7 @@ _OF_A_CASE = {"dtype", "storage_dtype", "batch_size", "max_length", "records", "
 
 
 def gist(note: str) -> str:
-    """A note without its numbers: how busy the machine was is said once."""
+    """A note without its numbers, so that one about a busy machine is given once."""
     return note.split(" (")[0]
 
 
@@ -113,37 +113,3 @@ def _row(variants: Sequence[Mapping[str, Any]], family: str, dtype: str, length:
         "overhead": served["overhead_of_attention"],
         "attention": exact["attention"],
     }
-
-
-def speedups(row: Mapping[str, Any]) -> str:
-    """Times as fast as exact and, in brackets, the ceiling."""
-    return f"{row['speedup']:.2f} ({row['ceiling']:.2f})"
-
-
-def overheads(row: Mapping[str, Any]) -> str:
-    """Lookup and fetch as a share of exact attention's time and, in brackets, the share of the ceiling's saving."""
-    share = row["share_of_ceiling"]  # None: it saves nothing
-    return f"{row['overhead']:.1%}" + ("" if share is None else f" ({share:.0%})")
-
-
-def as_markdown(found: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str] = speedups) -> str:
-    """The rows as a table: a line for each family and precision, a column for each shape."""
-    rows = found["rows"]
-    shapes = sorted({(row["length"], row["batch"]) for row in rows})
-    at = {(row["family"], row["dtype"], row["length"], row["batch"]): row for row in rows}
-    lines = [
-        "| family | type | exact attention | " + " | ".join(f"{length} x {batch}" for length, batch in shapes) + " |",
-        "|---" * (3 + len(shapes)) + "|",
-    ]
-    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
-        cells = []
-        kind = ""
-        for length, batch in shapes:
-            row = at.get((family, dtype, length, batch))
-            if row is None:
-                cells.append("")
-                continue
-            kind = row["attention"]
-            cells.append(cell(row))
-        lines.append(f"| {family} | {dtype} | {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

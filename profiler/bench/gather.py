@@ -1,4 +1,4 @@
-"""What fetching maps costs: copy, window, view; alone and with the A·V that follows; and A·V without a fetch."""
+"""The cost of fetching maps: copy, window, view; alone and with the A·V that follows; and A·V without a fetch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import os
 import resource
 import time
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from attmemo.db import KIND_MAP
 from attmemo.db.format import SlotClass
 from attmemo.db.forms import TYPES, pack, unpack
-from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.mmap import (
     Arena,
@@ -51,11 +51,7 @@ from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
 
-VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")
-"""What is compared; `bench_gather` says what they are."""
-
-SWEEP_BATCHES: Final = (1, 4, 16, 64)
-SWEEP_LENGTHS: Final = (128, 256, 512)
+VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
 
 _DTYPES: Final = ("float32", "bfloat16", "float16", "uint8")
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -63,105 +59,72 @@ _COLD_TURNS: Final = 3
 _STILL_THERE: Final = 0.01  # share of the file's pages that may be left in the page cache of a cold turn
 
 
-class _ReusedFetcher:
-    """Copies into a buffer that is kept: what a careful program without mapping would do."""
+class _Buffer:
+    """Hands out one tensor: filled at each fetch, or as it is. The latter is no fetch, and the floor of the others."""
 
-    name = "copy_reused"
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, name: str, tensor: Tensor, fill: bool) -> None:
+        self.name, self.tensor, self.fill = name, tensor, fill
 
     def fetch(self, arena: Arena, slots: Ints) -> Batch:
-        return Batch(torch.stack([arena.slot(slot) for slot in slots.tolist()], out=self.buffer))
+        if self.fill:
+            torch.stack([arena.slot(slot) for slot in slots.tolist()], out=self.tensor)
+        return Batch(self.tensor)
 
     def close(self) -> None:
         pass
 
 
-class _ThereFetcher:
-    """Hands out what was put there before: no fetch at all, the floor of the others."""
-
-    name = "contiguous"
-
-    def __init__(self, there: Tensor) -> None:
-        self.there = there
-
-    def fetch(self, _arena: Arena, _slots: Ints) -> Batch:
-        return Batch(self.there)
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
 class _Work:
-    """What the variants work on: the batch of each turn, V, and where products go.
+    """The variants' jobs, and their tensors.
 
-    Attributes
+    Parameters
     ----------
     slots : list of int64 array, shape [batch]
         Slots of each turn.
-    values, out : Tensor
-        V and A·V as torch multiplies them, ``[batch, heads, length, width]``.
-    there : _ThereFetcher
-        Maps ``[batch, heads, length, length]`` of the type of `values`.
+    values : Tensor
+        V, ``[batch, heads, length, width]``.
     fetchers : dict of name to fetcher
         All variants but ``direct``.
-    packed, context : Tensor
-        V and A·V as the engine has them, ``[batch * length, heads * width]`` and ``[batch, length, heads * width]``.
     """
 
-    slots: list[Ints]
-    values: Tensor
-    out: Tensor
-    there: _ThereFetcher
-    fetchers: dict[str, Any]
-    packed: Tensor = field(init=False)
-    context: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        batch, heads, length, width = self.values.shape
-        self.packed = self.values.transpose(1, 2).reshape(batch * length, heads * width).contiguous()
-        self.context = torch.empty(batch, length, heads * width, dtype=self.values.dtype)
+    def __init__(self, slots: list[Ints], values: Tensor, fetchers: dict[str, Any]) -> None:
+        self.slots, self.values, self.fetchers = slots, values, fetchers
+        self.there: Tensor = fetchers["contiguous"].tensor
+        self.out = torch.empty_like(values)
+        # V and A·V as the engine has them: [batch * length, heads * width], [batch, length, heads * width].
+        batch, heads, length, width = values.shape
+        self.packed = values.transpose(1, 2).reshape(batch * length, heads * width).contiguous()
+        self.context = torch.empty(batch, length, heads * width, dtype=values.dtype)
         self._starts, self._rows = np.arange(batch, dtype=np.int64) * length, np.arange(batch, dtype=np.int64)
 
     def put_there(self, arena: Arena, turn: int) -> None:
         """Have the maps of this turn there for ``contiguous``."""
         for place, slot in enumerate(self.slots[turn].tolist()):
-            self.there.there[place].copy_(unpack(arena.slot(slot)))
+            self.there[place].copy_(unpack(arena.slot(slot)))
 
-    def fetches(self, arena: Arena) -> dict[str, Job]:
-        """The fetches alone, the ends of their batches included."""
-        kept = {name: fetcher for name, fetcher in self.fetchers.items() if fetcher is not self.there}
-        return {name: self._fetch(fetcher, arena) for name, fetcher in kept.items()}
+    def jobs(self, arena: Arena) -> dict[str, Job]:
+        """By variant: the fetch and the end of its batch; as ``<variant>_matmul``, the same with A·V.
 
-    def products(self, arena: Arena) -> dict[str, Job]:
-        """Fetch and A·V. Maps in 8 bits are fetched as they are stored, so that only two have a product with V."""
-        stored = arena.layout.dtype == self.values.dtype
-        kept = {name: fetcher for name, fetcher in self.fetchers.items() if stored or fetcher is self.there}
-        jobs = {name: self._product(fetcher, arena) for name, fetcher in kept.items()}
-        jobs["direct"] = self._direct(arena)
-        return {name: jobs[name] for name in VARIANTS if name in jobs}
+        Maps in 8 bits are fetched as they are stored, so that only two variants have a product with V.
+        """
+        jobs: dict[str, Job] = {}
+        for name, fetcher in self.fetchers.items():
+            if name != "contiguous":
+                jobs[name] = partial(self._fetch, arena, fetcher)
+            if name == "contiguous" or arena.layout.dtype == self.values.dtype:
+                jobs[f"{name}_matmul"] = partial(self._product, arena, fetcher)
+        return jobs | {"direct_matmul": partial(self._direct, arena)}
 
-    def _fetch(self, fetcher: Fetcher, arena: Arena) -> Job:
-        def job(turn: int) -> None:
-            with fetcher.fetch(arena, self.slots[turn]):
-                pass
+    def _fetch(self, arena: Arena, fetcher: Fetcher, turn: int) -> None:
+        with fetcher.fetch(arena, self.slots[turn]):
+            pass
 
-        return job
+    def _product(self, arena: Arena, fetcher: Fetcher, turn: int) -> None:
+        with fetcher.fetch(arena, self.slots[turn]) as maps:
+            _multiply(maps, self.values, self.out)
 
-    def _product(self, fetcher: Fetcher, arena: Arena) -> Job:
-        def job(turn: int) -> None:
-            with fetcher.fetch(arena, self.slots[turn]) as maps:
-                _multiply(maps, self.values, self.out)
-
-        return job
-
-    def _direct(self, arena: Arena) -> Job:
-        def job(turn: int) -> None:
-            multiply(arena, self.slots[turn], self.packed, self._starts, self.context, self._rows)
-
-        return job
+    def _direct(self, arena: Arena, turn: int) -> None:
+        multiply(arena, self.slots[turn], self.packed, self._starts, self.context, self._rows)
 
     def check(self, arena: Arena) -> None:
         """Every variant must give the same bytes, and the same product but for the order of its sums.
@@ -171,26 +134,24 @@ class _Work:
         AttmemoError
             One does not.
         """
-        slots = self.slots[0]
         self.put_there(arena, 0)
-        for name, fetcher in self.fetchers.items():
-            if fetcher is not self.there:
-                with fetcher.fetch(arena, slots) as maps:
-                    pairs = zip(range(len(slots)), slots.tolist(), strict=True)
-                    if len(maps) != len(slots) or not all(torch.equal(maps[i], arena.slot(slot)) for i, slot in pairs):
+        wanted = [arena.slot(slot) for slot in self.slots[0].tolist()]
+        expected, tolerance = torch.matmul(self.there, self.values), _PRODUCT_TOLERANCE[self.values.dtype]
+        batch, heads, length, width = self.values.shape
+        for name, job in self.jobs(arena).items():
+            variant = name.removesuffix("_matmul")
+            if name == variant:
+                with self.fetchers[name].fetch(arena, self.slots[0]) as maps:
+                    if len(maps) != batch or not all(torch.equal(maps[i], apm) for i, apm in enumerate(wanted)):
                         raise _differs(name, "maps")
-        expected = torch.matmul(self.there.there, self.values)
-        tolerance = _PRODUCT_TOLERANCE[self.values.dtype]
-        for name, job in self.products(arena).items():
+                continue
             self.out.fill_(torch.nan)
             self.context.fill_(torch.nan)
             job(0)
-            found = self.out
-            if name == "direct":
-                batch, heads, length, width = self.values.shape
-                found = self.context.view(batch, length, heads, width).transpose(1, 2)
+            direct = self.context.view(batch, length, heads, width).transpose(1, 2)
+            found = direct if variant == "direct" else self.out
             if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
-                raise _differs(name, "products")
+                raise _differs(variant, "products")
 
 
 def bench_gather(
@@ -208,7 +169,7 @@ def bench_gather(
 ) -> dict[str, Any]:
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
-    Both together are what counts: mapping small pages only moves the cost into the product, where they are faulted in.
+    The sum counts: a window of small pages only moves the cost into the product, which faults them in.
 
     Parameters
     ----------
@@ -222,7 +183,7 @@ def bench_gather(
     repeats : int
         Turns counted; each fetches other slots.
     cold : bool
-        Also measure with the file out of the page cache.
+        Measure with the file out of the page cache too.
     max_bytes : int
         Most bytes for the temporary arena, which holds twice the batch, and again for the copies in memory.
     progress : callable, optional
@@ -231,7 +192,7 @@ def bench_gather(
     Returns
     -------
     dict
-        ``rows``: for each variant
+        ``rows``: for each ``variant``
 
         - ``copy``: into a fresh tensor;
         - ``copy_reused``: into a kept one;
@@ -242,20 +203,17 @@ def bench_gather(
         - ``contiguous``: maps that are there already, in the type of V;
 
         ``fetch_ms``, ``fetch_matmul_ms``, ``gb_per_s`` and ``gb_per_s_matmul`` (10⁹ bytes of the maps, as they are
-        read, by those times; None without a fetch), ``faults`` and ``faults_matmul`` (minor page faults in a batch).
+        read, by those times), ``faults`` and ``faults_matmul`` (minor page faults in a batch); None without a fetch.
         ``cold_ms`` and ``cold_matmul_ms``: the first fetch, alone and with its product, from an arena opened anew
         whose file the kernel had dropped from its page cache, median of 3; ``cold_faults_matmul``, minor and major
         faults of the latter. None for ``contiguous``, which has no file, and with a note for all others if the arena
         is in huge pages or the kernel did not drop the file. The disk's own cache, and that of the machine around a
         virtual one, are as they are.
-        The same at the top level as ``<variant>_ms``, ``<variant>_matmul_ms``, ``<variant>_gb_per_s``,
-        ``<variant>_faults``, ``<variant>_matmul_faults``, ``<variant>_cold_ms``, ``<variant>_cold_matmul_ms``. There
-        too: ``fetcher``, what the engine takes here by itself: "direct", "map" or "view"; ``faults``, those of that
-        one with its A·V; ``page_bytes``, the pages of the arena; ``window_page_bytes``, those of a window over it;
-        ``residency``, where the arena really was, and ``notice``, what it said about that, or None; ``bytes``, those
-        of a batch as it is stored. Ratios of times: ``chosen_over_contiguous`` (``fetcher`` with its product over
-        ``contiguous``), ``copy_over_map`` (fresh copy over map and unmap), ``map_matmul_over_contiguous``.
-        ``conditions`` and ``notes``.
+        ``fetcher``, the choice of the engine here: "direct", "map" or "view"; ``page_bytes``, the pages of the arena;
+        ``window_page_bytes``, those of a window over it; ``residency``, where the arena really was, and ``notice``,
+        what it said about that, or None; ``bytes``, those of a batch as it is stored. Ratios of times:
+        ``chosen_over_contiguous`` (``fetcher`` with its product over ``contiguous``), ``copy_over_map`` (fresh copy
+        over map and unmap), ``map_matmul_over_contiguous``. ``conditions`` and ``notes``.
 
     Raises
     ------
@@ -288,23 +246,31 @@ def bench_gather(
         file = folder / "bench.slots"
         _write_maps(file, layout, dtype, generator, tell)
         values = torch.randn(batch, heads, length, width, generator=generator).to(wide)
-        there = _ThereFetcher(torch.empty(batch, *shape, dtype=wide))
         mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
         fetchers: dict[str, Any] = {
             "copy": CopyFetcher(),
-            "copy_reused": _ReusedFetcher(torch.empty(batch, *shape, dtype=kind)),
+            "copy_reused": _Buffer("copy_reused", torch.empty(batch, *shape, dtype=kind), fill=True),
             "map": mapped,
             "view": ViewFetcher(),
-            "contiguous": there,
+            "contiguous": _Buffer("contiguous", torch.empty(batch, *shape, dtype=wide), fill=False),
         }
         slots = [scattered.permutation(layout.slots)[:batch] for _ in range(1 + max(repeats, _COLD_TURNS))]
-        work = _Work(slots, values, torch.empty_like(values), there, fetchers)
+        work = _Work(slots, values, fetchers)
         try:
             with Arena(file, layout, residency) as arena:
-                found, facts = _warm(work, arena, repeats, tell)
-                if facts["notice"] is not None:
-                    facts["notice"] = facts["notice"].replace(str(file), "the arena")
-                    notes.append(facts["notice"])
+                work.check(arena)
+                before = partial(work.put_there, arena)
+                found = interleave(work.jobs(arena), repeats, before=before, tell=tell)
+                del before  # or it keeps the arena mapped
+                notice = arena.notice and arena.notice.replace(str(file), "the arena")
+                notes += [notice] if notice else []
+                facts = {
+                    "fetcher": _chosen(arena, wide),
+                    "page_bytes": arena.page_bytes,
+                    "window_page_bytes": arena.window_page_bytes,
+                    "residency": arena.residency,
+                    "notice": notice,
+                }
                 if not arena.mapping.layout.dense:
                     notes.append("slots are padded to pages: 'map' is multiplied one record at a time, as 'view' is")
             dropped: dict[str, Times] = {}
@@ -322,123 +288,41 @@ def bench_gather(
     if wide != kind:
         notes.append("maps in 8 bits: V is float32; only 'direct' multiplies them as they are stored")
     settings = {"heads": heads, "length": length, "batch": batch, "dtype": dtype, "width": width}
-    flat: dict[str, Any] = {}
     rows = []
     for name in VARIANTS:
         read = there_bytes if name == "contiguous" else nbytes
-        row = _numbers(found.get(name), found.get(f"{name}_matmul"), read)
-        row |= _cold_numbers(dropped.get(name), dropped.get(f"{name}_matmul"))
-        flat |= {f"{name}_{key}": row[inner] for key, inner in _FLAT.items() if name in found or "matmul" in key}
+        alone, product = found.get(name), found.get(f"{name}_matmul")
+        cold_alone, cold_product = dropped.get(name), dropped.get(f"{name}_matmul")
+        row = {
+            "fetch_ms": alone and alone.ms,
+            "fetch_matmul_ms": product and product.ms,
+            "gb_per_s": alone and read / alone.ms / 1e6,
+            "gb_per_s_matmul": product and read / product.ms / 1e6,
+            "faults": alone and alone.faults_median,
+            "faults_matmul": product and product.faults_median,
+            "cold_ms": cold_alone and cold_alone.ms,
+            "cold_matmul_ms": cold_product and cold_product.ms,
+            "cold_faults_matmul": cold_product and cold_product.faults_median,
+        }
         rows.append({"variant": name, **settings, **row})
-    flat["faults"] = flat[f"{facts['fetcher']}_matmul_faults"]
-    flat["chosen_over_contiguous"] = _ratio(flat[f"{facts['fetcher']}_matmul_ms"], flat["contiguous_matmul_ms"])
-    flat["copy_over_map"] = _ratio(flat["copy_ms"], flat["map_ms"])
-    flat["map_matmul_over_contiguous"] = _ratio(flat["map_matmul_ms"], flat["contiguous_matmul_ms"])
+    there = found["contiguous_matmul"].ms
+    mapped_product = found.get("map_matmul")
+    ratios = {
+        "chosen_over_contiguous": found[f"{facts['fetcher']}_matmul"].ms / there,
+        "copy_over_map": found["copy"].ms / found["map"].ms,
+        "map_matmul_over_contiguous": mapped_product and mapped_product.ms / there,
+    }
     where |= settings | {"repeats": repeats, "residency": facts["residency"], "notice": facts["notice"]}
-    return {"rows": rows, **flat, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
+    return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def sweep_gather(
-    *,
-    length: int = 512,
-    batch: int = 32,
-    repeats: int = 9,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """`bench_gather`, warm only, over batch sizes at one length and over lengths at one batch size.
-
-    Parameters
-    ----------
-    length, batch : int
-        The length at which batches of `SWEEP_BATCHES` are measured; the batch at which `SWEEP_LENGTHS` are.
-    repeats : int
-        At most 5 are made of each.
-    **settings
-        The others of `bench_gather`.
-
-    Returns
-    -------
-    points : list of dict
-        ``axis`` ("batch" or "length": which of the two was swept), ``batch``, ``length``, ``fetcher``,
-        ``page_bytes``, and ``<variant>_matmul_ms`` of each variant.
-    notes : list of str
-        What was left out because there was no room for it.
-    """
-    check_sizes(length=length, batch=batch, repeats=repeats)
-    tell = progress or silent
-    wanted = [("batch", size, length) for size in SWEEP_BATCHES] + [("length", batch, size) for size in SWEEP_LENGTHS]
-    points: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for axis, size, tokens in wanted:
-        name = f"batch {size}, length {tokens}"
-
-        def told(what: str, done: int, total: int, name: str = name) -> None:
-            tell(f"{name}: {what}", done, total)
-
-        try:
-            found = bench_gather(
-                length=tokens, batch=size, repeats=min(repeats, 5), cold=False, progress=told, **settings
-            )
-        except StorageFullError as error:
-            notes.append(f"{name} is left out of the plot: {error.what}")
-            continue
-        keys = ("fetcher", "page_bytes", *(f"{variant}_matmul_ms" for variant in VARIANTS))
-        points.append({"axis": axis, "batch": size, "length": tokens} | {key: found[key] for key in keys})
-    return points, notes
-
-
-_FLAT: Final = {
-    "ms": "fetch_ms",
-    "gb_per_s": "gb_per_s",
-    "faults": "faults",
-    "cold_ms": "cold_ms",
-    "matmul_ms": "fetch_matmul_ms",
-    "matmul_faults": "faults_matmul",
-    "cold_matmul_ms": "cold_matmul_ms",
-}
-"""Names at the top level, behind that of the variant, and those in its row."""
-
-
-def _numbers(alone: Times | None, product: Times | None, nbytes: int) -> dict[str, float | None]:
-    """What a row says of a variant that reads so many bytes of maps."""
-    return {
-        "fetch_ms": None if alone is None else alone.ms,
-        "fetch_matmul_ms": None if product is None else product.ms,
-        "gb_per_s": None if alone is None else nbytes / alone.ms / 1e6,
-        "gb_per_s_matmul": None if product is None else nbytes / product.ms / 1e6,
-        "faults": None if alone is None else alone.faults_median,
-        "faults_matmul": None if product is None else product.faults_median,
-    }
-
-
-def _cold_numbers(alone: Times | None, product: Times | None) -> dict[str, float | None]:
-    return {
-        "cold_ms": None if alone is None else alone.ms,
-        "cold_matmul_ms": None if product is None else product.ms,
-        "cold_faults_matmul": None if product is None else product.faults_median,
-    }
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or below is None else above / below
-
-
-def _warm(work: _Work, arena: Arena, repeats: int, tell: Progress) -> tuple[dict[str, Times], dict[str, Any]]:
-    """Times in turns, and what the arena is. Nothing in what is returned keeps it mapped."""
-    work.check(arena)
-    jobs = work.fetches(arena) | {f"{name}_matmul": job for name, job in work.products(arena).items()}
-    found = interleave(jobs, repeats, before=lambda turn: work.put_there(arena, turn), tell=tell)
+def _chosen(arena: Arena, computed: torch.dtype) -> str:
+    """The choice of the engine for this arena."""
+    if is_direct(arena.layout.shape, arena.layout.dtype, computed):
+        return "direct"
     default = choose_fetcher("auto", arena.window_page_bytes)
     default.close()
-    facts = {
-        "fetcher": "direct" if is_direct(arena.layout.shape, arena.layout.dtype, work.values.dtype) else default.name,
-        "page_bytes": arena.page_bytes,
-        "window_page_bytes": arena.window_page_bytes,
-        "residency": arena.residency,
-        "notice": arena.notice,
-    }
-    return found, facts
+    return default.name
 
 
 def _cold(work: _Work, file: Path, layout: SlotLayout, tell: Progress) -> tuple[dict[str, Times], str | None]:
@@ -451,20 +335,18 @@ def _cold(work: _Work, file: Path, layout: SlotLayout, tell: Progress) -> tuple[
     for turn in range(_COLD_TURNS):
         tell("measure cold", turn, _COLD_TURNS)
         with Arena(file, layout) as arena:
-            names = [*work.fetches(arena), *(f"{name}_matmul" for name in work.products(arena))]
-        names.remove("contiguous_matmul")
+            names = [name for name in work.jobs(arena) if name != "contiguous_matmul"]
         for name in names if turn % 2 else reversed(names):
             share = _drop(file)
             left = max(left, share)
             if share > _STILL_THERE:
                 continue
             with Arena(file, layout) as arena:
-                fetched = work.fetches(arena)
-                job = fetched[name] if name in fetched else work.products(arena)[name.removesuffix("_matmul")]
+                job = work.jobs(arena)[name]
                 faults, start = _faults(), time.perf_counter()
                 job(turn)
                 spent, faults = time.perf_counter() - start, _faults() - faults
-                del fetched, job  # or they keep the arena
+                del job  # or it keeps the arena
             one = times.setdefault(name, Times())
             one.milliseconds.append(1e3 * spent)
             one.faults.append(faults)
@@ -482,7 +364,7 @@ def _faults() -> int:
 
 
 def _drop(file: Path) -> float:
-    """Ask the kernel to forget the file's pages, and see which share of them it kept; 1 if it does not tell.
+    """Ask the kernel to forget the file's pages. The share that it kept; 1 if it does not tell.
 
     Pages that a process has mapped are kept.
     """
@@ -497,7 +379,7 @@ def _drop(file: Path) -> float:
             failed = ctypes.CDLL(None).mincore(
                 ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data)
             )
-            del memory  # or the map cannot be closed
+            del memory  # or the mapping cannot be closed
     finally:
         os.close(descriptor)
     return 1.0 if failed else float(np.mean(resident & 1))
@@ -518,7 +400,10 @@ def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Gen
 
 
 def _multiply(maps: Batch, values: Tensor, out: Tensor) -> None:
-    """A·V as the engine does it: at once if the batch is one dense tensor, else one record at a time."""
+    """A·V as the engine does it: at once if the batch is one dense tensor, else one record at a time.
+
+    A function of its own: no view of a window may outlive its batch.
+    """
     stacked = maps.stacked
     if stacked is not None and stacked.is_contiguous():
         torch.matmul(stacked, values, out=out)

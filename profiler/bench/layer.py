@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, cycle
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from attmemo.db.forms import STORAGE, TYPES
 from attmemo.embed.train import TrainOptions, build_indexes, train
 from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
-from attmemo.memoization import memoize, unmemoize
+from attmemo.memoization import Memoization, memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency, choose_fetcher
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.bench.timing import (
@@ -43,27 +42,26 @@ from attmemo.profiler.capture import Capture
 from attmemo.profiler.conditions import conditions
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
+_OF_SERVED: Final = (
+    "hit_rate", "lookup_ms_per_layer", "serve_ms_per_layer", "share_of_ceiling", "overhead_of_attention"
+)  # fmt: skip
 _CEILING_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
-@dataclass
 class _Served:
-    """A model whose attention comes from memory, and what its counters said in each turn."""
+    """A model whose attention comes from memory, and its counters in each turn."""
 
-    model: nn.Module
-    lookup_ms: list[float] = field(default_factory=list)
-    serve_ms: list[float] = field(default_factory=list)
-    hit_rates: list[float] = field(default_factory=list)
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.handle = model, cast("Memoization", model.attmemo)
+        self.seen: list[tuple[float, float, float]] = []  # ms of lookup and of serving, mean over layers; hit rate
 
-    def note(self) -> None:
-        """Read the counters of the last forward, and start counting anew."""
-        handle: Any = self.model.attmemo
-        stats = handle.stats()
-        handle.reset_stats()
-        layers = stats["layers"]
-        self.lookup_ms.append(sum(row["ms_lookup"] for row in layers) / len(layers))
-        self.serve_ms.append(sum(row["ms_serve"] for row in layers) / len(layers))
-        self.hit_rates.append(stats["hit_rate"])
+    def note(self, turn: int) -> None:
+        """Read the counters of a forward, and start anew; the first forward warms up and does not count."""
+        stats = self.handle.stats()
+        self.handle.reset_stats()
+        if turn > 0:
+            lookup, serve = (fmean(row[key] for row in stats["layers"]) for key in ("ms_lookup", "ms_serve"))
+            self.seen.append((lookup, serve, stats["hit_rate"]))
 
 
 class _Clock:
@@ -116,8 +114,8 @@ def bench_layer(
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
     The model has the shape of its family's base model, few layers and a small vocabulary; the database is a real one,
-    built, trained and published by the library's own code. Every row hits (threshold 0), so this is the most that
-    memoization can save here, with lookup, fetch and all of the rest of the model included.
+    built, trained and published by the library's own code. Every sequence hits (threshold 0), so this is the most
+    that memoization can save here, with lookup, fetch and the rest of the model included.
 
     Parameters
     ----------
@@ -222,13 +220,11 @@ def bench_layer(
                 models["ceiling"] = adapter.host(ceiling)
                 clocks = {name: _Clock(adapter, one) for name, one in (("exact", model), ("ceiling", ceiling))}
 
+                watched: dict[str, _Clock | _Served] = {**clocks, **served}
+
                 def read_counters(name: str, turn: int) -> None:
-                    if name in clocks:
-                        clocks[name].note(turn)
-                    if name in served and turn > 0:
-                        served[name].note()
-                    elif name in served:
-                        served[name].model.attmemo.reset_stats()  # type: ignore[operator,union-attr]
+                    if name in watched:
+                        watched[name].note(turn)
 
                 with torch.inference_mode():
                     more = {"use_cache": False} if adapter.causal else {}
@@ -250,44 +246,26 @@ def bench_layer(
         notes.append("the ceiling saves nothing over the exact model here: memoization cannot pay at this shape")
     rows = []
     for name, times in found.items():
-        row: dict[str, Any] = {
-            "variant": name,
-            "family": family,
-            **sizes,
-            "dtype": dtype,
+        row: dict[str, Any] = {"variant": name, "family": family, **sizes, "dtype": dtype}
+        row |= {
             "attention": implementation if name.startswith("exact") else None,
-            "ms": times.ms,
-            "ms_min": min(times.milliseconds),
-            "speedup": stock / times.ms,
-            "speedup_best": best / times.ms,
-            "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
-            "hit_rate": None,
-            "lookup_ms_per_layer": None,
-            "serve_ms_per_layer": None,
-            "share_of_ceiling": None,
-            "overhead_of_attention": None,
-        }
+            "ms": times.ms, "ms_min": min(times.milliseconds), "speedup": stock / times.ms,
+            "speedup_best": best / times.ms, "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
+        }  # fmt: skip
+        row |= dict.fromkeys(_OF_SERVED)
         if name in served:
-            one = served[name]
-            row["hit_rate"] = min(one.hit_rates)
-            row["lookup_ms_per_layer"] = median(one.lookup_ms)
-            row["serve_ms_per_layer"] = median(one.serve_ms)
-            row["share_of_ceiling"] = (stock - times.ms) / (stock - floor) if stock > floor else None
-            fetch_ms = max(0.0, row["serve_ms_per_layer"] - clocks["ceiling"].ms)
-            row["overhead_of_attention"] = (row["lookup_ms_per_layer"] + fetch_ms) / clocks["exact"].ms
-            if row["hit_rate"] < 1.0:
-                notes.append(f"{name}: only {row['hit_rate']:.0%} of the calls were served, so its times are mixed")
+            lookups_ms, serves_ms, hit_rates = zip(*served[name].seen, strict=True)
+            lookup_ms, serve_ms, hit_rate = median(lookups_ms), median(serves_ms), min(hit_rates)
+            share = (stock - times.ms) / (stock - floor) if stock > floor else None
+            overhead = (lookup_ms + max(0.0, serve_ms - clocks["ceiling"].ms)) / clocks["exact"].ms
+            row |= zip(_OF_SERVED, (hit_rate, lookup_ms, serve_ms, share, overhead), strict=True)
+            if hit_rate < 1.0:
+                notes.append(f"{name}: only {hit_rate:.0%} of the calls were served, so its times are mixed")
         rows.append(row)
     where |= {
-        "dtype": dtype,
-        "storage_dtype": storage,
-        "batch_size": batch,
-        "max_length": length,
-        "records": records,
-        "repeats": repeats,
-        "attention": implementation,
-        **facts,
-    }
+        "dtype": dtype, "storage_dtype": storage, "batch_size": batch, "max_length": length, "records": records,
+        "repeats": repeats, "attention": implementation, **facts,
+    }  # fmt: skip
     return {"rows": rows, "conditions": where, "notes": notes}
 
 
@@ -298,7 +276,7 @@ def _build_database(path: Path, model: nn.Module, storage: str, inputs: Mapping[
     parts = ({name: tensor[start : start + batch] for name, tensor in inputs.items()} for start in starts)
     build_from_inputs(model, parts, path, storage=storage, inputs="all", name="random inputs")
     with Database(path) as database, DatabaseWriter(path, database.manifest.model, storage) as writer:
-        # Where the sequences go is all the same here; that something is embedded and searched is not.
+        # Any embedding will do here; the time of embedding and searching counts.
         trained = train(database, TrainOptions(steps=0))
         writer.publish(embedder=build_indexes(database, trained), profile=None, tuning=None)
 

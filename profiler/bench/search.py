@@ -1,4 +1,4 @@
-"""What searching embeddings costs, and what it finds: the index backends."""
+"""The cost of searching embeddings, and the share that is found: the index backends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bench_search(
     queries : int
         Vectors searched at once, each near a stored one.
     backends : sequence of {"faiss", "hnswlib", "flat"}
-        What to measure; one that is not installed is left out with a note.
+        Those to measure; one that is not installed is left out with a note.
     repeats : int
         Turns counted; each searches other queries.
     max_bytes : int
@@ -97,7 +97,7 @@ def bench_search(
         for step, backend in enumerate(wanted):
             tell("indexes", step, len(wanted))
             try:
-                _build(vectors[:1], backend)  # imports the library, or says that it is not there
+                _build(vectors[:1], backend)  # imports the library, or fails by name
             except (DatabaseError, ImportError) as error:
                 notes.append(f"{backend} is left out: {error.what if isinstance(error, AttmemoError) else error}")
                 continue

@@ -112,7 +112,7 @@ def random_model(family: str, hidden: int, heads: int, length: int, layers: int,
 
 
 def random_inputs(family: str, generator: torch.Generator, rows: int, length: int, dtype: str) -> dict[str, Tensor]:
-    """What the model's attention layers are fed from: `length` tokens, patches or frames a row, none padded."""
+    """Inputs of `length` tokens, patches or frames for each of `rows` sequences, none padded."""
     if family == "vit":
         pixels = torch.randn(rows, 3, _PATCH, _PATCH * (length - 1), generator=generator)
         return {"pixel_values": pixels.to(TYPES[dtype])}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing in turns, and the checks before anything is allocated."""
+"""Shared by the benchmarks: timing in turns, and the checks before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any, Final
 import torch
 
 from attmemo.errors import StorageFullError
-from attmemo.mmap.hugepages import available_memory
+from attmemo.mmap import available_memory
 
 Progress = Callable[[str, int, int], None]
 Job = Callable[[int], object]
 
 MAX_BYTES: Final = 8 << 30
-"""Default limit on what a benchmark writes or allocates."""
+"""Default limit on the bytes that a benchmark writes or allocates."""
 
 SEED: Final = 20240229
 
@@ -70,7 +70,7 @@ def interleave(
         tell("measure", turn, 1 + repeats)
         if before is not None:
             before(turn)
-        # Rotated and turned round: who ran before leaves the caches in a state that nobody should always get.
+        # Rotated and turned round: each variant leaves the caches to another one in each turn.
         first = turn % max(1, len(names))
         order = names[first:] + names[:first]
         for name in reversed(order) if turn % 2 else order:
@@ -80,7 +80,7 @@ def interleave(
             result = job(turn)
             spent = time.perf_counter() - start
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-            del result
+            del result  # freed outside the time
             if after is not None:
                 after(name, turn)
             if turn > 0:
@@ -128,7 +128,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 @contextmanager
 def temporary_folder(on_disk: int, in_memory: int, max_bytes: int) -> Iterator[Path]:
-    """A temporary folder with room for what is to come, or a StorageFullError that says what is missing."""
+    """A temporary folder with enough room, or a StorageFullError that names what is missing."""
     if on_disk > max_bytes:
         raise _too_large(on_disk, f"the limit is {_mib(max_bytes)}")
     check_memory(in_memory, None)

@@ -1,0 +1,62 @@
+"""`bench_gather` over batch sizes and lengths: the numbers of `attmemo bench gather --plot`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from attmemo.errors import StorageFullError
+from attmemo.profiler.bench.gather import bench_gather
+from attmemo.profiler.bench.timing import Progress, silent
+
+BATCHES: Final = (1, 4, 16, 64)
+LENGTHS: Final = (128, 256, 512)
+
+
+def sweep_gather(
+    *,
+    length: int = 512,
+    batch: int = 32,
+    repeats: int = 9,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """`bench_gather`, warm only, over batch sizes at one length and over lengths at one batch size.
+
+    Parameters
+    ----------
+    length, batch : int
+        The length at which batches of `BATCHES` are measured; the batch at which `LENGTHS` are.
+    repeats : int
+        At most 5 are made of each.
+    **settings
+        The others of `bench_gather`.
+
+    Returns
+    -------
+    points : list of dict
+        ``axis`` ("batch" or "length": which of the two was swept), ``batch``, ``length``, ``fetcher``,
+        ``page_bytes``, and ``<variant>_matmul_ms`` of each variant.
+    notes : list of str
+        What was left out because there was no room for it.
+    """
+    tell = progress or silent
+    wanted = [("batch", size, length) for size in BATCHES] + [("length", batch, size) for size in LENGTHS]
+    points: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for axis, size, tokens in wanted:
+        name = f"batch {size}, length {tokens}"
+        sizes: dict[str, Any] = {"length": tokens, "batch": size, "repeats": min(repeats, 5)}
+        try:
+            found = bench_gather(**sizes, **settings, cold=False, progress=partial(_tell_of, tell, name))
+        except StorageFullError as error:
+            notes.append(f"{name} is left out of the plot: {error.what}")
+            continue
+        point = {"axis": axis, "batch": size, "length": tokens}
+        point |= {key: found[key] for key in ("fetcher", "page_bytes")}
+        points.append(point | {f"{row['variant']}_matmul_ms": row["fetch_matmul_ms"] for row in found["rows"]})
+    return points, notes
+
+
+def _tell_of(tell: Progress, name: str, what: str, done: int, total: int) -> None:
+    tell(f"{name}: {what}", done, total)
