@@ -36,13 +36,14 @@ heads, {layers} layers). Each speed is the exact time divided by the time with e
 with one lookup a forward.
 
 * In brackets: the ceiling, the hit path on maps that are already in contiguous memory, without lookup and fetch.
-  Serving can be faster than that, because maps are stored in half precision, and those of decoders as lower triangles.
-* The lookup is divided among the layers. With two layers it weighs six times as much as with twelve, above all at batch
-  1.
+  Serving can be faster than that, because maps are stored in half precision, and those of decoders as lower
+  triangles.
+* The lookup is divided among the layers. With two layers it weighs six times as much as with twelve, above all at
+  batch 1.
 * Columns are tokens x batch; empty cells were not measured.
 * The exact path is the family's best: fused attention (sdpa) where it exists.
-* Below 1 (above all bfloat16 at one short sequence) serving costs more than it saves. The gate leaves such calls alone;
-  it is switched off in this measurement.
+* Below 1 (above all bfloat16 at one short sequence) serving costs more than it saves. The gate leaves such calls
+  alone; it is switched off in this measurement.
 
 `scripts/bench_families.py` makes this page; `attmemo bench layer --all-families` measures the same.
 
@@ -57,8 +58,8 @@ def write(found: dict[str, Any], place: Path) -> None:
     facts = {name: value for name, value in found["conditions"].items() if name not in ("load", "repeats")}
     notes = "".join(f"* {note}\n" for note in found["notes"])
     text = HEAD.format(layers=facts["layers"]) + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n"
-    text += "Cost of lookup and fetch, as a share of the exact attention's time. In brackets: the saving reached, as a share "
-    text += "of the\nceiling's saving.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
+    text += "Cost of lookup and fetch, as a share of the exact attention's time. In brackets: the saving reached, as a "
+    text += "share of the\nceiling's saving.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
     text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of 2 to 5.\n"
     place.with_suffix(".md").write_text(text)
     place.with_suffix(".png").write_bytes(draw_families(found))
