@@ -15,7 +15,7 @@ running text. Per kind of text a database is built from some chunks, and others 
 * ``templates``: six stories with slots for a name, an animal, a place and a thing, as prompts made from templates are
   (asked: combinations that are not stored).
 
-Source of the similarity study: AttMEMO, section 6.9 and Fig. 15 (seed 004_17cf05913cb31f45.txt).
+Source of the similarity study: AttMEMO, section 6.9 and Fig. 15 (arXiv 2301.09262).
 """
 
 from __future__ import annotations
@@ -387,8 +387,8 @@ def tables(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "Perplexity (exact: the first line of a kind), at thresholds of the predicted score; the controls serve their "
-        "map to the very same calls.",
+        "Perplexity (exact: the first line of a kind), at thresholds of the predicted score. The controls serve their "
+        "map to the same calls.",
         "",
         "| text | lookup per | threshold | calls served | perplexity | with the mean map | with a random map "
         "| other first token |",
@@ -408,8 +408,8 @@ def tables(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Greedy continuations of {NEW} tokens behind a prefill of {LENGTH}, one lookup per sequence, beside those of "
-        "the exact model. Own maps: the prompt itself is in the database (stored as float16).",
+        f"Greedy continuations of {NEW} tokens after a prefill of {LENGTH}, one lookup per sequence, compared with "
+        "the exact model's. Own maps: the prompt itself is in the database (stored as float16).",
         "",
         "| text | threshold | calls of the prefill served | identical continuations | same first token "
         "| tokens until they part, mean |",

@@ -8,7 +8,7 @@ it is trained on; what was pruned stays zero. Both models then get a database of
 the dev sentences at three thresholds, in batches of 1, 8 and 32. That hit decisions, answers and accuracy are the same
 for every batch size is asserted, not only printed.
 
-Source: AttMEMO, section 6.8 and Table 8 (seed 004_17cf05913cb31f45.txt), which prunes BERT models by more than 85 %.
+Source: AttMEMO, section 6.8 and Table 8 (arXiv 2301.09262), which prunes BERT models by more than 85 %.
 The cubic schedule is that of Zhu and Gupta, "To prune, or not to prune" (arXiv 1710.01878, Eq. 1).
 """
 
