@@ -8,7 +8,7 @@
                           ▼
              A·V, the map read where it lies in the arena ─ output
 
-Source: AttMEMO, section 4 and Fig. 8 (seed 004_17cf05913cb31f45.txt). Where the paper looks up in every layer, this
+Source: AttMEMO, section 4 and Fig. 8 (arXiv 2301.09262). Where the paper looks up in every layer, this
 engine can also look up once per sequence and reuse the record's maps in every layer whose calibrated score reaches
 the threshold.
 

@@ -2,7 +2,7 @@
 
     python scripts/bench_ngram.py --output docs/ngram
 
-FastSeq (seed ``000_0ea113c51f7ad12d.txt``, Table 3) compares with the Python loops that transformers had until 5.14.
+FastSeq (arXiv 2106.04718, Table 3) compares with the Python loops that transformers had until 5.14.
 Those are gone: 5.15 and later make a mask with torch. The loop is timed here only to show what the paper compared
 with; the ratio that counts is the one to the stock of today. For n-grams of the source stock still loops.
 
