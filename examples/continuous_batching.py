@@ -157,10 +157,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a llama2.c or a transformers checkpoint")
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--pages", type=int, default=40, help="pages of the cache; few, so that requests wait for pages")
+    parser.add_argument("--pages", type=int, default=40, help="few, so that requests wait for pages")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=24, help="new tokens per step; few, so that long prompts are cut")
-    parser.add_argument("--quant-bit", type=int, default=0, choices=(0, 8, 4), help="bits of the cache that serves; 0: not quantised")
+    parser.add_argument("--max-tokens", type=int, default=24, help="new tokens per step, few, so that it cuts prompts")
+    parser.add_argument("--quant-bit", type=int, default=0, choices=(0, 8, 4), help="bits of the cache, 0: plain")
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)
@@ -173,7 +173,7 @@ def main() -> None:
         requests = serve(server, arrivals, stop, show=True)
     show_stats(server.stats)
     same = sum(request.tokens == tokens for request, tokens in zip(requests, alone, strict=True))
-    print(f"{same} of {len(requests)} answers equal those of transformers, token for token\n")
+    print(f"{same} of {len(requests)} answers are those of transformers, token for token\n")
     print(tokenizer.decode(requests[1].text, skip_special_tokens=True), "...\n")
 
     texts = [tokenizer(line).input_ids for line in (HERE / "stories.txt").read_text().splitlines()]
