@@ -159,8 +159,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--pages", type=int, default=40, help="few, so that requests wait for pages")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=24, help="new tokens per step, few, so that it cuts prompts")
-    parser.add_argument("--quant-bit", type=int, default=0, choices=(0, 8, 4), help="bits of the cache, 0: plain")
+    parser.add_argument("--max-tokens", type=int, default=24, help="new tokens per step; few, to cut long prompts")
+    parser.add_argument("--quant-bit", type=int, default=0, choices=(0, 8, 4), help="bits of the serving cache")
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)
