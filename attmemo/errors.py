@@ -1,20 +1,20 @@
-"""Every error this library raises on purpose.
+"""Every error that this library raises on purpose.
 
-One class for each broken rule; its docstring is the reason the rule exists. A message says what happened,
-where, what was seen against what was expected, and what to run next. `AttmemoError` is the common base, so
-a caller (the command line, a server) catches one class and shows the message without a traceback.
+One class for each broken rule; its docstring gives the reason for the rule. A message says what happened and where,
+what was seen and what was expected, and what to run next. `AttmemoError` is the common base: a caller (the command
+line, a server) catches one class and shows the message without a traceback.
 """
 
 from __future__ import annotations
 
 
 class AttmemoError(Exception):
-    """Base class: something the user can act on.
+    """Base class: an error that the user can act on.
 
     Parameters
     ----------
     what : str
-        What happened and where, with what was seen against what was expected.
+        What happened and where; what was seen and what was expected.
     hint : str, optional
         What to do or run next.
     """
@@ -30,15 +30,15 @@ class DataError(AttmemoError):
 
 
 class UnsupportedModelError(AttmemoError):
-    """No adapter knows this model's attention; replacing it blindly would give wrong numbers."""
+    """No adapter knows this model's attention. Replacing unknown attention would give wrong numbers."""
 
 
 class AdapterCheckError(AttmemoError):
-    """The hit path, given the model's own map, did not reproduce the model's own output."""
+    """The hit path did not reproduce the model's own output from the model's own map."""
 
 
 class DatabaseError(AttmemoError):
-    """Base class of everything that is wrong with a database."""
+    """Base class of all errors of a database."""
 
 
 class DatabaseNotFoundError(DatabaseError):
@@ -46,23 +46,23 @@ class DatabaseNotFoundError(DatabaseError):
 
 
 class FormatVersionError(DatabaseError):
-    """The database was written in a format that this version does not read."""
+    """The database has a format that this version does not read."""
 
 
 class DatabaseTruncatedError(DatabaseError):
-    """A file is shorter than the manifest says; mapping it would read past its end."""
+    """A file is shorter than the manifest says. A read from its mapping could go past the end of the file."""
 
 
 class DatabaseCorruptError(DatabaseError):
-    """A file does not hold what its checksum says it should hold."""
+    """A file breaks a rule of the format, or does not match its checksum."""
 
 
 class GenerationMismatchError(DatabaseCorruptError):
-    """A file belongs to another generation or another database than the manifest beside it."""
+    """A file belongs to another generation, or to another database, than the manifest beside it."""
 
 
 class ForkedHandleError(DatabaseError):
-    """A handle was inherited through fork; parent and child would write over each other."""
+    """A process inherited a handle through fork. Parent and child would overwrite each other's data."""
 
 
 class StaleDatabaseError(DatabaseError):
@@ -70,27 +70,27 @@ class StaleDatabaseError(DatabaseError):
 
 
 class PageSizeError(DatabaseError):
-    """Slots are not aligned to this machine's pages, so they cannot be mapped."""
+    """The slots are not aligned to this machine's pages, so they cannot be mapped."""
 
 
 class DatabaseLockedError(DatabaseError):
-    """Another process is building this database; there is one writer at a time."""
+    """Another process is building this database. There is one writer at a time."""
 
 
 class StorageFullError(DatabaseError):
-    """There is no room for the next slot on the disk, or under the limit the user set."""
+    """There is no space for the next slot on the disk, or within the user's limit."""
 
 
 class EmbedderMissingError(DatabaseError):
-    """The database holds records but no trained embedder, so nothing can be looked up."""
+    """The database holds records but no trained embedder, so no lookup is possible."""
 
 
 class WindowError(AttmemoError):
-    """Pages could not be mapped into a window; the caller falls back to a copy."""
+    """Pages could not be mapped into a window. The caller makes a copy instead."""
 
 
 class WindowBusyError(WindowError):
-    """The window is leased; remapping it would change a tensor that is in use."""
+    """The window is leased. Another mapping would change a tensor that is in use."""
 
 
 class TuningError(AttmemoError):
@@ -98,35 +98,35 @@ class TuningError(AttmemoError):
 
 
 class ArgumentError(AttmemoError, ValueError):
-    """An argument of an operator breaks a rule of its specification; nothing was written."""
+    """An argument of an operator breaks a rule of the specification. Nothing was written."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument is of the wrong type; a boolean mask, say, would be added as numbers 0 and 1."""
+    """An argument has the wrong type. A boolean mask, for example, would be added as the numbers 0 and 1."""
 
 
 class CacheRangeError(ArgumentError):
-    """A row of the cache that would be read or written does not exist; a kernel would leave its memory."""
+    """A call would read or write a row of the cache that does not exist. A kernel would leave its memory."""
 
 
 class CacheOverlapError(ArgumentError):
-    """Two tokens would be written to one row of the cache, or a row is rewritten after another sequence read it."""
+    """Two tokens would be written to one row of the cache, or a row is overwritten after another sequence read it."""
 
 
 class ImplementationError(AttmemoError):
-    """The implementation that was asked for by name cannot do this, here; another one would have to be taken."""
+    """The implementation that was chosen by name cannot do this call on this machine."""
 
 
 class CacheError(AttmemoError):
-    """Base class of what goes wrong in the bookkeeping of a key-value cache; its contents are as before."""
+    """Base class of errors in the bookkeeping of a key-value cache. The contents of the cache are unchanged."""
 
 
 class OutOfPagesError(CacheError):
-    """No page is free for the next tokens; a server preempts a sequence or lets one finish first."""
+    """No page is free for the next tokens. A server preempts a sequence, or waits until one finishes."""
 
 
 class StaleStepError(CacheError):
-    """Tokens of this step were taken from the cache again, or moved, since the step was made."""
+    """Tokens of this step were removed from the cache, or moved, after the step was made."""
 
 
 class UnknownSequenceError(CacheError):
@@ -134,4 +134,4 @@ class UnknownSequenceError(CacheError):
 
 
 class DoubleFreeError(UnknownSequenceError):
-    """The sequence was freed before; its pages may hold another's keys by now."""
+    """The sequence was already freed. Its pages may hold the keys of another sequence now."""

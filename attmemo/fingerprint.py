@@ -1,8 +1,9 @@
-"""What a record's maps depend on, as one digest: the hard key that ties a database to a model.
+"""The fingerprint of a model: one digest of everything that its maps depend on.
 
-A map belongs to exact weights, precision and attention arithmetic. The fingerprint is a SHA-256 over tagged,
-length-prefixed fields, so that no two field lists collide by concatenation (``("ab", "c")`` against
-``("a", "bc")``). Each field is kept beside the digest, and a mismatch is reported by the field's name.
+A database belongs to one fingerprint: to exact weights, precision and attention arithmetic. The fingerprint is a
+SHA-256 over fields, each with its name and its length in front, so that two lists of fields never collide by
+concatenation (``("ab", "c")`` and ``("a", "bc")``). The fields are stored beside the digest, so an error can name the
+field that differs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from attmemo.errors import StaleDatabaseError
 
-# Configuration that changes attention maps without changing a weight. Absent keys count as None.
+# Settings that change attention maps without changing a weight. Absent keys count as None.
 CONFIG_KEYS = (
     "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim",
     "embedding_size", "hidden_act", "layer_norm_eps", "rms_norm_eps", "max_position_embeddings",
@@ -27,9 +28,9 @@ CONFIG_KEYS = (
     "is_decoder", "type_vocab_size",
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
 )  # fmt: skip
-# These are all that counts for the model types that came first: their fingerprints stay as they are.
+# For these first model types only the settings above count: the fingerprints of old databases must stay valid.
 FIRST_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta-v2")
-# Of the others everything counts but what cannot change a map, so that a setting nobody thought of is no hole.
+# For all other types every setting counts except these, which cannot change a map. So an unknown setting is safe.
 HARMLESS_KEYS = frozenset({
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id",
     "num_labels", "problem_type", "use_cache", "output_hidden_states", "output_attentions", "return_dict",
@@ -40,7 +41,7 @@ HARMLESS_KEYS = frozenset({
     "decoder_layers", "decoder_ffn_dim", "decoder_attention_heads", "decoder_layerdrop", "num_decoder_layers",
     "is_encoder_decoder", "pooler_act", "pooler_output_size", "pretraining_tp", "tie_encoder_decoder",
 })  # fmt: skip
-# What comes after the last attention map cannot change one, so a classifier and a bare encoder share a database.
+# Weights after the last attention map cannot change a map. So a classifier and a bare encoder share a database.
 AFTER_ATTENTION = ("pooler.",)
 
 
@@ -48,7 +49,7 @@ _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
-    """SHA-256 (hex) over tagged fields, each name and value prefixed by its length."""
+    """SHA-256 (hex) over fields; the length stands before each name and each value."""
     total = hashlib.sha256()
     for name, value in fields:
         for part in (name.encode(), value):
@@ -58,14 +59,14 @@ def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's bytes, row-major; of a quantized one, of its numbers with their scales."""
+    """SHA-256 of a tensor's bytes, row-major; for a quantized tensor, of its integers and their scales."""
     if tensor.is_quantized:
         if tensor.qscheme() in _PER_TENSOR:
             scales: object = (tensor.q_scale(), tensor.q_zero_point())
         else:
             scales = (tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist())
         return hashlib.sha256(repr(scales).encode() + tensor_digest(tensor.int_repr())).digest()
-    if hasattr(tensor, "__tensor_flatten__"):  # a tensor made of others, as torchao's
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor made of other tensors, as in torchao
         names, rest = tensor.__tensor_flatten__()
         parts = b"".join(name.encode() + tensor_digest(getattr(tensor, name)) for name in names)
         return hashlib.sha256(parts + repr(rest).encode()).digest()
@@ -74,17 +75,17 @@ def tensor_digest(tensor: Tensor) -> bytes:
 
 
 def model_fields(model: nn.Module) -> dict[str, str]:
-    """Fields of a model's fingerprint.
+    """The fields of a model's fingerprint.
 
     Parameters
     ----------
     model : nn.Module
-        A transformers model, with or without a head: only its base model counts; or the part of one that is served.
+        A transformers model, with or without a head (only its base model counts), or the served part of a model.
 
     Returns
     -------
     dict of str
-        ``config``, ``dtype`` and ``weights``; the last covers names, types, shapes and bytes of every parameter
+        ``config``, ``dtype`` and ``weights``. ``weights`` covers names, types, shapes and bytes of every parameter
         and buffer up to the last attention layer.
     """
     base = getattr(model, "base_model", model)
@@ -112,7 +113,7 @@ def model_fields(model: nn.Module) -> dict[str, str]:
 
 
 def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Tensors of a state by name, those packed into tuples too: quantized layers keep their weights so."""
+    """Tensors of a state by name, also those in tuples: quantized layers keep their weights in tuples."""
     found: list[tuple[str, Tensor]] = []
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -123,18 +124,18 @@ def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def fingerprint(fields: Mapping[str, str]) -> str:
-    """The digest of `model_fields`, hex."""
+    """The digest of `model_fields`, in hexadecimal."""
     return digest_fields((name, fields[name].encode()) for name in sorted(fields))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of a tokenizer: its vocabulary and how it cuts and joins text.
+    """Digest of a tokenizer: its vocabulary and its rules for splitting and joining text.
 
-    The service sees hidden states, not text, so this guards the command line, where both are loaded.
+    A memoized model sees hidden states, not text, so only the command line can check the tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Truncation and padding are set on the backend by each call and say nothing about the vocabulary.
+        # Each call sets truncation and padding on the backend; they do not belong to the tokenizer.
         body = json.loads(backend.to_str())
         for volatile in ("truncation", "padding"):
             body.pop(volatile, None)
@@ -145,12 +146,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path | str) -> None:
-    """Refuse a database of another model, naming the field that differs.
+    """Refuse a database of another model, and name the field that differs.
 
     Raises
     ------
     StaleDatabaseError
-        On the first field that differs.
+        At the first field that differs.
     """
     for name in ("config", "dtype", "weights"):
         old, new = stored.get(name, ""), seen.get(name, "")
@@ -164,7 +165,7 @@ def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path 
             detail = f"weights: database sha256:{old[:12]}…, model sha256:{new[:12]}…"
         raise StaleDatabaseError(
             f"{path} was built for another model; {detail}.",
-            "load the model the database was built for, or build one: attmemo build-database --model … --data …",
+            "load the model of this database, or build another one: attmemo build-database --model … --data …",
         )
 
 

@@ -1,4 +1,4 @@
-"""What precisions this processor computes in natively."""
+"""The precisions that this processor computes natively."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-# Flags of /proc/cpuinfo: dot products or a matrix unit for bfloat16, of x86 and of Arm.
+# Flags of /proc/cpuinfo for bfloat16 dot products or a bfloat16 matrix unit, on x86 and Arm.
 _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @functools.cache
 def has_native_bfloat16() -> bool | None:
-    """Whether the processor multiplies bfloat16 itself; None if it does not say.
+    """Whether the processor multiplies bfloat16 natively; None if unknown.
 
-    Without, transformers runs in bfloat16 many times slower than in float32.
+    On a processor that does not, transformers is many times slower in bfloat16 than in float32.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -30,12 +30,12 @@ def has_native_bfloat16() -> bool | None:
 
 
 def slow(dtype: torch.dtype) -> str | None:
-    """A warning for a model that computes in a type which this processor only emulates, None if it does not."""
+    """A warning if this processor only emulates the type; None if it computes the type natively."""
     if dtype == torch.bfloat16 and has_native_bfloat16() is False:
         return (
             f"the model computes in bfloat16, which this {platform.machine()} processor only emulates: "
-            "float32 is many times faster here (model.float(), and a database built so)"
+            "float32 is many times faster here (use model.float(), and a database built in float32)"
         )
     if dtype == torch.float16:
-        return "the model computes in float16, for which few processors have instructions: float32 may be faster"
+        return "the model computes in float16; few processors have instructions for float16, so float32 may be faster"
     return None

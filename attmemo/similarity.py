@@ -1,9 +1,9 @@
 """The similarity score of two attention maps (the paper's Eq. 1).
 
-Source: AttMEMO, Eq. 1 (seed 004_17cf05913cb31f45.txt); the measure goes back to the total variation distance
-of attention rows in "Reuse Transformers" (arXiv 2110.06821). The paper leaves the normaliser undefined; here it
-is the number of rows, so a score is the mean over heads and rows of one minus the total variation distance of
-two probability distributions: 1 for equal maps, 0 for maps with disjoint support.
+Source: AttMEMO (arXiv 2301.09262), Eq. 1. The measure goes back to the total variation distance of attention rows in
+"Reuse Transformers" (arXiv 2110.06821). The paper does not define the normaliser. Here it is the number of rows, so a
+score is one minus the total variation distance of two probability distributions, averaged over heads and rows: 1 for
+equal maps, 0 for maps with disjoint support.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def similarity_score(a: Tensor, b: Tensor) -> Tensor:
     Parameters
     ----------
     a, b : Tensor
-        Attention probability matrices, shape ``[..., heads, n, n]``, over valid tokens only: rows of padding
-        look alike and would raise the score. Leading dimensions broadcast.
+        Attention probability matrices, shape ``[..., heads, n, n]``, over valid tokens only: rows of padding are
+        alike in all maps and would raise the score. Leading dimensions broadcast.
 
     Returns
     -------
@@ -34,11 +34,11 @@ def similarity_score(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[-3:] != b.shape[-3:] or a.dim() < 3 or a.shape[-1] != a.shape[-2]:
         raise ValueError(f"maps must share [heads, n, n]; seen {tuple(a.shape)} and {tuple(b.shape)}")
     distance = (a.float() - b.float()).abs().sum(-1).mul(0.5)  # [..., heads, n]: total variation of each row
-    return (1.0 - distance.mean(dim=(-1, -2))).clamp_min(0.0)  # rows sum to 1 but for rounding
+    return (1.0 - distance.mean(dim=(-1, -2))).clamp_min(0.0)  # rounded rows may sum to a little more than 1
 
 
 def similarity_matrix(queries: Tensor, records: Tensor) -> Tensor:
-    """Scores of every query map against every record map: the exhaustive search an index is judged by.
+    """Scores of every query map with every record map: the exhaustive search that judges an index.
 
     Parameters
     ----------
@@ -53,6 +53,6 @@ def similarity_matrix(queries: Tensor, records: Tensor) -> Tensor:
     if queries.shape[1:] != records.shape[1:]:
         raise ValueError(f"maps must share [heads, n, n]; seen {tuple(queries.shape)} and {tuple(records.shape)}")
     rows = queries.shape[1] * queries.shape[2]
-    # torch.cdist(p=1) streams both operands: 3-4 G differences a second on two cores, no q x r x n x n temporary.
+    # torch.cdist(p=1) streams both operands: no temporary of q x r x n x n, 3-4 G differences a second on two cores.
     distance = torch.cdist(queries.flatten(1).float(), records.flatten(1).float(), p=1.0)
     return (1.0 - distance / (2.0 * rows)).clamp_min(0.0)

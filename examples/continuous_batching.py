@@ -1,11 +1,11 @@
-"""Serve a small Llama to requests that come and go, and see what a quantised cache costs.
+"""Serve a small Llama to requests that come and go, and measure the price of a quantised cache.
 
     python examples/continuous_batching.py ../shared/data/weights_stories260K
 
-The folder is a llama2.c checkpoint (converted on the way, see scripts/convert_stories.py) or a Llama-like one of
-transformers with its tokenizer. Prompts of different lengths arrive at different steps; prefill and decode go through
-the model together, prompts with the same beginning share its pages, and when pages run out a request waits. Then the
-answers are compared with what transformers generates for each prompt alone. At last, perplexity of
+The folder is a llama2.c checkpoint (converted on the way, see scripts/convert_stories.py), or a Llama checkpoint of
+transformers with its tokenizer. Prompts of different lengths arrive at different steps. Prefill and decode go through
+the model together. Prompts with the same beginning share pages, and when pages run out a request waits. The script
+compares the answers with the text that transformers generates for each prompt alone. Then it prints the perplexity of
 examples/stories.txt, which the model has not seen, with caches of several types.
 """
 
@@ -49,7 +49,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and when it comes."""
+    """A request and the step at which it arrives."""
 
     step: int
     prompt: list[int]
@@ -58,7 +58,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a text is predicted with one kind of cache."""
+    """The quality of predictions with one kind of cache."""
 
     cache: str
     bytes_per_token: int
@@ -77,7 +77,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 
 def make_arrivals(prompts: list[list[int]], count: int, seed: int = 0) -> list[Arrival]:
-    """Requests for these prompts in turn, at random steps and for answers of random length."""
+    """Requests for these prompts in turn, at random steps and with random answer lengths."""
     draw, step, arrivals = random.Random(seed), 0, []
     for at in range(count):
         arrivals.append(Arrival(step, prompts[at % len(prompts)], draw.randint(4, 90)))
@@ -86,7 +86,7 @@ def make_arrivals(prompts: list[list[int]], count: int, seed: int = 0) -> list[A
 
 
 def serve(server: Server, arrivals: list[Arrival], stop: set[int], show: bool = False) -> list[Request]:
-    """The server loop: requests arrive, every step is one pass for all of them."""
+    """The server loop: requests arrive, and every step is one pass for all requests."""
     requests: list[Request] = []
     step = 0
     while len(requests) < len(arrivals) or server.waiting or server.running:
@@ -109,7 +109,7 @@ def serve(server: Server, arrivals: list[Arrival], stop: set[int], show: bool = 
 
 @torch.inference_mode()
 def generate_alone(model: Any, arrival: Arrival, stop: set[int]) -> list[int]:
-    """What transformers answers to one request, greedily."""
+    """The greedy answer of transformers to one request."""
     prompt = torch.tensor([arrival.prompt])
     answer = model.generate(
         prompt,
@@ -136,7 +136,7 @@ def exact_perplexity(model: Any, texts: list[list[int]]) -> float:
 def measure_quality(
     model: Any, texts: list[list[int]], caches: dict[str, dict[str, Any]], chunk: int = 64
 ) -> list[Quality]:
-    """Perplexity of the same texts with each kind of cache, `chunk` tokens a pass."""
+    """Perplexity of the same texts with each kind of cache, `chunk` tokens per pass."""
     found = []
     for name, kind in caches.items():
         cache = make_cache(model, pages=-(-max(map(len, texts)) // 16), page_size=16, **kind)
@@ -157,10 +157,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a llama2.c or a transformers checkpoint")
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--pages", type=int, default=40, help="few, so that requests have to wait for pages")
+    parser.add_argument("--pages", type=int, default=40, help="few, so that requests wait for pages")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=24, help="new tokens a step, so that long prompts are cut")
-    parser.add_argument("--quant-bit", type=int, default=0, choices=(0, 8, 4), help="of the cache that serves")
+    parser.add_argument("--max-tokens", type=int, default=24, help="new tokens per step; few, to cut long prompts")
+    parser.add_argument("--quant-bit", type=int, default=0, choices=(0, 8, 4), help="bits of the serving cache")
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)

@@ -30,14 +30,21 @@ from attmemo.profiler.bench.plots import draw_families
 
 HEAD = """# Every family, exact and served
 
-One forward of a random model of base width (768, 12 heads, {layers} layers), every sequence served from a database
-with one lookup a forward, over the exact one: how many times as fast. In brackets the ceiling: the hit path on maps
-that are in contiguous memory already, without lookup and fetch. Where maps are stored in half precision, and of
-decoders half of each, serving can be faster than that. The lookup is divided among the layers: with two it weighs six
-times as much as in a model of twelve, above all at batch 1. Columns are tokens x batch; empty ones were not measured.
-The exact path is the family's best: fused attention (sdpa) where it has any. `scripts/bench_families.py` made this;
-`attmemo bench layer --all-families` does the same. Below 1 (bfloat16 at one short sequence above all) serving costs
-more than it saves: the gate, which this measurement switches off, leaves such calls alone.
+This page has one table of speeds and one table of costs, for one forward of a random model of base width (768, 12
+heads, {layers} layers). Each speed is the exact time divided by the time with every sequence served from a database,
+with one lookup a forward.
+
+* In brackets: the ceiling, the hit path on maps that are already in contiguous memory, without lookup and fetch.
+  Serving can be faster than that, because maps are stored in half precision, and those of decoders as lower
+  triangles.
+* The lookup is divided among the layers. With two layers it weighs six times as much as with twelve, above all at
+  batch 1.
+* Columns are tokens x batch; empty cells were not measured.
+* The exact path is the family's best: fused attention (sdpa) where it exists.
+* Below 1 (above all bfloat16 at one short sequence) serving costs more than it saves. The gate leaves such calls
+  alone; it is switched off in this measurement.
+
+`scripts/bench_families.py` makes this page; `attmemo bench layer --all-families` measures the same.
 
 """
 
@@ -84,8 +91,8 @@ def write(found: dict[str, Any], place: Path) -> None:
     facts = {name: value for name, value in found["conditions"].items() if name not in ("load", "repeats")}
     notes = "".join(f"* {note}\n" for note in found["notes"])
     text = HEAD.format(layers=facts["layers"]) + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n"
-    text += "Lookup and fetch as a share of exact attention's time; in brackets, the share of the ceiling's saving\n"
-    text += "that was reached.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
+    text += "Cost of lookup and fetch, as a share of the exact attention's time. In brackets: the saving reached, as "
+    text += "a share of the\nceiling's saving.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
     text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of 2 to 5.\n"
     place.with_suffix(".md").write_text(text)
     place.with_suffix(".png").write_bytes(draw_families(found))

@@ -325,8 +325,8 @@ def table(record: dict[str, Any]) -> str:
         f"{facts['transformers']}; medians of interleaved rounds; text in to text out. Random weights, n-gram 3. "
         "GPU: not measured.",
         "",
-        "Where the load is above the number of threads, the machine was busy with other work: CPU seconds then say "
-        "more than the seconds.",
+        "If the load is above the number of threads, the machine was busy with other work. Then CPU seconds say more "
+        "than seconds.",
         "",
         "| shape | N | new | beam | batch | lines | rounds | load | rung | seconds | against stock "
         "| with loading | CPU seconds | against stock | same text |",
@@ -346,8 +346,9 @@ def table(record: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        "Cached states in MiB. Stock's by the formula, 2LDs(BMN + BMt); the others as held, and to the byte what the",
-        "formulas say: 2LDs(BN + BMt) shared, BNDs in the place of 2LDsBN with EL-attention.",
+        "Cached states in MiB. Stock's number is the formula, 2LDs(BMN + BMt). The other numbers were read from the "
+        "tensors and\nequal their formulas to the byte: 2LDs(BN + BMt) shared, BNDs in the place of 2LDsBN with "
+        "EL-attention.",
         "",
         "| shape | N | new | beam | batch | stock | shared | stock / shared | EL | source alone, stock / EL |",
         "|---|---|---|---|---|---|---|---|---|---|",

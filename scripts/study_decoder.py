@@ -387,8 +387,8 @@ def tables(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "Perplexity (exact: the first line of a kind), at thresholds of the predicted score; the controls serve their "
-        "map to the very same calls.",
+        "Perplexity (exact: the first line of a kind), at thresholds of the predicted score. The controls serve their "
+        "map to the same calls.",
         "",
         "| text | lookup per | threshold | calls served | perplexity | with the mean map | with a random map "
         "| other first token |",
@@ -408,8 +408,8 @@ def tables(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Greedy continuations of {NEW} tokens behind a prefill of {LENGTH}, one lookup per sequence, beside those of "
-        "the exact model. Own maps: the prompt itself is in the database (stored as float16).",
+        f"Greedy continuations of {NEW} tokens after a prefill of {LENGTH}, one lookup per sequence, compared with "
+        "the exact model's. Own maps: the prompt itself is in the database (stored as float16).",
         "",
         "| text | threshold | calls of the prefill served | identical continuations | same first token "
         "| tokens until they part, mean |",

@@ -1,4 +1,4 @@
-"""A converted llama2.c checkpoint computes what llama2.c computes: logits, token ids and text.
+"""A converted llama2.c checkpoint gives the logits, token ids and text of llama2.c.
 
 The oracle is a plain forward pass and a plain greedy encoder in numpy, written from the file's format, with the rotary
 embedding on neighbouring pairs. On random files always; on the real stories260K when it is there.
@@ -184,7 +184,7 @@ def test_a_vocabulary_whose_merges_have_no_single_order_is_refused(small: tuple[
         script.make_tokenizer([*pieces, *extra], 32)
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     source = write_random(tmp_path, 2, 1, True)
     whole = (source / "stories.bin").read_bytes()
     (source / "stories.bin").write_bytes(whole[:-4])
@@ -212,7 +212,7 @@ def test_logits_of_stories260k_equal_llama2c(stories: tuple[Path, Any, Any]) -> 
     np.testing.assert_allclose(given.numpy(), forward(source / "stories260K.bin", tokens), atol=2e-4, rtol=1e-4)
 
 
-def test_stories260k_tells_a_story_and_is_not_surprised_by_one(stories: tuple[Path, Any, Any]) -> None:
+def test_stories260k_tells_a_story_and_predicts_one(stories: tuple[Path, Any, Any]) -> None:
     _, model, tokenizer = stories
     asked = tokenizer("Once upon a time", return_tensors="pt").input_ids
     told = tokenizer.decode(model.generate(asked, max_new_tokens=60, do_sample=False)[0], skip_special_tokens=True)

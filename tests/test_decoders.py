@@ -1,4 +1,4 @@
-"""Prefill from stored maps: what decoding goes on from, on which side there is padding, and what stays exact."""
+"""Prefill from stored maps: the cache for decoding, padding on either side, and calls that stay exact."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
 
 
 def left(case: Case, rows: list[int]) -> dict[str, Tensor]:
-    """Stored rows as a batch padded at the start, as generation wants it."""
+    """Stored sequences as a batch padded at the start, as generation needs it."""
     lengths = [int(case.stored["attention_mask"][row].sum()) for row in rows]
     longest = max(lengths)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -93,7 +93,7 @@ def test_generation_from_maps_of_another_text_is_what_these_maps_give_without_a_
 
 
 def reference(case: Case, ids: Tensor, record: int) -> Tensor:
-    """Greedy decoding that computes everything anew at each step, the prompt with a record's maps."""
+    """Greedy decoding without a cache, with a record's maps for the prompt."""
     adapter, sites = adapter_for(case.model)
     n, prompt = ids.shape[1], ids.shape[1]
     with Database(case.path) as database:
@@ -124,7 +124,7 @@ def reference(case: Case, ids: Tensor, record: int) -> Tensor:
 
 @contextmanager
 def projections(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Counts calls of Q's, K's and fused projections while inside, by their names."""
+    """Counts calls of the projections of Q, K and V, by name."""
     counts: dict[str, int] = {}
     handles = []
 
@@ -145,7 +145,7 @@ def projections(model: nn.Module) -> Iterator[dict[str, int]]:
             handle.remove()
 
 
-def test_nobody_projects_q_or_k_when_no_cache_wants_them(case: Case) -> None:
+def test_q_and_k_are_not_projected_without_a_cache(case: Case) -> None:
     with projections(case.model) as counts:
         case.serve()
         counts.clear()  # of the self-check
@@ -158,7 +158,7 @@ def test_nobody_projects_q_or_k_when_no_cache_wants_them(case: Case) -> None:
         assert "c_attn" not in counts
 
 
-def test_the_cache_holds_what_the_exact_path_would_have_put_there(case: Case) -> None:
+def test_the_cache_is_filled_as_by_the_exact_path(case: Case) -> None:
     inputs, hits = case.mixed()
     lengths = case.lengths(inputs)
     expected, seen = DynamicCache(config=case.model.config), DynamicCache(config=case.model.config)
@@ -203,8 +203,8 @@ def test_a_cache_that_cannot_be_filled_stays_exact_and_says_so(case: Case) -> No
     assert all("cache of type StaticCache" in reason for reason in handle.stats()["ineligible"])
 
 
-def test_token_types_that_a_tokenizer_adds_keep_nothing_exact(case: Case) -> None:
-    """They pass through Llama's layers unread; GPT-2 adds them to what goes in."""
+def test_a_call_with_token_types_is_served(case: Case) -> None:
+    """Some tokenizers add them. Llama's layers ignore them; GPT-2 adds them to the embeddings."""
     inputs = case.rows(case.stored, [0])
     inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     handle = case.serve()
@@ -232,7 +232,7 @@ def test_a_mask_of_packed_sequences_stays_exact(case: Case) -> None:
     assert set(handle.stats()["ineligible"]) == {"the mask is not plain padding on one side"}
 
 
-def test_attention_to_both_sides_asked_of_a_decoder_is_exact(case: Case) -> None:
+def test_bidirectional_attention_of_a_decoder_is_exact(case: Case) -> None:
     ids = case.stored["input_ids"][1:2, :12]
     model: Any = case.model
     try:
@@ -246,7 +246,7 @@ def test_attention_to_both_sides_asked_of_a_decoder_is_exact(case: Case) -> None
     assert torch.equal(seen, expected)
 
 
-def test_layers_driven_by_hand_stay_exact_where_positions_enter_in_them(case: Case) -> None:
+def test_rotary_layers_called_by_hand_stay_exact(case: Case) -> None:
     adapter, sites = adapter_for(case.model)
     if not adapter.rotary:
         pytest.skip("positions are part of what goes in")
@@ -265,7 +265,7 @@ def test_layers_driven_by_hand_stay_exact_where_positions_enter_in_them(case: Ca
     ]
 
 
-def test_maps_made_at_positions_with_a_gap_are_not_stored(case: Case, tmp_path: Path) -> None:
+def test_maps_at_positions_with_a_gap_are_not_stored(case: Case, tmp_path: Path) -> None:
     ids = case.stored["input_ids"][1:2, :12]
     positions = torch.arange(12)[None] + (torch.arange(12)[None] > 5) * 3
     if not adapter_for(case.model)[0].rotary:
@@ -275,7 +275,7 @@ def test_maps_made_at_positions_with_a_gap_are_not_stored(case: Case, tmp_path: 
         build_from_inputs(case.model, [batch], tmp_path / "db")
 
 
-def test_positions_with_a_gap_stay_exact_where_they_matter_to_attention(case: Case) -> None:
+def test_positions_with_a_gap_stay_exact_with_rotary_attention(case: Case) -> None:
     if case.family.adapter == "opt":
         pytest.skip("OPT counts positions from the mask")
     ids = case.stored["input_ids"][1:2, :12]
@@ -293,8 +293,8 @@ def test_positions_with_a_gap_stay_exact_where_they_matter_to_attention(case: Ca
         assert handle.stats()["hits"] > 0, "positions are part of what goes in"
 
 
-def test_an_error_behind_a_layer_leaves_no_half_filled_cache_to_hits(case: Case) -> None:
-    """A record that cannot be read makes the layer exact: the cache is filled once, by the original code."""
+def test_an_error_while_serving_leaves_a_whole_cache(case: Case) -> None:
+    """A record that cannot be read makes the layer exact. The original code fills the cache, once."""
     inputs = case.rows(case.stored, [0, 2])
     model: Any = case.model
     with torch.inference_mode():
@@ -320,7 +320,7 @@ class TestEncoderDecoders:
         unmemoize(case.model)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_generation_behind_a_memoized_encoder_is_the_models_own(self, pair: Case, mode: str) -> None:
+    def test_generation_after_a_memoized_encoder_is_the_models_own(self, pair: Case, mode: str) -> None:
         unmemoize(pair.model)
         inputs = pair.rows(pair.stored, [0, 1, 3])
         expected = generate(pair.model, inputs, **MODES[mode])

@@ -72,7 +72,7 @@ class Case:
         return self.model.attmemo
 
     def mixed(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Two stored rows and one of a length that no record has (tokens), or a new one among stored ones."""
+        """Two stored sequences and one of a length that no record has (tokens), or a new image between stored ones."""
         if self.family.kind == "tokens":
             own = inputs_of(self.family, [12, 11, 9], 9)
             for row, record in ((0, 1), (2, 2)):
@@ -110,7 +110,7 @@ def test_the_adapter_is_the_one_of_the_family_and_passes_its_check(case: Case) -
     assert check_adapter(adapter, case.model, sites) <= NEAR
 
 
-def test_an_input_that_nothing_is_near_to_is_computed_bit_by_bit(case: Case) -> None:
+def test_an_input_without_a_near_record_is_exact_bit_by_bit(case: Case) -> None:
     expected = output(case.model, case.other)
     handle = case.serve(1.0)
     assert torch.equal(output(case.model, case.other), expected)
@@ -129,7 +129,7 @@ def test_a_hit_on_the_models_own_map_gives_the_models_own_output(case: Case, loo
 
 
 @pytest.mark.parametrize("lookup", ["sequence", "layer"])
-def test_rows_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: str) -> None:
+def test_sequences_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: str) -> None:
     inputs, hits = case.mixed()
     lengths = case.lengths(inputs)
     threshold = 0.0
@@ -151,7 +151,7 @@ def test_rows_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: str) ->
 
 
 @pytest.mark.parametrize("wanted", ["output_attentions", "output_hidden_states"])
-def test_outputs_that_only_the_exact_path_has_are_exact(case: Case, wanted: str) -> None:
+def test_calls_for_maps_or_hidden_states_are_exact(case: Case, wanted: str) -> None:
     host = adapter_for(case.model)[0].host(case.model)
     configs: list[Any] = [module.config for module in host.modules() if hasattr(module, "config")]
     before = [config._attn_implementation for config in configs]
@@ -173,8 +173,8 @@ def test_outputs_that_only_the_exact_path_has_are_exact(case: Case, wanted: str)
     assert case.model.attmemo.stats()["hits"] == 0  # type: ignore[union-attr,operator]
 
 
-def test_a_model_that_is_said_to_work_was_never_tried() -> None:
-    """Each name that an adapter gives has a row in the table, and is in the README."""
+def test_every_model_said_to_work_is_tested() -> None:
+    """Each model that an adapter names has a test model, and is in the README."""
     table = (Path(__file__).parents[1] / "README.md").read_text().split("## Models")[1].split("`attmemo families`")[0]
     for adapter in ADAPTERS:
         for name in adapter.models:
@@ -184,7 +184,7 @@ def test_a_model_that_is_said_to_work_was_never_tried() -> None:
             assert name.split("-v")[0].removesuffix(" (v1)") in table, name
 
 
-def test_training_is_left_alone(case: Case) -> None:
+def test_training_is_exact(case: Case) -> None:
     case.serve()
     case.model.train()
     try:
@@ -198,7 +198,7 @@ def test_training_is_left_alone(case: Case) -> None:
     assert set(stats["ineligible"]) == {"training mode"}
 
 
-def test_the_model_is_its_old_self_when_undone(case: Case) -> None:
+def test_unmemoize_gives_the_bare_model_back(case: Case) -> None:
     expected = output(case.model, case.stored)
     case.serve()
     output(case.model, case.stored)
@@ -206,8 +206,8 @@ def test_the_model_is_its_old_self_when_undone(case: Case) -> None:
     assert torch.equal(output(case.model, case.stored), expected)
 
 
-def test_threads_that_call_one_model_do_not_disturb_each_other(case: Case) -> None:
-    """Each has its own count of layers and its own lookup: what a thread gets is what it would get alone."""
+def test_threads_that_share_a_model_get_their_own_answers(case: Case) -> None:
+    """Each thread has its own count of layers and its own lookup."""
     asked = [case.rows(case.stored, [row]) for row in range(6)]
     handle = case.serve()
     alone = [output(case.model, inputs) for inputs in asked]

@@ -1,4 +1,4 @@
-"""The fingerprint: what changes a map changes it, what cannot change one does not, and a mismatch has a name."""
+"""The fingerprint changes with everything that changes a map, and with nothing else; a mismatch has a name."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def model(folder: str) -> nn.Module:
     return _load(folder)
 
 
-def test_one_ulp_is_not_seen(model: nn.Module) -> None:
-    """Every parameter up to the last attention map: the smallest possible change of one number is another model."""
+def test_one_ulp_in_any_weight_is_seen(model: nn.Module) -> None:
+    """The smallest possible change of one number gives another fingerprint, in every parameter before the last map."""
     original = fingerprint(model_fields(model))
     base: Any = model.base_model
     seen = 0
@@ -67,7 +67,7 @@ def test_one_ulp_is_not_seen(model: nn.Module) -> None:
     assert fingerprint(model_fields(model)) == original
 
 
-def test_a_head_hides_a_database(folder: str, model: nn.Module) -> None:
+def test_a_head_does_not_change_the_fingerprint(folder: str, model: nn.Module) -> None:
     """A classifier and the bare encoder of the same weights make the same maps, so they share a database."""
     assert model_fields(_load(folder, bare=True)) == model_fields(model)
     for name, parameter in model.named_parameters():
@@ -77,7 +77,7 @@ def test_a_head_hides_a_database(folder: str, model: nn.Module) -> None:
             parameter.data -= 1
 
 
-def test_a_saved_model_is_another(model: nn.Module, tmp_path: Path) -> None:
+def test_a_saved_model_keeps_its_fingerprint(model: nn.Module, tmp_path: Path) -> None:
     """Saved and loaded again, in this process or another, with another number of threads: the same digest."""
     fields = model_fields(model)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
@@ -90,8 +90,8 @@ def test_a_saved_model_is_another(model: nn.Module, tmp_path: Path) -> None:
     assert in_child(elsewhere) == 0
 
 
-def test_where_a_model_lies_is_part_of_it(model: nn.Module) -> None:
-    """A copy, other strides of the same numbers, train or eval mode: nothing that changes a stored map."""
+def test_memory_layout_and_mode_do_not_change_the_fingerprint(model: nn.Module) -> None:
+    """A copy, other strides, train or eval mode: these change no stored map."""
     fields = model_fields(model)
     other: Any = copy.deepcopy(model)
     for parameter in other.parameters():
@@ -101,8 +101,8 @@ def test_where_a_model_lies_is_part_of_it(model: nn.Module) -> None:
     assert model_fields(other.train().requires_grad_(False)) == fields
 
 
-def test_another_precision_is_served(folder: str, model: nn.Module) -> None:
-    """A bfloat16 model is another one, and the field that says so is the type."""
+def test_another_precision_is_refused(folder: str, model: nn.Module) -> None:
+    """A bfloat16 model is another model; the error names the field `dtype`."""
     fields, other = model_fields(model), model_fields(_load(folder, dtype=torch.bfloat16))
     assert (fields["dtype"], other["dtype"]) == ("float32", "bfloat16")
     assert fingerprint(fields) != fingerprint(other)
@@ -121,8 +121,8 @@ def test_another_precision_is_served(folder: str, model: nn.Module) -> None:
         ("pos_att_type", ["c2p"]),
     ],
 )
-def test_a_setting_without_weights_is_not_seen(model: nn.Module, key: str, value: object) -> None:
-    """The same weights read with other heads, buckets or positions make other maps: refused, the setting named."""
+def test_a_changed_setting_is_refused_by_name(model: nn.Module, key: str, value: object) -> None:
+    """The same weights with other heads, buckets or positions make other maps."""
     fields = model_fields(model)
     config: Any = copy.deepcopy(model.config)
     other: Any = copy.copy(model)
@@ -134,8 +134,8 @@ def test_a_setting_without_weights_is_not_seen(model: nn.Module, key: str, value
     assert "attmemo build-database" in str(caught.value)
 
 
-def test_labels_are_part_of_a_map(model: nn.Module) -> None:
-    """Settings that come after attention, or only name things, do not cost a rebuild."""
+def test_labels_do_not_change_the_fingerprint(model: nn.Module) -> None:
+    """Settings that only name things, or act after attention, need no new database."""
     fields = model_fields(model)
     config: Any = copy.deepcopy(model.config)
     other: Any = copy.copy(model)
@@ -149,7 +149,7 @@ def test_labels_are_part_of_a_map(model: nn.Module) -> None:
 # -- the digest itself
 
 
-def test_tagged_fields_run_together() -> None:
+def test_fields_do_not_run_together() -> None:
     """("ab", "c") and ("a", "bc") are different models; so are fields in another order."""
     assert digest_fields([("ab", b"c")]) != digest_fields([("a", b"bc")])
     assert digest_fields([("a", b"b"), ("c", b"d")]) != digest_fields([("a", b"bc"), ("", b"d")])
@@ -162,19 +162,19 @@ _FIELDS = st.lists(st.tuples(st.text("ab", max_size=3), st.binary(max_size=3)), 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(_FIELDS, _FIELDS)
-def test_two_field_lists_collide(one: list[tuple[str, bytes]], two: list[tuple[str, bytes]]) -> None:
-    """Different lists of fields, however they are cut, have different digests."""
+def test_no_two_field_lists_collide(one: list[tuple[str, bytes]], two: list[tuple[str, bytes]]) -> None:
+    """Different lists of fields have different digests."""
     assert (digest_fields(one) == digest_fields(two)) == (one == two)
 
 
-def test_the_order_of_fields_counts() -> None:
-    """A fingerprint is of the fields, not of the order a dict happens to have."""
+def test_the_order_of_fields_does_not_matter() -> None:
+    """A fingerprint does not depend on the order of a dict."""
     assert fingerprint({"a": "1", "b": "2"}) == fingerprint({"b": "2", "a": "1"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_a_tensor_of_some_type_has_no_digest(dtype: torch.dtype) -> None:
-    """Any type, no items, no dimensions, a view with strides: the digest is that of the numbers."""
+def test_tensors_of_every_type_have_a_digest(dtype: torch.dtype) -> None:
+    """The digest depends on the numbers, not on strides; empty tensors and scalars have one too."""
     tensor = torch.arange(12).reshape(3, 4).to(dtype)
     assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t())
     assert tensor_digest(tensor) != tensor_digest(1 - tensor.to(torch.int64).to(dtype).to(torch.int64))
@@ -185,21 +185,21 @@ def test_a_tensor_of_some_type_has_no_digest(dtype: torch.dtype) -> None:
 # -- a mismatch has a name
 
 
-def test_the_same_fields_are_refused(model: nn.Module) -> None:
+def test_the_same_fields_are_accepted(model: nn.Module) -> None:
     """Nothing differs, nothing is raised."""
     check_fields(model_fields(model), model_fields(model), "db")
 
 
 @pytest.mark.parametrize("stored", ["", "{", "[]", "[1]", "null", '"x"', "{}"])
-def test_a_strange_field_is_a_traceback(model: nn.Module, stored: str) -> None:
-    """What a manifest says about the configuration may be anything: still a StaleDatabaseError."""
+def test_a_strange_configuration_is_refused_by_name(model: nn.Module, stored: str) -> None:
+    """A manifest may hold any text as configuration: the result is still a StaleDatabaseError."""
     fields = model_fields(model)
     with pytest.raises(StaleDatabaseError, match="config"):
         check_fields({**fields, "config": stored}, fields, "db")
 
 
-def test_the_same_settings_written_differently(model: nn.Module) -> None:
-    """Not the same text, so not the same digest: refused, and not with StopIteration."""
+def test_the_same_settings_written_differently_are_refused(model: nn.Module) -> None:
+    """Another text has another digest. The refusal is a StaleDatabaseError, not a StopIteration."""
     fields = model_fields(model)
     spaced = json.dumps(json.loads(fields["config"]), indent=4)
     with pytest.raises(StaleDatabaseError, match="written differently"):
@@ -213,8 +213,8 @@ def _changed_vocabulary(lines: list[str]) -> Any:
     return make_tokenizer([*lines, *["zebra zebra zebra quagga quagga"] * 50])
 
 
-def test_a_tokenizer_remembers_its_last_call(tiny_bert: str, log_lines: list[str]) -> None:
-    """Truncation and padding are set by each call: they are not the tokenizer, the vocabulary is."""
+def test_a_call_does_not_change_the_tokenizer_digest(tiny_bert: str, log_lines: list[str]) -> None:
+    """Each call sets truncation and padding on the backend. The digest covers the vocabulary instead."""
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_bert)
     digest = tokenizer_digest(tokenizer)
     calls: list[Callable[[], object]] = [
@@ -232,8 +232,8 @@ def test_a_tokenizer_remembers_its_last_call(tiny_bert: str, log_lines: list[str
     assert tokenizer_digest(cased) != digest
 
 
-def test_a_slow_tokenizer_has_no_digest() -> None:
-    """One without a fast backend is known by its vocabulary."""
+def test_a_slow_tokenizer_has_a_digest() -> None:
+    """The digest of a tokenizer without a fast backend is that of its vocabulary."""
 
     class Slow:
         def __init__(self, vocabulary: dict[str, int]) -> None:
@@ -254,7 +254,7 @@ def test_a_slow_tokenizer_has_no_digest() -> None:
         ("Llama", "rms_norm_eps", 1e-3),
         ("GPT-2", "scale_attn_by_inverse_layer_idx", True),
         ("T5 encoder", "relative_attention_max_distance", 77),
-        ("Llama", "a_setting_nobody_thought_of", 3),
+        ("Llama", "an_unknown_setting", 3),
     ],
 )
 def test_a_setting_that_changes_maps_without_a_weight_is_seen(family: str, key: str, value: object) -> None:
@@ -268,7 +268,7 @@ def test_a_setting_that_changes_maps_without_a_weight_is_seen(family: str, key: 
         check_fields(fields, model_fields(model), "some/db")
 
 
-def test_settings_of_heads_and_decoders_are_no_other_model() -> None:
+def test_settings_of_heads_and_decoders_do_not_change_the_fingerprint() -> None:
     from families import FAMILIES
 
     model = FAMILIES["Llama"].make()

@@ -1,7 +1,6 @@
 """The attention operator against a float64 judge that shares no code with it, on poisoned caches and masks.
 
-Every test runs on the reference and on the native implementation. Numbers in names and comments are those of the
-operator's checklist: E attention, F masks, G ALiBi.
+Every test runs on the reference and on the native implementation.
 """
 
 from __future__ import annotations

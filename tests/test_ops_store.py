@@ -1,7 +1,6 @@
 """What the attention operator writes: codes and scales bit by bit, rows and planes, in int8 and in 4 bits.
 
-Bits are compared with arithmetic in float64 and rational numbers that shares no code with the operator. Numbers in
-comments are those of the operator's checklist: B store, C int8, D 4 bits.
+Bits are compared with arithmetic in float64 and rational numbers that shares no code with the operator.
 """
 
 from __future__ import annotations

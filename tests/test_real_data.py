@@ -81,7 +81,7 @@ def serve(loaded: LoadedModel, path: Path, lines: list[str], threshold: float) -
     ("log", "threshold", "hit_rate", "mean", "p1"),
     [("OpenSSH", 0.9, 0.75, 0.995, 0.98), ("HDFS", 0.8, 0.70, 0.99, 0.0)],
 )
-def test_the_last_third_of_a_log_is_served_from_what_came_before(
+def test_the_last_third_of_a_log_is_served_from_the_lines_before(
     minilm: LoadedModel, tmp_path: Path, log: str, threshold: float, hit_rate: float, mean: float, p1: float
 ) -> None:
     lines = shared(f"data/loghub_2k/{log}_2k.log").read_text(errors="replace").splitlines()
@@ -93,7 +93,7 @@ def test_the_last_third_of_a_log_is_served_from_what_came_before(
     assert outcome.cosine_p1 >= p1
 
 
-def test_reviews_of_which_no_two_are_alike_are_left_to_the_exact_path(minilm: LoadedModel, tmp_path: Path) -> None:
+def test_dissimilar_reviews_stay_exact(minilm: LoadedModel, tmp_path: Path) -> None:
     texts = {
         name: [
             " ".join(row.text.split())

@@ -61,7 +61,7 @@ def _bare_afterwards(loaded: LoadedModel) -> Iterator[None]:
 
 
 def go_on(loaded: LoadedModel, texts: list[str], **options: Any) -> Tensor:
-    """What the model writes behind the texts, ``[B, NEW]``; a batch of several lengths is padded at the start."""
+    """The model's continuations of the texts, ``[B, NEW]``; a batch of several lengths is padded at the start."""
     rows = [item.ids for item in tokenize(loaded, texts, 400)]
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
@@ -77,7 +77,7 @@ def go_on(loaded: LoadedModel, texts: list[str], **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [1, 9], ids=["one story", "several lengths"])
-def test_a_prefill_from_own_maps_changes_what_is_written(
+def test_text_after_a_prefill_from_own_maps_is_the_models_own(
     loaded: LoadedModel, path: Path, mode: str, count: int
 ) -> None:
     texts = STORIES[::3][:count]
@@ -89,8 +89,8 @@ def test_a_prefill_from_own_maps_changes_what_is_written(
     assert set(stats["ineligible"]) == {"cached decoding"}
 
 
-def test_maps_of_other_stories_are_served_as_if_they_were_its_own(loaded: LoadedModel, path: Path) -> None:
-    """Without this, identical text above could come from a prefill that was never served."""
+def test_maps_of_other_stories_change_the_answers(loaded: LoadedModel, path: Path) -> None:
+    """So the identical text of the test above does not come from a prefill that was never served."""
     others = [text.replace("liked", "hated").replace("One day", "At last") for text in STORIES]
     tokens = tokenize(loaded, others, 400)
     prepared = prepare(loaded, tokens, 9)

@@ -1,4 +1,4 @@
-"""A file that is cut, or replaced under those who have it open (H1: T1, T2)."""
+"""A file that is cut, or replaced under those who have it open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attmemo.db.format import HEADER_BYTES, KINDS, MANIFEST
 from attmemo.errors import DatabaseCorruptError
 from attmemo.profiler.models import load_model
 
-# -- cut (T1)
+# -- cut
 
 
 def _boundaries(file: Path, path: Path) -> set[int]:
@@ -90,7 +90,7 @@ def test_a_cut_container_with_a_digest_that_fits_is_searched(copy: Path) -> None
     assert in_child(cut) == 0
 
 
-# -- cut or replaced while it is open (T2)
+# -- cut or replaced while it is open
 
 
 def test_an_arena_cut_under_an_open_database_is_a_signal(copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""A disk that fails, is full, or takes only a part of a write (H6: T13, T14)."""
+"""A disk that fails, is full, or takes only a part of a write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that lie: numbers that do not fit, and everything changed at random (H13: T31, T32)."""
+"""Files that lie: numbers that do not fit, and everything changed at random."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from attmemo.db.format import HEADER_BYTES, KINDS
 from attmemo.embed.calibration import Calibration
 from attmemo.errors import DatabaseCorruptError
 
-# -- numbers that do not fit (T32)
+# -- numbers that do not fit
 
 
 def _changed_record(number: int, **values: Any) -> Callable[[list[Record]], None]:
@@ -113,7 +113,7 @@ def test_an_index_names_records_that_have_no_such_map(copy: Path, ids: list[int]
         database.index(0)
 
 
-# -- forged (T31)
+# -- forged
 
 
 _ODD: tuple[Any, ...] = (

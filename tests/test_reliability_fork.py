@@ -1,4 +1,4 @@
-"""A process that forks with a database open (H5: T11)."""
+"""A process that forks with a database open."""
 
 from __future__ import annotations
 

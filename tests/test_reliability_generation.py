@@ -1,4 +1,4 @@
-"""Parts of another database or generation, killed builders, power cuts (H11: T23, T25, T26)."""
+"""Parts of another database or generation, killed builders, power cuts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFound
 from attmemo.profiler.models import load_model
 from attmemo.profiler.train import train_database
 
-# -- parts of another database or generation (T26)
+# -- parts of another database or generation
 
 
 def test_an_index_of_another_database_is_searched(bert_database: Path, deberta_database: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_index_of_another_generation_is_searched(bert_database: Path, tiny_be
         assert not isinstance(caught.value, GenerationMismatchError)
 
 
-# -- killed (T23)
+# -- killed
 
 
 def kill_cycles(cycles: int, seed: int) -> None:
@@ -124,7 +124,7 @@ def test_a_killed_builder_loses_what_it_acknowledged() -> None:
     kill_cycles(25, seed=23)
 
 
-# -- power loss (T25)
+# -- power loss
 
 
 class _Drive:

@@ -1,4 +1,4 @@
-"""Huge pages: the same bytes as in small ones and on any node (H8, H10: T18, T19, T22)."""
+"""Huge pages: the same bytes as in small ones and on any node."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NODES = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
 
 
 def test_whatever_node_the_memory_lies_on_the_bytes_are_the_same(tmp_path: Path) -> None:
-    """T22. The policy is the task's: of pages of a file, the first to touch them decides."""
+    """The policy is the task's: of pages of a file, the first to touch them decides."""
     layout = SlotLayout.paged((2, 400, 400), torch.float32, slots=5, header=1)
     slots = torch.stack([make_arena(tmp_path / "arena.bin", layout).slot(i) for i in range(5)])
 

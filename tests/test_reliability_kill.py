@@ -1,4 +1,4 @@
-"""A builder killed at every system call that changes a file, its own and those of LMDB (H11: T24)."""
+"""A builder killed at every system call that changes a file, its own and those of LMDB."""
 
 from __future__ import annotations
 

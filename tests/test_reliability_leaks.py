@@ -1,4 +1,4 @@
-"""Many fetches: nothing is left behind (H7: T16)."""
+"""Many fetches: nothing is left behind."""
 
 from __future__ import annotations
 

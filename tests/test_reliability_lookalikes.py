@@ -1,4 +1,4 @@
-"""Texts that look alike and do not mean the same: what the calibrated score lets through (H13: T34)."""
+"""Texts that look alike and do not mean the same: what the calibrated score lets through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file system over others (H14: T38). Remote ones cannot be mounted here; the README promises nothing of them."""
+"""A file system over others. Remote ones cannot be mounted here; the README promises nothing of them."""
 
 from __future__ import annotations
 

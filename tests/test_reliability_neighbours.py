@@ -1,4 +1,4 @@
-"""What lies beside a window, and what is refused before a page moves (H2: T4, T5)."""
+"""What lies beside a window, and what is refused before a page moves."""
 
 from __future__ import annotations
 

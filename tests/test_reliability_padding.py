@@ -1,4 +1,4 @@
-"""Sizes that fit no page (H9: T20)."""
+"""Sizes that fit no page."""
 
 from __future__ import annotations
 

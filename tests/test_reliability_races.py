@@ -1,4 +1,4 @@
-"""Readers, closers and collectors while others fetch (H3: T7, T8, T9)."""
+"""Readers, closers and collectors while others fetch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers beside a builder and a trainer (H14: T35, T37)."""
+"""Readers beside a builder and a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody writes what is served (H16: T40)."""
+"""Nobody writes what is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fetch while the kernel refuses mappings (H4: T10, T15)."""
+"""A fetch while the kernel refuses mappings."""
 
 from __future__ import annotations
 

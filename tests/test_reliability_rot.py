@@ -1,4 +1,4 @@
-"""Every bit, slots that change places, and databases of earlier versions (H15: T39)."""
+"""Every bit, slots that change places, and databases of earlier versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attmemo.db.format import HEADER_BYTES, MANIFEST, Manifest, check_arena
 from attmemo.embed.siamese import load_embedders
 from attmemo.errors import DatabaseCorruptError
 
-# -- every bit (T39)
+# -- every bit
 
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "BF16", "F64", "C64", "BOOL", "U4"])

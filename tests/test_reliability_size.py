@@ -1,4 +1,4 @@
-"""Many records, and the pages of another machine (H7, H9: T17, T21)."""
+"""Many records, and the pages of another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database of another model (H12: T27, T28)."""
+"""A database of another model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved checkpoints of families with something of their own: built, trained with a profile, tuned, evaluated."""
+"""Saved checkpoints of special families: built, trained with a profile, tuned, evaluated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(folder: Path, seed: int, count: int) -> Path:
 
 
 def go_all_the_way(folder: Path, lines: list[str]) -> tuple[Path, dict[str, Any]]:
-    """Build a database of the model in this folder, train it with a profile, tune, evaluate; its place and profile."""
+    """Build a database of the model in this folder, train, tune and evaluate it; its path and its profile."""
     path = folder / "db"
     options = BuildOptions(max_length=LONGEST, limit=60)
     build_database(load_model(str(folder / "model")), [texts(folder, 1, 60)], path, options)
@@ -57,7 +57,9 @@ def go_all_the_way(folder: Path, lines: list[str]) -> tuple[Path, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_layers_that_share_a_module_cannot_be_profiled(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+def test_layers_that_share_a_module_are_built_profiled_and_tuned(
+    name: str, tmp_path: Path, log_lines: list[str]
+) -> None:
     checkpoint(name, tmp_path / "model", log_lines)
     path, profile = go_all_the_way(tmp_path, log_lines)
     with Database(path) as database:
@@ -68,7 +70,7 @@ def test_layers_that_share_a_module_cannot_be_profiled(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that ticks once a look: whoever wrapped a wrapper would count the ticks inside too."""
+    """The clock ticks at each reading. A wrapper around a wrapper would count the inner ticks too."""
     model: Any = FAMILIES[name].make()
     _, sites = adapter_for(model)
     ticks = iter(range(1000))
@@ -80,9 +82,7 @@ def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeyp
 
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "MPNet"])
-def test_texts_of_the_greatest_length_have_more_tokens_than_positions(
-    name: str, tmp_path: Path, log_lines: list[str]
-) -> None:
+def test_the_greatest_length_fits_the_positions(name: str, tmp_path: Path, log_lines: list[str]) -> None:
     checkpoint(name, tmp_path, log_lines)
     loaded = load_model(str(tmp_path))
     longest = greatest_length(loaded, None)
@@ -92,14 +92,14 @@ def test_texts_of_the_greatest_length_have_more_tokens_than_positions(
             loaded.model(input_ids=torch.full((1, longest + 1), 7))
 
 
-def test_an_encoder_saved_alone_is_loaded_with_random_weights(tmp_path: Path, log_lines: list[str]) -> None:
+def test_an_encoder_saved_alone_without_its_weights_is_refused(tmp_path: Path, log_lines: list[str]) -> None:
     checkpoint("BART encoder", tmp_path, log_lines)
     with pytest.raises(UnsupportedModelError, match=r"no weights for encoder\..*its maps would be random"):
         load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_model_with_a_decoder_cannot_be_profiled_tuned_or_evaluated(
+def test_the_encoder_of_a_pair_is_built_profiled_tuned_and_evaluated(
     name: str, tmp_path: Path, log_lines: list[str]
 ) -> None:
     kind = type(checkpoint(name, tmp_path / "model", log_lines))

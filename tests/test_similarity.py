@@ -1,4 +1,4 @@
-"""Eq. 1: what a score is, against a loop that follows the formula."""
+"""Eq. 1 (arXiv 2301.09262): the score equals a loop that follows the formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def one_hot(columns: list[int]) -> Tensor:
 
 
 def naive(a: Tensor, b: Tensor) -> float:
-    """Eq. 1 by the letter: one minus the total variation distance, row by row, and the mean."""
+    """Eq. 1 as a loop: the mean over rows of one minus the total variation distance."""
     heads, n, _ = a.shape
     total = 0.0
     for head in range(heads):
@@ -46,13 +46,13 @@ sharpness = st.sampled_from([0.1, 1.0, 10.0, 1000.0])
 class TestScore:
     @EXACT
     @given(shapes, seeds, sharpness)
-    def test_is_what_the_formula_says(self, shape: tuple[int, int], seed: int, sharp: float) -> None:
+    def test_equals_the_formula(self, shape: tuple[int, int], seed: int, sharp: float) -> None:
         a, b = random_maps(2, *shape, seed, sharp)
         assert float(similarity_score(a, b)) == pytest.approx(naive(a, b), abs=1e-6)
 
     @EXACT
     @given(shapes, seeds, sharpness)
-    def test_is_a_score_that_does_not_depend_on_who_asks(
+    def test_is_symmetric_and_between_zero_and_one(
         self, shape: tuple[int, int], seed: int, sharp: float
     ) -> None:
         a, b = random_maps(2, *shape, seed, sharp)
@@ -66,7 +66,7 @@ class TestScore:
         (a,) = random_maps(1, *shape, seed, sharp)
         assert float(similarity_score(a, a.clone())) == 1.0
 
-    def test_of_disjoint_maps_is_zero_also_where_rows_sum_to_a_little_more_than_one(self) -> None:
+    def test_of_disjoint_maps_is_zero_although_rows_sum_to_more_than_one(self) -> None:
         a, b = one_hot([0, 0, 0]) * (1 + 1e-6), one_hot([1, 2, 1]) * (1 + 1e-6)
         assert float(similarity_score(a, b)) == 0.0
         assert float(similarity_matrix(a[None], b[None])) == 0.0
@@ -80,7 +80,7 @@ class TestScore:
         assert float(similarity_score(a, b)) == 0.5
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_is_not_computed_in_the_precision_of_the_storage(self, dtype: torch.dtype) -> None:
+    def test_is_computed_in_float32_for_half_precision_maps(self, dtype: torch.dtype) -> None:
         a, b = random_maps(2, 2, 40, seed=3)
         score = similarity_score(a.to(dtype), b)
         assert score.dtype == torch.float32

@@ -88,7 +88,7 @@ class TestAdapted:
         model = peft.get_peft_model(loaded.model, config)
         with pytest.raises(UnsupportedModelError, match="no adapter knows") as refusal:
             memoize(model, database=tmp_path)  # not merged: adapters can be switched
-        assert "looks like bert, but projections are no plain linear layers" in str(refusal.value)
+        assert "looks like bert, but projections are not plain linear layers" in str(refusal.value)
         assert "query, value: peft.tuners.lora.layer.Linear" in str(refusal.value), "the cause is not named"
         merged = model.merge_and_unload().eval()
         inputs = inputs_of(FAMILIES["BERT"], LENGTHS)

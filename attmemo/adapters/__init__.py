@@ -1,7 +1,7 @@
-"""Model families: one small adapter each, found by the structure of the modules rather than by class name.
+"""Model families: one small adapter each, recognised by the structure of the modules, not by class names.
 
-To add a family, write one file with an `Adapter` and list it in `ADAPTERS` (README.md beside this file has a worked
-example); `check` proves it on the model itself.
+To add a family, write one file with an `Adapter` and list it in `ADAPTERS`. README.md beside this file has a worked
+example. `check` proves an adapter on the model itself.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ ADAPTERS: tuple[Adapter, ...] = (
     LlamaAdapter(),
 )
 
-_REPLACED = "projections are no plain linear layers"
+_REPLACED = "projections are not plain linear layers"
 
 __all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of"]
 
 
 def encoder_of(model: Any) -> nn.Module:
-    """The transformers model inside what the user holds (a model, a pipeline, or a sentence-transformers wrapper).
+    """The transformers model inside the user's object (a model, a pipeline, or a sentence-transformers wrapper).
 
     Raises
     ------
     UnsupportedModelError
-        If there is no transformers model inside.
+        If the object holds no transformers model.
     """
     if hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module):
         return model
@@ -78,12 +78,12 @@ def encoder_of(model: Any) -> nn.Module:
 
 
 def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
-    """The adapter that knows this model, and its attention layers.
+    """The adapter for this model, and the model's attention layers.
 
     Raises
     ------
     UnsupportedModelError
-        Names what was looked for. Nothing has been changed.
+        No adapter fits; the message says why. Nothing was changed.
     """
     seen = []
     for adapter in ADAPTERS:
@@ -96,7 +96,7 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
         if reason is None and expected is None:
             reason = "its configuration does not say how many layers there are"
         if reason is None and len(sites) != expected:
-            reason = f"{len(sites)} of {expected} layers were found as this family has them"
+            reason = f"{len(sites)} of {expected} layers have the structure of this family"
             if replaced is not None:
                 reason += f": {_REPLACED} ({replaced})"
         if reason is None:
@@ -105,7 +105,7 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     raise UnsupportedModelError(
         f"no adapter knows the attention of {type(model).__name__} (model type {kind!r}); "
-        + ("; ".join(seen) or "none of its modules has the projections of a family that is known")
+        + ("; ".join(seen) or "none of its modules has the projections of a known family")
         + ".",
-        "see what is supported with: attmemo families; attmemo/adapters/README.md says how to add one",
+        "list the supported families with: attmemo families; attmemo/adapters/README.md says how to add a family",
     )

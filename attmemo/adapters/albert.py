@@ -1,4 +1,4 @@
-"""ALBERT: one attention module serves many layers, and goes on to the projection, the residual and the norm."""
+"""ALBERT: many layers share one attention module, which also has the output projection, the residual and the norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attmemo.adapters.base import Adapter, Site, number
 
 
 class AlbertAdapter(Adapter):
-    """`encoder.albert_layer_groups.g.albert_layers.j.attention`, in the order in which layers call it."""
+    """`encoder.albert_layer_groups.g.albert_layers.j.attention`, in the order of the layers."""
 
     family = "albert"
     models = ("ALBERT",)

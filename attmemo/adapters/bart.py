@@ -1,6 +1,6 @@
-"""Encoders of BART and its kin: mBART, Marian, Pegasus, M2M-100, Blenderbot.
+"""Encoders of BART and related models: mBART, Marian, Pegasus, M2M-100, Blenderbot.
 
-The same class serves self- and cross-attention of the decoder, which stay exact: what is memoized is the encoder, and
+The same class also computes self- and cross-attention of the decoder, which stay exact. Only the encoder is memoized;
 `generate` calls it once.
 """
 
@@ -18,7 +18,7 @@ class BartAdapter(Adapter):
 
     family = "bart"
     models: ClassVar[tuple[str, ...]] = ("BART", "mBART", "Marian", "Pegasus", "M2M-100")
-    limits = "the decoder, which stays exact"
+    limits = "the decoder stays exact"
     out = "out_proj"
 
     def host(self, model: nn.Module) -> nn.Module:
@@ -33,5 +33,5 @@ class BartAdapter(Adapter):
 
     @staticmethod
     def is_audio(module: nn.Module) -> bool:
-        """Whether the module is Whisper's: its keys have no bias, and its inputs are no tokens."""
+        """Whether the module is Whisper's: its keys have no bias, and its inputs are not tokens."""
         return takes(module, "output_attentions")

@@ -1,10 +1,10 @@
-"""What the engine needs to know about one family's attention: the adapter protocol.
+"""The adapter protocol: what the engine must know about the attention of one family.
 
-An adapter is data plus a few small methods, one file a family. The engine never looks inside a module itself.
+An adapter is data and a few small methods, one file per family. The engine itself never looks inside a module.
 README.md beside this file shows the shapes and how to add a family.
 
-Shapes: B sequences of padded length L, hidden size H, h heads of width d (of which V may have fewer: grouped heads), n
-valid tokens in a sequence.
+Shapes: B sequences of padded length L, hidden size H, h heads of width d (V may have fewer: grouped heads), n valid
+tokens in a sequence.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from attmemo.adapters.projections import are_linear, is_linear
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Two lengths, so that padding, the mask and the row order are all exercised by the self-check.
+# Two lengths, so that the self-check covers padding, the mask and the order of sequences.
 CHECK_LENGTHS = (7, 11)
 
-# What an attention module is called with that does not change a map; a family adds its own. Anything else might
+# Arguments of an attention module that cannot change a map; a family adds its own. Any other argument might
 # (is_causal, cu_seq_lens_q, …), so it keeps a call exact.
 HARMLESS = frozenset({
     "hidden_states", "attention_mask", "past_key_values", "position_ids", "position_embeddings", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "return_dict", "token_type_ids",
 })  # fmt: skip
 _BY_LENGTH = ("dynamic", "longrope")  # rotary angles that depend on the longest sequence so far
-_FALSE_MATTERS = ("is_causal",)  # a flag that says something also where it is off
-_CROSS = ("encoder_hidden_states", "key_value_states")  # given: keys of another sequence
+_FALSE_MATTERS = ("is_causal",)  # flags that matter also when they are False
+_CROSS = ("encoder_hidden_states", "key_value_states")  # if given: keys of another sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One self-attention layer of a model: where `forward` is replaced. Layers may share a module (ALBERT)."""
+    """One self-attention layer of a model, whose `forward` is replaced. Layers may share a module (ALBERT)."""
 
     layer: int
     name: str
@@ -51,10 +51,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a site, read: what goes in and which mask applies.
+    """One call of a site: its input and its mask.
 
-    ``mask`` is the module's own mask argument (None: everything may attend everything, or everything before it);
-    ``cache`` a key-value cache that is empty in this layer and wants its keys and values; ``given`` all by name.
+    ``mask`` is the module's own mask argument (None: every token sees all tokens, or all tokens before it).
+    ``cache`` is a key-value cache that is empty in this layer and must be filled. ``given`` has all arguments by name.
     """
 
     hidden: Tensor  # [B, L, H], as the module sees it
@@ -64,14 +64,14 @@ class Call:
 
 
 class Rows:
-    """Some rows of a batch, to be taken out of a call's arguments.
+    """Some sequences of a batch, to be cut out of a call's arguments.
 
     Parameters
     ----------
     batch : int
-        B, the rows that there are.
+        B, the number of sequences.
     rows : array of int
-        Which to take.
+        Places of the sequences to take.
     """
 
     def __init__(self, batch: int, rows: npt.NDArray[np.int64]) -> None:
@@ -87,9 +87,9 @@ class Rows:
         return cls(batch, np.flatnonzero(kept))
 
     def of(self, value: Any, keep: bool = False) -> Any:
-        """Rows of a tensor whose first dimension is the batch; anything else belongs to all rows alike.
+        """The sequences of a tensor whose first dimension is the batch; any other value is returned unchanged.
 
-        With `keep`, for arguments that many layers share: their rows are taken once.
+        `keep` is for arguments that many layers share: they are cut only once.
         """
         if isinstance(value, tuple):
             return tuple(self.of(item, keep) for item in value)
@@ -98,43 +98,43 @@ class Rows:
         if not keep:
             return value[self.index]
         if id(value) not in self._kept:
-            self._kept[id(value)] = value, value[self.index]  # holding the tensor keeps its identity from reuse
+            self._kept[id(value)] = value, value[self.index]  # a held tensor keeps its id from reuse
         return self._kept[id(value)][1]
 
 
 class Adapter:
     """One family of attention modules.
 
-    The defaults are those of a module of transformers 5 that projects Q, K and V by a linear layer each, asks the
-    attention interface, projects once more, and returns ``(output, map)``: such a family is data alone.
+    The defaults fit a module of transformers 5 that has one linear layer each for Q, K and V, calls the attention
+    interface, has an output projection, and returns ``(output, map)``. An adapter of such a family is only data.
 
     Attributes
     ----------
     family : str
         Name shown to users and stored in a database.
     models : tuple of str
-        Models that are known to work, for people to read.
+        Models that are known to work, for messages.
     limits : str
-        What of them is refused or left exact, for people to read.
+        What is refused or stays exact in this family, for messages.
     projections : tuple of str
-        Names of the linear layers of Q, K and V; empty if they are one.
+        Names of the linear layers of Q, K and V; empty if one layer computes all three.
     out : str or None
-        Name of the output projection; None if it is not the module's.
+        Name of the output projection; None if the module has none.
     heads, width : str
-        Names of the attributes that say how many heads there are, and how wide; heads may be None where the output
-        projection tells.
+        Names of the attributes that hold the number of heads and their width. `heads` may be None if the output
+        projection gives the number.
     marks : tuple of str
-        More attributes by which modules of the family are told.
+        Extra attributes that identify modules of this family.
     causal : bool
-        Tokens attend to what comes before them: maps are stored as lower triangles.
+        A token sees itself and the tokens before it. Maps are stored as lower triangles.
     rotary : bool
-        Positions enter in the attention itself and not with the hidden states: only consecutive ones can be served.
+        The attention itself uses positions, not the hidden states. Only consecutive positions can be served.
     parameters : tuple of str
-        Names of `forward`'s arguments as far as they are given by position.
+        Names of the arguments of `forward` that callers give by position.
     mask_name, cache_name : str
-        Which of them are the mask and the key-value cache.
+        Names of the arguments for the mask and for the key-value cache.
     harmless : frozenset of str
-        More arguments that do not change a map.
+        Extra arguments that cannot change a map.
     """
 
     family: ClassVar[str]
@@ -151,26 +151,26 @@ class Adapter:
     mask_name: ClassVar[str] = "attention_mask"
     cache_name: ClassVar[str] = "past_key_values"
     harmless: ClassVar[frozenset[str]] = frozenset()
-    # Arguments of a layer's own, whatever their first dimension happens to be; and those that all layers are given.
+    # Arguments that belong to the layer, not to the batch; and arguments that all layers share.
     unbatched: ClassVar[frozenset[str]] = frozenset({"cache_position"})
     shared: ClassVar[frozenset[str]] = frozenset({"attention_mask", "position_embeddings", "position_ids"})
 
     @property
     def mask_kind(self) -> str:
-        """A record serves only calls of the same kind: ``"bidirectional"`` or ``"causal"``."""
+        """``"bidirectional"`` or ``"causal"``. A record serves only calls of its own mask kind."""
         return "causal" if self.causal else "bidirectional"
 
     # -- finding
 
     def sites(self, model: nn.Module) -> list[Site]:
-        """Self-attention modules in the order of layers, found by structure; empty if this is another family."""
+        """Self-attention modules in layer order, found by structure; empty for a model of another family."""
         found, parts = self._built_alike(model), self._parts()
         return number([(name, module) for name, module in found if are_linear(module, *parts)])
 
     def replaced(self, model: nn.Module) -> str | None:
-        """Which projections of modules that are else of this family are no plain linear layers, for people to read.
+        """Projections that are not plain linear layers, in modules that otherwise fit this family, for messages.
 
-        Families with a fused projection name it themselves, in `refusal`.
+        A family with a fused projection names it itself, in `refusal`.
         """
         if not self.projections:
             return None
@@ -191,34 +191,34 @@ class Adapter:
         return (*self.projections, *([] if self.out is None else [self.out]))
 
     def _built_alike(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Modules of this family but for what their projections are."""
+        """Modules with the attributes of this family; their projections may be of any type."""
         named = (*self._parts(), self.width, *([] if self.heads is None else [self.heads]), *self.marks)
         return [(name, module) for name, module in layers_named(self.host(model), named) if self.is_one(name, module)]
 
     def is_one(self, name: str, module: nn.Module) -> bool:
-        """Whether a module that has the projections is self-attention of this family, and not another's."""
+        """Whether a module with the right attributes is self-attention of this family."""
         return True
 
     def refusal(self, model: nn.Module) -> str | None:
-        """Why a model of this family can never be served, if so."""
+        """Why a model of this family can never be served; None if it can."""
         return by_length(getattr(self.host(model), "config", None)) if self.rotary else None
 
     def forget(self, module: nn.Module) -> None:
-        """Drop what was kept of a module's weights: they may have changed since."""
+        """Drop copies of a module's weights, which may have changed."""
 
     def host(self, model: nn.Module) -> nn.Module:
         """The part of the model whose `forward` calls all of the sites."""
         return getattr(model, "base_model", model)
 
     def depth(self, model: nn.Module) -> int | None:
-        """How many sites there have to be; None if nobody says."""
+        """The number of sites that the model must have; None if its configuration does not say."""
         count = getattr(self.host(model), "config", None)
         return getattr(count, "num_hidden_layers", None)
 
     # -- reading a call
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
-        """The call's hidden states, mask and empty cache, or the reason why it must stay exact."""
+        """The call's hidden states, mask and empty cache; or the reason why the call must stay exact."""
         if len(args) > len(self.parameters):
             return "more positional arguments than are known"
         given = self.named(args, kwargs)
@@ -247,11 +247,11 @@ class Adapter:
         return dict(zip(self.parameters, args, strict=False)) | kwargs
 
     def read_captured(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
-        """`read` of a call that was made to return its map, and may have filled a cache since."""
+        """`read` for a call that returned its map on request and may already have filled a cache."""
         return self.read(module, (), self.named(args, kwargs) | {"output_attentions": False, self.cache_name: None})
 
     def _unfillable(self, module: nn.Module, cache: Any) -> str | None:
-        """Why a hit cannot give this cache what the original code would."""
+        """Why a hit cannot fill this cache as the original code would; None if it can."""
         if not self.causal:
             return "a key-value cache is in use"
         from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -266,18 +266,18 @@ class Adapter:
         return None
 
     def layer_index(self, module: nn.Module) -> int:
-        """Which layer of a key-value cache is the module's."""
+        """The module's layer in a key-value cache."""
         return int(module.layer_idx)  # type: ignore[arg-type]
 
     def window(self, module: nn.Module) -> int | None:
-        """How far a token sees by the mask that the module is given; None: all the way."""
+        """How far a token sees by the module's mask (sliding attention); None: without a limit."""
         return None
 
     def spans(self, module: nn.Module, mask: Any, batch: int, length: int) -> Spans | None:
-        """Where the valid tokens of each sequence lie, or None unless the mask is the family's own with padding.
+        """Where the valid tokens of each sequence lie; None if the mask is not the family's own mask with padding.
 
-        Padding on the left is a decoder's. What pools an encoder's first place would read padding there, for which a
-        hit makes nothing.
+        Padding on the left is allowed for decoders only. An encoder may pool the first place, and a hit computes
+        nothing for padding.
         """
         spans = read_mask(mask, batch, length, self.causal, self.window(module))
         return None if spans is not None and spans.left and not self.causal else spans
@@ -285,37 +285,37 @@ class Adapter:
     # -- a hit
 
     def value(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        """V for packed tokens: ``[N, H]`` to ``[N, h * d]``, or less if heads of V are shared."""
+        """V of packed tokens: ``[N, H]`` to ``[N, h * d]``, or less if heads share V."""
         projected: Tensor = getattr(module, self.projections[2])(tokens)
         return projected
 
     def key(self, module: nn.Module, call: Call) -> Tensor:
-        """What a key-value cache is given: ``[B, heads of K, L, d]``. Only decoders are asked."""
+        """K as a key-value cache stores it, ``[B, heads of K, L, d]``. For decoders only."""
         batch, length, _ = call.hidden.shape
         keys: Tensor = getattr(module, self.projections[1])(call.hidden)
         return keys.view(batch, length, -1, self.shape(module)[1]).transpose(1, 2)
 
     def finish(self, module: nn.Module, context: Tensor, hidden: Tensor) -> Tensor:
-        """What the module makes of the context ``[B, L, h * d]`` and its input ``[B, L, H]``: ``[B, L, H]``."""
+        """The module's output ``[B, L, H]`` from the context ``[B, L, h * d]`` and its input ``[B, L, H]``."""
         output: Tensor = context if self.out is None else getattr(module, self.out)(context)
         return output
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
-        """What `forward` returns, from the finished output."""
+        """The return value of `forward`, from the finished output."""
         return output, None
 
     def output_of(self, returned: Any) -> Tensor:
-        """The finished output inside what the original `forward` returned."""
+        """The finished output in the return value of the original `forward`."""
         output: Tensor = returned[0]
         return output
 
     def map_of(self, returned: Any) -> Tensor:
-        """The attention map ``[B, h, L, L]`` inside what `forward` returned while capturing."""
+        """The attention map ``[B, h, L, L]`` in the return value of `forward` while capturing."""
         probabilities: Tensor = returned[1]
         return probabilities
 
     def take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Rows, cache: Any = None) -> Arguments:
-        """The same call for some rows of the batch, with another cache if it has one."""
+        """The same call for some sequences of the batch, with another cache if the call has one."""
 
         def take(name: str, value: Any) -> Any:
             if name == self.cache_name and value is not None:
@@ -326,7 +326,7 @@ class Adapter:
         return taken, {name: take(name, value) for name, value in kwargs.items()}
 
     def shape(self, module: nn.Module) -> tuple[int, int]:
-        """Heads of the map and their width ``(h, d)``."""
+        """Number of heads of the map and their width, ``(h, d)``."""
         width = int(getattr(module, self.width))
         if self.heads is not None:
             return int(getattr(module, self.heads)), width
@@ -336,10 +336,10 @@ class Adapter:
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        """While inside, calls of `host` made with the yielded keyword arguments make their layers return maps.
+        """Inside, calls of `host` with the yielded keyword arguments make the layers return their maps.
 
-        Only the eager implementation has a map to return. The setting is read at each call, so it is switched for the
-        time of the capture and put back.
+        Only the eager implementation returns a map. Layers read the setting at each call, so it is switched for the
+        time of the capture and then restored.
         """
         host = self.host(model)
         found = {id(module.config): module.config for module in host.modules() if hasattr(module, "config")}
@@ -354,10 +354,10 @@ class Adapter:
                 config._attn_implementation = implementation
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
-        """A small batch for `host` and the valid lengths in it, for the self-check.
+        """A small batch for `host` and its lengths, for the self-check.
 
-        Not drawn: the user may have seeded the generator. Ids from all over the vocabulary, special ones perhaps among
-        them: to a layer they are numbers like others.
+        Nothing is drawn at random, because the user may have seeded the generator. Ids are from all over the
+        vocabulary; special tokens may be among them, and to a layer they are like all others.
         """
         vocabulary = int(getattr(self.host(model).config, "vocab_size", 100))
         rows, longest = len(CHECK_LENGTHS), max(CHECK_LENGTHS)
@@ -367,16 +367,16 @@ class Adapter:
 
 
 def _named(names: Sequence[str], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    return list(zip_longest(names[: len(args)], args, fillvalue=""))  # more arguments than names have none
+    return list(zip_longest(names[: len(args)], args, fillvalue=""))  # arguments beyond the names get an empty name
 
 
 def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Modules that have all the attributes, as Linear layers or anything else, in the order of the model."""
+    """Modules that have all these attributes, of any type, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if all(hasattr(module, a) for a in attributes)]
 
 
 def by_length(config: Any) -> str | None:
-    """Why rotary positions make maps that hold in one batch only, if they do."""
+    """Why the rotary positions give maps that are valid in one batch only; None if they do not."""
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [part for part in (scaling, *scaling.values()) if isinstance(part, dict)]
     for part in parts:
@@ -391,7 +391,7 @@ def by_length(config: Any) -> str | None:
 
 
 def takes(module: nn.Module, *names: str) -> bool:
-    """Whether the class's `forward` has arguments of these names."""
+    """Whether `forward` of the module's class has arguments of these names."""
     parameters = inspect.signature(type(module).forward).parameters
     return all(name in parameters for name in names)
 
@@ -402,7 +402,7 @@ def number(found: Sequence[tuple[str, nn.Module]]) -> list[Site]:
 
 
 def by_module(sites: Sequence[Site]) -> list[list[Site]]:
-    """Sites that share a module together, in the order in which a forward calls it."""
+    """Sites grouped by module, each group in the order in which a forward calls the module."""
     groups: dict[int, list[Site]] = {}
     for site in sites:
         groups.setdefault(id(site.module), []).append(site)
@@ -410,7 +410,7 @@ def by_module(sites: Sequence[Site]) -> list[list[Site]]:
 
 
 def encoder_part(model: nn.Module) -> nn.Module:
-    """The encoder of a model that also has a decoder, or of which only the encoder was loaded."""
+    """The encoder of a model with a decoder, or of a model whose encoder was loaded alone."""
     base: nn.Module = getattr(model, "base_model", model)
     inner = getattr(base, "encoder", None)
     return inner if isinstance(inner, nn.Module) else base

@@ -1,8 +1,8 @@
 """BERT and the families that share its attention: RoBERTa, XLM-R, ELECTRA, CamemBERT.
 
-`*SelfAttention` holds separate Linear layers `query`, `key`, `value`; the output projection lives in the parent
-(`*SelfOutput`), so a hit returns the bare context. Scores go through the attention interface, which is called
-with Q, K and V already projected and therefore cannot skip them: `forward` of the module is replaced instead.
+`*SelfAttention` holds separate Linear layers `query`, `key`, `value`. The output projection is in another module
+(`*SelfOutput`), so a hit returns the bare context. `forward` of the module is replaced, not the attention interface:
+the interface gets Q, K and V already projected, so it cannot skip their projection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class BertAdapter(Adapter):
 
     family = "bert"
     models = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA")
-    limits = "decoders of these families"
+    limits = "decoders of these families are refused"
     parameters = ("hidden_states", "attention_mask", "past_key_values")
     harmless = frozenset({"encoder_attention_mask", "encoder_hidden_states"})
     projections = ("query", "key", "value")

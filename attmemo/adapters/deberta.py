@@ -1,4 +1,4 @@
-"""DeBERTa v1: as v2, but Q, K and V are one projection whose rows are interleaved head by head, without a bias."""
+"""DeBERTa v1: as v2, but one projection without bias computes Q, K and V, interleaved head by head."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from attmemo.adapters.projections import Slices, is_plain, why_not
 
 
 class DebertaAdapter(DisentangledAdapter):
-    """`encoder.layer.i.attention.self` of the first DeBERTa."""
+    """`encoder.layer.i.attention.self` of DeBERTa v1."""
 
     family = "deberta"
     models = ("DeBERTa (v1)",)
     projections = ()
     marks = ("in_proj", "q_bias", "v_bias", "pos_att_type")
-    limits = "talking_head; a quantized or adapted in_proj"
+    limits = "talking_head and a quantized or adapted in_proj are refused"
 
     def __init__(self) -> None:
-        # By heads and width. The rows of V lie apart, and BLAS wants them together.
+        # By heads and width. The rows of V lie apart in the weight, and BLAS needs them together.
         self._slices: dict[tuple[int, int], Slices] = {}
 
     def refusal(self, model: nn.Module) -> str | None:
         for site in self.sites(model):
             if site.module.talking_head:
-                return "its heads are mixed after the softmax, so that its maps are no probabilities (talking_head)"
+                return "its heads are mixed after the softmax, so its maps are not probabilities (talking_head)"
             if not is_plain(site.module.in_proj):
                 return why_not(site.module, ("in_proj",))
         return None

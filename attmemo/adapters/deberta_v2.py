@@ -1,9 +1,8 @@
 """DeBERTa-v2 and v3: disentangled attention, for which no fused kernel exists.
 
-A hit skips Q, K, QK^T and the two position terms with their gathers, which is most of the layer's time. The
-module is called positionally as `(hidden_states, attention_mask, output_attentions, …)`; the mask is the outer
-product of the padding mask, ``[B, 1, L, L]``; rows of padding are fully masked (uniform maps), so only valid rows
-carry meaning.
+A hit skips Q, K, QK^T and the two position terms with their gathers, which is most of the layer's time. The module is
+called by position, as `(hidden_states, attention_mask, output_attentions, …)`. The mask is the outer product of the
+padding mask, ``[B, 1, L, L]``. Rows of padding are fully masked (uniform maps), so only rows of valid tokens matter.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from attmemo.adapters.masks import Spans
 
 
 class DisentangledAdapter(Adapter):
-    """What DeBERTa of all versions has in common."""
+    """The common part of all versions of DeBERTa."""
 
     parameters = (
         "hidden_states", "attention_mask", "output_attentions", "query_states", "relative_pos", "rel_embeddings",
     )  # fmt: skip
     harmless = frozenset({"relative_pos", "rel_embeddings"})
-    # relative_pos [1, L, L] and rel_embeddings [2 * span, H] belong to the layer, not to the batch: a batch of as many
-    # rows must not cut them.
+    # relative_pos [1, L, L] and rel_embeddings [2 * span, H] belong to the layer, not to the batch. They must not be
+    # cut, even if their first dimension equals the batch size.
     unbatched = frozenset({"relative_pos", "rel_embeddings"})
     out = None
     heads, width = "num_attention_heads", "attention_head_size"

@@ -1,4 +1,4 @@
-"""DistilBERT: separate projections, the output projection inside the module."""
+"""DistilBERT: separate projections, with the output projection inside the module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""GPT-2: Q, K and V in one `Conv1D`, whose weight is ``[in, 3 H]``: V is its last third of columns.
+"""GPT-2: one `Conv1D` computes Q, K and V. Its weight is ``[in, 3 H]``; the last third of the columns is V.
 
-BLAS multiplies columns of a wider matrix as they lie, so nothing is copied.
+BLAS multiplies some columns of a wider matrix where they lie, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class GPT2Adapter(Adapter):
 
     family = "gpt2"
     models = ("GPT-2", "DistilGPT2")
-    limits = "cross-attention; a quantized or adapted c_attn"
+    limits = "cross-attention and a quantized or adapted c_attn are refused"
     projections = ()
     out = "c_proj"
     heads = "num_heads"
@@ -32,7 +32,7 @@ class GPT2Adapter(Adapter):
         return number([(name, module) for name, module in found if self.is_one(name, module)])
 
     def is_one(self, name: str, module: nn.Module) -> bool:
-        # GPT-BigCode has the names, but its c_attn is a Linear with one head of K and V.
+        # GPT-BigCode has the same names, but its c_attn is a Linear with one head of K and V.
         return not getattr(module, "is_cross_attention", True) and not hasattr(module, "multi_query")
 
     def refusal(self, model: nn.Module) -> str | None:

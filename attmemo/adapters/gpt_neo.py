@@ -1,7 +1,7 @@
-"""GPT-Neo: scores without scaling, in float32, and in every other layer a window that the module keeps to itself.
+"""GPT-Neo: scores without scaling, in float32, and sliding attention in every other layer.
 
-The mask that the module is given knows nothing of the window, so it is read as a plain causal one; the stored map
-has it. The cache is called `layer_past`.
+The module applies the sliding window itself. The mask argument does not contain the window, so it is read as a plain
+causal mask; the stored map contains the window. The cache argument is called `layer_past`.
 """
 
 from __future__ import annotations

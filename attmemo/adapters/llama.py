@@ -1,7 +1,7 @@
-"""Llama and the decoders built alike: Mistral, Qwen2, Qwen3, and whoever passes the self-check.
+"""Llama and decoders of the same structure: Mistral, Qwen2, Qwen3, and others that pass the self-check.
 
-Rotary positions, grouped heads of K and V, in some a norm on each head of Q and K, in some a sliding window. K for the
-cache is rotated by the family's own function, found in the module's own file.
+They have rotary positions and grouped heads of K and V. Some have a norm on each head of Q and K, some have sliding
+attention. K for the cache is rotated by the family's own function, which is in the module's own file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class LlamaAdapter(Adapter):
 
     family = "llama"
     models = ("Llama", "Mistral", "Qwen2", "Qwen3")
-    limits = "rope_type dynamic or longrope; queries scaled by position; clip_qkv; attention sinks"
+    limits = "rope_type dynamic or longrope, queries scaled by position, clip_qkv and attention sinks are refused"
     causal = True
     rotary = True
     parameters = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
@@ -37,11 +37,11 @@ class LlamaAdapter(Adapter):
             if hasattr(site.module, "sinks"):
                 return "its maps do not sum to one (attention sinks)"
             if not hasattr(sys.modules[type(site.module).__module__], "apply_rotary_pos_emb"):
-                return "its rotary positions are applied in a way this version does not know"
+                return "its rotary positions are applied in an unknown way"
         return None
 
     def window(self, module: nn.Module) -> int | None:
-        # Mistral's layers all have the configuration's; others say it for each layer, None where there is none.
+        # Mistral's layers all have the window of the configuration. Other models give one per layer, or None.
         config = getattr(module, "config", None)
         always = not hasattr(config, "layer_types") or getattr(config, "layer_types", None) is None
         default = getattr(config, "sliding_window", None) if always else None
@@ -55,5 +55,5 @@ class LlamaAdapter(Adapter):
             keys = norm(keys)
         cos, sin = call.given["position_embeddings"]
         rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-        rotated: Tensor = rotate(keys[:, :0], keys, cos, sin)[1]  # of no heads of Q
+        rotated: Tensor = rotate(keys[:, :0], keys, cos, sin)[1]  # with zero heads of Q
         return rotated

@@ -1,8 +1,8 @@
-"""Reading attention masks: where the valid tokens lie, and whether nothing but padding is masked.
+"""Reading attention masks: where the valid tokens lie, and whether only padding is masked.
 
-A map is stored over valid tokens only and serves calls in which the same tokens see each other. So a mask is read in
-full, against the one that the family's layers get for these tokens; a mask that differs in a single bit (packed
-sequences, a mask of the user's own) keeps the call exact.
+A stored map covers valid tokens only, and serves only calls in which the same tokens see each other. So the whole mask
+is compared with the mask that the family's layers get for these tokens. A mask that differs in one bit (packed
+sequences, the user's own mask) keeps the call exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Spans:
 
 
 def spans_of(valid: Tensor) -> Spans | None:
-    """Spans in a ``[B, L]`` boolean tensor; None if a row is empty, has a hole, or padding is on both sides."""
+    """Spans of a ``[B, L]`` boolean tensor; None if a sequence is empty, has a gap, or has padding on both sides."""
     counts = valid.sum(-1)
     lengths = [int(n) for n in counts.tolist()]
     if min(lengths, default=0) == 0:
@@ -45,22 +45,23 @@ def spans_of(valid: Tensor) -> Spans | None:
 
 
 def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: int | None = None) -> Spans | None:
-    """Spans of a mask as transformers makes it.
+    """Spans of a mask that transformers made.
 
     Parameters
     ----------
     mask : Tensor or None
-        ``[B or 1, 1, L or 1, L]``: boolean (True attends), or added to scores (0 attends, the type's lowest value does
-        not). None: no padding.
+        ``[B or 1, 1, L or 1, L]``: boolean (True attends), or numbers added to scores (0 attends, the type's lowest
+        value does not). None: no padding.
     causal : bool
-        Whether tokens are meant to see only what comes before them.
+        Whether a token sees only itself and the tokens before it.
     window : int, optional
-        How many tokens are seen at most: back, with oneself, if causal; else ``window - 1`` to each side.
+        Sliding attention: how far a token sees. Causal: `window` tokens back, itself included; otherwise
+        ``window - 1`` tokens to each side.
 
     Returns
     -------
     Spans or None
-        None if the mask is anything else.
+        None for any other mask.
     """
     if mask is None:
         return Spans([length] * batch) if window is None or window >= length else None
@@ -70,7 +71,7 @@ def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: 
         return None
     if mask.shape[-2] not in (1, length):
         return None
-    if mask.shape[-2] == 1 or mask.stride(-2) == 0:  # the same for all queries; an expanded view is not looked through
+    if mask.shape[-2] == 1 or mask.stride(-2) == 0:  # the same for all queries: read one
         mask = mask[:, :, :1]
     allowed = _allowed(mask)
     if allowed is None:
@@ -81,7 +82,7 @@ def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: 
             return None
         valid = allowed[:, 0]
     else:
-        valid = allowed.diagonal(dim1=1, dim2=2)  # a valid token sees itself, and nobody sees padding
+        valid = allowed.diagonal(dim1=1, dim2=2)  # a valid token sees itself, and no token sees padding
     spans = spans_of(valid.expand(batch, length))
     if spans is None:
         return None
@@ -90,12 +91,12 @@ def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: 
     wanted = valid[:, None, :]
     if causal or window is not None:
         place = torch.arange(length, device=mask.device)
-        ahead = place[None, :] - place[:, None]  # [L, L], of the key before the query
+        ahead = place[None, :] - place[:, None]  # [L, L], key position minus query position
         seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
         if window is not None:
             seen &= ahead.abs() < window
         wanted = wanted & seen
-    wrong = (allowed != wanted) & valid[:, :, None]  # what padding sees is all the same
+    wrong = (allowed != wanted) & valid[:, :, None]  # the rows of padding do not matter
     return None if bool(wrong.any()) else spans
 
 
@@ -116,13 +117,13 @@ def consecutive(positions: Tensor | None, spans: Spans, length: int) -> bool:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """The mask as a boolean, True where it attends; None if it adds something in between."""
+    """The mask as a boolean, True where it attends; None if the mask adds other numbers."""
     if mask.dtype is torch.bool:
         return mask
     if not mask.is_floating_point():
         return None
     attends = mask == 0
-    # Anything between is a bias that we do not know.
+    # Numbers in between are an unknown bias.
     return attends if bool((attends | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None
 
 

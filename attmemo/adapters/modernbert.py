@@ -1,7 +1,7 @@
-"""ModernBERT: one fused projection, rotary positions, and in most layers a window.
+"""ModernBERT: one fused projection, rotary positions, and sliding attention in most layers.
 
-The rows of `Wqkv` are those of Q, then K, then V, so V is a view of the last third. Two layers of three see 64 tokens
-to each side; by them the map is a band, which is stored and multiplied as any other map.
+The rows of `Wqkv` are those of Q, then K, then V, so V is a view of the last third. In two of three layers a token
+sees 64 tokens to each side. The map of such a layer is a band; it is stored and multiplied like any other map.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ModernBertAdapter(Adapter):
 
     family = "modernbert"
     models = ("ModernBERT",)
-    limits = "a quantized or adapted Wqkv"
+    limits = "a quantized or adapted Wqkv is refused"
     projections = ()
     out = "Wo"
     rotary = True

@@ -1,7 +1,7 @@
 """MPNet: no attention interface and no fused attention; a relative position bias is added to the scores.
 
-The bias is made once by the encoder and given to each layer, so a hit need not know it. Maps are asked for with
-`output_attentions`; without, one value is returned alone.
+The encoder makes the bias once and gives it to each layer, so a hit does not need it. `output_attentions` makes the
+module return its map; without this argument the module returns a tuple of one value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OPT: learned positions, queries scaled before the product."""
+"""OPT: learned positions, and queries that are scaled before the product."""
 
 from __future__ import annotations
 

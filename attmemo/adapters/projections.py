@@ -1,4 +1,4 @@
-"""Projections of single tokens: which kinds of linear layer give V of any tokens, and rows of a fused one."""
+"""Projections of single tokens: the linear layers that can compute V of any tokens, and parts of fused layers."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ _TOKENWISE = {
 
 
 def is_linear(projection: object) -> bool:
-    """A plain linear layer, or its int8 form.
+    """Whether it is a plain linear layer, or its int8 form.
 
-    Not what wraps one: a low-rank adapter can be switched and a hook can move weights after the database was built.
+    A wrapper around a linear layer does not count: a low-rank adapter can be switched, and a hook can move weights,
+    after the database was built.
     """
     return (type(projection).__module__, type(projection).__name__) in _TOKENWISE
 
 
 def are_linear(module: nn.Module, *names: str) -> bool:
-    """Whether all these attributes of a module are."""
+    """Whether all these attributes of a module are linear, by `is_linear`."""
     return all(is_linear(getattr(module, name)) for name in names)
 
 
 def is_plain(projection: object) -> bool:
-    """A linear layer whose weight is an ordinary tensor, of which rows can be taken."""
+    """Whether it is a linear layer with an ordinary tensor as weight, so that a part of the weight can be used."""
     weight = getattr(projection, "weight", None)
     return type(projection) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point()
 
 
 def why_not(module: nn.Module, names: tuple[str, ...]) -> str:
-    """What stands in the way of taking rows of fused projections, for people to read."""
+    """Why a part of a fused projection cannot be used, for messages."""
     kinds = sorted({type(getattr(module, name)).__qualname__ for name in names if not is_plain(getattr(module, name))})
-    return f"its fused projection is a {', '.join(kinds)} (quantized or adapted), of which V cannot be taken alone"
+    return f"its fused projection is a {', '.join(kinds)} (quantized or adapted): V cannot be computed alone"
 
 
 _State = tuple["weakref.ref[Tensor]", int, int]
 
 
 class Slices:
-    """Contiguous copies of a part of a weight, one for each module, made anew when the weight changes."""
+    """Contiguous copies of a part of a weight, one per module. A copy is made again when the weight changes."""
 
     def __init__(self, cut: Callable[[Tensor], Tensor]) -> None:
         self._cut = cut
         self._kept: weakref.WeakKeyDictionary[nn.Module, tuple[_State, Tensor]] = weakref.WeakKeyDictionary()
 
     def forget(self, module: nn.Module) -> None:
-        """Cut anew the next time: a write through ``.data`` changes a weight unseen."""
+        """Drop the copy: a write through ``.data`` changes a weight without a trace."""
         self._kept.pop(module, None)
 
     def of(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """The part, as it is now. Inference tensors count no versions: their address has to do.
+        """The part of the weight as it is now.
 
-        An address alone would be that of a weight put in the place of one that is gone.
+        Inference tensors have no version counter, so their address must do. The address alone is not enough, because a
+        new weight may lie where a deleted weight was.
         """
         state = weakref.ref(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
         kept = self._kept.get(module)

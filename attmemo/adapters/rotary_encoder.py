@@ -1,4 +1,4 @@
-"""Encoders with separate projections and rotary positions: NomicBERT, GTE, and others built alike."""
+"""Encoders with separate projections and rotary positions: NomicBERT, GTE, and others of the same structure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attmemo.adapters.base import Adapter, takes
 
 
 class RotaryEncoderAdapter(Adapter):
-    """`layers.i.self_attn` of bidirectional models that are given `position_embeddings`."""
+    """`layers.i.self_attn` of bidirectional models with the argument `position_embeddings`."""
 
     family = "rotary-encoder"
     models = ("NomicBERT", "GTE")

@@ -1,6 +1,6 @@
-"""T5's encoder: a relative position bias, which the first layer makes and hands on to all others.
+"""T5's encoder: a relative position bias, which the first layer makes for all other layers.
 
-A hit in the first layer must still make it, for layers behind it that miss. Scores are not scaled, and `forward`
+A hit in the first layer must still make the bias, for later layers that miss. Scores are not scaled, and `forward`
 returns three values.
 """
 
@@ -18,7 +18,7 @@ class T5Adapter(Adapter):
 
     family = "t5"
     models = ("T5", "mT5", "Flan-T5")
-    limits = "the decoder, which stays exact; UMT5"
+    limits = "the decoder stays exact; UMT5 is refused"
     parameters = ("hidden_states", "mask", "key_value_states", "position_bias", "past_key_values")
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})

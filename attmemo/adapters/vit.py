@@ -1,4 +1,4 @@
-"""ViT: patches instead of tokens, all of them valid, and as many in every image."""
+"""ViT: patches instead of tokens. All patches are valid, and every image has the same number."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from attmemo.adapters.base import takes
 
 
 class WhisperAdapter(BartAdapter):
-    """`encoder.layers.i.self_attn`, given log-mel features of 30 seconds."""
+    """`encoder.layers.i.self_attn`; the input is log-mel features of 30 seconds."""
 
     family = "whisper"
     models = ("Whisper",)
-    limits = "the decoder, which stays exact"
+    limits = "the decoder stays exact"
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)

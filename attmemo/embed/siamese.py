@@ -1,6 +1,6 @@
 """The embedder: three linear layers from a layer's hidden states to 128 numbers.
 
-AttMEMO (seed 004_17cf05913cb31f45.txt, section on the embedding) trains two weight-sharing MLPs with linear neurons
+AttMEMO (arXiv 2301.09262, section on the embedding) trains two weight-sharing MLPs with linear neurons
 so that the Euclidean distance of two embeddings approaches one minus the similarity of their attention maps.
 What differs here, and why:
 

@@ -5,7 +5,7 @@ For each layer, and once for the whole sequence (target: the mean similarity ove
 1. principal components of the tokens, then of the flattened channels: the linear map to 128 numbers that keeps
    Euclidean distances of the inputs best. It needs no gradient, and alone finds records within 0.02 of the mean
    similarity that exhaustive search reaches, where random projections lose 0.03.
-2. Siamese training (R9): pairs of records of the same length, near and random ones, so that the distance of their
+2. Siamese training: pairs of records of the same length, near and random ones, so that the distance of their
    embeddings approaches 1 - similarity (Eq. 1). Kept only if held-out queries then find records at least as similar.
 3. calibration on held-out sequences, searched among the others only: never on sequences that find themselves.
 4. one index per layer and length over all records.

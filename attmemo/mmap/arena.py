@@ -257,7 +257,7 @@ class Arena:
 
     Notes
     -----
-    AttMEMO, section 5.3 (004_17cf05913cb31f45.txt), keeps each record as a file object of its own. One file and one
+    AttMEMO, section 5.3 (arXiv 2301.09262), keeps each record as a file object of its own. One file and one
     mapping for all of them cost the same few kernel objects for a hundred thousand records as for one.
 
     **Slot tensors are read-only although PyTorch believes otherwise.** The pages are mapped PROT_READ, so that no

@@ -198,7 +198,7 @@ def _copied(mapping: Mapping, indices: npt.NDArray[np.int64]) -> Batch:
 class CopyFetcher(_Closable):
     """Gathers into a fresh contiguous tensor [B, *shape]: what the other twins are compared with.
 
-    AttMEMO, section 5.3 "Performance problem due to memory copy" (004_17cf05913cb31f45.txt).
+    AttMEMO, section 5.3 "Performance problem due to memory copy" (arXiv 2301.09262).
     """
 
     name = "copy"
@@ -259,7 +259,7 @@ class MapFetcher(_Closable):
 
     Notes
     -----
-    AttMEMO, section 5.3 "Solution based on memory mapping" and table 6 (004_17cf05913cb31f45.txt).
+    AttMEMO, section 5.3 "Solution based on memory mapping" and table 6 (arXiv 2301.09262).
 
     The budget: a batch takes at most B mappings. A sixteenth of the limit is left to malloc, thread stacks and shared
     libraries, which would fail first and less politely. Counting costs milliseconds, so it is done once in `RECOUNT`

@@ -57,7 +57,7 @@ class Window:
 
     Notes
     -----
-    AttMEMO, section 5.3 "Solution based on memory mapping" (004_17cf05913cb31f45.txt). Where the paper maps one file
+    AttMEMO, section 5.3 "Solution based on memory mapping" (arXiv 2301.09262). Where the paper maps one file
     object for each record, this maps slots of one file: a record each would exceed ``vm.max_map_count``.
 
     A window serves one thread at a time; other threads get `WindowBusyError`. It is not inherited through fork: in

@@ -1,6 +1,6 @@
 """How long a piece of work takes, as a function of the lengths of the sequences in the batch.
 
-Equation 3 of the paper (seed 004_17cf05913cb31f45.txt, section 5.4) needs T_attention and T_overhead for a batch that
+Equation 3 of the paper (arXiv 2301.09262, section 5.4) needs T_attention and T_overhead for a batch that
 was never timed. The paper scales both linearly with the total number of tokens. Attention is quadratic in the
 sequence length, so that estimate is wrong as soon as the served lengths differ from the profiled ones: one sequence
 of 512 tokens and four of 128 have the same total and not the same cost. Here a quadratic term is fitted beside it:
@@ -54,7 +54,7 @@ class CostModel:
 
     Notes
     -----
-    Source: paper Eq. 3 (seed 004_17cf05913cb31f45.txt, section 5.4), with the quadratic term added.
+    Source: paper Eq. 3 (arXiv 2301.09262, section 5.4), with the quadratic term added.
 
     Examples
     --------
