@@ -20,7 +20,8 @@ from test_cli import MAIN, attmemo, refuse, succeed
 from transformers import AutoTokenizer, BartModel, BertConfig, BertForMaskedLM, GPT2Model, ViTConfig, ViTModel
 
 from attmemo.cli.generate import parse_batch
-from attmemo.fastseq import Pipeline, score
+from attmemo.fastseq import Pipeline
+from attmemo.fastseq.pipeline import metrics
 
 BEAMS = {"num_beams": 2, "max_new_tokens": 6, "no_repeat_ngram_size": 2}
 OPTIONS = ("--num-beams", "2", "--max-new-tokens", "6", "--no-repeat-ngram-size", "2")
@@ -89,7 +90,7 @@ class TestAsStock:
     def test_a_model_that_fell_back_is_called_fast(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from attmemo.fastseq import fastmodel
+        from attmemo.fastseq.generate import fastmodel
 
         monkeypatch.setattr(fastmodel, "self_test", lambda fast, mode="shared": "of its own will")
         common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
@@ -319,7 +320,7 @@ class TestScores:
 
     def test_rouge_of_known_lines(self) -> None:
         pytest.importorskip("rouge_score")
-        found = score.score("rouge", ["the cat sat"], ["the cat ran"])
+        found = metrics.score("rouge", ["the cat sat"], ["the cat ran"])
         assert found["rouge1"] == pytest.approx(200 / 3)
         assert found["rouge2"] == pytest.approx(50)
 
@@ -327,7 +328,7 @@ class TestScores:
         sacrebleu = pytest.importorskip("sacrebleu")
         hypotheses, references = ["the cat sat on the mat today"], ["the cat sat on the mat"]
         expected = sacrebleu.corpus_bleu(hypotheses, [references]).score
-        assert score.score("bleu", hypotheses, references)["bleu"] == pytest.approx(expected)
+        assert metrics.score("bleu", hypotheses, references)["bleu"] == pytest.approx(expected)
         assert 50 < expected < 100
 
 

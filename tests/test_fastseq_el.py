@@ -11,10 +11,10 @@ from fastseq_models import SEQ2SEQ, inputs, make
 from torch import Tensor
 
 from attmemo import UnsupportedModelError, fastseq
-from attmemo.fastseq.attention import prefix_attention, shared_attention
-from attmemo.fastseq.costmodel import Call, Machine, choose, measured
-from attmemo.fastseq.el import Projections, el_cross_attention
-from attmemo.fastseq.shape import ModelShape
+from attmemo.fastseq.generate.beam_attention import prefix_attention, shared_attention
+from attmemo.fastseq.generate.costmodel import Call, Machine, choose, measured
+from attmemo.fastseq.generate.el_attention import Projections, el_cross_attention
+from attmemo.fastseq.generate.shape import ModelShape
 
 B, M, H, D_HEAD, D, N = 3, 4, 5, 6, 21, 11  # h·d is not D
 
@@ -216,7 +216,7 @@ def test_the_machine_is_measured_once() -> None:
 
 
 def test_auto_takes_el_when_shared_states_do_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from attmemo.fastseq import planner
+    from attmemo.fastseq.pipeline import planner
 
     model: Any = make("bart")
     fast = fastseq.wrap(model)

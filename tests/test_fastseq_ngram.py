@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram, ngram
-from attmemo.fastseq.ngram import ban_ngrams, banned_mask, swap_ngram_processors
+from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram
+from attmemo.fastseq.generate.ngram import ban_ngrams, swap_ngram_processors
 from attmemo.kernels import _ngram
+from attmemo.kernels.ngram import banned_mask
 
 INFINITY = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -95,7 +96,7 @@ class TestAgainstBruteForce:
     @given(cases(), st.booleans())
     def test_the_oracle_bans_another_token(self, case: dict[str, Any], own: bool) -> None:
         source = None if own else case["source"]
-        mask = banned_mask(case["scores"], case["tokens"], case["size"], source)
+        mask = banned_mask(case["scores"], case["tokens"], case["tokens"] if source is None else source, case["size"])
         text = case["tokens"] if source is None else source
         assert torch.equal(mask, brute_force(case["tokens"], text, case["size"], case["scores"].shape[1]))
 
@@ -316,7 +317,7 @@ class TestSwap:
             seen.append(args[3])
             real(*args)
 
-        monkeypatch.setattr(ngram._ngram, "ban_ngrams", counted)
+        monkeypatch.setattr(_ngram, "ban_ngrams", counted)
         torch.manual_seed(1)
         ours = LogitsProcessorList([NoRepeatNGram(2, in_place=True), EncoderNoRepeatNGram(3, source, in_place=True)])
         assert torch.equal(model.generate(**common, logits_processor=ours), wanted)
@@ -326,8 +327,8 @@ class TestSwap:
 
 TRITON = """
 import torch
-from attmemo.fastseq.ngram import banned_mask
-from attmemo.fastseq.ngram_triton import ban_ngrams
+from attmemo.fastseq.generate.ngram_triton import ban_ngrams
+from attmemo.kernels.ngram import banned_mask
 
 generator = torch.Generator().manual_seed(0)
 banned = 0
@@ -342,7 +343,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         wide = torch.randn(rows, columns + 2, generator=generator).to(dtype)
         for text in (source, tokens):
             scores = wide.clone()[:, :columns]
-            mask = banned_mask(scores, tokens, size, text)
+            mask = banned_mask(scores, tokens, text, size)
             wanted = scores.masked_fill(mask, -float("inf"))
             ban_ngrams(scores, tokens, text, size)
             assert torch.equal(scores, wanted), (dtype, rows, known, length, columns, size)

@@ -15,9 +15,9 @@ from transformers import BartConfig, GPT2Config, LlamaConfig, MarianConfig, Pega
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from attmemo.errors import AttmemoError
-from attmemo.fastseq import planner
-from attmemo.fastseq.planner import BatchPlanner, Guard, free_memory, is_out_of_memory, peak_bytes
-from attmemo.fastseq.shape import ModelShape
+from attmemo.fastseq.generate.shape import ModelShape
+from attmemo.fastseq.pipeline import planner
+from attmemo.fastseq.pipeline.planner import BatchPlanner, Guard, free_memory, is_out_of_memory, peak_bytes
 
 GIB = 1 << 30
 BART_LARGE = ModelShape(12, 1024, 1024, 4096, 16, 50265, item=2)

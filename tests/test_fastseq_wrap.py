@@ -232,9 +232,9 @@ def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], famil
 
 def test_the_users_own_encoder_is_changed_for_a_call() -> None:
     """A copy that kept it: no module of it holds a config."""
-    from attmemo.fastseq.call import CallState
-    from attmemo.fastseq.encoder import held_once
-    from attmemo.fastseq.refusal import Refusal
+    from attmemo.fastseq.generate.call_state import CallState
+    from attmemo.fastseq.generate.encoder import held_once
+    from attmemo.fastseq.generate.refusal import Refusal
 
     model, copy = make("bart"), make("bart")
     copy.model.encoder = model.model.encoder
@@ -249,7 +249,7 @@ def test_the_users_own_encoder_is_changed_for_a_call() -> None:
 def test_ngrams_are_banned_by_stocks_slow_way(
     models: dict[str, tuple[Any, Any]], name: str, beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attmemo.fastseq import ngram
+    from attmemo.fastseq.generate import ngram
 
     banned = []
     real = ngram.ban_ngrams
@@ -366,7 +366,7 @@ def test_what_is_not_covered_runs_on_the_stock_path_and_is_counted(setting: dict
 @pytest.mark.parametrize("by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
 def test_weights_of_which_each_process_has_a_part(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes have to run as many forwards, or they wait for each other: stock's loop sees to that."""
-    from attmemo.fastseq import fastmodel
+    from attmemo.fastseq.generate import fastmodel
 
     fast = fastseq.wrap(make("gpt2"), check=False)
     monkeypatch.setattr(fastmodel, by, lambda *model: True)
@@ -546,7 +546,7 @@ def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest
 def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
     attention: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attmemo.fastseq import attention as functions
+    from attmemo.fastseq.generate import beam_attention as functions
 
     wrong = "el_cross_attention" if attention == "el" else "shared_attention"
     real = getattr(functions, wrong)
@@ -577,8 +577,8 @@ def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attenti
 
 
 def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attmemo.fastseq import fastmodel
-    from attmemo.fastseq.refusal import Refusal
+    from attmemo.fastseq.generate import fastmodel
+    from attmemo.fastseq.generate.refusal import Refusal
 
     model = make("gpt2")
     fast = fastseq.wrap(model)
@@ -595,7 +595,7 @@ def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
 def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attmemo.fastseq import draws
+    from attmemo.fastseq.generate import random_state
 
     states = {"now": 5}
 
@@ -613,7 +613,7 @@ def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytes
     if kind != "cpu":
         monkeypatch.setattr(torch, kind, Device())
     before = torch.get_rng_state()
-    rewind = draws.remember(torch.device(kind))
+    rewind = random_state.remember(torch.device(kind))
     torch.rand(3)
     states["now"] = 6
     rewind()
@@ -628,7 +628,7 @@ def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytes
 def test_beams_that_are_not_followed_pass_the_test(
     family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attmemo.fastseq.cache import BeamArena
+    from attmemo.fastseq.generate.beam_cache import BeamArena
 
     model = make(family).to(kind)
     fastseq.wrap(model)
@@ -651,14 +651,14 @@ def test_a_replaced_forward_is_not_bypassed() -> None:
 
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_large_linear_layers_are_read_the_other_way_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attmemo.fastseq import linear
+    from attmemo.fastseq.generate import streamed_linear
 
-    monkeypatch.setattr(linear, "FEWEST_WEIGHTS", 0)
-    monkeypatch.setattr(linear, "MOST_ROWS", 12)
+    monkeypatch.setattr(streamed_linear, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(streamed_linear, "MOST_ROWS", 12)
     called = []
-    forward = linear.StreamedLinear.forward
+    forward = streamed_linear.StreamedLinear.forward
     monkeypatch.setattr(
-        linear.StreamedLinear, "forward", lambda self, rows: called.append(rows.shape) or forward(self, rows)
+        streamed_linear.StreamedLinear, "forward", lambda self, rows: called.append(rows.shape) or forward(self, rows)
     )
     model = make(family)
     kinds = [type(module) for module in model.modules()]

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from ops_cases import NAMES, Case, clone, judge, octets
 from test_ops_attention import BOTH, FLOATS, check, run
 
-from attmemo.fastseq.ops import cache_shape, check_arguments, cpu, multi_head_cache_attention, scale_shape
-from attmemo.fastseq.ops.reference import pack, unpack
+from attmemo.fastseq.ops import cache_shape, check_arguments, multi_head_cache_attention, scale_shape
+from attmemo.fastseq.serving.ops import cpu
+from attmemo.kernels.cache_attention import instruction_sets, pack, unpack
 
-SETS = ["reference", *cpu.instruction_sets()]
+SETS = ["reference", *instruction_sets()]
 
 
 def attend(name: str, case: Case, inputs: dict[str, Any]) -> torch.Tensor:
@@ -226,7 +227,7 @@ def test_casts_round_half_to_even(implementation: str) -> None:
             "scale": None,
             "attn_mask": None,
         }
-        for name in [implementation] if implementation == "reference" else cpu.instruction_sets():
+        for name in [implementation] if implementation == "reference" else instruction_sets():
             inputs["cache"].zero_()
             arguments = check_arguments(**inputs, **case.attributes())
             if name == "reference":

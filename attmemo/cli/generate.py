@@ -14,7 +14,7 @@ from attmemo.cli.files import check_apart, check_writable
 from attmemo.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
-    from attmemo.fastseq.score import Measure
+    from attmemo.fastseq.pipeline.metrics import Measure
 
 CONTEXT: Any = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Options are taken with underscores too, as FastSeq's command spells them."""
@@ -265,8 +265,8 @@ def generate(
 
         import torch
 
-        from attmemo.fastseq.loading import load_generator
-        from attmemo.fastseq.pipeline import Pipeline
+        from attmemo.fastseq.pipeline.loading import load_generator
+        from attmemo.fastseq.pipeline.pipeline import Pipeline
         from attmemo.profiler.models import quiet as hushed
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -370,8 +370,8 @@ def _references(path: Path, source: Path, limit: int | None, measure: Measure) -
     from itertools import islice
 
     from attmemo.errors import DataError
-    from attmemo.fastseq.lines import count_lines, read_lines
-    from attmemo.fastseq.score import check
+    from attmemo.fastseq.pipeline.lines import count_lines, read_lines
+    from attmemo.fastseq.pipeline.metrics import check
 
     check(measure)
     lines, _ = count_lines(source, limit)
@@ -393,9 +393,9 @@ def _refuses_options(error: ValueError) -> bool:
 
 
 def _score(measure: Measure, destination: Path, references: list[str], joined: bool, scored: bool) -> dict[str, float]:
-    from attmemo.fastseq.lines import read_lines
-    from attmemo.fastseq.result import best_of
-    from attmemo.fastseq.score import score
+    from attmemo.fastseq.pipeline.lines import read_lines
+    from attmemo.fastseq.pipeline.metrics import score
+    from attmemo.fastseq.pipeline.result import best_of
 
     lines = [best_of(line, joined=joined, scored=scored) for line in read_lines(destination)]
     return score(measure, lines, references)

@@ -14,10 +14,11 @@ Three implementations with one face: `reference` reads like the specification, `
 docs/attention-op.md says what each argument is and how every ambiguity of the specification was decided.
 """
 
-from attmemo.fastseq.ops.arguments import Arguments, check_arguments
-from attmemo.fastseq.ops.attention import choose_implementation, multi_head_cache_attention
-from attmemo.fastseq.ops.kv_cache import CacheStats, CacheStep, KeyValueCache
-from attmemo.fastseq.ops.layout import cache_shape, layer_planes, page_offsets, scale_shape
+from attmemo.fastseq.serving.ops.arguments import Arguments, check_arguments
+from attmemo.fastseq.serving.ops.attention import choose_implementation, multi_head_cache_attention
+from attmemo.fastseq.serving.ops.cache_layout import cache_shape, layer_planes, page_offsets, scale_shape
+from attmemo.fastseq.serving.ops.cache_step import CacheStep
+from attmemo.fastseq.serving.ops.kv_cache import CacheStats, KeyValueCache
 
 __all__ = [
     "Arguments",

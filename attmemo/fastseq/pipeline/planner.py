@@ -1,7 +1,6 @@
 """How many texts fit in a batch: what a batch takes, what is free, and what to do when it was too many.
 
-What the cached states take is known exactly (``reference/generation.md``, item 19; it reproduces every cell of
-FastSeq's Table 2):
+The size of the cached states is exact (it reproduces every cell of Table 2 of FastSeq, arXiv 2106.04718):
 
     stock       2 L W s (B M N + B M t)
     shared      2 L W s (B N + B M t)          keys and values of the source once per text, not per beam
@@ -32,7 +31,7 @@ from typing import Final
 
 import torch
 
-from attmemo.fastseq.shape import Mode, ModelShape
+from attmemo.fastseq.generate.shape import Mode, ModelShape
 
 SHARE: Final = {"cpu": 0.5, "cuda": 0.9}
 """How much of what is free is planned with. On a CPU a process that takes too much is killed, with no error to catch,

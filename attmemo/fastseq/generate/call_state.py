@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attmemo.fastseq.cache import BeamCache, SharedTensors
+from attmemo.fastseq.generate.beam_cache import BeamCache, SharedTensors
 
 if TYPE_CHECKING:
-    from attmemo.fastseq.el import ELStates
+    from attmemo.fastseq.generate.el_attention import ELStates
 
 
 @dataclass

@@ -17,15 +17,14 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from attmemo.errors import UnsupportedModelError
-from attmemo.fastseq import attention as beam_attention
-from attmemo.fastseq import draws
-from attmemo.fastseq.call import CallState
-from attmemo.fastseq.el import why_no_self_el
-from attmemo.fastseq.encoder import held_once
-from attmemo.fastseq.loop import decode
-from attmemo.fastseq.refusal import Refusal
-from attmemo.fastseq.shadow import private_copy, wears_another_forward
-from attmemo.fastseq.swaps import SWAPPED, swap_modules
+from attmemo.fastseq.generate import beam_attention, random_state
+from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.el_attention import why_no_self_el
+from attmemo.fastseq.generate.encoder import held_once
+from attmemo.fastseq.generate.loop import decode
+from attmemo.fastseq.generate.module_swaps import SWAPPED, swap_modules
+from attmemo.fastseq.generate.private_copy import private_copy, wears_another_forward
+from attmemo.fastseq.generate.refusal import Refusal
 
 _log = logging.getLogger("attmemo.fastseq")
 
@@ -122,7 +121,7 @@ class FastModel:
             kwargs = given | kwargs
         reason = self._reason or self._why_stock(kwargs) or self._test_late()
         if reason is None:
-            rewind = draws.remember(self._model.device)
+            rewind = random_state.remember(self._model.device)
             state = CallState(mode=self._mode, el_holds=self._el_holds)
             try:
                 result = self._fast(state, kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from attmemo.fastseq.linear import streamed
+from attmemo.fastseq.generate.streamed_linear import streamed
 
 STATE = "_attmemo_fastseq"
 

@@ -14,7 +14,8 @@ import torch
 from transformers import AttentionInterface
 
 from attmemo.errors import ArgumentError, UnsupportedModelError
-from attmemo.fastseq.ops.kv_cache import CacheStep, KeyValueCache
+from attmemo.fastseq.serving.ops.cache_step import CacheStep
+from attmemo.fastseq.serving.ops.kv_cache import KeyValueCache
 
 NAME = "attmemo_cache"
 

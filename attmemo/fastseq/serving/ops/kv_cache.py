@@ -8,42 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, StaleStepError, UnknownSequenceError
-from attmemo.fastseq.ops.attention import multi_head_cache_attention
-from attmemo.fastseq.ops.layout import AXES, cache_shape, layer_planes, scale_shape
-from attmemo.fastseq.ops.memory import zeros
-from attmemo.fastseq.ops.pages import PageAllocator
-from attmemo.fastseq.ops.reference import dequantize, unpack
-
-
-@dataclass(frozen=True)
-class CacheStep:
-    """New tokens of several sequences, as the operator wants them: B sequences, N tokens one behind the other."""
-
-    sequences: tuple[int, ...]  # whose tokens these are, in their order
-    versions: tuple[int, ...]  # of these, when the step was made
-    seqstarts: torch.Tensor  # [B + 1] int64
-    kvstarts: torch.Tensor  # [B + 1] int64
-    cachestarts: torch.Tensor  # [B] with offsets, [B, most pages] with pages: token offsets, -1 where unused
-    start_pos: torch.Tensor  # [B] int64
-    positions: torch.Tensor  # [N] int64: of each token in its sequence
-    decoding_batches: int  # sequences in front with one token
-    max_seqlen: int
-    max_kvlen: int
-    tokens: int  # N
-    keys: int  # of all sequences: kvstarts[B]
-
-    @property
-    def last(self) -> torch.Tensor:
-        """Where each sequence's last token stands among the N; ``[B]``. Its logits choose the next one.
-
-        Meaningless for a sequence without new tokens.
-        """
-        return self.seqstarts[1:] - 1
+from attmemo.fastseq.serving.ops.allocation import zeros
+from attmemo.fastseq.serving.ops.attention import multi_head_cache_attention
+from attmemo.fastseq.serving.ops.cache_layout import AXES, cache_shape, layer_planes, scale_shape
+from attmemo.fastseq.serving.ops.cache_step import CachedSequence, CacheStep, make_step
+from attmemo.fastseq.serving.ops.page_allocator import PageAllocator
 
 
 @dataclass(frozen=True)
@@ -59,14 +34,6 @@ class CacheStats:
     bytes: int  # of the tensors
     bytes_used: int  # of the pages in use
     bytes_per_token: int
-
-
-@dataclass
-class _Sequence:
-    length: int = 0
-    pages: list[int] = field(default_factory=list)  # enough for `length` tokens, or more: reserved
-    reserved: int = 0  # pages that it keeps whatever its length
-    version: int = 0  # how often tokens were taken from it or moved: a step from before that would write elsewhere
 
 
 class KeyValueCache:
@@ -145,7 +112,7 @@ class KeyValueCache:
             shape = scale_shape(cache_layout, pages * page_size, num_layer, num_kv_heads, head_dim, quant_group)
             self.scale = zeros(shape, scale_dtype or dtype, device)
         self._allocator = PageAllocator(pages)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, CachedSequence] = {}
         self._next = 0
 
     # --- what is there -----------------------------------------------------------------------------------------------
@@ -217,7 +184,7 @@ class KeyValueCache:
         OutOfPagesError
             If there is no such room.
         """
-        sequence = _Sequence()
+        sequence = CachedSequence()
         if reserve:
             self._grow(sequence, reserve)
             sequence.reserved = len(sequence.pages)
@@ -240,7 +207,7 @@ class KeyValueCache:
         length = origin.length if length is None else length
         if not 0 <= length <= origin.length:
             raise ArgumentError(f"fork of sequence {sequence}: length is {length}, expected 0 to {origin.length}")
-        fork = _Sequence(length)
+        fork = CachedSequence(length)
         if self.cache_mode == 1:
             fork.pages = origin.pages[: self.pages_for(length)]
             self._allocator.share(fork.pages)
@@ -334,7 +301,12 @@ class KeyValueCache:
             for sequence, before in held:
                 self._trim(sequence, before)
             raise
-        step = self._describe(requests)
+        step = make_step(
+            [(number, self._find(number), tokens) for number, tokens in requests],
+            page_size=self.page_size,
+            paged=self.cache_mode == 1,
+            device=self.cache.device,
+        )
         for number, tokens in requests:
             self._find(number).length += tokens
         return step
@@ -425,21 +397,14 @@ class KeyValueCache:
     def read(self, sequence: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a sequence as attention sees them: dequantised, two of ``[length, num_kv_heads, D]``."""
         found = self._find(sequence)
-        rows = torch.tensor(
-            [found.pages[t // self.page_size] * self.page_size + t % self.page_size for t in range(found.length)],
-            dtype=torch.int64,
-            device=self.cache.device,
-        )
-        stored = layer_planes(self.cache, self.cache_layout, layer)[:, rows]
-        if self.scale is not None:
-            codes = unpack(stored) if self.quant_bit == 4 else stored
-            stored = dequantize(codes, layer_planes(self.scale, self.cache_layout, layer)[:, rows])
-        stored = stored.to(self.dtype)
-        return stored[0], stored[1]
+        starts = np.array(found.pages, np.int64) * self.page_size
+        rows = cache_rows(starts, 0, found.length, self.page_size)
+        scale = None if self.scale is None else layer_planes(self.scale, self.cache_layout, layer)
+        return load(layer_planes(self.cache, self.cache_layout, layer), scale, rows, self.quant_bit, self.dtype)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _find(self, number: int) -> _Sequence:
+    def _find(self, number: int) -> CachedSequence:
         found = self._sequences.get(number)
         if found is not None:
             return found
@@ -447,18 +412,18 @@ class KeyValueCache:
             raise DoubleFreeError(f"sequence {number} was freed before", "a sequence is used no more after free()")
         raise UnknownSequenceError(f"the cache has no sequence {number!r}", "open() and fork() give their numbers")
 
-    def _admit(self, sequence: _Sequence) -> int:
+    def _admit(self, sequence: CachedSequence) -> int:
         number, self._next = self._next, self._next + 1
         self._sequences[number] = sequence
         return number
 
-    def _page_to_copy(self, sequence: _Sequence) -> int | None:
+    def _page_to_copy(self, sequence: CachedSequence) -> int | None:
         """Where in its pages the next token goes to a page that others hold too: that page."""
         place = sequence.length // self.page_size
         page = sequence.pages[place] if place < len(sequence.pages) else None
         return page if page is not None and self.holders(page) > 1 else None
 
-    def _part(self, sequence: _Sequence, page: int) -> None:
+    def _part(self, sequence: CachedSequence, page: int) -> None:
         """A copy of a shared page, for this sequence alone."""
         place = sequence.length // self.page_size
         (own,) = self._allocator.allocate(1)
@@ -467,7 +432,7 @@ class KeyValueCache:
         sequence.pages[place] = own
         sequence.version += 1
 
-    def _grow(self, sequence: _Sequence, tokens: int) -> None:
+    def _grow(self, sequence: CachedSequence, tokens: int) -> None:
         """Pages for so many tokens in all."""
         total, held = self.pages_for(tokens), len(sequence.pages)
         if total <= held:
@@ -490,7 +455,7 @@ class KeyValueCache:
             sequence.pages = moved
             sequence.version += held > 0
 
-    def _trim(self, sequence: _Sequence, pages: int) -> None:
+    def _trim(self, sequence: CachedSequence, pages: int) -> None:
         self._allocator.release(sequence.pages[pages:])
         del sequence.pages[pages:]
 
@@ -500,51 +465,3 @@ class KeyValueCache:
         for tensor in (self.cache, self.scale):
             if tensor is not None and tokens:
                 tensor.narrow(axis, target, tokens).copy_(tensor.narrow(axis, source, tokens))
-
-    def _describe(self, requests: Sequence[tuple[int, int]]) -> CacheStep:
-        device = self.cache.device
-        sequences = [self._find(number) for number, _ in requests]
-        new = [tokens for _, tokens in requests]
-        past = [sequence.length for sequence in sequences]
-        total = [before + tokens for before, tokens in zip(past, new, strict=True)]
-        if self.cache_mode == 1:
-            used = [self.pages_for(tokens) for tokens in total]
-            width = max(used, default=0) or 1
-            starts = torch.tensor(
-                [
-                    [page * self.page_size for page in sequence.pages[:count]] + [-1] * (width - count)
-                    for sequence, count in zip(sequences, used, strict=True)
-                ],
-                dtype=torch.int64,
-                device=device,
-            ).view(len(new), width)
-        else:
-            first = [sequence.pages[0] * self.page_size if sequence.pages else 0 for sequence in sequences]
-            starts = torch.tensor(first, dtype=torch.int64, device=device)
-        decoding = 0
-        while decoding < len(new) and new[decoding] == 1:
-            decoding += 1
-        return CacheStep(
-            sequences=tuple(number for number, _ in requests),
-            versions=tuple(sequence.version for sequence in sequences),
-            seqstarts=_starts(new, device),
-            kvstarts=_starts(total, device),
-            cachestarts=starts,
-            start_pos=torch.tensor(past, dtype=torch.int64, device=device),
-            positions=torch.tensor(
-                [position for begin, end in zip(past, total, strict=True) for position in range(begin, end)],
-                dtype=torch.int64,
-                device=device,
-            ),
-            decoding_batches=decoding,
-            max_seqlen=max(new, default=0),
-            max_kvlen=max(total, default=0),
-            tokens=sum(new),
-            keys=sum(total),
-        )
-
-
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """Where each of several pieces begins, and where the last ends: ``[B + 1]``."""
-    ends = torch.tensor([0, *lengths], dtype=torch.int64, device=device)
-    return ends.cumsum(0)

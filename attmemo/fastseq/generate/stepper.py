@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from attmemo.errors import AttmemoError
-from attmemo.fastseq.cache import BeamArena, BeamCache, SuffixLayer, shared_cache
-from attmemo.fastseq.call import CallState
-from attmemo.fastseq.costmodel import Call, choose, measured
-from attmemo.fastseq.el import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
-from attmemo.fastseq.planner import free_memory
-from attmemo.fastseq.refusal import Refusal
-from attmemo.fastseq.shape import ModelShape, decoder_layers
+from attmemo.fastseq.generate.beam_cache import BeamArena, BeamCache, SuffixLayer, shared_cache
+from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.costmodel import Call, choose, measured
+from attmemo.fastseq.generate.el_attention import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
+from attmemo.fastseq.generate.refusal import Refusal
+from attmemo.fastseq.generate.shape import ModelShape, decoder_layers
+from attmemo.fastseq.pipeline.planner import free_memory
 
 # Inputs whose rows are known to be those of the batch. Others (an image's patches) may be numbered in another way.
 _INPUTS = {

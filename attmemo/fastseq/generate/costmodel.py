@@ -1,7 +1,7 @@
 """Shared keys and values, or EL-attention? Which fits, and which is faster, from a few counts and two measured rates.
 
-Sources: the memory formulas and the counts of operations are derived in EL-attention (seed 002), Table 1, and FastSeq
-(seed 000), section 3.1; the 1 / (2·L·M) of EL-attention for cross-attention follows.
+Sources: the memory formulas and the counts of operations are derived in EL-attention (arXiv 2105.04779), Table 1, and
+FastSeq (arXiv 2106.04718), section 3.1; the 1 / (2·L·M) of EL-attention for cross-attention follows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attmemo.fastseq.shape import Mode, ModelShape
+from attmemo.fastseq.generate.shape import Mode, ModelShape
 
 # EL-attention has to be this much faster, by the estimate, before it is chosen for speed: a wrong choice the other
 # way costs several times as much as a right one gains.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attmemo.errors import ArgumentError, OutOfPagesError, UnknownSequenceError
-from attmemo.fastseq.cached_model import CachedModel
+from attmemo.fastseq.serving.cached_model import CachedModel
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attmemo.fastseq.call import CallState
-from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.refusal import Refusal
 
 # Encoders in which a position's state depends on the valid positions only, so that right padding may be cut off.
 _CUTTABLE = {"bart", "mbart", "marian", "pegasus", "t5", "mt5", "umt5", "m2m_100", "blenderbot", "plbart"}

@@ -1,57 +1,26 @@
 """No n-gram twice: tokens that would repeat one get the score -inf before the next token is chosen.
 
-FastSeq, Algorithm 1 (seed ``000_0ea113c51f7ad12d.txt``). Stock transformers (5.15 and later) makes a mask of rows
-times vocabulary for it and fills a copy of the scores; its variant for n-grams of the source still loops in Python.
-Here a kernel writes the few banned scores where they lie: `native/ngram.c` on a CPU, Triton on a GPU, and the mask,
-`banned_mask`, everywhere else. The mask is also what the kernels are tested against.
+FastSeq (arXiv 2106.04718), Algorithm 1. Stock transformers (5.15 and later) makes a mask of rows times vocabulary and
+fills a copy of the scores; stock's variant for n-grams of the source loops in Python. Here a kernel writes the few
+banned scores in place: C on a CPU, Triton on a GPU; elsewhere the oracle's mask (`attmemo.kernels.ngram`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from attmemo.kernels import _ngram
+from attmemo.kernels import ngram as kernel
 
-_FORMS = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float64",
-}
-_NOTHING = -1  # an id that no token has: what fills rows of a source that are shorter than others
-
-
-def banned_mask(scores: Tensor, tokens: Tensor, size: int, source: Tensor | None = None) -> Tensor:
-    """Where `ban_ngrams` writes -inf; in plain torch, any device.
-
-    Returns
-    -------
-    Tensor
-        bool ``[R, V]``.
-    """
-    text = tokens if source is None else source
-    rows, columns = scores.shape
-    if tokens.shape[1] < size - 1 or text.shape[1] < size or rows == 0:
-        return scores.new_zeros((rows, columns), dtype=torch.bool)
-    group = rows // text.shape[0]
-    windows = text.unfold(1, size, 1)  # [R / k, W, n]
-    suffix = tokens[:, tokens.shape[1] - (size - 1) :].view(text.shape[0], group, 1, size - 1)
-    matches = (windows[:, None, :, :-1] == suffix).all(-1).view(rows, -1)  # [R, W]
-    last = windows[..., -1].repeat_interleave(group, 0)
-    # What is not banned goes to a column of its own, where it can't unban another window's token.
-    last = torch.where(matches & (last >= 0) & (last < columns), last, columns)
-    mask = scores.new_zeros((rows, columns + 1), dtype=torch.bool)
-    return mask.scatter_(1, last, True)[:, :columns]
+_NOTHING = -1  # the id of no token; fills the shorter rows of a source
 
 
 def ban_ngrams(scores: Tensor, tokens: Tensor, size: int, source: Tensor | None = None) -> None:
-    """Set to -inf, in place, the score of each token that would complete an n-gram of the row's text.
+    """Set to -inf, in place, the score of each token that would complete an n-gram of the sequence's text.
 
     Parameters
     ----------
@@ -86,14 +55,14 @@ def ban_ngrams(scores: Tensor, tokens: Tensor, size: int, source: Tensor | None 
         raise ValueError(f"tokens are {tokens.dtype}, source {text.dtype}; expected torch.int64")
     if not scores.is_floating_point():
         raise ValueError(f"scores are {scores.dtype}; expected a floating-point type")
-    if _fits_kernel(scores, tokens, text):
-        _ngram.ban_ngrams(_items(scores), _inner(tokens).numpy(), _inner(text).numpy(), size, _FORMS[scores.dtype])
+    if kernel.takes(scores, tokens, text):
+        kernel.ban_ngrams(scores, tokens, text, size)
     elif scores.is_cuda and _has_triton() and not torch.compiler.is_compiling():
-        from attmemo.fastseq.ngram_triton import ban_ngrams as ban_on_gpu
+        from attmemo.fastseq.generate.ngram_triton import ban_ngrams as ban_on_gpu
 
         ban_on_gpu(scores, tokens, text, size)
     else:
-        scores.masked_fill_(banned_mask(scores, tokens, size, source), -float("inf"))
+        scores.masked_fill_(kernel.banned_mask(scores, tokens, text, size), -float("inf"))
 
 
 class NoRepeatNGram(LogitsProcessor):  # type: ignore[misc]
@@ -209,30 +178,6 @@ def _text_of(tables: Sequence[Mapping[tuple[int, ...], Sequence[int]]], size: in
     for place, row in enumerate(rows):
         text[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
     return text
-
-
-def _fits_kernel(scores: Tensor, tokens: Tensor, text: Tensor) -> bool:
-    """The C kernel takes them: a CPU, known types, rows that are whole and do not overlap, nobody who traces."""
-    return (
-        scores.device.type == tokens.device.type == text.device.type == "cpu"
-        and scores.dtype in _FORMS
-        and not scores.requires_grad
-        and not torch.compiler.is_compiling()
-        and (scores.shape[1] <= 1 or scores.stride(1) == 1)
-        and (scores.shape[0] <= 1 or scores.stride(0) >= scores.shape[1])
-    )
-
-
-def _items(scores: Tensor) -> Any:
-    # numpy has no bfloat16; the kernel only needs to know how wide a score is.
-    return (scores.view(torch.int16) if scores.dtype == torch.bfloat16 else scores).numpy()
-
-
-def _inner(ids: Tensor) -> Tensor:
-    """The ids with each row contiguous."""
-    wide = ids.shape[1] <= 1 or ids.stride(1) == 1
-    apart = ids.shape[0] <= 1 or ids.stride(0) >= ids.shape[1]
-    return ids if wide and apart else ids.contiguous()
 
 
 def _has_triton() -> bool:

@@ -7,8 +7,8 @@ With Q = x W_q + b_q, K = H W_k + b_k and V = H W_v + b_v, head by head:
 
 so b_k is dropped and b_v is added behind, exactly. The factors are kept apart: merged they would be h times larger.
 One H `[B, 1, N, D]` then stands for the keys and values of all heads, and in cross-attention of all layers: h times
-the arithmetic of attention, 1 / (2·L·M) of the memory of stock beam search. Source: EL-attention, section 3 (seed
-002); FastSeq's code and the article keep b_k.
+the arithmetic of attention, 1 / (2·L·M) of the memory of stock beam search. Source: EL-attention (arXiv
+2105.04779), section 3; FastSeq's code and the article keep b_k.
 
 Shapes: B samples, M beams, R = B·M rows, h heads of width d, D width of the hidden states, N shared positions, t own
 ones, L layers.
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from attmemo.fastseq.cache import BeamArena, BeamLayer, keep_rows
-from attmemo.fastseq.linear import StreamedLinear
-from attmemo.fastseq.refusal import Refusal
-from attmemo.fastseq.scores import masked, softmax
+from attmemo.fastseq.generate.beam_cache import BeamArena, BeamLayer, keep_rows
+from attmemo.fastseq.generate.refusal import Refusal
+from attmemo.fastseq.generate.scores import masked, softmax
+from attmemo.fastseq.generate.streamed_linear import StreamedLinear
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from transformers.generation.utils import (
     GenerationMode,
 )
 
-from attmemo.fastseq.cache import hole_filling
-from attmemo.fastseq.call import CallState
-from attmemo.fastseq.ngram import swap_ngram_processors
-from attmemo.fastseq.refusal import Refusal
-from attmemo.fastseq.stepper import Stepper
+from attmemo.fastseq.generate.beam_cache import hole_filling
+from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.ngram import swap_ngram_processors
+from attmemo.fastseq.generate.refusal import Refusal
+from attmemo.fastseq.generate.stepper import Stepper
 
 # Processors that look at each row by itself and remember nothing: rows may change places under them.
 _ROWWISE = {
@@ -359,7 +359,7 @@ def _follows_rows(processor: object) -> bool:
     return (
         type(processor) in _ROWWISE
         or hasattr(processor, "select_rows")
-        or type(processor).__module__ == "attmemo.fastseq.ngram"
+        or type(processor).__module__ == "attmemo.fastseq.generate.ngram"
     )
 
 

@@ -5,7 +5,7 @@ predicted at a [MASK] behind the text, as UniLM does: each step reads two tokens
 the keys and values of the first only. transformers has no such model; this one generates through its stock
 `generate`, and faster through `wrap`.
 
-Source: UniLM as described in FastSeq (seed 000), section 4; the mask and the two-token step are UniLM's.
+Source: UniLM as described in FastSeq (arXiv 2106.04718), section 4; the mask and the two-token step are UniLM's.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attmemo.errors import ArgumentError, ImplementationError
-from attmemo.fastseq.ops import cpu, reference
-from attmemo.fastseq.ops.arguments import Arguments, check_arguments
+from attmemo.fastseq.serving.ops import cpu, reference
+from attmemo.fastseq.serving.ops.arguments import Arguments, check_arguments
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 _SWITCH = "ATTMEMO_ATTENTION"
@@ -116,7 +116,7 @@ def multi_head_cache_attention(
 
     Notes
     -----
-    Source: MultiHeadCacheAttention of ppl.pmx, seeds/001_0634c31490be7930.txt. For inference: there is no backward.
+    Source: MultiHeadCacheAttention of OpenPPL's ppl.pmx. For inference: there is no backward.
     Registered as ``torch.ops.attmemo.multi_head_cache_attention``, so it goes through torch.compile and torch.export.
     """
     if torch.is_grad_enabled():
@@ -172,7 +172,7 @@ def choose_implementation(arguments: Arguments, implementation: str = "auto") ->
 def _module(name: str) -> Any:
     """Its functions: ``attend(arguments)``, and ``why_not(arguments)``, the reason why it cannot, or None."""
     if name == "triton":  # only where it is wanted: the compiler need not be installed
-        return import_module("attmemo.fastseq.ops.triton")
+        return import_module("attmemo.fastseq.serving.ops.triton")
     return {"cpu": cpu, "reference": reference}[name]
 
 

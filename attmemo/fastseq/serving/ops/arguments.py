@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from attmemo.errors import ArgumentError, ArgumentTypeError, CacheOverlapError, CacheRangeError
-from attmemo.fastseq.ops.layout import AXES, cache_shape, layer_planes, scale_shape
-from attmemo.kernels import _cache_attention as native
+from attmemo.fastseq.serving.ops.cache_layout import AXES, cache_shape, layer_planes, scale_shape
+from attmemo.kernels import cache_attention
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CODES = {8: (torch.int8,), 4: (torch.uint8, torch.int8)}
@@ -85,16 +85,6 @@ class Arguments:
         return self.cache.shape[AXES[self.cache_layout].index("T")]
 
     @property
-    def pages(self) -> int:
-        """Entries that each sequence has in `cachestarts`."""
-        return self.cachestarts.shape[1] if self.paged else 1
-
-    @property
-    def rows_of_page(self) -> int:
-        """Tokens of one of them; without pages it holds whatever there is."""
-        return self.page_size if self.paged else 2**62
-
-    @property
     def repeats(self) -> int:
         """Query heads that share a key-value head: R."""
         return self.num_heads // self.num_kv_heads
@@ -118,10 +108,16 @@ class Arguments:
         )
         return Indices(*arrays)
 
-    def is_masked_causally(self, sequence: int) -> bool:
-        """Whether queries of this sequence see no later keys. ALiBi hides them always."""
-        length = self.indices.seqstarts[sequence + 1] - self.indices.seqstarts[sequence]
-        return self.is_alibi or (self.is_causal and length > 1 and sequence >= self.decoding_batches)
+    def tensors(self) -> tuple[Any, ...]:
+        """What `attmemo.kernels.cache_attention` takes by position."""
+        at = self.indices
+        indices = (at.seqstarts, at.kvstarts, at.cachestarts, at.start_pos)
+        return self.query, self.key, self.value, self.cache_planes, self.scale_planes, self.mask, indices
+
+    def settings(self) -> dict[str, Any]:
+        """What `attmemo.kernels.cache_attention` takes by name."""
+        names = ("quant_bit", "page_size", "decoding_batches", "is_causal", "is_alibi")
+        return {name: getattr(self, name) for name in names}
 
 
 def _refuse(what: str, hint: str | None = None, kind: type[ArgumentError] = ArgumentError) -> NoReturn:
@@ -243,18 +239,16 @@ def _is_sound(a: Arguments) -> bool:
     """Whether `_check_contents` would find nothing: the same rules in native code, which is done in microseconds."""
     if any(limit is not None and limit < 0 for limit in (a.max_seqlen, a.max_kvlen)):
         return False
-    at = a.indices
-    sizes = (
-        a.query.shape[0],
-        a.tokens,
-        a.pages,
-        a.rows_of_page,
-        a.decoding_batches,
-        -1 if a.max_seqlen is None else a.max_seqlen,
-        -1 if a.max_kvlen is None else a.max_kvlen,
-        -1 if a.mask is None else a.mask.shape[2],
+    return cache_attention.are_sound(
+        a.tensors()[-1],
+        tokens=a.query.shape[0],
+        rows=a.tokens,
+        page_size=a.page_size,
+        decoding_batches=a.decoding_batches,
+        max_seqlen=a.max_seqlen,
+        max_kvlen=a.max_kvlen,
+        mask_columns=None if a.mask is None else a.mask.shape[2],
     )
-    return native.is_sound((at.seqstarts, at.kvstarts, at.cachestarts, at.start_pos), sizes)
 
 
 def _check_contents(a: Arguments) -> None:

@@ -1,8 +1,8 @@
 """Attention modules that do not go through transformers' interface: what takes their place in a private copy.
 
 ProphetNet's cross-attention computes its own products and checks their shapes. Its n-gram self-attention is left
-alone: it reads the suffix, which every beam has of its own. (FastSeq, seed 000, also changes only the cross-attention
-there.)
+alone: it reads the suffix, which every beam has of its own. (FastSeq, arXiv 2106.04718, also changes only the
+cross-attention there.)
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attmemo.fastseq.attention import shared_attention
-from attmemo.fastseq.call import CallState
-from attmemo.fastseq.el import cross_projections, el_cross_attention
+from attmemo.fastseq.generate.beam_attention import shared_attention
+from attmemo.fastseq.generate.call_state import CallState
+from attmemo.fastseq.generate.el_attention import cross_projections, el_cross_attention
 
 SWAPPED = ("ProphetNetAttention",)
 

@@ -3,8 +3,8 @@
 Shapes: B samples, M beams of each, R = B·M rows (the beams of a sample are neighbours), h key/value heads of width d,
 N source or prompt positions, t generated positions, L layers.
 
-Sources: FastSeq (seed 000), Eq. 2-4: prefix and cross-attention states of shape [B, 1, N, D], suffix of shape
-[B·M, t, D]; EL-attention (seed 002): one hidden state in place of all keys and values.
+Sources: FastSeq (arXiv 2106.04718), Eq. 2-4: prefix and cross-attention states of shape [B, 1, N, D], suffix of shape
+[B·M, t, D]; EL-attention (arXiv 2105.04779): one hidden state in place of all keys and values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.generate.refusal import Refusal
 
 _FIRST_ROOM = 64  # positions; doubled when full, so that the copying is amortized
 

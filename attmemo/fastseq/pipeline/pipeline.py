@@ -1,9 +1,9 @@
 """Texts in, texts out: tokenization ahead, generation here, detokenization behind.
 
-FastSeq, section 4.3 (seed ``000_0ea113c51f7ad12d.txt``): while a batch is generated, the next is tokenized and the
-last is turned into text. Generation stays in the caller's thread, where Ctrl-C arrives and torch's settings are the
-caller's; what runs beside it are pure functions in threads (`attmemo.fastseq.stages`), and all that waits is bounded.
-An error of any stage ends the whole and is raised as it is.
+FastSeq (arXiv 2106.04718), section 4.3: while one batch is generated, the next batch is tokenized and the last batch
+is decoded. Generation stays in the caller's thread: Ctrl-C arrives there, and torch's settings are the caller's. Pure
+functions run beside it in threads (`map_ahead`); every queue is bounded. An error of any stage ends the run and is
+raised unchanged.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
-from attmemo.fastseq.encoding import Batch, Copies, Encoder, Padding, Window, with_padding
-from attmemo.fastseq.journal import Journal
-from attmemo.fastseq.lines import count_lines, read_lines
-from attmemo.fastseq.planner import BatchPlanner, Guard, is_out_of_memory
-from attmemo.fastseq.properties import attribute, digest, positions, tokenizer_digest
-from attmemo.fastseq.result import Result, Summary
-from attmemo.fastseq.shape import Mode, ModelShape
-from attmemo.fastseq.stages import map_ahead
+from attmemo.fastseq.generate.shape import Mode, ModelShape
+from attmemo.fastseq.pipeline.journal import Journal
+from attmemo.fastseq.pipeline.lines import count_lines, read_lines
+from attmemo.fastseq.pipeline.map_ahead import map_ahead
+from attmemo.fastseq.pipeline.model_properties import attribute, digest, positions, tokenizer_digest
+from attmemo.fastseq.pipeline.planner import BatchPlanner, Guard, is_out_of_memory
+from attmemo.fastseq.pipeline.result import Result, Summary
+from attmemo.fastseq.pipeline.tokenizing import Batch, Copies, Encoder, Padding, Window, with_padding
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many are done, and how many there are."""
@@ -45,7 +45,7 @@ class Pipeline:
         A transformers model, or one wrapped by `attmemo.fastseq.wrap`.
     tokenizer : PreTrainedTokenizerBase
     batch : int or "auto"
-        Texts in a batch; ``"auto"``: the most that fit, by length (`attmemo.fastseq.planner`).
+        Texts in a batch; ``"auto"``: the most that fit, by length (`attmemo.fastseq.pipeline.planner`).
     window : int
         Texts that are read, sorted by length and then generated. No output of a window can come before its longest
         texts are done; it is also all that is in memory.

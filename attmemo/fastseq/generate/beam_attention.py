@@ -18,13 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from attmemo.fastseq.el import cross_projections, el_cross_attention
-from attmemo.fastseq.refusal import Refusal
-from attmemo.fastseq.scores import masked, softmax
-from attmemo.fastseq.shadow import STATE
+from attmemo.fastseq.generate.el_attention import cross_projections, el_cross_attention
+from attmemo.fastseq.generate.private_copy import STATE
+from attmemo.fastseq.generate.refusal import Refusal
+from attmemo.fastseq.generate.scores import masked, softmax
 
 if TYPE_CHECKING:
-    from attmemo.fastseq.call import CallState
+    from attmemo.fastseq.generate.call_state import CallState
 
 NAME = "attmemo_fastseq"
 

@@ -1,4 +1,4 @@
-"""`attmemo.fastseq.ngram.ban_ngrams` on a GPU. Needs Triton; imported only where it is.
+"""`attmemo.fastseq.generate.ngram.ban_ngrams` on a GPU. Needs Triton; imported only where it is.
 
 A program is a block of n-grams of one row. It compares the first n-1 tokens of each with the row's suffix and stores
 -inf at the last token of those that are equal. Two that ban the same token store the same bits, so that no order is
@@ -46,7 +46,7 @@ def _ban(
 def ban_ngrams(scores: Tensor, tokens: Tensor, text: Tensor, size: int) -> None:
     """Write -inf into `scores` ``[R, V]`` after `tokens` ``[R, T]`` for the n-grams of `text` ``[R / k, S]``.
 
-    `attmemo.fastseq.ngram.ban_ngrams` has checked the arguments.
+    `attmemo.fastseq.generate.ngram.ban_ngrams` has checked the arguments.
     """
     windows = text.shape[1] - size + 1
     if scores.shape[0] == 0 or tokens.shape[1] < size - 1 or windows < 1:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from attmemo.fastseq.ops.arguments import Arguments
-from attmemo.fastseq.ops.reference import EPSILON, alibi_slopes
+from attmemo.fastseq.serving.ops.arguments import Arguments
+from attmemo.kernels.cache_attention import EPSILON, alibi_slopes
 
 _WIDEST = 256  # elements of a head: the widest whose blocks are known to fit shared memory
 
@@ -55,7 +55,7 @@ def attend(a: Arguments, *, block: int | None = None, splits: int | None = None)
     -------
     Tensor, shape [N, H, D]
     """
-    from attmemo.fastseq.ops import triton_kernels as kernels
+    from attmemo.fastseq.serving.ops import triton_kernels as kernels
 
     output = torch.empty_like(a.query, memory_format=torch.contiguous_format)  # [N, H, D]
     if not a.batch or not len(a.query):
