@@ -216,7 +216,7 @@ def test_the_machine_is_measured_once() -> None:
 
 
 def test_auto_takes_el_when_shared_states_do_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from attmemo.fastseq.pipeline import planner
+    from attmemo import memory
 
     model: Any = make("bart")
     fast = fastseq.wrap(model)
@@ -230,8 +230,8 @@ def test_auto_takes_el_when_shared_states_do_not_fit(monkeypatch: pytest.MonkeyP
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(planner, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(planner, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
     assert torch.equal(fast.generate(**arguments, num_beams=4, max_new_tokens=10), expected)
     assert fast.stats()["counts"]["el"] > 0
     llama = make("llama")

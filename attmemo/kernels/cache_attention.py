@@ -211,7 +211,7 @@ def store(
     value: torch.Tensor,
     quant_bit: int,
 ) -> None:
-    """Write one sequence's new tokens to these rows: keys to plane 0, values to plane 1; quantised, if the cache is."""
+    """Write one sequence's new tokens to these rows: keys to plane 0, values to plane 1; quantised for codes."""
     rows = rows.to(cache.device)
     for plane, new in enumerate((key, value)):  # [sq, Hk, D]
         if scale is None:

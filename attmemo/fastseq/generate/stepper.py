@@ -19,7 +19,7 @@ from attmemo.fastseq.generate.costmodel import Call, choose, measured
 from attmemo.fastseq.generate.el_attention import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
 from attmemo.fastseq.generate.refusal import Refusal
 from attmemo.fastseq.generate.shape import ModelShape, decoder_layers
-from attmemo.fastseq.pipeline.planner import free_memory
+from attmemo.memory import free_memory
 
 # Inputs whose rows are known to be those of the batch. Others (an image's patches) may be numbered in another way.
 _INPUTS = {

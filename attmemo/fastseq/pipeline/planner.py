@@ -24,14 +24,12 @@ batch may be as large.
 from __future__ import annotations
 
 import re
-import resource
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from attmemo.fastseq.generate.shape import Mode, ModelShape
+from attmemo.memory import free_memory
 
 SHARE: Final = {"cpu": 0.5, "cuda": 0.9}
 """How much of what is free is planned with. On a CPU a process that takes too much is killed, with no error to catch,
@@ -41,7 +39,6 @@ MOST: Final = 256
 """Larger batches gain nothing any more, and make a user wait for the first line."""
 
 _SCORES = 12  # copies of the scores in float32 in a step of beam search, sorting included; measured: 5 to 11
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator|can't allocate memory|not enough memory|out of memory|ALLOC_FAILED", re.IGNORECASE
 )
@@ -140,66 +137,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # The CPU allocator raises a plain RuntimeError; only its words tell.
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
-
-
-def free_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that can be allocated now: on a GPU as the driver and torch's own pool say, else of the process's limits.
-
-    For a CPU the least of what the kernel calls available, what each control group above the process leaves
-    (containers), and the limit of its address space.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    left = [_available(), *_cgroups(), *_address_space()]
-    return max(0, min((value for value in left if value is not None), default=4 << 30))
-
-
-def _available() -> int | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def _cgroups() -> Iterator[int]:
-    """What each control group with a limit leaves; its clean page cache can be taken back and counts as free."""
-    for line in _read(_PROC / "self/cgroup").splitlines():
-        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        if number == "0":  # version 2
-            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = (
-                _CGROUPS / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        # In a container the path may be that of the host, and the root is the container's own group.
-        group = root / path.strip("/") if (root / path.strip("/")).is_dir() else root
-        while True:
-            limit, used = _number(group / names[0]), _number(group / names[1])
-            if limit is not None and used is not None and limit < 1 << 60:
-                cached = re.search(rf"^{names[2]} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-                yield limit - used + (int(cached[1]) if cached else 0)
-            if group == root or root not in group.parents:
-                break
-            group = group.parent
-
-
-def _address_space() -> Iterator[int]:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        pages = _read(_PROC / "self/statm").split()
-        yield limit - (int(pages[0]) * resource.getpagesize() if pages else 0)
-
-
-def _number(file: Path) -> int | None:
-    text = _read(file).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

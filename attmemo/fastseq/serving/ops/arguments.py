@@ -137,23 +137,23 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _check_attributes(a: dict[str, Any], num_kv_heads: int, num_layer: int) -> None:
+def _check_attributes(a: Arguments, num_layer: int) -> None:
     for name in ("num_heads", "head_dim", "quant_group", "page_size"):
-        if a[name] < 1:
-            _refuse(f"{name} is {a[name]}, expected 1 or more")
-    if num_kv_heads < 1 or a["num_heads"] % num_kv_heads:
-        _refuse(f"num_heads {a['num_heads']} is not a multiple of num_kv_heads {num_kv_heads}")
-    if num_layer < 1 or not 0 <= a["layer_idx"] < num_layer:
-        _refuse(f"layer_idx is {a['layer_idx']}, expected 0 to num_layer - 1, and num_layer is {num_layer}")
-    if a["cache_layout"] not in range(len(AXES)):
-        _refuse(f"cache_layout is {a['cache_layout']}, expected 0, 1, 2 or 3")
-    if a["quant_bit"] not in (0, 8, 4):
-        _refuse(f"quant_bit is {a['quant_bit']}, expected 0 (none), 8 or 4")
-    if a["quant_bit"] and a["head_dim"] % a["quant_group"]:
-        _refuse(f"head_dim {a['head_dim']} is not a multiple of quant_group {a['quant_group']}")
-    if a["quant_bit"] == 4 and (a["head_dim"] % 2 or a["quant_group"] % 2):
+        if getattr(a, name) < 1:
+            _refuse(f"{name} is {getattr(a, name)}, expected 1 or more")
+    if a.num_kv_heads < 1 or a.num_heads % a.num_kv_heads:
+        _refuse(f"num_heads {a.num_heads} is not a multiple of num_kv_heads {a.num_kv_heads}")
+    if num_layer < 1 or not 0 <= a.layer_idx < num_layer:
+        _refuse(f"layer_idx is {a.layer_idx}, expected 0 to num_layer - 1, and num_layer is {num_layer}")
+    if a.cache_layout not in range(len(AXES)):
+        _refuse(f"cache_layout is {a.cache_layout}, expected 0, 1, 2 or 3")
+    if a.quant_bit not in (0, 8, 4):
+        _refuse(f"quant_bit is {a.quant_bit}, expected 0 (none), 8 or 4")
+    if a.quant_bit and a.head_dim % a.quant_group:
+        _refuse(f"head_dim {a.head_dim} is not a multiple of quant_group {a.quant_group}")
+    if a.quant_bit == 4 and (a.head_dim % 2 or a.quant_group % 2):
         _refuse(
-            f"head_dim {a['head_dim']} and quant_group {a['quant_group']} must be even with quant_bit 4",
+            f"head_dim {a.head_dim} and quant_group {a.quant_group} must be even with quant_bit 4",
             "two elements share a byte, and they must share a scale",
         )
 
@@ -178,57 +178,60 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], mea
         _refuse(f"{name} has shape {list(tensor.shape)}, expected {list(expected)}: {meaning}")
 
 
-def _check_tensors(a: dict[str, Any], num_kv_heads: int, num_layer: int) -> None:
-    query, device = a["query"], getattr(a["query"], "device", torch.device("cpu"))
-    heads, width, layout = a["num_heads"], a["head_dim"], a["cache_layout"]
+def _check_tensors(a: Arguments, num_layer: int, given_mask: torch.Tensor | None) -> None:
+    query, device = a.query, getattr(a.query, "device", torch.device("cpu"))
+    heads, width, layout = a.num_heads, a.head_dim, a.cache_layout
     _check_tensor("query", query, FLOATS, device)
     if query.dim() != 3:
         _refuse(f"query has shape {list(query.shape)}, expected [tokens, num_heads, head_dim]")
     _check_shape("query", query, (query.shape[0], heads, width), "(tokens, num_heads, head_dim)")
     for name in ("key", "value"):
-        _check_tensor(f"current_{name}", a[name], (query.dtype,), device)
+        _check_tensor(f"current_{name}", getattr(a, name), (query.dtype,), device)
         _check_shape(
-            f"current_{name}", a[name], (query.shape[0], num_kv_heads, width), "(tokens, num_kv_heads, head_dim)"
+            f"current_{name}",
+            getattr(a, name),
+            (query.shape[0], a.num_kv_heads, width),
+            "(tokens, num_kv_heads, head_dim)",
         )
     for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos"):
-        _check_tensor(name, a[name], (torch.int64, torch.int32), device)
-    if a["start_pos"].dim() != 1:
-        _refuse(f"start_pos has shape {list(a['start_pos'].shape)}, expected [sequences]")
-    batch = a["start_pos"].shape[0]
+        _check_tensor(name, getattr(a, name), (torch.int64, torch.int32), device)
+    if a.start_pos.dim() != 1:
+        _refuse(f"start_pos has shape {list(a.start_pos.shape)}, expected [sequences]")
+    batch = a.start_pos.shape[0]
     for name in ("seqstarts", "kvstarts"):
-        _check_shape(name, a[name], (batch + 1,), "one more than start_pos has sequences")
-    if a["cachestarts"].dim() != (2 if a["paged"] else 1):
+        _check_shape(name, getattr(a, name), (batch + 1,), "one more than start_pos has sequences")
+    if a.cachestarts.dim() != (2 if a.paged else 1):
         _refuse(
-            f"cachestarts has shape {list(a['cachestarts'].shape)}, expected "
-            + ("[sequences, pages] with cache_mode 1" if a["paged"] else "[sequences] with cache_mode 0")
+            f"cachestarts has shape {list(a.cachestarts.shape)}, expected "
+            + ("[sequences, pages] with cache_mode 1" if a.paged else "[sequences] with cache_mode 0")
         )
-    if a["cachestarts"].shape[0] != batch:
-        _refuse(f"cachestarts has {len(a['cachestarts'])} sequences, start_pos {batch}")
+    if a.cachestarts.shape[0] != batch:
+        _refuse(f"cachestarts has {len(a.cachestarts)} sequences, start_pos {batch}")
 
-    _check_tensor("cache", a["cache"], _CODES.get(a["quant_bit"], FLOATS), device)
-    if a["cache"].dim() != 5:
-        _refuse(f"cache has shape {list(a['cache'].shape)}, expected five axes: see attmemo.fastseq.ops.cache_shape")
-    tokens = a["cache"].shape[AXES[layout].index("T")]
-    shape = cache_shape(layout, tokens, num_layer, num_kv_heads, width, a["quant_bit"])
-    _check_shape("cache", a["cache"], shape, f"as cache_layout {layout} has it")
-    if a["quant_bit"]:
-        if a["scale"] is None:
-            _refuse(f"scale is missing with quant_bit {a['quant_bit']}", "scale_shape() has its shape")
-        _check_tensor("scale", a["scale"], FLOATS, device)
-        shape = scale_shape(layout, tokens, num_layer, num_kv_heads, width, a["quant_group"])
-        _check_shape("scale", a["scale"], shape, f"as cache_layout {layout} and quant_group have it")
-    elif a["scale"] is not None:
+    _check_tensor("cache", a.cache, _CODES.get(a.quant_bit, FLOATS), device)
+    if a.cache.dim() != 5:
+        _refuse(f"cache has shape {list(a.cache.shape)}, expected five axes: see attmemo.fastseq.ops.cache_shape")
+    tokens = a.cache.shape[AXES[layout].index("T")]
+    shape = cache_shape(layout, tokens, num_layer, a.num_kv_heads, width, a.quant_bit)
+    _check_shape("cache", a.cache, shape, f"as cache_layout {layout} has it")
+    if a.quant_bit:
+        if a.scale is None:
+            _refuse(f"scale is missing with quant_bit {a.quant_bit}", "scale_shape() has its shape")
+        _check_tensor("scale", a.scale, FLOATS, device)
+        shape = scale_shape(layout, tokens, num_layer, a.num_kv_heads, width, a.quant_group)
+        _check_shape("scale", a.scale, shape, f"as cache_layout {layout} and quant_group have it")
+    elif a.scale is not None:
         _refuse("scale is given with quant_bit 0, which uses none", "pass None, or quant_bit=8")
     for name in ("cache", "scale"):
-        written = a[name]
+        written = getattr(a, name)
         if written is not None and any(n > 1 and s == 0 for n, s in zip(written.shape, written.stride(), strict=True)):
             _refuse(f"{name} is expanded: several of its elements share memory, and it is written", "clone() it")
 
-    mask = a["mask"]
+    mask = a.mask
     if mask is not None:
         _check_tensor("attn_mask", mask, _MASKS, device)
         if mask.dim() != 3 or mask.shape[0] not in (1, heads) or mask.shape[1] != query.shape[0]:
-            given = list(a["given_mask"].shape)
+            given = list(mask.shape if given_mask is None else given_mask.shape)
             _refuse(
                 f"attn_mask has shape {given}, expected [tokens, keys] or [num_heads, tokens, keys] with "
                 f"{query.shape[0]} tokens and {heads} heads"
@@ -383,35 +386,34 @@ def check_arguments(
         _check_tensor("attn_mask", attn_mask, _MASKS, attn_mask.device)
     if isinstance(scale, torch.Tensor) and scale.numel() == 0 and not quant_bit:
         scale = None  # how a graph says that there is none
-    given: dict[str, Any] = {
-        "query": query,
-        "key": current_key,
-        "value": current_value,
-        "seqstarts": seqstarts,
-        "kvstarts": kvstarts,
-        "cachestarts": cachestarts,
-        "start_pos": start_pos,
-        "decoding_batches": _integer("decoding_batches", decoding_batches),
-        "max_seqlen": None if max_seqlen is None else _integer("max_seqlen", max_seqlen),
-        "max_kvlen": None if max_kvlen is None else _integer("max_kvlen", max_kvlen),
-        "cache": cache,
-        "scale": scale,
-        "mask": mask[None] if mask is not None and mask.dim() == 2 else mask,
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "is_causal": bool(is_causal),
-        "is_alibi": bool(is_alibi),
-        "layer_idx": layer_idx,
-        "quant_bit": quant_bit,
-        "quant_group": quant_group,
-        "paged": cache_mode == 1,
-        "cache_layout": cache_layout,
-        "page_size": page_size,
-    }
-    heads = num_kv_heads or num_heads
-    _check_attributes(given, heads, num_layer)
-    _check_tensors(given | {"given_mask": mask}, heads, num_layer)
-    arguments = Arguments(**given, num_kv_heads=heads)
+    arguments = Arguments(
+        query=query,
+        key=current_key,
+        value=current_value,
+        seqstarts=seqstarts,
+        kvstarts=kvstarts,
+        cachestarts=cachestarts,
+        start_pos=start_pos,
+        decoding_batches=_integer("decoding_batches", decoding_batches),
+        max_seqlen=None if max_seqlen is None else _integer("max_seqlen", max_seqlen),
+        max_kvlen=None if max_kvlen is None else _integer("max_kvlen", max_kvlen),
+        cache=cache,
+        scale=scale,
+        mask=mask[None] if mask is not None and mask.dim() == 2 else mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        is_causal=bool(is_causal),
+        is_alibi=bool(is_alibi),
+        num_kv_heads=num_kv_heads or num_heads,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        paged=cache_mode == 1,
+        cache_layout=cache_layout,
+        page_size=page_size,
+    )
+    _check_attributes(arguments, num_layer)
+    _check_tensors(arguments, num_layer, mask)
     if validate and not _is_sound(arguments):
         _check_contents(arguments)
     return arguments

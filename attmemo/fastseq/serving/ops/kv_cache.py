@@ -19,6 +19,7 @@ from attmemo.fastseq.serving.ops.attention import multi_head_cache_attention
 from attmemo.fastseq.serving.ops.cache_layout import AXES, cache_shape, layer_planes, scale_shape
 from attmemo.fastseq.serving.ops.cache_step import CachedSequence, CacheStep, make_step
 from attmemo.fastseq.serving.ops.page_allocator import PageAllocator
+from attmemo.kernels.cache_attention import cache_rows, load
 
 
 @dataclass(frozen=True)
@@ -365,34 +366,11 @@ class KeyValueCache:
         if attn_mask is not None and attn_mask.numel() and attn_mask.shape[-1] < step.keys:
             raise ArgumentError(f"attend: attn_mask has {attn_mask.shape[-1]} columns, expected {step.keys} or more")
         return multi_head_cache_attention(
-            query,
-            key,
-            value,
-            step.seqstarts,
-            step.kvstarts,
-            step.cachestarts,
-            step.start_pos,
-            step.decoding_batches,
-            step.max_seqlen,
-            step.max_kvlen,
-            self.cache,
-            self.scale,
-            attn_mask,
-            query.shape[1],
-            self.head_dim,
-            is_causal,
-            is_alibi,
-            self.num_kv_heads,
-            self.num_layer,
-            layer,
-            self.quant_bit,
-            self.quant_group,
-            self.cache_mode,
-            self.cache_layout,
-            self.page_size,
-            implementation=implementation,
-            validate=validate,
-        )
+            query, key, value, step.seqstarts, step.kvstarts, step.cachestarts, step.start_pos, step.decoding_batches,
+            step.max_seqlen, step.max_kvlen, self.cache, self.scale, attn_mask, query.shape[1], self.head_dim,
+            is_causal, is_alibi, self.num_kv_heads, self.num_layer, layer, self.quant_bit, self.quant_group,
+            self.cache_mode, self.cache_layout, self.page_size, implementation=implementation, validate=validate,
+        )  # fmt: skip
 
     def read(self, sequence: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a sequence as attention sees them: dequantised, two of ``[length, num_kv_heads, D]``."""
