@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.errors import StaleDatabaseError
+from attmemo.loading import tokenizer_digest as tokenizer_digest
 
 # Configuration that changes attention maps without changing a weight. Absent keys count as None.
 CONFIG_KEYS = (
@@ -125,23 +126,6 @@ def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 def fingerprint(fields: Mapping[str, str]) -> str:
     """The digest of `model_fields`, hex."""
     return digest_fields((name, fields[name].encode()) for name in sorted(fields))
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of a tokenizer: its vocabulary and how it cuts and joins text.
-
-    The service sees hidden states, not text, so this guards the command line, where both are loaded.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Truncation and padding are set on the backend by each call and say nothing about the vocabulary.
-        body = json.loads(backend.to_str())
-        for volatile in ("truncation", "padding"):
-            body.pop(volatile, None)
-        text = json.dumps(body, sort_keys=True)
-    else:
-        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path | str) -> None:

@@ -27,7 +27,7 @@ from attmemo.fastseq import NoRepeatNGram, Pipeline
 from attmemo.fastseq.pipeline import planner
 from attmemo.fastseq.pipeline.journal import Journal, JournalError
 from attmemo.fastseq.pipeline.map_ahead import map_ahead
-from attmemo.fastseq.pipeline.model_properties import tokenizer_digest
+from attmemo.fastseq.pipeline.model_properties import tokenizer_name
 from attmemo.fastseq.pipeline.result import Result, best_of
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 8, "no_repeat_ngram_size": 3}
@@ -550,11 +550,11 @@ class TestResume:
 
     def test_a_tokenizer_that_was_used_is_another(self, models: dict[str, Any]) -> None:
         words = tokenizer()
-        before = tokenizer_digest(words)
+        before = tokenizer_name(words)
         words(["a", "b c"], truncation=True, max_length=3, padding="max_length")
-        assert tokenizer_digest(words) == before == tokenizer_digest(tokenizer())
+        assert tokenizer_name(words) == before == tokenizer_name(tokenizer())
         words.pad_token = words.sep_token
-        assert tokenizer_digest(words) != before
+        assert tokenizer_name(words) != before
 
     def test_another_batch_size_may_go_on(self, whole: bytes, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
@@ -767,11 +767,12 @@ def imported(code: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_fast_generation_knows_of_memoization() -> None:
+def test_fast_generation_knows_nothing_of_memoization() -> None:
     folder = Path(attmemo.fastseq.__file__).parent
     files = sorted(folder.rglob("*.py"))
     assert {file.parent for file in files} >= {folder / "generate", folder / "pipeline", folder / "serving" / "ops"}
-    known = {"attmemo.errors", "attmemo.kernels.team", "attmemo.kernels._ngram", "attmemo.kernels._cache_attention"}
+    leaves = {"attmemo.errors", "attmemo.loading", "attmemo.memory"}
+    known = {*leaves, "attmemo.kernels", "attmemo.kernels.cache_attention"}
     for file in files:
         for name in imported(file.read_text()):
             outside = name.split(".")[0] == "attmemo" and not name.startswith("attmemo.fastseq")

@@ -267,18 +267,17 @@ def generate(
 
         from attmemo.fastseq.pipeline.loading import load_generator
         from attmemo.fastseq.pipeline.pipeline import Pipeline
-        from attmemo.profiler.models import quiet as hushed
+        from attmemo.loading import quiet as hushed
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         out.say(f"Loading {model}")
-        with hushed():
-            loaded = load_generator(
-                model,
-                dtype=torch.float16 if fp16 else getattr(torch, dtype),
-                device=device,
-                causal=causal_lm,
-                task=task,
-            )
+        loaded = load_generator(
+            model,
+            dtype=torch.float16 if fp16 else getattr(torch, dtype),
+            device=device,
+            causal=causal_lm,
+            task=task,
+        )
         settings = dict(loaded.settings)
         if max_new_tokens is not None or max_gen_length is not None:
             settings.pop("max_length", None)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
+from attmemo.errors import AttmemoError, UnsupportedModelError
+from attmemo.loading import load_pretrained
 
 _TASK_SETTINGS = (
     "early_stopping",
@@ -60,35 +59,23 @@ def load_generator(
     AttmemoError
         There is no such device.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-    path = str(Path(name).expanduser()) if looks_local else name
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise DataError(
-            f"no model in {name}: there is no config.json.", "give a model directory, or a name on the model hub"
-        )
     _check_device(device)
-    try:
-        config = AutoConfig.from_pretrained(path)
+
+    def auto_class(config: Any) -> Any:
         _check_generates(name, config)
-        loader = AutoModelForCausalLM if causal or not config.is_encoder_decoder else AutoModelForSeq2SeqLM
-        model, report = loader.from_pretrained(path, dtype=dtype, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        kind = DataError if isinstance(error, OSError) else UnsupportedModelError
-        raise kind(
-            f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
-        ) from error
-    absent = sorted(report["missing_keys"])
+        return AutoModelForCausalLM if causal or not config.is_encoder_decoder else AutoModelForSeq2SeqLM
+
+    loaded = load_pretrained(name, auto_class, dtype, device)
+    config, model, absent = loaded.config, loaded.model, loaded.absent
     if absent or not model.can_generate():
         why = f"it has no weights for {', '.join(absent[:3])}" if absent else "it has no generate"
         raise _not_generative(name, config, why)
     known = (getattr(config, "task_specific_params", None) or {}).get(task) or {}
     prefix = known.get("prefix") or getattr(config, "prefix", None) or ""
     settings = {key: known[key] for key in _TASK_SETTINGS if known.get(key) is not None}
-    return Generator(name, model.eval().to(device), tokenizer, prefix, settings)
+    return Generator(name, model, loaded.tokenizer, prefix, settings)
 
 
 def _check_generates(name: str, config: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
+
+from attmemo.loading import tokenizer_digest
 
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
 
@@ -40,16 +41,8 @@ def digest(model: Any, config: Any) -> str:
     return hashed.hexdigest()
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_name(tokenizer: Any) -> str:
     """A short name of the tokenizer: its class, its vocabulary, its rules, and its special tokens."""
-    hashed = hashlib.blake2b(digest_size=12)
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
-    hashed.update(f"{type(tokenizer).__name__} {special}".encode())
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        hashed.update(repr(sorted(tokenizer.get_vocab().items())).encode())
-    else:
-        # How it was last told to cut and pad is the state of a call, not of the tokenizer.
-        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
-        hashed.update(json.dumps(rules, sort_keys=True).encode())
-    return hashed.hexdigest()
+    text = f"{type(tokenizer).__name__} {special} {tokenizer_digest(tokenizer)}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -25,7 +25,7 @@ from attmemo.fastseq.generate.shape import Mode, ModelShape
 from attmemo.fastseq.pipeline.journal import Journal
 from attmemo.fastseq.pipeline.lines import count_lines, read_lines
 from attmemo.fastseq.pipeline.map_ahead import map_ahead
-from attmemo.fastseq.pipeline.model_properties import attribute, digest, positions, tokenizer_digest
+from attmemo.fastseq.pipeline.model_properties import attribute, digest, positions, tokenizer_name
 from attmemo.fastseq.pipeline.planner import BatchPlanner, Guard, is_out_of_memory
 from attmemo.fastseq.pipeline.result import Result, Summary
 from attmemo.fastseq.pipeline.tokenizing import Batch, Copies, Encoder, Padding, Window, with_padding
@@ -453,7 +453,7 @@ class Pipeline:
         return {
             **(batches if self._fixed else {}),
             "model": digest(self.model, self.config),
-            "tokenizer": tokenizer_digest(self.tokenizer),
+            "tokenizer": tokenizer_name(self.tokenizer),
             "prefix": self._options["prefix"],
             "max_source": self.limit,
             "padding_side": self._options["side"],
