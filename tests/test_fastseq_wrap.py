@@ -712,3 +712,26 @@ def test_the_planner_is_told_what_is_held() -> None:
     fast = fastseq.wrap(make("bart"))
     assert fast.cache_mode_for({"num_beams": 4}) == "shared"
     assert fast.cache_mode_for({"num_beams": 4, "use_cache": False}) == "stock"
+
+
+@pytest.mark.parametrize("beams", [1, 2, 4])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_sample_of_padding_only_gives_stocks_tokens(family: str, beams: int) -> None:
+    """Every key of such a sample is masked. Attention then gives what its kernel happens to compute."""
+    model = make(family)
+    fast = fastseq.wrap(model)
+    arguments = inputs(family, "right")
+    arguments["attention_mask"][1] = 0
+    setting = {"num_beams": beams, "max_new_tokens": 8}
+    assert torch.equal(fast.generate(**arguments, **setting), model.generate(**arguments, **setting))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])
+def test_an_empty_batch_raises_stocks_error(family: str) -> None:
+    model = make(family)
+    nothing = {"input_ids": inputs(family)["input_ids"][:0], "max_new_tokens": 4}
+    with pytest.raises(RuntimeError) as expected:
+        model.generate(**nothing)
+    with pytest.raises(RuntimeError) as seen:
+        fastseq.wrap(model).generate(**nothing)
+    assert str(seen.value) == str(expected.value)

@@ -90,6 +90,8 @@ def _without_padding(
     if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.dim() != 2:
         return None
     batch, longest = ids.shape
+    if batch == 0:
+        return None  # the plain call raises stock's error
     if mask is None:
         lengths = [longest] * batch
     else:

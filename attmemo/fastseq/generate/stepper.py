@@ -76,8 +76,10 @@ class Stepper:
         length = state.encoder_outputs.last_hidden_state.shape[1] if self.encoder_decoder else input_ids.shape[1]
         state.mode = self._choose(room, length)
         mask = self.kwargs.get("attention_mask")
-        if state.mode == "el" and mask is not None and not bool(mask.bool().any(dim=-1).all()):
-            raise Refusal("EL-attention: a sample that is padding only")  # its softmax would be over nothing
+        careful = self.encoder_decoder or state.mode == "el"  # a decoder's beams see their own tokens at least
+        if careful and mask is not None and not bool(mask.bool().any(dim=-1).all()):
+            # A softmax over masked keys alone: the result depends on the kernel, and so on how beams are laid out.
+            raise Refusal("a sample that is padding only")
         self.cache = self._make_cache(layers, room)
         state.cache = self.cache
         own, cross = self.cache.self_cache, self.cache.cross_cache
