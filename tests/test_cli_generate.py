@@ -19,7 +19,7 @@ from generators import LINES, POSITIONS, make_model, plain_loop, save, tokenizer
 from test_cli import MAIN, attmemo, refuse, succeed
 from transformers import AutoTokenizer, BartModel, BertConfig, BertForMaskedLM, GPT2Model, ViTConfig, ViTModel
 
-from attmemo.cli.generate import parse_batch
+from attmemo.cli.generate_options import parse_batch
 from attmemo.fastseq import Pipeline
 from attmemo.fastseq.pipeline import metrics
 
