@@ -49,7 +49,7 @@ def lines(path: Path) -> list[str]:
 
 class TestAsStock:
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_a_line_differs(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
+    def test_every_line_is_stocks(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         extra = ("--output-summaries-only", "--causal-lm") if family == "gpt2" else ()
         out = succeed("generate", saved[family], source, tmp_path / "out", *OPTIONS, *extra)
         limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
@@ -76,7 +76,7 @@ class TestAsStock:
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_the_wrapped_model_is_not_used(
+    def test_the_wrapped_model_is_used(
         self, family: str, saved: dict[str, str], source: Path, tmp_path: Path
     ) -> None:
         args = ("generate", saved[family], source, tmp_path / "out", *OPTIONS, "--output-summaries-only")
@@ -87,7 +87,7 @@ class TestAsStock:
         limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
         assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
 
-    def test_a_model_that_fell_back_is_called_fast(
+    def test_a_model_that_fell_back_is_not_called_fast(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from attmemo.fastseq.generate import fastmodel
@@ -156,7 +156,7 @@ class TestOptions:
              {"do_sample": True, "min_p": 0.1, "typical_p": 0.9}),
         ],
     )  # fmt: skip
-    def test_a_setting_does_not_arrive(
+    def test_every_setting_arrives(
         self, options: tuple[str, ...], expected: dict[str, Any], saved: dict[str, str], source: Path, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
@@ -174,7 +174,7 @@ class TestOptions:
         succeed(*common, "--beam", "2", "--max-new-tokens", "6", "--without-fastseq-opt", *options)
         assert [{name: given.get(name) for name in expected} for given in seen] == [expected]
 
-    def test_a_model_that_samples_of_itself_cannot_be_told_not_to(
+    def test_a_model_that_samples_of_itself_stops_when_told(
         self, saved: dict[str, str], source: Path, tmp_path: Path
     ) -> None:
         folder = Path(shutil.copytree(saved["bart"], tmp_path / "model"))
@@ -341,11 +341,11 @@ class TestBadInput:
             (tmp_path / "in").write_bytes(raw)
         assert said in refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
 
-    def test_the_output_is_the_input(self, saved: dict[str, str], source: Path) -> None:
+    def test_the_output_is_never_the_input(self, saved: dict[str, str], source: Path) -> None:
         assert "would replace" in refuse("generate", saved["bart"], source, source)
         assert lines(source) == TEXTS
 
-    def test_a_pipe_is_read_a_second_time(self, saved: dict[str, str], tmp_path: Path) -> None:
+    def test_a_pipe_is_refused(self, saved: dict[str, str], tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "in")
         stderr = refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
         assert "is a pipe" in stderr
@@ -362,7 +362,7 @@ class TestBadInput:
             (("out.part", "out", "ref", "score"), "OUTPUT.part"),
         ],
     )  # fmt: skip
-    def test_a_file_is_written_over_by_its_own_run(
+    def test_no_run_writes_over_its_own_files(
         self, files: tuple[str, ...], said: str, link: str | None, tmp_path: Path
     ) -> None:
         for name in files:
@@ -402,7 +402,7 @@ class TestBadInput:
         assert "these options cannot be generated with" in refuse(*common, *options)
         succeed(*common)  # and what was refused is not in the way of what is right
 
-    def test_an_error_of_the_model_is_blamed_on_the_options(
+    def test_an_error_of_the_model_is_not_blamed_on_the_options(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from transformers.models.bart.modeling_bart import BartEncoder
@@ -471,7 +471,7 @@ class TestBadInput:
 
 class TestInterrupted:
     @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-    def test_a_killed_run_loses_or_doubles_a_line(
+    def test_a_killed_run_neither_loses_nor_doubles_a_line(
         self, how: signal.Signals, saved: dict[str, str], tmp_path: Path
     ) -> None:
         texts = [*LINES, ""] * 6

@@ -79,7 +79,7 @@ class TestAsThePlainLoop:
         ids=lambda options: ",".join(options),
     )  # fmt: skip
     @pytest.mark.parametrize("buckets", [True, False])
-    def test_a_text_differs(self, family: str, options: dict[str, Any], buckets: bool, models: dict[str, Any]) -> None:
+    def test_every_text_is_right(self, family: str, options: dict[str, Any], buckets: bool, models: dict[str, Any]) -> None:
         limit = POSITIONS - options["max_new_tokens"] if family == "gpt2" else POSITIONS
         wanted = plain_loop(models[family], TEXTS, 4, limit=limit, **options)
         assert len({str(text) for text in wanted}) > len(TEXTS) // 2, "outputs that do not vary show nothing"
@@ -88,7 +88,7 @@ class TestAsThePlainLoop:
 
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
     @pytest.mark.parametrize("options", [{"max_new_tokens": 8}, BEAMS, {**BEAMS, "num_return_sequences": 2}], ids=str)
-    def test_a_wrapped_model_is_not_used(self, family: str, options: dict[str, Any], models: dict[str, Any]) -> None:
+    def test_a_wrapped_model_is_used(self, family: str, options: dict[str, Any], models: dict[str, Any]) -> None:
         fast = attmemo.fastseq.wrap(models[family])
         pipeline = Pipeline(fast, tokenizer(), batch=4, window=16, **options)
         limit = POSITIONS - options["max_new_tokens"] if family == "gpt2" else POSITIONS
@@ -109,7 +109,7 @@ class TestAsThePlainLoop:
         assert list(pipeline(TEXTS)) == plain_loop(models["bart"], TEXTS, **BEAMS)
         assert min(watched.rows[:-1]) < max(watched.rows), "shorter texts, larger batches"
 
-    def test_a_batch_is_planned_for_a_path_that_is_not_taken(self, models: dict[str, Any]) -> None:
+    def test_a_batch_is_planned_for_the_path_that_is_taken(self, models: dict[str, Any]) -> None:
         fast = attmemo.fastseq.wrap(models["bart"])
         assert Pipeline(fast, tokenizer(), **BEAMS).planner.mode == "shared"  # type: ignore[union-attr]
         for generation in ({"use_cache": False}, {"generation_config": GenerationConfig(use_cache=False)}):
@@ -175,7 +175,7 @@ class TestAsThePlainLoop:
 
 
 class TestLongAndBlank:
-    def test_blank_lines_are_generated(self, models: dict[str, Any]) -> None:
+    def test_blank_lines_stay_blank(self, models: dict[str, Any]) -> None:
         found = list(Pipeline(models["bart"], tokenizer(), batch=4, num_return_sequences=2, **BEAMS).results(TEXTS))
         assert [result.row for result in found] == list(range(len(TEXTS)))
         assert [result.row for result in found if result.blank] == [9, 21]
@@ -330,7 +330,7 @@ class TestOutOfMemory:
             RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         ],
     )  # fmt: skip
-    def test_a_line_is_lost_or_doubled(self, error: Exception, models: dict[str, Any], tmp_path: Path) -> None:
+    def test_no_line_is_lost_or_doubled(self, error: Exception, models: dict[str, Any], tmp_path: Path) -> None:
         def fail(call: int, ids: torch.Tensor) -> None:
             if len(ids) > 3:
                 raise error
@@ -361,7 +361,7 @@ class TestOutOfMemory:
         with pytest.raises(AttmemoError, match=r"line \d+: memory ran out for one text"):
             list(Pipeline(Watched(models["bart"], fail), tokenizer(), batch=16, **BEAMS)(TEXTS))
 
-    def test_another_error_of_the_model_is_retried(self, models: dict[str, Any]) -> None:
+    def test_no_other_error_of_the_model_is_retried(self, models: dict[str, Any]) -> None:
         calls = []
 
         def fail(call: int, ids: torch.Tensor) -> None:
@@ -430,7 +430,7 @@ class TestResume:
         Pipeline(models["bart"], tokenizer(), batch=batch, window=10, **BEAMS).run(source, output)
         assert output.read_bytes() == whole
 
-    def test_an_interrupted_run_loses_what_was_generated(self, models: dict[str, Any], tmp_path: Path) -> None:
+    def test_an_interrupted_run_keeps_all_that_was_generated(self, models: dict[str, Any], tmp_path: Path) -> None:
         """Ctrl-C in a batch: those before it are kept, although their words were still being made."""
 
         def fail(call: int, ids: torch.Tensor) -> None:
@@ -464,7 +464,7 @@ class TestResume:
         Pipeline(models["bart"], tokenizer(), **{**options, "seed": 8}).run(source, tmp_path / "other")
         assert (tmp_path / "other").read_text() != (tmp_path / "whole").read_text()
 
-    def test_less_memory_samples_something_else(
+    def test_less_memory_samples_the_same(
         self, models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 6, "seed": 7, "window": 10}
@@ -489,7 +489,7 @@ class TestResume:
         assert (tmp_path / "out").read_text() == (tmp_path / "whole").read_text()
 
     @pytest.mark.parametrize(("family", "length"), [("gpt2", {"max_length": 40}), ("bart", {"max_length": 9})])
-    def test_padding_that_counts_as_length_is_another_after_the_resume(
+    def test_padding_that_counts_as_length_is_the_same_after_the_resume(
         self, family: str, length: dict[str, Any], models: dict[str, Any], tmp_path: Path
     ) -> None:
         source, output = write(tmp_path, TEXTS), tmp_path / "out"
@@ -521,7 +521,7 @@ class TestResume:
         return source, output
 
     @pytest.mark.parametrize("changed", ["input", "beams", "model", "tokenizer", "prefix", "shorter"])
-    def test_something_else_is_gone_on_with(self, changed: str, models: dict[str, Any], tmp_path: Path) -> None:
+    def test_another_run_is_not_resumed(self, changed: str, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
         left = (tmp_path / "out.part").read_bytes()
         options: dict[str, Any] = {"batch": 4, "window": 10, **BEAMS}
@@ -548,7 +548,7 @@ class TestResume:
         Pipeline(model, words, **options).run(source, output, limit=limit, resume=False)
         assert len(output.read_text().split("\n")) == (limit or len(TEXTS)) + 1
 
-    def test_a_tokenizer_that_was_used_is_another(self, models: dict[str, Any]) -> None:
+    def test_a_tokenizer_that_was_used_is_the_same(self, models: dict[str, Any]) -> None:
         words = tokenizer()
         before = tokenizer_name(words)
         words(["a", "b c"], truncation=True, max_length=3, padding="max_length")
@@ -600,21 +600,21 @@ class TestResume:
         run(-1)
         assert len(output.read_text().split("\n")) == len(TEXTS) + 1
 
-    def test_two_runs_write_one_output(self, models: dict[str, Any], tmp_path: Path) -> None:
+    def test_two_runs_cannot_write_one_output(self, models: dict[str, Any], tmp_path: Path) -> None:
         with (tmp_path / "out.part").open("w") as other:
             fcntl.flock(other, fcntl.LOCK_EX)
             with pytest.raises(JournalError, match="another run is writing"):
                 Pipeline(models["bart"], tokenizer(), **BEAMS).run(write(tmp_path, TEXTS), tmp_path / "out")
 
     @pytest.mark.parametrize("damage", ["not JSON\n", '{"rows": [1]}\n', '{"rows": [1, 2], "lines": ["a"]}\n', "[]\n"])
-    def test_a_damaged_journal_is_believed(self, damage: str, models: dict[str, Any], tmp_path: Path) -> None:
+    def test_a_damaged_journal_is_refused(self, damage: str, models: dict[str, Any], tmp_path: Path) -> None:
         source, output = self.interrupted(models, tmp_path)
         with (tmp_path / "out.part").open("a") as part:
             part.write(damage)
         with pytest.raises(JournalError, match=r"out.part, line \d: not a record"):
             Pipeline(models["bart"], tokenizer(), batch=4, window=10, **BEAMS).run(source, output)
 
-    def test_a_foreign_file_is_written_over(self, models: dict[str, Any], tmp_path: Path) -> None:
+    def test_no_foreign_file_is_written_over(self, models: dict[str, Any], tmp_path: Path) -> None:
         (tmp_path / "out.part").write_text("half of my thesis\n")
         with pytest.raises(JournalError, match="not a record"):
             Pipeline(models["bart"], tokenizer(), **BEAMS).run(write(tmp_path, TEXTS), tmp_path / "out")
@@ -643,7 +643,7 @@ class TestJournal:
             journal.finish(2)
         assert (tmp_path / "out").read_text() == "zeroth\nfirst\n"
 
-    def test_a_run_that_did_nothing_is_in_the_way(self, tmp_path: Path) -> None:
+    def test_a_run_that_did_nothing_is_not_in_the_way(self, tmp_path: Path) -> None:
         with Journal(tmp_path / "out", {"beams": 1}):
             part = (tmp_path / "out.part").read_bytes()
         assert list(tmp_path.iterdir()) == []
@@ -654,7 +654,7 @@ class TestJournal:
             Journal(tmp_path / "out", {"beams": 1})
         assert len(Journal(tmp_path / "out", {"beams": 2})) == 1
 
-    def test_a_row_is_missing(self, tmp_path: Path) -> None:
+    def test_a_missing_row_is_refused(self, tmp_path: Path) -> None:
         with Journal(tmp_path / "out", {}) as journal:
             journal.append([0, 2], ["a", "c"])
             with pytest.raises(JournalError, match=r"2 of 3 rows are there, missing \[1\]"):
@@ -787,7 +787,7 @@ class TestMapAhead:
 
         assert list(map_ahead(slow, range(30), workers=4, ahead=3)) == [-number for number in range(30)]
 
-    def test_too_much_is_read_ahead(self) -> None:
+    def test_not_too_much_is_read_ahead(self) -> None:
         read: list[int] = []
 
         def source() -> Iterator[int]:

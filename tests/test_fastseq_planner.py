@@ -75,7 +75,7 @@ class TestFormula:
         ],
         ids=lambda value: type(value).__name__,
     )  # fmt: skip
-    def test_a_configuration_is_misread(self, config: Any, expected: tuple[int, ...]) -> None:
+    def test_configurations_are_read(self, config: Any, expected: tuple[int, ...]) -> None:
         shape = ModelShape.of(config, torch.float16)
         found = (shape.layers, shape.keys, shape.width, shape.inner, shape.heads, shape.vocabulary)
         assert found == expected
@@ -87,7 +87,7 @@ class TestFormula:
             ModelShape.of(object())
         assert "--batch-size" in str(caught.value)
 
-    def test_what_a_step_takes_is_underestimated(self) -> None:
+    def test_what_a_step_takes_is_not_underestimated(self) -> None:
         """What was measured of the resident set: MiB for B, M, N, t."""
         bart = ModelShape(4, 512, 512, 2048, 8, 50265)
         gpt2 = ModelShape(4, 512, 512, 2048, 8, 50257, encoder=False)
@@ -104,7 +104,7 @@ class TestFormula:
 
 class TestPlan:
     @given(st.integers(1, 1 << 36), st.integers(1, 4096), st.integers(1, 512), st.integers(1, 8))
-    def test_a_planned_batch_does_not_fit(self, free: int, source: int, new: int, beams: int) -> None:
+    def test_a_planned_batch_fits(self, free: int, source: int, new: int, beams: int) -> None:
         plan = BatchPlanner(BART_LARGE, free=free, most=64)
         batch = plan.plan(source, new, beams)
         assert 1 <= batch <= 64
@@ -143,7 +143,7 @@ class TestOutOfMemory:
     @pytest.mark.parametrize(
         "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("out of memory"), OSError(12)]
     )
-    def test_another_error_is_taken_for_it(self, error: Exception) -> None:
+    def test_no_other_error_is_taken_for_it(self, error: Exception) -> None:
         assert not is_out_of_memory(error)
 
 

@@ -219,7 +219,7 @@ class TestInputsOfAnotherForm:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "marian"])
-def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
+def test_the_encoder_leaves_out_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
     fast = pair(models, family)[1]
     for padding, saved in ((None, 0), ("right", 3 + 3)):  # 17 alone, and 14 beside 11
         before = fast.stats()["counts"]
@@ -230,7 +230,7 @@ def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], famil
         assert padded - read == saved
 
 
-def test_the_users_own_encoder_is_changed_for_a_call() -> None:
+def test_the_users_own_encoder_is_never_changed() -> None:
     """A copy that kept it: no module of it holds a config."""
     from attmemo.fastseq.generate.call_state import CallState
     from attmemo.fastseq.generate.encoder import held_once
@@ -246,7 +246,7 @@ def test_the_users_own_encoder_is_changed_for_a_call() -> None:
 
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_ngrams_are_banned_by_stocks_slow_way(
+def test_ngrams_are_banned_by_our_kernel(
     models: dict[str, tuple[Any, Any]], name: str, beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attmemo.fastseq.generate import ngram
@@ -259,7 +259,7 @@ def test_ngrams_are_banned_by_stocks_slow_way(
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_half_precision_runs_on_the_stock_path(family: str) -> None:
+def test_half_precision_runs_on_the_fast_path(family: str) -> None:
     model = make(family).to(torch.bfloat16)
     fast = fastseq.wrap(model)
     setting: dict[str, Any] = {"num_beams": 4, "return_dict_in_generate": True, "output_scores": True}
@@ -269,7 +269,7 @@ def test_half_precision_runs_on_the_stock_path(family: str) -> None:
     torch.testing.assert_close(expected.scores[0], got.scores[0], rtol=0.1, atol=0.2)
 
 
-def test_a_streamer_gets_nothing() -> None:
+def test_a_streamer_gets_all_tokens() -> None:
     class Streamer:
         def __init__(self) -> None:
             self.seen: list[list[int]] = []
@@ -469,7 +469,7 @@ class _StopsTheCall(Exception):
 @pytest.mark.parametrize(
     ("family", "attention"), [("bart", "shared"), ("bart", "el"), ("t5", "auto"), ("gpt2", "el"), ("llama", "shared")]
 )
-def test_what_a_call_made_waits_for_the_garbage_collector(family: str, attention: str, fails: bool) -> None:
+def test_what_a_call_made_goes_without_the_garbage_collector(family: str, attention: str, fails: bool) -> None:
     fast = fastseq.wrap(make(family), attention=attention)
     kinds = ("BeamArena", "CallState", "CrossLayer", "PrefixLayer", "SuffixLayer", "ELStates", "ELSelfLayer")
     made: list[weakref.ref[Any]] = []
@@ -543,7 +543,7 @@ def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest
 
 
 @pytest.mark.parametrize("attention", ["auto", "shared", "el"])
-def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
+def test_a_model_wrapped_in_training_mode_is_tested_later(
     attention: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attmemo.fastseq.generate import beam_attention as functions
@@ -565,7 +565,7 @@ def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
 
 
 @pytest.mark.parametrize("attention", ["auto", "el"])
-def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attention: str) -> None:
+def test_a_model_wrapped_in_training_mode_is_fast_afterwards(attention: str) -> None:
     model = make("bart").train()
     fast = fastseq.wrap(model, attention=attention)
     model.eval()
@@ -576,7 +576,7 @@ def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attenti
         fastseq.wrap(make("llama").train(), attention="el")
 
 
-def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_on_the_way_uses_up_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     from attmemo.fastseq.generate import fastmodel
     from attmemo.fastseq.generate.refusal import Refusal
 
@@ -594,7 +594,7 @@ def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
-def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_a_device_is_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from attmemo.fastseq.generate import random_state
 
     states = {"now": 5}
@@ -625,7 +625,7 @@ def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytes
     ("family", "kind"),
     [("bart", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16)],
 )
-def test_beams_that_are_not_followed_pass_the_test(
+def test_beams_that_are_not_followed_fail_the_self_test(
     family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attmemo.fastseq.generate.beam_cache import BeamArena

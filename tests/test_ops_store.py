@@ -374,7 +374,7 @@ def unquantized(case: Case, inputs: dict[str, Any]) -> torch.Tensor:
 
 @BOTH
 @pytest.mark.parametrize(("bits", "lowest"), [(8, -128), (4, 0x88)])
-def test_codes_that_are_never_written_are_read(implementation: str, bits: int, lowest: int) -> None:  # 35
+def test_codes_that_were_never_written_are_never_read(implementation: str, bits: int, lowest: int) -> None:  # 35
     case = Case([(1, 5)], bits=bits)
     inputs = case.make()
     for t in range(5):

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.fastseq.generate.shape import Mode, ModelShape
+from attmemo.fastseq.pipeline.generation_settings import GenerationSettings
 from attmemo.fastseq.pipeline.journal import Journal
 from attmemo.fastseq.pipeline.lines import count_lines, read_lines
 from attmemo.fastseq.pipeline.map_ahead import map_ahead
-from attmemo.fastseq.pipeline.model_properties import attribute, digest, positions, tokenizer_name
+from attmemo.fastseq.pipeline.model_properties import attribute, digest, tokenizer_name
 from attmemo.fastseq.pipeline.planner import BatchPlanner, Guard, is_out_of_memory
 from attmemo.fastseq.pipeline.result import Result, Summary
 from attmemo.fastseq.pipeline.tokenizing import Batch, Copies, Encoder, Padding, Window, with_padding
@@ -143,10 +144,11 @@ class Pipeline:
         self.generation = {name: value for name, value in generation.items() if value is not None}
         if self.causal:
             self.generation.setdefault("pad_token_id", self.tokenizer.pad_token_id)
+        self._settings = GenerationSettings(model, self.config, self.generation)
         self.batch = batch
         self.window = window
         self.planner = self._planner(mode) if batch == "auto" else None
-        self.limit = self._limit(max_source, truncate)
+        self.limit = self._settings.source_limit(max_source, self.tokenizer, truncate)
         self._options: dict[str, Any] = {
             "prefix": prefix,
             "limit": self.limit,
@@ -162,10 +164,10 @@ class Pipeline:
         self._new_only, self._keep_special, self._clean_up = new_only, keep_special, clean_up
         self._encoders, self._decoders, self._seed = encoders, decoders, seed
         self._progress = progress or (lambda what, done, total: None)
-        self._returned = int(self._setting("num_return_sequences", 1))
+        self._returned = int(self._settings.get("num_return_sequences", 1))
         self._scored = bool(self.generation.get("output_scores"))
         if self._scored:
-            if self._setting("num_beams", 1) < 2:
+            if self._settings.get("num_beams", 1) < 2:
                 raise AttmemoError("only beam search gives scores of sequences.", "num_beams=4, or no scores")
             self.generation["return_dict_in_generate"] = True
 
@@ -299,7 +301,7 @@ class Pipeline:
         parts = deque([batch])
         while parts:
             part = parts.popleft()
-            tokens = part.ids.shape[1] + self._new_tokens(part.ids.shape[1])
+            tokens = part.ids.shape[1] + self._settings.new_tokens(part.ids.shape[1])
             fits = guard.allowed(tokens)
             if len(part) > fits:
                 parts.extendleft(
@@ -375,10 +377,10 @@ class Pipeline:
         """Texts in a batch of which the longest has so many tokens."""
         if self.planner is None:
             return int(self.batch)
-        beams = max(self._setting("num_beams", 1), self._returned)
+        beams = max(self._settings.get("num_beams", 1), self._returned)
         if self._options["padding"] == "max_length":
             length = self.limit or length
-        return self.planner.plan(length, self._new_tokens(length), beams)
+        return self.planner.plan(length, self._settings.new_tokens(length), beams)
 
     def _planner(self, mode: Mode | None) -> BatchPlanner:
         asked = getattr(self.model, "cache_mode_for", None)
@@ -387,66 +389,14 @@ class Pipeline:
         dtype = attribute(self.model, "dtype") or torch.float32
         return BatchPlanner(ModelShape.of(self.config, dtype), device=self.device, mode=mode)
 
-    def _setting(self, name: str, otherwise: Any) -> Any:
-        """An argument of generate: as given, else as the model's own generation configuration has it."""
-        given = self.generation.get(name)
-        if given is None:
-            given = getattr(self.generation.get("generation_config"), name, None)
-        if given is None:
-            given = getattr(attribute(self.model, "generation_config"), name, None)
-        return otherwise if given is None else given
-
-    def _lengths(self) -> tuple[int | None, int | None]:
-        """``max_new_tokens`` or else ``max_length``, whichever decides in `generate`."""
-        configs = (self.generation.get("generation_config"), attribute(self.model, "generation_config"))
-        for settings in (self.generation, *(vars(config) for config in configs if config is not None)):
-            if settings.get("max_new_tokens") is not None:
-                return int(settings["max_new_tokens"]), None
-            if settings.get("max_length") is not None:
-                return None, int(settings["max_length"])
-        return 20, None  # what generate does when nobody says anything
-
-    def _new_tokens(self, source: int) -> int:
-        """Tokens that are generated at most for texts of so many tokens."""
-        new, total = self._lengths()
-        if new is None:
-            assert total is not None
-            new = total - source if self.causal else total
-        return max(1, new)
-
-    def _limit(self, asked: int | None, truncate: bool) -> int | None:
-        """Tokens that a text may have: as asked, within what tokenizer and model take; None: any number."""
-        most = positions(self.config)
-        if self.causal:
-            # A prompt stands in the positions of the tokens that follow it, and max_length counts both.
-            new, total = self._lengths()
-            room = min((value for value in (most, total) if value is not None), default=None)
-            if room is not None:
-                most = room - (1 if new is None else new)
-                if most < 1:
-                    raise AttmemoError(
-                        f"{new or total:,} tokens to generate leave no room for a text: there are {room:,} positions.",
-                        "fewer new tokens",
-                    )
-        if asked is not None and asked < 1:
-            raise AttmemoError(f"texts cut to {asked} tokens are none.", "max_source at least 1")
-        if asked is not None and most is not None and asked > most:
-            raise AttmemoError(
-                f"texts of {asked:,} tokens are asked for, the model takes {most:,}.", f"at most {most:,}"
-            )
-        known = getattr(self.tokenizer, "model_max_length", None)
-        limits = [asked if asked is not None else known if truncate else None, most]
-        # A tokenizer that knows no limit says 10^30.
-        return min((limit for limit in limits if limit is not None and limit < 1 << 40), default=None)
-
     @property
     def _fixed(self) -> bool:
         """Whether texts depend on the batch: each has a seed, or its padding counts as length."""
-        seeded = self._seed is not None and bool(self._setting("do_sample", False))
-        return seeded or (self.causal and self._lengths()[0] is None)
+        seeded = self._seed is not None and bool(self._settings.get("do_sample", False))
+        return seeded or (self.causal and self._settings.lengths()[0] is None)
 
     def _identity(self) -> dict[str, Any]:
-        """What decides the output beside the input; else than where they are `_fixed`, batches only decide padding."""
+        """All that decides the output beside the input; batches decide padding alone, unless they are `_fixed`."""
         batches = {"batch": self.batch, "window": self.window, "buckets": self._options["buckets"]}
         if self.planner is not None:
             batches["mode"] = self.planner.mode
@@ -461,19 +411,8 @@ class Pipeline:
             "keep_special": self._keep_special,
             "clean_up": self._clean_up,
             "seed": self._seed,
-            **{f"generate {name}": _plain(value) for name, value in sorted(self.generation.items())},
+            **self._settings.named(),
         }
-
-
-def _plain(value: Any) -> Any:
-    """An argument as JSON keeps it; of an object, such as a processor, only the kind: its repr has an address."""
-    if isinstance(value, (str, int, float, bool)) or value is None:
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "to_dict"):
-        return {str(name): _plain(item) for name, item in value.to_dict().items()}
-    return type(value).__name__
 
 
 class _Clock:
