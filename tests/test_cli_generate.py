@@ -76,9 +76,7 @@ class TestAsStock:
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_the_wrapped_model_is_used(
-        self, family: str, saved: dict[str, str], source: Path, tmp_path: Path
-    ) -> None:
+    def test_the_wrapped_model_is_used(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         args = ("generate", saved[family], source, tmp_path / "out", *OPTIONS, "--output-summaries-only")
         found = json.loads(succeed(*args, "--json", "-"))
         assert found["fastseq"] is True

@@ -79,7 +79,9 @@ class TestAsThePlainLoop:
         ids=lambda options: ",".join(options),
     )  # fmt: skip
     @pytest.mark.parametrize("buckets", [True, False])
-    def test_no_text_differs(self, family: str, options: dict[str, Any], buckets: bool, models: dict[str, Any]) -> None:
+    def test_no_text_differs(
+        self, family: str, options: dict[str, Any], buckets: bool, models: dict[str, Any]
+    ) -> None:
         limit = POSITIONS - options["max_new_tokens"] if family == "gpt2" else POSITIONS
         wanted = plain_loop(models[family], TEXTS, 4, limit=limit, **options)
         assert len({str(text) for text in wanted}) > len(TEXTS) // 2, "outputs that do not vary show nothing"

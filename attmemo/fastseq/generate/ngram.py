@@ -152,7 +152,7 @@ def swap_ngram_processors(
     Returns
     -------
     int
-        How many were swapped. Only stock's own classes are: what a subclass does nobody knows.
+        How many were swapped. Subclasses stay: they may do something else.
     """
     swapped = 0
     for place, processor in enumerate(processors):

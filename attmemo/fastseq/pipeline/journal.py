@@ -3,7 +3,7 @@
 While it grows there is only ``OUTPUT.part``: a line of JSON that says what is being made, then a line for every batch
 with the numbers of its rows and their texts. Batches come sorted by length, not in the order of the input, so that a
 plain file could not hold what is done. A line that was cut off counts for nothing. When all rows are there they are
-written to ``OUTPUT.new`` in order, which then takes the output's name: whoever reads OUTPUT sees the old file or the
+written to ``OUTPUT.new`` in order, which then takes the output's name: a reader of OUTPUT sees the old file or the
 whole new one.
 """
 

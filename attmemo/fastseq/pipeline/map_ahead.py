@@ -28,7 +28,7 @@ def map_ahead(function: Callable[[T], R], items: Iterable[T], *, workers: int = 
     function : callable
         Runs in `workers` threads.
     items : iterable
-        Read in one thread of its own, so that a slow source holds nobody up.
+        Read in a thread of its own: a slow source delays only its own results.
     ahead : int
         At most this many results wait; then the threads do.
 

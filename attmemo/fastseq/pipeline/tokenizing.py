@@ -204,7 +204,7 @@ class Copies:
 
     @contextmanager
     def lent(self) -> Iterator[Any]:
-        """A copy that nobody else uses meanwhile."""
+        """A copy for this caller alone."""
         with self._lock:
             tokenizer = self._idle.pop() if self._idle else copy.deepcopy(self._original)
         try:

@@ -315,7 +315,7 @@ class Server:
         request._sequence = None
 
     def _room(self, request: Request) -> int:
-        """Tokens that a request ever has in the cache: of its last one nobody asks for keys."""
+        """The most tokens of a request in the cache; no later token needs the keys of the last one."""
         return len(request.prompt) + request.max_new_tokens - 1
 
     def _missing(self, request: Request) -> int:

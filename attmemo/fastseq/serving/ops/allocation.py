@@ -1,8 +1,8 @@
 """Memory of a cache: zeros in huge pages, where the machine gives them.
 
 Decoding reads a cache's pages in no order. With pages of 4 KiB each of them is a walk through the processor's page
-tables besides; with pages of 2 MiB hardly any is. Linux gives those to whoever asks (`madvise`), unless it is set not
-to, and then nothing is lost.
+tables besides; with pages of 2 MiB hardly any is. Linux gives large pages on request (`madvise`), unless its settings
+forbid them; then nothing is lost.
 """
 
 from __future__ import annotations

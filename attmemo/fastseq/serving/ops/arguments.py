@@ -1,7 +1,7 @@
-"""What a call of the operator was given: read, checked against the specification, and resolved.
+"""The arguments of one call: read, checked against the specification, and resolved.
 
 Everything is checked before anything is written. The hard part is `_check_contents`: which rows of the cache are
-used, do they exist, and does nobody write what another one reads or writes.
+used, do these rows exist, and does one sequence write rows that another sequence reads or writes.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class KeyValueCache:
         return self._admit(fork)
 
     def free(self, sequence: int) -> None:
-        """Let go of a sequence: its pages are free when nobody else holds them.
+        """Let go of a sequence: pages without another holder become free.
 
         Raises
         ------

@@ -27,7 +27,7 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages without a holder."""
         return len(self._free)
 
     @property
@@ -67,7 +67,7 @@ class PageAllocator:
         return self.pages - count if length >= count else None
 
     def is_free(self, first: int, count: int) -> bool:
-        """Whether these neighbours exist and nobody holds them."""
+        """Whether these neighbours exist and are free."""
         return first + count <= self.pages and not any(self._holders[first : first + count])
 
     def claim(self, first: int, count: int) -> list[int]:
@@ -81,7 +81,7 @@ class PageAllocator:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """One holder more for each of these pages, which somebody holds."""
+        """One holder more for each of these pages; none of them is free."""
         for page in pages:
             self._holders[page] += 1
 
