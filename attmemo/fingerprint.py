@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.errors import StaleDatabaseError
+from attmemo.loading import tokenizer_digest as tokenizer_digest
 
 # Settings that change attention maps without changing a weight. Absent keys count as None.
 CONFIG_KEYS = (
@@ -126,23 +127,6 @@ def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 def fingerprint(fields: Mapping[str, str]) -> str:
     """The digest of `model_fields`, in hexadecimal."""
     return digest_fields((name, fields[name].encode()) for name in sorted(fields))
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of a tokenizer: its vocabulary and its rules for splitting and joining text.
-
-    A memoized model sees hidden states, not text, so only the command line can check the tokenizer.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Each call sets truncation and padding on the backend; they do not belong to the tokenizer.
-        body = json.loads(backend.to_str())
-        for volatile in ("truncation", "padding"):
-            body.pop(volatile, None)
-        text = json.dumps(body, sort_keys=True)
-    else:
-        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path | str) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attmemo.fastseq.cached_model import CachedModel, make_cache
-from attmemo.fastseq.serve import Request, Server, ServerStats
+from attmemo.fastseq.serving.cached_model import CachedModel, make_cache
+from attmemo.fastseq.serving.server import Request, Server, ServerStats
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = (

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from attmemo.errors import AttmemoError, DataError, UnsupportedModelError
+from attmemo.errors import AttmemoError, UnsupportedModelError
+from attmemo.loading import load_pretrained
 
 _PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,42 +65,16 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
     UnsupportedModelError
         transformers cannot load it, or its encoder or the head that its configuration speaks of has no weights.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if dtype not in DTYPES:
         raise AttmemoError(f"precision {dtype!r} is not supported.", f"one of {', '.join(DTYPES)}")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-    path = str(Path(name).expanduser()) if looks_local else name
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise DataError(
-            f"no model in {name}: there is no config.json.", "give a model directory, or a name on the model hub"
-        )
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(path)
-            kind = kind_of(config)
-            loader = {"classifier": AutoModelForSequenceClassification, "language-model": AutoModelForCausalLM}.get(
-                kind, AutoModel
-            )
-            model, report = loader.from_pretrained(path, dtype=DTYPES[dtype], output_loading_info=True)
-            pair = kind == "encoder" and all(isinstance(getattr(model, part, None), nn.Module) for part in _PAIR)
-            if pair:
-                model = model.encoder  # the decoder would want inputs of its own, and its maps are never stored
-            model = model.eval().to(device)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raised = DataError if isinstance(error, OSError) else UnsupportedModelError
-        raise raised(
-            f"cannot load the model {name}: {reason}", "check the path, or the name on the model hub"
-        ) from error
-    absent = sorted(report["missing_keys"])
+    heads = {"classifier": AutoModelForSequenceClassification, "language-model": AutoModelForCausalLM}
+    loaded = load_pretrained(name, lambda config: heads.get(kind_of(config), AutoModel), DTYPES[dtype], device)
+    kind, model, absent = kind_of(loaded.config), loaded.model, loaded.absent
+    pair = kind == "encoder" and all(isinstance(getattr(model, part, None), nn.Module) for part in _PAIR)
+    if pair:
+        model = model.encoder  # the decoder would want inputs of its own, and its maps are never stored
     # Of layers only: positions that are computed are missing too.
     random = [key for key in absent if pair and key.startswith(("encoder.layers.", "encoder.block."))]
     if random:
@@ -124,7 +94,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             f"{type(model).__name__} does not say which module its head is (get_output_embeddings is None).",
             "save the bare decoder without its head: its answers are then embeddings",
         )
-    return LoadedModel(name, model, tokenizer, kind, dtype)
+    return LoadedModel(name, model, loaded.tokenizer, kind, dtype)
 
 
 def kind_of(config: Any) -> str:
@@ -266,23 +236,3 @@ def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | N
     mask = inputs["attention_mask"].unsqueeze(-1)
     pooled = (hidden.float() * mask).sum(1) / mask.sum(1)
     return nn.functional.normalize(pooled, dim=-1)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' loading bars and notices for a while: one progress bar at a time, ours."""
-    from transformers.utils import logging as hf
-
-    level, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
-    hf.set_verbosity_error()
-    hf.disable_progress_bar()
-    plain = logging.getLogger("transformers").level
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        hf.set_verbosity(level)
-        logging.getLogger("transformers").setLevel(plain)
-        if bars:
-            hf.enable_progress_bar()

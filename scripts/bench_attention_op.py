@@ -42,8 +42,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from attmemo.fastseq.ops import cache_shape, cpu, multi_head_cache_attention, scale_shape
-from attmemo.fastseq.ops.memory import zeros
+from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
+from attmemo.fastseq.serving.ops.allocation import zeros
+from attmemo.kernels import cache_attention
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 FORMS: dict[str, dict[str, Any]] = {  # what the cache holds
@@ -434,7 +435,7 @@ def main() -> None:
             "clock": options.clock,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "instruction_set": cpu.instruction_sets()[0],
+            "instruction_set": cache_attention.instruction_sets()[0],
             "heads": [HEADS, KV_HEADS, WIDTH],
             "page_size": 128,
             "memory": "huge pages on both sides",

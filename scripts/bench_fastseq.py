@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from attmemo import fastseq
-from attmemo.fastseq.shape import ModelShape
+from attmemo.fastseq.generate.shape import ModelShape
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "ctranslate2")
@@ -206,7 +206,7 @@ class Bench:
         return seconds
 
     def _plain(self, engine: Any, swap: bool) -> list[str]:
-        from attmemo.fastseq import loop
+        from attmemo.fastseq.generate import loop
 
         texts: list[str] = []
         kept = loop.swap_ngram_processors

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from attmemo.fastseq.ngram import EncoderNoRepeatNGram, NoRepeatNGram
+from attmemo.fastseq.generate.ngram import EncoderNoRepeatNGram, NoRepeatNGram
 from attmemo.profiler.conditions import conditions
 
 Way = Callable[[Tensor, Tensor], Tensor]

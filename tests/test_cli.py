@@ -645,4 +645,4 @@ class TestFamilies:
             assert reason in done.stdout.replace("\n", " ")
 
     def test_what_is_no_model_is_an_error(self, tmp_path: Path) -> None:
-        assert "cannot read the configuration" in refuse("families", tmp_path)
+        assert "no model in" in refuse("families", tmp_path)

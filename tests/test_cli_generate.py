@@ -19,8 +19,9 @@ from generators import LINES, POSITIONS, make_model, plain_loop, save, tokenizer
 from test_cli import MAIN, attmemo, refuse, succeed
 from transformers import AutoTokenizer, BartModel, BertConfig, BertForMaskedLM, GPT2Model, ViTConfig, ViTModel
 
-from attmemo.cli.generate import parse_batch
-from attmemo.fastseq import Pipeline, score
+from attmemo.cli.generate_options import parse_batch
+from attmemo.fastseq import Pipeline
+from attmemo.fastseq.pipeline import metrics
 
 BEAMS = {"num_beams": 2, "max_new_tokens": 6, "no_repeat_ngram_size": 2}
 OPTIONS = ("--num-beams", "2", "--max-new-tokens", "6", "--no-repeat-ngram-size", "2")
@@ -48,7 +49,7 @@ def lines(path: Path) -> list[str]:
 
 class TestAsStock:
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_a_line_differs(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
+    def test_every_line_is_stocks(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         extra = ("--output-summaries-only", "--causal-lm") if family == "gpt2" else ()
         out = succeed("generate", saved[family], source, tmp_path / "out", *OPTIONS, *extra)
         limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
@@ -75,9 +76,7 @@ class TestAsStock:
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
     @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-    def test_the_wrapped_model_is_not_used(
-        self, family: str, saved: dict[str, str], source: Path, tmp_path: Path
-    ) -> None:
+    def test_the_wrapped_model_is_used(self, family: str, saved: dict[str, str], source: Path, tmp_path: Path) -> None:
         args = ("generate", saved[family], source, tmp_path / "out", *OPTIONS, "--output-summaries-only")
         found = json.loads(succeed(*args, "--json", "-"))
         assert found["fastseq"] is True
@@ -86,10 +85,10 @@ class TestAsStock:
         limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
         assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
 
-    def test_a_model_that_fell_back_is_called_fast(
+    def test_a_model_that_fell_back_is_not_called_fast(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from attmemo.fastseq import fastmodel
+        from attmemo.fastseq.generate import fastmodel
 
         monkeypatch.setattr(fastmodel, "self_test", lambda fast, mode="shared": "of its own will")
         common = ("generate", saved["bart"], source, tmp_path / "out", *OPTIONS)
@@ -155,7 +154,7 @@ class TestOptions:
              {"do_sample": True, "min_p": 0.1, "typical_p": 0.9}),
         ],
     )  # fmt: skip
-    def test_a_setting_does_not_arrive(
+    def test_every_setting_arrives(
         self, options: tuple[str, ...], expected: dict[str, Any], saved: dict[str, str], source: Path, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
@@ -173,7 +172,7 @@ class TestOptions:
         succeed(*common, "--beam", "2", "--max-new-tokens", "6", "--without-fastseq-opt", *options)
         assert [{name: given.get(name) for name in expected} for given in seen] == [expected]
 
-    def test_a_model_that_samples_of_itself_cannot_be_told_not_to(
+    def test_a_model_that_samples_of_itself_stops_when_told(
         self, saved: dict[str, str], source: Path, tmp_path: Path
     ) -> None:
         folder = Path(shutil.copytree(saved["bart"], tmp_path / "model"))
@@ -319,7 +318,7 @@ class TestScores:
 
     def test_rouge_of_known_lines(self) -> None:
         pytest.importorskip("rouge_score")
-        found = score.score("rouge", ["the cat sat"], ["the cat ran"])
+        found = metrics.score("rouge", ["the cat sat"], ["the cat ran"])
         assert found["rouge1"] == pytest.approx(200 / 3)
         assert found["rouge2"] == pytest.approx(50)
 
@@ -327,7 +326,7 @@ class TestScores:
         sacrebleu = pytest.importorskip("sacrebleu")
         hypotheses, references = ["the cat sat on the mat today"], ["the cat sat on the mat"]
         expected = sacrebleu.corpus_bleu(hypotheses, [references]).score
-        assert score.score("bleu", hypotheses, references)["bleu"] == pytest.approx(expected)
+        assert metrics.score("bleu", hypotheses, references)["bleu"] == pytest.approx(expected)
         assert 50 < expected < 100
 
 
@@ -340,11 +339,11 @@ class TestBadInput:
             (tmp_path / "in").write_bytes(raw)
         assert said in refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
 
-    def test_the_output_is_the_input(self, saved: dict[str, str], source: Path) -> None:
+    def test_the_output_is_never_the_input(self, saved: dict[str, str], source: Path) -> None:
         assert "would replace" in refuse("generate", saved["bart"], source, source)
         assert lines(source) == TEXTS
 
-    def test_a_pipe_is_read_a_second_time(self, saved: dict[str, str], tmp_path: Path) -> None:
+    def test_a_pipe_is_refused(self, saved: dict[str, str], tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "in")
         stderr = refuse("generate", saved["bart"], tmp_path / "in", tmp_path / "out", *OPTIONS)
         assert "is a pipe" in stderr
@@ -361,7 +360,7 @@ class TestBadInput:
             (("out.part", "out", "ref", "score"), "OUTPUT.part"),
         ],
     )  # fmt: skip
-    def test_a_file_is_written_over_by_its_own_run(
+    def test_no_run_writes_over_its_own_files(
         self, files: tuple[str, ...], said: str, link: str | None, tmp_path: Path
     ) -> None:
         for name in files:
@@ -401,7 +400,7 @@ class TestBadInput:
         assert "these options cannot be generated with" in refuse(*common, *options)
         succeed(*common)  # and what was refused is not in the way of what is right
 
-    def test_an_error_of_the_model_is_blamed_on_the_options(
+    def test_an_error_of_the_model_is_not_blamed_on_the_options(
         self, saved: dict[str, str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from transformers.models.bart.modeling_bart import BartEncoder
@@ -470,7 +469,7 @@ class TestBadInput:
 
 class TestInterrupted:
     @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-    def test_a_killed_run_loses_or_doubles_a_line(
+    def test_a_killed_run_neither_loses_nor_doubles_a_line(
         self, how: signal.Signals, saved: dict[str, str], tmp_path: Path
     ) -> None:
         texts = [*LINES, ""] * 6

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.fastseq.cache import BeamArena, _gather, copy_order, hole_filling
-from attmemo.fastseq.encoder import length_groups
-from attmemo.fastseq.refusal import Refusal
+from attmemo.fastseq.generate.beam_cache import BeamArena, _gather, copy_order, hole_filling
+from attmemo.fastseq.generate.encoder import length_groups
+from attmemo.fastseq.generate.refusal import Refusal
 
 
 def filled(rows: int, layers: int = 2, steps: int = 5, room: int = 3) -> tuple[BeamArena, list[list[torch.Tensor]]]:

@@ -11,10 +11,10 @@ from fastseq_models import SEQ2SEQ, inputs, make
 from torch import Tensor
 
 from attmemo import UnsupportedModelError, fastseq
-from attmemo.fastseq.attention import prefix_attention, shared_attention
-from attmemo.fastseq.costmodel import Call, Machine, choose, measured
-from attmemo.fastseq.el import Projections, el_cross_attention
-from attmemo.fastseq.shape import ModelShape
+from attmemo.fastseq.generate.beam_attention import prefix_attention, shared_attention
+from attmemo.fastseq.generate.costmodel import Call, Machine, choose, measured
+from attmemo.fastseq.generate.el_attention import Projections, el_cross_attention
+from attmemo.fastseq.generate.shape import ModelShape
 
 B, M, H, D_HEAD, D, N = 3, 4, 5, 6, 21, 11  # h·d is not D
 
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_stock(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
-def test_a_sample_that_is_padding_only_becomes_not_a_number(family: str) -> None:
+def test_a_sample_that_is_padding_only_gives_stocks_scores(family: str) -> None:
     model = make(family)
     fast = fastseq.wrap(model, attention="el")
     arguments = inputs(family)
@@ -107,7 +107,7 @@ def test_a_sample_that_is_padding_only_becomes_not_a_number(family: str) -> None
     expected, got = (path.generate(**arguments, **setting) for path in (model, fast))
     assert torch.equal(expected.sequences, got.sequences)
     assert torch.equal(expected.sequences_scores, got.sequences_scores)
-    assert fast.stats()["stock_reasons"] == {"EL-attention: a sample that is padding only": 1}
+    assert fast.stats()["stock_reasons"] == {"a sample that is padding only": 1}
 
 
 @pytest.mark.parametrize(("family", "reason"), [("llama", "RoPE"), ("qwen2", "RoPE"), ("qwen3", "RoPE")])
@@ -216,7 +216,7 @@ def test_the_machine_is_measured_once() -> None:
 
 
 def test_auto_takes_el_when_shared_states_do_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from attmemo.fastseq import planner
+    from attmemo import memory
 
     model: Any = make("bart")
     fast = fastseq.wrap(model)
@@ -230,8 +230,8 @@ def test_auto_takes_el_when_shared_states_do_not_fit(monkeypatch: pytest.MonkeyP
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(planner, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(planner, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
     assert torch.equal(fast.generate(**arguments, num_beams=4, max_new_tokens=10), expected)
     assert fast.stats()["counts"]["el"] > 0
     llama = make("llama")

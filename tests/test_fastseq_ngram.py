@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram, ngram
-from attmemo.fastseq.ngram import ban_ngrams, banned_mask, swap_ngram_processors
+from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram
+from attmemo.fastseq.generate.ngram import ban_ngrams, swap_ngram_processors
 from attmemo.kernels import _ngram
+from attmemo.kernels.ngram import banned_mask
 
 INFINITY = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -77,7 +78,7 @@ def equal(left: Tensor, right: Tensor) -> bool:
 class TestAgainstBruteForce:
     @settings(max_examples=300, deadline=None)
     @given(cases())
-    def test_the_kernel_bans_another_token(self, case: dict[str, Any]) -> None:
+    def test_the_kernel_bans_the_right_tokens(self, case: dict[str, Any]) -> None:
         scores, tokens, size = case["scores"], case["tokens"], case["size"]
         wanted = expected(scores, brute_force(tokens, tokens, size, scores.shape[1]))
         ban_ngrams(scores, tokens, size)
@@ -85,7 +86,7 @@ class TestAgainstBruteForce:
 
     @settings(max_examples=300, deadline=None)
     @given(cases())
-    def test_the_kernel_bans_another_token_of_a_source(self, case: dict[str, Any]) -> None:
+    def test_the_kernel_bans_the_right_tokens_of_a_source(self, case: dict[str, Any]) -> None:
         scores, tokens, source, size = case["scores"], case["tokens"], case["source"], case["size"]
         wanted = expected(scores, brute_force(tokens, source, size, scores.shape[1]))
         ban_ngrams(scores, tokens, size, source)
@@ -93,9 +94,9 @@ class TestAgainstBruteForce:
 
     @settings(max_examples=200, deadline=None)
     @given(cases(), st.booleans())
-    def test_the_oracle_bans_another_token(self, case: dict[str, Any], own: bool) -> None:
+    def test_the_oracle_bans_the_right_tokens(self, case: dict[str, Any], own: bool) -> None:
         source = None if own else case["source"]
-        mask = banned_mask(case["scores"], case["tokens"], case["size"], source)
+        mask = banned_mask(case["scores"], case["tokens"], case["tokens"] if source is None else source, case["size"])
         text = case["tokens"] if source is None else source
         assert torch.equal(mask, brute_force(case["tokens"], text, case["size"], case["scores"].shape[1]))
 
@@ -142,7 +143,7 @@ class TestAgainstBruteForce:
         assert (wanted == -INFINITY).any()
         assert equal(scores, wanted)
 
-    def test_the_scores_require_gradients(self) -> None:
+    def test_scores_that_require_gradients_get_them(self) -> None:
         tokens, start = torch.tensor([[1, 2, 1]]), torch.zeros(1, 4, requires_grad=True)
         NoRepeatNGram(2)(tokens, start)[0, :2].sum().backward()
         assert start.grad is not None
@@ -187,7 +188,7 @@ class TestRefusals:
             (torch.zeros(1, 4).expand(3, 4), ids(3, 4), ids(3, 4), 2, "float32"),
         ],
     )  # fmt: skip
-    def test_the_kernel_itself_writes_where_it_must_not(
+    def test_the_kernel_itself_refuses_to_write_where_it_must_not(
         self, scores: Tensor, tokens: Tensor, text: Tensor, size: int, form: str
     ) -> None:
         before = scores.clone()
@@ -195,7 +196,7 @@ class TestRefusals:
             _ngram.ban_ngrams(scores.numpy(), tokens.numpy(), text.numpy(), size, form)
         assert torch.equal(scores, before)
 
-    def test_read_only_scores_are_written(self) -> None:
+    def test_read_only_scores_are_never_written(self) -> None:
         array = torch.zeros(1, 4).numpy()
         array.flags.writeable = False
         tokens = torch.zeros(1, 4, dtype=torch.long).numpy()
@@ -224,7 +225,7 @@ def rows_and_scores(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int]:
 class TestAsStock:
     @settings(max_examples=200, deadline=None)
     @given(rows_and_scores(), st.sampled_from(DTYPES))
-    def test_scores_differ(self, case: tuple[Tensor, Tensor, Tensor, int], dtype: torch.dtype) -> None:
+    def test_scores_are_stocks(self, case: tuple[Tensor, Tensor, Tensor, int], dtype: torch.dtype) -> None:
         tokens, scores, _, size = case
         scores = scores.to(dtype)
         wanted = NoRepeatNGramLogitsProcessor(size)(tokens, scores.clone())
@@ -236,7 +237,7 @@ class TestAsStock:
 
     @settings(max_examples=200, deadline=None)
     @given(rows_and_scores())
-    def test_scores_differ_for_a_source(self, case: tuple[Tensor, Tensor, Tensor, int]) -> None:
+    def test_scores_are_stocks_for_a_source(self, case: tuple[Tensor, Tensor, Tensor, int]) -> None:
         tokens, scores, source, size = case
         stock = EncoderNoRepeatNGramLogitsProcessor(size, source)
         wanted = stock(tokens, scores.clone())
@@ -260,7 +261,7 @@ class TestAsStock:
         assert torch.equal(EncoderNoRepeatNGram(2, source)(tokens, scores), wanted)
         assert (wanted == -INFINITY).sum() == 2
 
-    def test_a_text_that_left_the_batch_is_still_asked(self) -> None:
+    def test_texts_that_left_the_batch_are_not_asked(self) -> None:
         source = torch.tensor([[1, 2], [3, 4], [5, 6]])
         processor = EncoderNoRepeatNGram(2, source)
         processor.select_rows(torch.tensor([2, 0]))
@@ -285,7 +286,7 @@ class TestSwap:
         assert processors[2].batch_size == 2
         assert swap_ngram_processors(processors) == 0, "ours are not swapped again"
 
-    def test_a_subclass_is_taken_for_stock(self) -> None:
+    def test_no_subclass_is_taken_for_stock(self) -> None:
         class Own(NoRepeatNGramLogitsProcessor):  # type: ignore[misc]
             pass
 
@@ -294,7 +295,7 @@ class TestSwap:
         assert type(processors[0]) is Own
 
     @pytest.mark.parametrize("options", [{"num_beams": 4}, {"do_sample": True}, {"num_beams": 1}], ids=str)
-    def test_a_model_generates_something_else(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_options_give_stocks_tokens(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         model = BartForConditionalGeneration(
             BartConfig(
@@ -316,7 +317,7 @@ class TestSwap:
             seen.append(args[3])
             real(*args)
 
-        monkeypatch.setattr(ngram._ngram, "ban_ngrams", counted)
+        monkeypatch.setattr(_ngram, "ban_ngrams", counted)
         torch.manual_seed(1)
         ours = LogitsProcessorList([NoRepeatNGram(2, in_place=True), EncoderNoRepeatNGram(3, source, in_place=True)])
         assert torch.equal(model.generate(**common, logits_processor=ours), wanted)
@@ -326,8 +327,8 @@ class TestSwap:
 
 TRITON = """
 import torch
-from attmemo.fastseq.ngram import banned_mask
-from attmemo.fastseq.ngram_triton import ban_ngrams
+from attmemo.fastseq.generate.ngram_triton import ban_ngrams
+from attmemo.kernels.ngram import banned_mask
 
 generator = torch.Generator().manual_seed(0)
 banned = 0
@@ -342,7 +343,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         wide = torch.randn(rows, columns + 2, generator=generator).to(dtype)
         for text in (source, tokens):
             scores = wide.clone()[:, :columns]
-            mask = banned_mask(scores, tokens, size, text)
+            mask = banned_mask(scores, tokens, text, size)
             wanted = scores.masked_fill(mask, -float("inf"))
             ban_ngrams(scores, tokens, text, size)
             assert torch.equal(scores, wanted), (dtype, rows, known, length, columns, size)
@@ -352,7 +353,7 @@ print(banned)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_for_gpus_bans_another_token_in_the_interpreter(tmp_path: Path) -> None:
+def test_the_kernel_for_gpus_bans_the_right_tokens_in_the_interpreter(tmp_path: Path) -> None:
     # A process of its own: Triton reads TRITON_INTERPRET when it is imported, which transformers may have done.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, timeout=300)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,9 @@ from transformers import BartConfig, GPT2Config, LlamaConfig, MarianConfig, Pega
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from attmemo.errors import AttmemoError
-from attmemo.fastseq import planner
-from attmemo.fastseq.planner import BatchPlanner, Guard, free_memory, is_out_of_memory, peak_bytes
-from attmemo.fastseq.shape import ModelShape
+from attmemo.fastseq.generate.shape import ModelShape
+from attmemo.fastseq.pipeline import planner
+from attmemo.fastseq.pipeline.planner import BatchPlanner, Guard, is_out_of_memory, peak_bytes
 
 GIB = 1 << 30
 BART_LARGE = ModelShape(12, 1024, 1024, 4096, 16, 50265, item=2)
@@ -77,7 +75,7 @@ class TestFormula:
         ],
         ids=lambda value: type(value).__name__,
     )  # fmt: skip
-    def test_a_configuration_is_misread(self, config: Any, expected: tuple[int, ...]) -> None:
+    def test_configurations_are_read(self, config: Any, expected: tuple[int, ...]) -> None:
         shape = ModelShape.of(config, torch.float16)
         found = (shape.layers, shape.keys, shape.width, shape.inner, shape.heads, shape.vocabulary)
         assert found == expected
@@ -89,7 +87,7 @@ class TestFormula:
             ModelShape.of(object())
         assert "--batch-size" in str(caught.value)
 
-    def test_what_a_step_takes_is_underestimated(self) -> None:
+    def test_what_a_step_takes_is_not_underestimated(self) -> None:
         """What was measured of the resident set: MiB for B, M, N, t."""
         bart = ModelShape(4, 512, 512, 2048, 8, 50265)
         gpt2 = ModelShape(4, 512, 512, 2048, 8, 50257, encoder=False)
@@ -106,7 +104,7 @@ class TestFormula:
 
 class TestPlan:
     @given(st.integers(1, 1 << 36), st.integers(1, 4096), st.integers(1, 512), st.integers(1, 8))
-    def test_a_planned_batch_does_not_fit(self, free: int, source: int, new: int, beams: int) -> None:
+    def test_a_planned_batch_fits(self, free: int, source: int, new: int, beams: int) -> None:
         plan = BatchPlanner(BART_LARGE, free=free, most=64)
         batch = plan.plan(source, new, beams)
         assert 1 <= batch <= 64
@@ -131,80 +129,6 @@ class TestPlan:
         assert BatchPlanner(BART_LARGE).free == 5 * GIB
 
 
-def system(root: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
-    """A /proc and a /sys/fs/cgroup with these files only."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(planner, "_PROC", root / "proc")
-    monkeypatch.setattr(planner, "_CGROUPS", root / "cgroup")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-MEMINFO = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:    8388608 kB\nSwapFree: 0 kB\n"}
-
-
-class TestFreeMemory:
-    def test_what_the_kernel_calls_available(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        system(tmp_path, monkeypatch, MEMINFO)
-        assert free_memory() == 8 * GIB
-
-    @pytest.mark.parametrize("inner", ["max", str(3 * GIB)])
-    def test_the_limit_of_a_container_is_not_seen(
-        self, inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        files = {
-            "proc/self/cgroup": "0::/pod/box\n",
-            "cgroup/pod/memory.max": str(4 * GIB),
-            "cgroup/pod/memory.current": str(2 * GIB),
-            "cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
-            "cgroup/pod/box/memory.max": inner,
-            "cgroup/pod/box/memory.current": str(2 * GIB),
-            "cgroup/pod/box/memory.stat": "inactive_file 0\n",
-        }
-        system(tmp_path, monkeypatch, {**MEMINFO, **files})
-        assert free_memory() == (2.5 * GIB if inner == "max" else GIB)
-
-    def test_the_path_is_that_of_the_host(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {
-            "proc/self/cgroup": "0::/docker/0123\n",
-            "cgroup/memory.max": str(GIB),
-            "cgroup/memory.current": str(GIB // 4),
-        }
-        system(tmp_path, monkeypatch, {**MEMINFO, **files})
-        assert free_memory() == GIB * 3 // 4
-
-    def test_control_groups_of_version_1(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {
-            "proc/self/cgroup": "9:cpu,cpuacct:/a\n4:memory:/a\n",
-            "cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
-            "cgroup/memory/memory.usage_in_bytes": str(GIB),
-            "cgroup/memory/a/memory.limit_in_bytes": str(2 * GIB),
-            "cgroup/memory/a/memory.usage_in_bytes": str(GIB),
-            "cgroup/memory/a/memory.stat": f"total_inactive_file {GIB // 2}\n",
-        }
-        system(tmp_path, monkeypatch, {**MEMINFO, **files})
-        assert free_memory() == 1.5 * GIB
-
-    def test_a_limit_of_the_address_space(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        system(tmp_path, monkeypatch, {**MEMINFO, "proc/self/statm": "1000 500 1 1 0 1 0\n"})
-        monkeypatch.setattr(resource, "getrlimit", lambda which: (GIB, GIB))
-        assert free_memory() == GIB - 1000 * resource.getpagesize()
-
-    def test_a_group_that_is_over_its_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {"proc/self/cgroup": "0::/\n", "cgroup/memory.max": "100", "cgroup/memory.current": "200"}
-        system(tmp_path, monkeypatch, {**MEMINFO, **files})
-        assert free_memory() == 0
-
-    def test_nothing_is_known(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        system(tmp_path, monkeypatch, {"proc/other": ""})
-        assert free_memory() > 0
-
-    def test_this_machine(self) -> None:
-        assert 0 < free_memory() < 1 << 50
-
-
 class TestOutOfMemory:
     def test_the_cpu_allocator(self) -> None:
         with pytest.raises(RuntimeError) as caught:
@@ -219,7 +143,7 @@ class TestOutOfMemory:
     @pytest.mark.parametrize(
         "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("out of memory"), OSError(12)]
     )
-    def test_another_error_is_taken_for_it(self, error: Exception) -> None:
+    def test_no_other_error_is_taken_for_it(self, error: Exception) -> None:
         assert not is_out_of_memory(error)
 
 

@@ -86,7 +86,7 @@ def test_what_cannot_be_one_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("by_config", [False, True])
-def test_without_a_cache_it_says_other_words(beams: int, by_config: bool) -> None:
+def test_without_a_cache_it_is_refused(beams: int, by_config: bool) -> None:
     model = make("unilm")
     options: dict[str, object] = {"max_new_tokens": 4, "num_beams": beams}
     if by_config:

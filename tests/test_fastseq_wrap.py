@@ -219,7 +219,7 @@ class TestInputsOfAnotherForm:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "marian"])
-def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
+def test_the_encoder_leaves_out_the_padding(models: dict[str, tuple[Any, Any]], family: str) -> None:
     fast = pair(models, family)[1]
     for padding, saved in ((None, 0), ("right", 3 + 3)):  # 17 alone, and 14 beside 11
         before = fast.stats()["counts"]
@@ -230,11 +230,11 @@ def test_the_encoder_reads_the_padding(models: dict[str, tuple[Any, Any]], famil
         assert padded - read == saved
 
 
-def test_the_users_own_encoder_is_changed_for_a_call() -> None:
+def test_the_users_own_encoder_is_never_changed() -> None:
     """A copy that kept it: no module of it holds a config."""
-    from attmemo.fastseq.call import CallState
-    from attmemo.fastseq.encoder import held_once
-    from attmemo.fastseq.refusal import Refusal
+    from attmemo.fastseq.generate.call_state import CallState
+    from attmemo.fastseq.generate.encoder import held_once
+    from attmemo.fastseq.generate.refusal import Refusal
 
     model, copy = make("bart"), make("bart")
     copy.model.encoder = model.model.encoder
@@ -246,10 +246,10 @@ def test_the_users_own_encoder_is_changed_for_a_call() -> None:
 
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
 @pytest.mark.parametrize("beams", [1, 4])
-def test_ngrams_are_banned_by_stocks_slow_way(
+def test_ngrams_are_banned_by_our_kernel(
     models: dict[str, tuple[Any, Any]], name: str, beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attmemo.fastseq import ngram
+    from attmemo.fastseq.generate import ngram
 
     banned = []
     real = ngram.ban_ngrams
@@ -259,7 +259,7 @@ def test_ngrams_are_banned_by_stocks_slow_way(
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_half_precision_runs_on_the_stock_path(family: str) -> None:
+def test_half_precision_runs_on_the_fast_path(family: str) -> None:
     model = make(family).to(torch.bfloat16)
     fast = fastseq.wrap(model)
     setting: dict[str, Any] = {"num_beams": 4, "return_dict_in_generate": True, "output_scores": True}
@@ -269,7 +269,7 @@ def test_half_precision_runs_on_the_stock_path(family: str) -> None:
     torch.testing.assert_close(expected.scores[0], got.scores[0], rtol=0.1, atol=0.2)
 
 
-def test_a_streamer_gets_nothing() -> None:
+def test_a_streamer_gets_all_tokens() -> None:
     class Streamer:
         def __init__(self) -> None:
             self.seen: list[list[int]] = []
@@ -366,7 +366,7 @@ def test_what_is_not_covered_runs_on_the_stock_path_and_is_counted(setting: dict
 @pytest.mark.parametrize("by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
 def test_weights_of_which_each_process_has_a_part(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes have to run as many forwards, or they wait for each other: stock's loop sees to that."""
-    from attmemo.fastseq import fastmodel
+    from attmemo.fastseq.generate import fastmodel
 
     fast = fastseq.wrap(make("gpt2"), check=False)
     monkeypatch.setattr(fastmodel, by, lambda *model: True)
@@ -469,7 +469,7 @@ class _StopsTheCall(Exception):
 @pytest.mark.parametrize(
     ("family", "attention"), [("bart", "shared"), ("bart", "el"), ("t5", "auto"), ("gpt2", "el"), ("llama", "shared")]
 )
-def test_what_a_call_made_waits_for_the_garbage_collector(family: str, attention: str, fails: bool) -> None:
+def test_what_a_call_made_goes_without_the_garbage_collector(family: str, attention: str, fails: bool) -> None:
     fast = fastseq.wrap(make(family), attention=attention)
     kinds = ("BeamArena", "CallState", "CrossLayer", "PrefixLayer", "SuffixLayer", "ELStates", "ELSelfLayer")
     made: list[weakref.ref[Any]] = []
@@ -543,10 +543,10 @@ def test_an_unknown_model_generates_on_the_stock_path_and_says_so(caplog: pytest
 
 
 @pytest.mark.parametrize("attention", ["auto", "shared", "el"])
-def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
+def test_a_model_wrapped_in_training_mode_is_tested_later(
     attention: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attmemo.fastseq import attention as functions
+    from attmemo.fastseq.generate import beam_attention as functions
 
     wrong = "el_cross_attention" if attention == "el" else "shared_attention"
     real = getattr(functions, wrong)
@@ -565,7 +565,7 @@ def test_a_model_that_was_wrapped_in_training_mode_is_never_tested(
 
 
 @pytest.mark.parametrize("attention", ["auto", "el"])
-def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attention: str) -> None:
+def test_a_model_wrapped_in_training_mode_is_fast_afterwards(attention: str) -> None:
     model = make("bart").train()
     fast = fastseq.wrap(model, attention=attention)
     model.eval()
@@ -576,9 +576,9 @@ def test_a_good_model_stays_slow_because_it_was_wrapped_in_training_mode(attenti
         fastseq.wrap(make("llama").train(), attention="el")
 
 
-def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attmemo.fastseq import fastmodel
-    from attmemo.fastseq.refusal import Refusal
+def test_a_refusal_on_the_way_uses_up_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq.generate import fastmodel
+    from attmemo.fastseq.generate.refusal import Refusal
 
     model = make("gpt2")
     fast = fastseq.wrap(model)
@@ -594,8 +594,8 @@ def test_a_refusal_on_the_way_uses_up_random_numbers(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
-def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attmemo.fastseq import draws
+def test_the_generator_of_a_device_is_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.fastseq.generate import random_state
 
     states = {"now": 5}
 
@@ -613,7 +613,7 @@ def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytes
     if kind != "cpu":
         monkeypatch.setattr(torch, kind, Device())
     before = torch.get_rng_state()
-    rewind = draws.remember(torch.device(kind))
+    rewind = random_state.remember(torch.device(kind))
     torch.rand(3)
     states["now"] = 6
     rewind()
@@ -625,10 +625,10 @@ def test_the_generator_of_a_device_is_not_put_back(kind: str, monkeypatch: pytes
     ("family", "kind"),
     [("bart", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16)],
 )
-def test_beams_that_are_not_followed_pass_the_test(
+def test_beams_that_are_not_followed_fail_the_self_test(
     family: str, kind: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attmemo.fastseq.cache import BeamArena
+    from attmemo.fastseq.generate.beam_cache import BeamArena
 
     model = make(family).to(kind)
     fastseq.wrap(model)
@@ -651,14 +651,14 @@ def test_a_replaced_forward_is_not_bypassed() -> None:
 
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_large_linear_layers_are_read_the_other_way_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attmemo.fastseq import linear
+    from attmemo.fastseq.generate import streamed_linear
 
-    monkeypatch.setattr(linear, "FEWEST_WEIGHTS", 0)
-    monkeypatch.setattr(linear, "MOST_ROWS", 12)
+    monkeypatch.setattr(streamed_linear, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(streamed_linear, "MOST_ROWS", 12)
     called = []
-    forward = linear.StreamedLinear.forward
+    forward = streamed_linear.StreamedLinear.forward
     monkeypatch.setattr(
-        linear.StreamedLinear, "forward", lambda self, rows: called.append(rows.shape) or forward(self, rows)
+        streamed_linear.StreamedLinear, "forward", lambda self, rows: called.append(rows.shape) or forward(self, rows)
     )
     model = make(family)
     kinds = [type(module) for module in model.modules()]
@@ -712,3 +712,26 @@ def test_the_planner_is_told_what_is_held() -> None:
     fast = fastseq.wrap(make("bart"))
     assert fast.cache_mode_for({"num_beams": 4}) == "shared"
     assert fast.cache_mode_for({"num_beams": 4, "use_cache": False}) == "stock"
+
+
+@pytest.mark.parametrize("beams", [1, 2, 4])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_sample_of_padding_only_gives_stocks_tokens(family: str, beams: int) -> None:
+    """Every key of such a sample is masked. Attention then gives what its kernel happens to compute."""
+    model = make(family)
+    fast = fastseq.wrap(model)
+    arguments = inputs(family, "right")
+    arguments["attention_mask"][1] = 0
+    setting = {"num_beams": beams, "max_new_tokens": 8}
+    assert torch.equal(fast.generate(**arguments, **setting), model.generate(**arguments, **setting))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])
+def test_an_empty_batch_raises_stocks_error(family: str) -> None:
+    model = make(family)
+    nothing = {"input_ids": inputs(family)["input_ids"][:0], "max_new_tokens": 4}
+    with pytest.raises(RuntimeError) as expected:
+        model.generate(**nothing)
+    with pytest.raises(RuntimeError) as seen:
+        fastseq.wrap(model).generate(**nothing)
+    assert str(seen.value) == str(expected.value)

@@ -20,7 +20,7 @@ from attmemo.errors import (
     ImplementationError,
 )
 from attmemo.fastseq.ops import check_arguments, choose_implementation, multi_head_cache_attention, page_offsets
-from attmemo.fastseq.ops.arguments import _check_contents, _is_sound
+from attmemo.fastseq.serving.ops.arguments import _check_contents, _is_sound
 
 PAGED = Case([(2, 3), (1, 6)], layers=2, layer=1)
 OFFSET = Case([(2, 3), (1, 6)], paged=False)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ops_cases import NAMES, NOISE, TOLERANCE, Case, clone, judge, octets, slope, written
 
 from attmemo.fastseq.ops import multi_head_cache_attention
-from attmemo.fastseq.ops.reference import alibi_slopes
+from attmemo.kernels.cache_attention import alibi_slopes
 
 BOTH = pytest.mark.parametrize("implementation", ["reference", "cpu"])
 FLOATS = list(NAMES)

@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from ops_cases import TOLERANCE, Case, clone, octets
 from test_ops_attention import cases
 
-from attmemo.fastseq.ops import check_arguments, cpu, multi_head_cache_attention
+from attmemo.fastseq.ops import check_arguments, multi_head_cache_attention
+from attmemo.fastseq.serving.ops import cpu
 from attmemo.kernels import _cache_attention as native
-from attmemo.kernels import _map_product
+from attmemo.kernels import _map_product, cache_attention
 from attmemo.kernels.team import join_torch
 
-SETS = cpu.instruction_sets()
+SETS = cache_attention.instruction_sets()
 
 
 def attend(case: Case, inputs: dict[str, Any], isa: str = "") -> torch.Tensor:
@@ -257,20 +258,20 @@ def test_the_native_call_checks_what_it_can() -> None:
     at = a.indices
     output = torch.zeros(a.query.shape)
     tensors = (
-        *(cpu._rows(tensor) for tensor in (a.query, a.key, a.value)),
-        cpu._planes(a.cache_planes),
-        cpu._planes(a.scale_planes),
-        cpu._NONE,
+        *(cache_attention._tokens(tensor) for tensor in (a.query, a.key, a.value)),
+        cache_attention._planes(a.cache_planes),
+        cache_attention._planes(a.scale_planes),
+        cache_attention._NONE,
     )
     indices = (at.seqstarts, at.kvstarts, at.cachestarts, at.start_pos)
-    sizes = (1, a.tokens, 4, 2, 16, 8, 8, a.pages, 4)
-    good: list[Any] = [tensors, output.data_ptr(), indices, sizes, (True, 0, 1), cpu._NO_SLOPES, ""]
+    sizes = (1, a.tokens, 4, 2, 16, 8, 8, at.cachestarts.shape[1] if a.paged else 1, 4)
+    good: list[Any] = [tensors, output.data_ptr(), indices, sizes, (True, 0, 1), cache_attention._NO_SLOPES, ""]
     native.attend(*good)
     short = (at.seqstarts[:1], *indices[1:])
     for place, wrong in (
         (0, ((*tensors[0][:1], 7, *tensors[0][2:]), *tensors[1:])),
         (0, ((*tensors[0][:1], 1, *tensors[0][2:]), *tensors[1:])),
-        (0, (*tensors[:4], cpu._NONE, cpu._NONE)),
+        (0, (*tensors[:4], cache_attention._NONE, cache_attention._NONE)),
         (2, short),
         (3, (*sizes[:2], 3, *sizes[3:])),
         (3, (*sizes[:5], 5, *sizes[6:])),
@@ -279,7 +280,7 @@ def test_the_native_call_checks_what_it_can() -> None:
         (3, (1, 2, *sizes[2:])),
         (3, (2, *sizes[1:])),
         (4, (True, 0, 0)),
-        (5, cpu._slopes(3)),
+        (5, cache_attention._slopes(3)),
     ):
         arguments = [*good]
         arguments[place] = wrong

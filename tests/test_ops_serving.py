@@ -36,8 +36,8 @@ from attmemo.errors import (
     UnknownSequenceError,
     UnsupportedModelError,
 )
-from attmemo.fastseq.cached_model import CachedModel, make_cache
-from attmemo.fastseq.serve import Request, Server
+from attmemo.fastseq.serving.cached_model import CachedModel, make_cache
+from attmemo.fastseq.serving.server import Request, Server
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE: dict[str, Any] = {

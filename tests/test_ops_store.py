@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from ops_cases import NAMES, Case, clone, judge, octets
 from test_ops_attention import BOTH, FLOATS, check, run
 
-from attmemo.fastseq.ops import cache_shape, check_arguments, cpu, multi_head_cache_attention, scale_shape
-from attmemo.fastseq.ops.reference import pack, unpack
+from attmemo.fastseq.ops import cache_shape, check_arguments, multi_head_cache_attention, scale_shape
+from attmemo.fastseq.serving.ops import cpu
+from attmemo.kernels.cache_attention import instruction_sets, pack, unpack
 
-SETS = ["reference", *cpu.instruction_sets()]
+SETS = ["reference", *instruction_sets()]
 
 
 def attend(name: str, case: Case, inputs: dict[str, Any]) -> torch.Tensor:
@@ -225,7 +226,7 @@ def test_casts_round_half_to_even(implementation: str) -> None:
             "scale": None,
             "attn_mask": None,
         }
-        for name in [implementation] if implementation == "reference" else cpu.instruction_sets():
+        for name in [implementation] if implementation == "reference" else instruction_sets():
             inputs["cache"].zero_()
             arguments = check_arguments(**inputs, **case.attributes())
             if name == "reference":
@@ -372,7 +373,7 @@ def unquantized(case: Case, inputs: dict[str, Any]) -> torch.Tensor:
 
 @BOTH
 @pytest.mark.parametrize(("bits", "lowest"), [(8, -128), (4, 0x88)])
-def test_codes_that_are_never_written_are_read(implementation: str, bits: int, lowest: int) -> None:  # 35
+def test_codes_that_were_never_written_are_never_read(implementation: str, bits: int, lowest: int) -> None:  # 35
     case = Case([(1, 5)], bits=bits)
     inputs = case.make()
     for t in range(5):

@@ -19,8 +19,8 @@ from ops_cases import Case
 
 from attmemo.errors import ImplementationError
 from attmemo.fastseq.ops import multi_head_cache_attention
-from attmemo.fastseq.ops import triton as implementation
-from attmemo.fastseq.ops.arguments import check_arguments
+from attmemo.fastseq.serving.ops import triton as implementation
+from attmemo.fastseq.serving.ops.arguments import check_arguments
 
 HERE = Path(__file__).resolve().parent
 
@@ -123,7 +123,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from attmemo.fastseq.ops import triton_kernels
+    from attmemo.fastseq.serving.ops import triton_kernels
 
     case = Case([(1, 6), (30, 4)], heads=8, dtype=dtype, bits=bits, page=16, **{"width": 128, **options})
     arguments = check_arguments(**case.make(), **case.attributes())

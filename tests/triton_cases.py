@@ -14,8 +14,9 @@ import torch
 from ops_cases import Case, clone, judge
 
 from attmemo.errors import ImplementationError
-from attmemo.fastseq.ops import multi_head_cache_attention, reference, triton
-from attmemo.fastseq.ops.arguments import check_arguments
+from attmemo.fastseq.ops import multi_head_cache_attention
+from attmemo.fastseq.serving.ops import reference, triton
+from attmemo.fastseq.serving.ops.arguments import check_arguments
 
 DEVICE = "cpu" if triton.is_interpreted() else "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -82,21 +81,13 @@ def look_at(name: str) -> dict[str, Any]:
         transformers does not know the architecture.
     """
     import torch
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
     from attmemo.adapters import adapter_for
-    from attmemo.errors import DataError, UnsupportedModelError
-    from attmemo.profiler.models import quiet
+    from attmemo.errors import UnsupportedModelError
+    from attmemo.loading import load_config, quiet
 
-    path = str(Path(name).expanduser())
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(path if Path(path).exists() else name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"cannot read the configuration of {name}: {reason}", "check the path, or the name on the model hub"
-        ) from error
+    config = load_config(name)
     about = {"model": name, "model_type": config.model_type, "architecture": (config.architectures or ["?"])[0]}
     try:
         with quiet(), torch.device("meta"):

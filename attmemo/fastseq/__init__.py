@@ -13,23 +13,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attmemo.fastseq.fastmodel import FastModel, wrap
-    from attmemo.fastseq.ngram import EncoderNoRepeatNGram, NoRepeatNGram, swap_ngram_processors
-    from attmemo.fastseq.pipeline import Pipeline
-    from attmemo.fastseq.planner import BatchPlanner
-    from attmemo.fastseq.prefixlm import PrefixLM
+    from attmemo.fastseq.generate.fastmodel import FastModel, wrap
+    from attmemo.fastseq.generate.ngram import EncoderNoRepeatNGram, NoRepeatNGram, swap_ngram_processors
+    from attmemo.fastseq.generate.prefixlm import PrefixLM
+    from attmemo.fastseq.pipeline.pipeline import Pipeline
+    from attmemo.fastseq.pipeline.planner import BatchPlanner
 
 # Where each public name lives. A module is imported when a name of it is first used: importing torch and transformers
 # takes seconds, and one that needs an optional package costs nothing to those who do not use it.
 _HOMES = {
-    "BatchPlanner": "planner",
-    "EncoderNoRepeatNGram": "ngram",
-    "FastModel": "fastmodel",
-    "NoRepeatNGram": "ngram",
-    "Pipeline": "pipeline",
-    "PrefixLM": "prefixlm",
-    "swap_ngram_processors": "ngram",
-    "wrap": "fastmodel",
+    "BatchPlanner": "pipeline.planner",
+    "EncoderNoRepeatNGram": "generate.ngram",
+    "FastModel": "generate.fastmodel",
+    "NoRepeatNGram": "generate.ngram",
+    "Pipeline": "pipeline.pipeline",
+    "PrefixLM": "generate.prefixlm",
+    "swap_ngram_processors": "generate.ngram",
+    "wrap": "generate.fastmodel",
 }
 
 __all__ = [
@@ -45,6 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module(f"{__name__}.ops")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -10,7 +10,6 @@ Imports nothing of attmemo but its errors, and knows nothing of attention. The d
 
 from attmemo.mmap.arena import Arena, Residency, Slots
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, FetcherName, MapFetcher, ViewFetcher, choose_fetcher
-from attmemo.mmap.hugepages import available_memory
 from attmemo.mmap.layout import CACHE_LINE, DTYPES, SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size, round_up
 from attmemo.mmap.window import Window
@@ -30,7 +29,6 @@ __all__ = [
     "Slots",
     "ViewFetcher",
     "Window",
-    "available_memory",
     "choose_fetcher",
     "map_count",
     "max_map_count",

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from attmemo.errors import DatabaseTruncatedError
+from attmemo.memory import available_memory
 from attmemo.mmap.layout import SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, huge_mapping, round_up
 
@@ -76,9 +77,7 @@ class Lack:
         )
 
 
-def load(
-    source: int, layout: SlotLayout, progress: Progress | None = None
-) -> tuple[HugeCopy | None, Lack | None]:
+def load(source: int, layout: SlotLayout, progress: Progress | None = None) -> tuple[HugeCopy | None, Lack | None]:
     """Copy the slots of a file into huge pages, if this machine gives any.
 
     Parameters
@@ -189,30 +188,6 @@ def shared_memory_allowed() -> bool:
     if general in ("deny", None):
         return False
     return (general if own == "inherit" or general == "force" else own) in ("always", "within_size", "advise", "force")
-
-
-def available_memory() -> int | None:
-    """Bytes that can be taken without swapping or being killed: the system's and the control group's; None if unknown.
-
-    A memory file escapes the limit of /dev/shm and answers to the control group, whose way to refuse is SIGKILL.
-    """
-    limits: list[int] = []
-    with suppress(OSError, ValueError, AttributeError):
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        limits.append(int(re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024)  # type: ignore[index]
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        group = next(line[3:] for line in lines if line.startswith("0::")).strip("/")
-        root = Path("/sys/fs/cgroup")
-        for level in (root / group, *(root / group).parents):
-            with suppress(OSError, ValueError):  # ValueError: the limit is "max"
-                limit = int((level / "memory.max").read_text(encoding="ascii"))
-                used = int((level / "memory.current").read_text(encoding="ascii"))
-                idle = re.search(r"^inactive_file (\d+)", (level / "memory.stat").read_text(encoding="ascii"), re.M)
-                limits.append(limit - used + (int(idle[1]) if idle else 0))  # idle page cache is given up first
-            if level == root:
-                break
-    return min(limits) if limits else None
 
 
 def _setting(path: Path) -> str | None:

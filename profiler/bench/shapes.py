@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.db.forms import TYPES
+from attmemo.loading import quiet
 from attmemo.profiler.bench.timing import SEED
-from attmemo.profiler.models import quiet
 
 VOCABULARY: Final = 1000
 _MELS: Final = 80

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from attmemo.errors import StorageFullError
-from attmemo.mmap import available_memory
+from attmemo.memory import available_memory
 
 Progress = Callable[[str, int, int], None]
 Job = Callable[[int], object]

@@ -1,0 +1,1 @@
+"""`generate` of a transformers model, faster, with the same tokens."""

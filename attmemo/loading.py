@@ -1,0 +1,142 @@
+"""Loading a model and its tokenizer from a directory or the hub, with errors that say what to do.
+
+Imports nothing of attmemo but its errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from attmemo.errors import DataError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model as transformers loads it.
+
+    Attributes
+    ----------
+    absent : list of str
+        Names of weights that the files do not have: transformers filled them at random.
+    """
+
+    config: Any
+    model: Any
+    tokenizer: Any
+    absent: list[str]
+
+
+def load_pretrained(
+    name: str, auto_class: Callable[[Any], Any], dtype: torch.dtype, device: str = "cpu"
+) -> Pretrained:
+    """Load a model directory or hub name, in evaluation mode.
+
+    Parameters
+    ----------
+    auto_class : callable
+        Chooses the class to load with (``AutoModel``, …), given the configuration. It may refuse the model.
+
+    Raises
+    ------
+    DataError
+        There is no such directory, or the hub does not have the name.
+    UnsupportedModelError
+        transformers cannot load the model.
+    """
+    from transformers import AutoTokenizer
+
+    with _explained(f"cannot load the model {name}"):
+        config = _read_config(name)
+        loader, path = auto_class(config), _path(name)
+        with quiet():
+            model, report = loader.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = model.eval().to(device)
+    return Pretrained(config, model, tokenizer, sorted(report["missing_keys"]))
+
+
+def load_config(name: str) -> Any:
+    """The configuration of a model directory or hub name.
+
+    Raises
+    ------
+    DataError
+        There is none, or the file is damaged.
+    UnsupportedModelError
+        transformers does not know the architecture.
+    """
+    with _explained(f"cannot read the configuration of {name}"):
+        return _read_config(name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' loading bars and notices for a while: one progress bar at a time, ours."""
+    from transformers.utils import logging as hf
+
+    level, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
+    hf.set_verbosity_error()
+    hf.disable_progress_bar()
+    plain = logging.getLogger("transformers").level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        hf.set_verbosity(level)
+        logging.getLogger("transformers").setLevel(plain)
+        if bars:
+            hf.enable_progress_bar()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Digest of a tokenizer's vocabulary and rules, hex. Databases store the digest: it must not change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Each call sets truncation and padding on the backend; the vocabulary does not depend on them.
+        body = json.loads(backend.to_str())
+        for volatile in ("truncation", "padding"):
+            body.pop(volatile, None)
+        text = json.dumps(body, sort_keys=True)
+    else:
+        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _path(name: str) -> str:
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    path = str(Path(name).expanduser()) if looks_local else name
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise DataError(
+            f"no model in {name}: there is no config.json.", "give a model directory, or a name on the model hub"
+        )
+    return path
+
+
+def _read_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    with quiet():
+        return AutoConfig.from_pretrained(_path(name))
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Errors of transformers as ours: files that cannot be read are a DataError, all else an UnsupportedModelError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raised = DataError if isinstance(error, OSError) else UnsupportedModelError
+        raise raised(f"{what}: {reason}", "check the path, or the name on the model hub") from error
