@@ -1,7 +1,7 @@
 """Measure what the performance model needs: milliseconds of exact attention, of a hit and of a lookup, per layer.
 
 Measured on the user's model and machine, through the engine itself, at batch sizes and lengths that the database
-holds. Hit rates come from held-out sequences (`embed.train`), never from records that find themselves.
+holds. Hit rates come from held-out sequences (`embed.training`), never from records that find themselves.
 
 A decoder is measured as a prefill runs, with a key-value cache to fill: a hit then still projects K. Where no cache is
 wanted (scoring, classification) a hit costs less, so that a gate which goes by these costs errs towards leaving alone.
@@ -23,7 +23,7 @@ from torch import Tensor
 from attmemo.adapters import Site, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
-from attmemo.embed.train import Trained, held_out_scores
+from attmemo.embed.training import Trained
 from attmemo.engine import Lookup
 from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
@@ -89,8 +89,8 @@ def measure(
     stored = [length for length in database.lengths if length <= longest]
     return Profile(
         costs=costs,
-        rates=HitRates(held_out_scores(trained, "layer"), stored),
-        rates_sequence=HitRates(held_out_scores(trained, "sequence"), stored),
+        rates=HitRates(trained.held_out_scores("layer"), stored),
+        rates_sequence=HitRates(trained.held_out_scores("sequence"), stored),
         lookup_sequence=CostModel.fit(sequence),
         threads=torch.get_num_threads(),
         dtype=loaded.dtype,

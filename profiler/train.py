@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attmemo.db import Database, DatabaseWriter, read_manifest
-from attmemo.embed.train import TrainOptions, build_indexes, remove_stale, train
+from attmemo.embed.indexing import build_indexes, remove_stale
+from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import DataError
 from attmemo.profiler.measure import measure
 from attmemo.profiler.open import open_model

@@ -29,8 +29,10 @@ from attmemo.db import (
     Provenance,
 )
 from attmemo.embed import Calibration, SiameseEmbedder, fit_calibration, load_embedders, save_embedders
-from attmemo.embed import train as training
-from attmemo.embed.train import Trained, TrainOptions, build_indexes, embed_records, held_out_scores, train
+from attmemo.embed.indexing import build_indexes
+from attmemo.embed.retrieval import Judge, Retrieved
+from attmemo.embed.stored import embed_records
+from attmemo.embed.training import Trained, TrainOptions, train
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 from attmemo.similarity import similarity_score
 
@@ -342,8 +344,8 @@ def precision(database: Database, kinds: npt.NDArray[np.int64], layer: int, embe
     for length in LENGTHS:
         stored = np.flatnonzero((splits == SPLIT_TRAIN) & (lengths == length))
         asked = np.flatnonzero((splits == SPLIT_HELD_OUT) & (lengths == length))
-        index = FlatIndex(embed_records(database, layer, stored, embedder))
-        order, _ = index.search(embed_records(database, layer, asked, embedder), 1)
+        index = FlatIndex(*embed_records(database, layer, stored, [embedder]))
+        order, _ = index.search(*embed_records(database, layer, asked, [embedder]), 1)
         right += int((kinds[stored[order[:, 0]]] == kinds[asked]).sum())
         total += len(asked)
     return right / total
@@ -374,7 +376,7 @@ class TestTraining:
     ) -> None:
         database, _ = planted
         same = np.flatnonzero(database.records.lengths == LENGTHS[0])[:60]
-        vectors = torch.from_numpy(embed_records(database, 0, same, trained.layers[0].embedder))
+        vectors = torch.from_numpy(*embed_records(database, 0, same, [trained.layers[0].embedder]))
         distances, wanted = [], []
         for a, b in ((0, 1), (0, 2), (0, 13), (0, 25), (14, 30), (30, 31), (12, 40)):
             distances.append(float((vectors[a] - vectors[b]).norm()))
@@ -397,8 +399,8 @@ class TestTraining:
                 for length in LENGTHS:
                     stored = np.flatnonzero((splits == SPLIT_TRAIN) & (lengths == length))
                     asked = np.flatnonzero((splits == SPLIT_HELD_OUT) & (lengths == length))
-                    index = FlatIndex(embed_records(database, layer, stored, embedder))
-                    order, near = index.search(embed_records(database, layer, asked, embedder), 1)
+                    index = FlatIndex(*embed_records(database, layer, stored, [embedder]))
+                    order, near = index.search(*embed_records(database, layer, asked, [embedder]), 1)
                     for query, place, distance in zip(asked, order[:, 0], near[:, 0], strict=True):
                         maps = [database.slot(KIND_MAP, 0, int(r)) for r in (query, stored[place])]
                         predicted = float(trained.layers[layer].calibrations[0].predict(distance))
@@ -428,21 +430,21 @@ class TestTraining:
     ) -> None:
         """Duplicates excepted, a query at distance 0 with similarity 1 would calibrate on nothing."""
         database, _ = planted_database(tmp_path / "db", held_out=held_out)
-        seen: list[tuple[Any, Any]] = []
-        retrieve = training._retrieve
+        seen: list[Retrieved] = []
+        search = Judge._search
 
-        def watched(database: Database, layer: int, embedder: Any, stored: Any, asked: Any) -> Any:
-            found = retrieve(database, layer, embedder, stored, asked)
-            seen.append((set(stored.tolist()), found))
+        def watched(judge: Judge, *args: Any) -> Retrieved:
+            seen.append(search(judge, *args))
             if held_out:
-                assert not seen[-1][0] & set(asked.tolist())
-            return found
+                assert not set(judge.stored.tolist()) & set(judge.asked.tolist())
+            assert (seen[-1].records != judge.asked[:, None]).all()
+            return seen[-1]
 
-        monkeypatch.setattr(training, "_retrieve", watched)
+        monkeypatch.setattr(Judge, "_search", watched)
         with database:
             train(database, TrainOptions(**OPTIONS.__dict__ | {"steps": 5}))
         assert len(seen) == 2 * (LAYERS + 1)
-        for _, found in seen:
+        for found in seen:
             assert (found.distances > 1e-4).all()
             assert (found.scores < 1.0 - 1e-4).all()
 
@@ -454,7 +456,7 @@ class TestTraining:
 
     def test_held_out_scores_are_told_by_layer_and_length(self, trained: Trained) -> None:
         for lookup in ("layer", "sequence"):
-            scores = held_out_scores(trained, lookup)  # type: ignore[arg-type]
+            scores = trained.held_out_scores(lookup)  # type: ignore[arg-type]
             assert set(scores) == {(layer, length) for layer in range(LAYERS) for length in LENGTHS}
             assert all(len(values) == 36 for values in scores.values())
             assert all(-1.0 <= value < 1.0 for values in scores.values() for value in values)
