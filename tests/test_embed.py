@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attmemo.db import (
+    KIND_INPUT,
     KIND_MAP,
     SEQUENCE,
     SPLIT_HELD_OUT,
@@ -29,9 +31,11 @@ from attmemo.db import (
     Provenance,
 )
 from attmemo.embed import Calibration, SiameseEmbedder, fit_calibration, load_embedders, save_embedders
+from attmemo.embed import stored as reading
 from attmemo.embed.indexing import build_indexes
+from attmemo.embed.pairs import sampled_rows
 from attmemo.embed.retrieval import Judge, Retrieved
-from attmemo.embed.stored import embed_records
+from attmemo.embed.stored import embed_records, read_map_rows
 from attmemo.embed.training import Trained, TrainOptions, train
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 from attmemo.similarity import similarity_score
@@ -488,3 +492,58 @@ class TestTraining:
             with Database(tmp_path / name) as database, pytest.raises(DatabaseError, match=match) as caught:
                 train(database, TrainOptions(steps=1))
             assert "build" in str(caught.value)
+
+
+class TestReadingRecords:
+    @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "uint8"])
+    @pytest.mark.parametrize("mask", ["bidirectional", "causal"])
+    def test_rows_of_a_stored_map_are_the_rows_of_the_whole_map(
+        self, tmp_path: Path, storage: str, mask: str
+    ) -> None:
+        heads, n = 3, 7
+        info = ModelInfo(
+            name="rows", family="bert", mask_kind=mask, layers=1, heads=heads, hidden=4,
+            dtype="float32", max_length=9, fingerprint="f" * 64, fields={}, tokenizer=None,
+        )  # fmt: skip
+        scores = torch.randn(heads, n, n, generator=torch.Generator().manual_seed(0))
+        if mask == "causal":
+            scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
+        with DatabaseWriter(tmp_path / "db", info, storage) as writer:
+            source = writer.add_source("rows.txt", "0" * 64)
+            writer.add([scores.softmax(-1)], [torch.ones(n, 4)], Provenance(source, 0))
+            writer.publish()
+        rows = torch.tensor([[0, 3], [1, 6], [5, 2]])
+        with Database(tmp_path / "db") as database:
+            whole = database.map(0, 0).float()
+            assert torch.equal(read_map_rows(database, 0, 0, rows), whole[torch.arange(heads)[:, None], rows])
+
+    @pytest.mark.parametrize(("heads", "length"), [(1, 1), (2, 6), (12, 114), (12, 512), (16, 4096)])
+    def test_sampled_rows_exist_and_are_spread_over_the_map(self, heads: int, length: int) -> None:
+        rows = sampled_rows(heads, length)
+        assert rows.shape[0] == heads
+        assert rows.min() >= 0
+        assert rows.max() < length
+        assert abs(float(rows.float().mean()) - (length - 1) / 2) <= max(0.5, length / heads)
+        assert len(rows.unique()) >= min(length, heads)
+
+    def test_pages_that_were_read_are_let_go(
+        self, planted: tuple[Database, npt.NDArray[np.int64]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever the database holds, no more of it than one block stays mapped by a reading."""
+        database, _ = planted
+        monkeypatch.setattr(reading, "BLOCK", 2 * LENGTHS[0] * PLANTED_HIDDEN)
+        records = np.arange(len(database))
+        file = database.arena(KIND_INPUT, LENGTHS[0]).path.name
+
+        def resident() -> int:
+            found, inside = 0, False
+            for line in Path("/proc/self/smaps").read_text().splitlines():
+                if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                    inside = line.endswith(file)
+                elif inside and line.startswith("Rss:"):
+                    found += int(line.split()[1])
+            return found
+
+        for blocks, _ in reading.read_inputs(database, 0, records):
+            assert len(blocks) <= 2
+        assert resident() == 0

@@ -47,11 +47,17 @@ def remove_stale(path: Path, *keep: EmbedderRef | None) -> None:
     """Delete embedders and indexes that none of the generations to keep names.
 
     Keep the new generation and the one before: a reader may have opened that one and load its files only now.
+
+    Raises
+    ------
+    DatabaseError
+        A file cannot be deleted.
     """
     kept = {ref.file.split("/")[0] for found in keep if found for ref in (found.weights, *found.indexes.values())}
-    for entry in path.iterdir():
-        if entry.name.startswith(("embedder-", "index-")) and entry.name not in kept:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    with storing(path):
+        for entry in path.iterdir():
+            if entry.name.startswith(("embedder-", "index-")) and entry.name not in kept:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _build_indexes(database: Database, trained: Trained, weights: Path, folder: Path, tell: Progress) -> EmbedderRef:

@@ -3,10 +3,10 @@
 For each layer, and once for the whole sequence (target: the mean similarity over layers):
 
 1. principal components of the inputs (`components`), scaled so that distances fit 1 - similarity;
-2. Siamese training (AttMEMO, arXiv 2301.09262, section 5.2): pairs of records of the same length, near and random
-   ones, so that the distance of their embeddings approaches 1 - similarity (Eq. 1). Kept only if held-out queries then
-   find records at least as similar;
-3. calibration on held-out sequences, which are searched among the others only (`retrieval`).
+2. Siamese training (AttMEMO, arXiv 2301.09262, the section on embedding) on pairs of records of the same length, near
+   and random ones: the distance of two embeddings approaches 1 - similarity (Eq. 1). The result is kept only if
+   held-out queries then find records at least as similar;
+3. calibration on held-out sequences (`retrieval`). They are searched among the training records only.
 
 Everything is linear, so the embedding of a difference is the difference of embeddings. A training step therefore
 works on differences of pairs, in `components.WIDTH` components. A step over the tokens of both sequences takes about
@@ -55,7 +55,7 @@ class TrainOptions:
     channels: int = CHANNELS
     steps: int = 300
     batch: int = 512
-    rate: float = 3e-4
+    rate: float = 3e-3  # of weights that begin as the identity
     near: int = 8
     random: int = 4
     most_records: int = 3000
@@ -197,8 +197,8 @@ def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOpt
 def _one_thread() -> Iterator[None]:
     """Run torch in one thread: for thousands of operations of some microseconds each.
 
-    A team of threads spins at the end of every one of them, and waits for its last member. Where another process has
-    that member's core, each wait lasts as long as the other process's turn.
+    A team of threads spins at the end of each operation until its last member is done. If another process has the core
+    of that member, the wait lasts as long as the turn of the other process.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
