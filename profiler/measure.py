@@ -1,10 +1,10 @@
-"""Measure what the performance model needs: milliseconds of exact attention, of a hit and of a lookup, per layer.
+"""Measure the costs of a profile: milliseconds of exact attention, of a hit and of a lookup, in each layer.
 
-Measured on the user's model and machine, through the engine itself, at batch sizes and lengths that the database
-holds. Hit rates come from held-out sequences (`embed.train`), never from records that find themselves.
+The user's model runs through the engine on this machine, at batch sizes and lengths of the database. Hit rates come
+from held-out sequences (`embed.training`). No record ever finds itself there.
 
-A decoder is measured as a prefill runs, with a key-value cache to fill: a hit then still projects K. Where no cache is
-wanted (scoring, classification) a hit costs less, so that a gate which goes by these costs errs towards leaving alone.
+A decoder is measured in a prefill with a key-value cache: a hit then still projects K. A hit without a cache (scoring,
+classification) costs less. The gate then leaves some calls exact that would have paid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from attmemo.adapters import Site, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
-from attmemo.embed.train import Trained, held_out_scores
+from attmemo.embed.training import Trained
 from attmemo.engine import Lookup
 from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
@@ -43,7 +43,7 @@ def measure(
     Parameters
     ----------
     seconds : float
-        Time to spend; combinations of batch and length that do not fit are left out, small ones come first.
+        Time to spend. Small batches come first; those that do not fit in the time are left out.
     """
     tell = progress or (lambda what, done, total: None)
     layers = database.manifest.model.layers
@@ -89,8 +89,8 @@ def measure(
     stored = [length for length in database.lengths if length <= longest]
     return Profile(
         costs=costs,
-        rates=HitRates(held_out_scores(trained, "layer"), stored),
-        rates_sequence=HitRates(held_out_scores(trained, "sequence"), stored),
+        rates=HitRates(trained.held_out_scores("layer"), stored),
+        rates_sequence=HitRates(trained.held_out_scores("sequence"), stored),
         lookup_sequence=CostModel.fit(sequence),
         threads=torch.get_num_threads(),
         dtype=loaded.dtype,
@@ -163,7 +163,7 @@ def _time_served(
 ) -> dict[str, list[float]]:
     """Milliseconds per layer, ``ms_serve``, ``ms_lookup`` and ``ms_misses``, on records of this length.
 
-    Every row is served; with `half` every second one, and the others miss beside them.
+    Every sequence is served. With `half` every second sequence is served, and the others miss.
     """
     names = ("ms_serve", "ms_lookup", "ms_misses")
     with serving(loaded, database, lookup) as handle:

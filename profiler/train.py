@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attmemo.db import Database, DatabaseWriter, read_manifest
-from attmemo.embed.train import TrainOptions, build_indexes, remove_stale, train
+from attmemo.embed.indexing import build_indexes, remove_stale
+from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import DataError
 from attmemo.profiler.measure import measure
 from attmemo.profiler.open import open_model
@@ -31,7 +32,7 @@ def train_database(
     path : Path
         Database directory.
     model : str, optional
-        Where the model is now; default: where it was at the build. Only needed for the profile.
+        Directory or name of the model; default: the one at the build. Only the profile needs a model.
     profile : bool
         Measure costs on this machine with the model. Without a profile the gate always tries.
 
@@ -48,12 +49,12 @@ def train_database(
     StaleDatabaseError
         The model is another one than the database was built for.
     DataError
-        There is no model where `model` says.
+        `model` names no model.
     """
     start = time.monotonic()
     notes: list[str] = []
     manifest = read_manifest(path)
-    # A model that was named must be the right one; one that is merely no longer where it was costs only the profile.
+    # A named model must be the right one. If the model of the build has moved, only the profile is lost.
     loaded = open_model(manifest.model, model) if profile and model is not None else None
     with (
         DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer,
@@ -62,7 +63,7 @@ def train_database(
         before = writer.manifest.embedder
         trained = train(database, options, progress)
         embedder = build_indexes(database, trained, progress)
-        # A threshold tuned for other embeddings means nothing; a profile measured with them neither.
+        # Thresholds and profile belong to the embedder before.
         writer.publish(embedder=embedder, profile=None, tuning=None)
         remove_stale(path, embedder, before)
         if any(report["held_out"] == 0 for report in embedder.report["layers"].values()):

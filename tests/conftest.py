@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model

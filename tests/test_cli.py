@@ -156,7 +156,7 @@ class TestHelp:
         assert done.stderr == "set()\n"
 
     def test_defaults_are_those_of_the_library(self) -> None:
-        from attmemo.embed.train import TrainOptions
+        from attmemo.embed.training import TrainOptions
         from attmemo.profiler.build import BuildOptions
         from attmemo.profiler.evaluate import EvaluateOptions
         from attmemo.profiler.tune import TuneOptions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attmemo import Database, memoize
 from attmemo.db.forms import STORAGE, TYPES, map_shape, pack, unpack
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 from attmemo.mmap import length_of
 from attmemo.profiler.build import BuildOptions, BuildResult, build_database

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attmemo.db import (
+    KIND_INPUT,
     KIND_MAP,
     SEQUENCE,
     SPLIT_HELD_OUT,
@@ -29,8 +31,12 @@ from attmemo.db import (
     Provenance,
 )
 from attmemo.embed import Calibration, SiameseEmbedder, fit_calibration, load_embedders, save_embedders
-from attmemo.embed import train as training
-from attmemo.embed.train import Trained, TrainOptions, build_indexes, embed_records, held_out_scores, train
+from attmemo.embed import stored as reading
+from attmemo.embed.indexing import build_indexes
+from attmemo.embed.pairs import sampled_rows
+from attmemo.embed.retrieval import Judge, Retrieved
+from attmemo.embed.stored import embed_records, read_map_rows
+from attmemo.embed.training import Trained, TrainOptions, train
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 from attmemo.similarity import similarity_score
 
@@ -342,8 +348,8 @@ def precision(database: Database, kinds: npt.NDArray[np.int64], layer: int, embe
     for length in LENGTHS:
         stored = np.flatnonzero((splits == SPLIT_TRAIN) & (lengths == length))
         asked = np.flatnonzero((splits == SPLIT_HELD_OUT) & (lengths == length))
-        index = FlatIndex(embed_records(database, layer, stored, embedder))
-        order, _ = index.search(embed_records(database, layer, asked, embedder), 1)
+        index = FlatIndex(*embed_records(database, layer, stored, [embedder]))
+        order, _ = index.search(*embed_records(database, layer, asked, [embedder]), 1)
         right += int((kinds[stored[order[:, 0]]] == kinds[asked]).sum())
         total += len(asked)
     return right / total
@@ -374,7 +380,7 @@ class TestTraining:
     ) -> None:
         database, _ = planted
         same = np.flatnonzero(database.records.lengths == LENGTHS[0])[:60]
-        vectors = torch.from_numpy(embed_records(database, 0, same, trained.layers[0].embedder))
+        vectors = torch.from_numpy(*embed_records(database, 0, same, [trained.layers[0].embedder]))
         distances, wanted = [], []
         for a, b in ((0, 1), (0, 2), (0, 13), (0, 25), (14, 30), (30, 31), (12, 40)):
             distances.append(float((vectors[a] - vectors[b]).norm()))
@@ -397,8 +403,8 @@ class TestTraining:
                 for length in LENGTHS:
                     stored = np.flatnonzero((splits == SPLIT_TRAIN) & (lengths == length))
                     asked = np.flatnonzero((splits == SPLIT_HELD_OUT) & (lengths == length))
-                    index = FlatIndex(embed_records(database, layer, stored, embedder))
-                    order, near = index.search(embed_records(database, layer, asked, embedder), 1)
+                    index = FlatIndex(*embed_records(database, layer, stored, [embedder]))
+                    order, near = index.search(*embed_records(database, layer, asked, [embedder]), 1)
                     for query, place, distance in zip(asked, order[:, 0], near[:, 0], strict=True):
                         maps = [database.slot(KIND_MAP, 0, int(r)) for r in (query, stored[place])]
                         predicted = float(trained.layers[layer].calibrations[0].predict(distance))
@@ -428,21 +434,21 @@ class TestTraining:
     ) -> None:
         """Duplicates excepted, a query at distance 0 with similarity 1 would calibrate on nothing."""
         database, _ = planted_database(tmp_path / "db", held_out=held_out)
-        seen: list[tuple[Any, Any]] = []
-        retrieve = training._retrieve
+        seen: list[Retrieved] = []
+        search = Judge._search
 
-        def watched(database: Database, layer: int, embedder: Any, stored: Any, asked: Any) -> Any:
-            found = retrieve(database, layer, embedder, stored, asked)
-            seen.append((set(stored.tolist()), found))
+        def watched(judge: Judge, *args: Any) -> Retrieved:
+            seen.append(search(judge, *args))
             if held_out:
-                assert not seen[-1][0] & set(asked.tolist())
-            return found
+                assert not set(judge.stored.tolist()) & set(judge.asked.tolist())
+            assert (seen[-1].records != judge.asked[:, None]).all()
+            return seen[-1]
 
-        monkeypatch.setattr(training, "_retrieve", watched)
+        monkeypatch.setattr(Judge, "_search", watched)
         with database:
             train(database, TrainOptions(**OPTIONS.__dict__ | {"steps": 5}))
         assert len(seen) == 2 * (LAYERS + 1)
-        for _, found in seen:
+        for found in seen:
             assert (found.distances > 1e-4).all()
             assert (found.scores < 1.0 - 1e-4).all()
 
@@ -454,7 +460,7 @@ class TestTraining:
 
     def test_held_out_scores_are_told_by_layer_and_length(self, trained: Trained) -> None:
         for lookup in ("layer", "sequence"):
-            scores = held_out_scores(trained, lookup)  # type: ignore[arg-type]
+            scores = trained.held_out_scores(lookup)  # type: ignore[arg-type]
             assert set(scores) == {(layer, length) for layer in range(LAYERS) for length in LENGTHS}
             assert all(len(values) == 36 for values in scores.values())
             assert all(-1.0 <= value < 1.0 for values in scores.values() for value in values)
@@ -486,3 +492,58 @@ class TestTraining:
             with Database(tmp_path / name) as database, pytest.raises(DatabaseError, match=match) as caught:
                 train(database, TrainOptions(steps=1))
             assert "build" in str(caught.value)
+
+
+class TestReadingRecords:
+    @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "uint8"])
+    @pytest.mark.parametrize("mask", ["bidirectional", "causal"])
+    def test_rows_of_a_stored_map_are_the_rows_of_the_whole_map(
+        self, tmp_path: Path, storage: str, mask: str
+    ) -> None:
+        heads, n = 3, 7
+        info = ModelInfo(
+            name="rows", family="bert", mask_kind=mask, layers=1, heads=heads, hidden=4,
+            dtype="float32", max_length=9, fingerprint="f" * 64, fields={}, tokenizer=None,
+        )  # fmt: skip
+        scores = torch.randn(heads, n, n, generator=torch.Generator().manual_seed(0))
+        if mask == "causal":
+            scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
+        with DatabaseWriter(tmp_path / "db", info, storage) as writer:
+            source = writer.add_source("rows.txt", "0" * 64)
+            writer.add([scores.softmax(-1)], [torch.ones(n, 4)], Provenance(source, 0))
+            writer.publish()
+        rows = torch.tensor([[0, 3], [1, 6], [5, 2]])
+        with Database(tmp_path / "db") as database:
+            whole = database.map(0, 0).float()
+            assert torch.equal(read_map_rows(database, 0, 0, rows), whole[torch.arange(heads)[:, None], rows])
+
+    @pytest.mark.parametrize(("heads", "length"), [(1, 1), (2, 6), (12, 114), (12, 512), (16, 4096)])
+    def test_sampled_rows_exist_and_are_spread_over_the_map(self, heads: int, length: int) -> None:
+        rows = sampled_rows(heads, length)
+        assert rows.shape[0] == heads
+        assert rows.min() >= 0
+        assert rows.max() < length
+        assert abs(float(rows.float().mean()) - (length - 1) / 2) <= max(0.5, length / heads)
+        assert len(rows.unique()) >= min(length, heads)
+
+    def test_pages_that_were_read_are_let_go(
+        self, planted: tuple[Database, npt.NDArray[np.int64]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever the database holds, no more of it than one block stays mapped by a reading."""
+        database, _ = planted
+        monkeypatch.setattr(reading, "BLOCK", 2 * LENGTHS[0] * PLANTED_HIDDEN)
+        records = np.arange(len(database))
+        file = database.arena(KIND_INPUT, LENGTHS[0]).path.name
+
+        def resident() -> int:
+            found, inside = 0, False
+            for line in Path("/proc/self/smaps").read_text().splitlines():
+                if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                    inside = line.endswith(file)
+                elif inside and line.startswith("Rss:"):
+                    found += int(line.split()[1])
+            return found
+
+        for blocks, _ in reading.read_inputs(database, 0, records):
+            assert len(blocks) <= 2
+        assert resident() == 0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attmemo import Database, Memoization, memoize, unmemoize
 from attmemo.adapters.base import Rows
 from attmemo.db import KIND_MAP
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.engine import Engine
 from attmemo.errors import WindowError
 from attmemo.profiler.build import BuildOptions, build_database

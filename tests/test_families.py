@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attmemo import memoize, unmemoize
 from attmemo.adapters import ADAPTERS, adapter_for, check_adapter
 from attmemo.db import Database
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.train import train_database
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import attmemo
 from attmemo import Database, DatabaseError, Memoization, StaleDatabaseError, UnsupportedModelError, memoize, unmemoize
 from attmemo.db import DatabaseWriter
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import AdapterCheckError, AttmemoError, DatabaseNotFoundError, EmbedderMissingError
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import LoadedModel, collate, load_model, tokenize

@@ -16,7 +16,7 @@ from test_convert_stories import script
 from torch import Tensor
 
 from attmemo import Database, memoize, unmemoize
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.profiler.answers import ask, changed, perplexity, prepare
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import LoadedModel, load_model, tokenize

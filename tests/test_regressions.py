@@ -12,7 +12,7 @@ import torch
 
 from attmemo import DatabaseError, memoize
 from attmemo.db import DatabaseWriter, read_manifest
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import TuningError
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import load_model

@@ -25,7 +25,7 @@ from attmemo.db import index as db_index
 from attmemo.db import writer as writer_module
 from attmemo.db.format import MANIFEST
 from attmemo.embed import siamese
-from attmemo.embed.train import TrainOptions, train
+from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import DatabaseError, StorageFullError
 from attmemo.profiler.train import train_database
 

@@ -31,7 +31,7 @@ from attmemo import memoize
 from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db.catalogue import Catalogue
 from attmemo.db.format import MANIFEST
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, GenerationMismatchError
 from attmemo.profiler.models import load_model
 from attmemo.profiler.train import train_database

@@ -13,7 +13,7 @@ from test_db_tools import LENGTHS, MODEL, contents, end_of, fill, findings, memo
 
 from attmemo import memoize
 from attmemo.db import KIND_INPUT, KIND_MAP, SEQUENCE, Database, DatabaseWriter, Provenance, read_manifest
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError
 from attmemo.profiler.models import load_model
 from attmemo.profiler.train import train_database

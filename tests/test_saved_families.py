@@ -12,7 +12,7 @@ from families import FAMILIES
 
 from attmemo import Database, UnsupportedModelError, memoize
 from attmemo.adapters import adapter_for
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.fingerprint import model_fields
 from attmemo.profiler import measure
 from attmemo.profiler.build import BuildOptions, build_database

@@ -16,7 +16,7 @@ import torch
 
 from attmemo import Database, DataError, memoize
 from attmemo.db import KIND_MAP
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import EmbedderMissingError, TuningError
 from attmemo.profiler.answers import ask, changed, cosine, harm, prepare, time_passes
 from attmemo.profiler.build import BuildOptions, build_database

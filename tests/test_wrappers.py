@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attmemo import UnsupportedModelError, memoize, unmemoize
 from attmemo.adapters import adapter_for
-from attmemo.embed.train import TrainOptions
+from attmemo.embed.training import TrainOptions
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.models import LoadedModel, load_model
 from attmemo.profiler.train import train_database

@@ -162,7 +162,7 @@ def train_embedder(
     """
     stopped = "interrupted; the database is as it was, the same command starts the training again"
     with output(json, quiet, stopped) as out:
-        from attmemo.embed.train import TrainOptions
+        from attmemo.embed.training import TrainOptions
         from attmemo.profiler.train import train_database
 
         options = TrainOptions(steps=steps, backend=backend)

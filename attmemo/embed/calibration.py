@@ -1,13 +1,15 @@
-"""From a distance of embeddings to a similarity score that the true one is not below.
+"""From a distance of embeddings to a lower bound of the similarity score.
 
-A threshold must mean the same for every model, layer and length, so it is a similarity score (Eq. 1). The index
-returns distances. On held-out sequences we know both, and fit per layer a decreasing curve under the cloud:
+A threshold must mean the same for every model, layer and length, so it is a similarity score (AttMEMO,
+arXiv 2301.09262, Eq. 1). The index returns distances. For held-out sequences both are known. We fit one decreasing
+curve for each layer:
 
     predicted(d) = mean(d) - q * spread(d)
 
-with `mean` an isotonic (decreasing) regression of true scores on distances, `spread` an isotonic (increasing)
-regression of the absolute residuals, and q the conformal quantile of (mean - true) / spread that leaves the true
-score at or above the prediction for the stated share of held-out retrievals (split conformal prediction).
+* `mean` is an isotonic (decreasing) regression of true scores on distances.
+* `spread` is an isotonic (increasing) regression of the absolute residuals.
+* q is a conformal quantile of (mean - true) / spread (split conformal prediction, arXiv 1604.04173). With it, the true
+  score is at or above the prediction for the stated share of held-out retrievals.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ Floats = npt.NDArray[np.float64]
 class Calibration:
     """A decreasing piecewise-linear curve from distance to predicted similarity score.
 
-    Beyond the last knot nothing is known but that no score is below 0, so 0 is predicted: only a threshold of 0,
-    which asks for nothing, accepts it.
+    Beyond the last knot the curve predicts 0, since no score is below 0. Only a threshold of 0 accepts that.
     """
 
     distances: Floats  # [K], increasing
@@ -78,7 +79,7 @@ def fit_calibration(distances: npt.ArrayLike, scores: npt.ArrayLike, coverage: f
     Parameters
     ----------
     distances, scores : array-like
-        Distance of the record that was found, and its true similarity score; at least one pair.
+        Distance of each record found, and its true similarity score; at least one pair.
     coverage : float
         Share of retrievals whose true score must not be below the prediction.
 

@@ -1,15 +1,16 @@
 """The embedder: three linear layers from a layer's hidden states to 128 numbers.
 
-AttMEMO (arXiv 2301.09262, section on the embedding) trains two weight-sharing MLPs with linear neurons
-so that the Euclidean distance of two embeddings approaches one minus the similarity of their attention maps.
-What differs here, and why:
+AttMEMO (arXiv 2301.09262, the section on embedding) trains two MLPs with shared weights and linear neurons. The
+Euclidean distance of two embeddings then approaches one minus the similarity of their attention maps. Two things
+differ here:
 
-* The first layer projects each *token* (hidden size to a few channels) with the same weights at every position,
-  where the paper flattens the whole input: any length, and cost linear in it.
-* The second layer has weights of its own for every position, up to the longest record; a shorter sequence uses the
-  first ones. No size is written into the code: hidden size and greatest length are those of the database.
-* No layer has a non-linearity (nor has the paper's), so the distance is a learned metric on differences of inputs,
-  and the last two layers fold into one matrix for serving.
+* The first layer projects each *token* (hidden size to a few channels) with the same weights at every position. The
+  paper flattens the whole input. A projection of tokens takes any length, and its cost is linear in the length.
+* The second layer has its own weights for every position, up to the longest record. A shorter sequence uses the first
+  ones. Hidden size and greatest length are those of the database.
+
+No layer has a non-linearity, as in the paper. So the distance is a learned metric on differences of inputs, and the
+last two layers fold into one matrix for serving.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SiameseEmbedder:
     token : Tensor
         First layer, ``[H, p]``: hidden size to channels.
     bias : Tensor
-        Its bias, ``[p]``. It cancels in distances; centring keeps them accurate in float32.
+        Bias of the first layer, ``[p]``. It cancels in distances. Centred inputs keep distances accurate in float32.
     position : Tensor
         Second layer, ``[N * p, m]``: all channels of up to N tokens.
     output : Tensor
@@ -72,7 +73,7 @@ class SiameseEmbedder:
         hidden : Tensor
             Hidden states entering an attention layer, ``[B, L, H]``, any floating type.
         lengths : sequence of int
-            Valid tokens of each row, at most `longest`; what lies behind them is ignored.
+            Valid tokens of each sequence, at most `longest`. Positions behind them are ignored.
 
         Returns
         -------
@@ -80,7 +81,7 @@ class SiameseEmbedder:
             ``[B, d]``, float32.
         """
         batch, length, _ = hidden.shape
-        # Longer than any record: only rows within reach are ever asked for, so the tail is padding.
+        # Only sequences within reach are asked for, so positions beyond the longest record are padding.
         length = min(length, self.longest)
         with torch.autocast("cpu", enabled=False):  # the model's precision is not the distances'
             channels = hidden[:, :length].to(torch.float32) @ self.token + self.bias  # [B, L, p]

@@ -18,7 +18,8 @@ from attmemo.adapters.base import by_module
 from attmemo.adapters.projections import share_heads
 from attmemo.db import KIND_MAP, Database, DatabaseWriter
 from attmemo.db.forms import STORAGE, TYPES
-from attmemo.embed.train import TrainOptions, build_indexes, train
+from attmemo.embed.indexing import build_indexes
+from attmemo.embed.training import TrainOptions, train
 from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
 from attmemo.memoization import Memoization, memoize, unmemoize

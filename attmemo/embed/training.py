@@ -1,0 +1,208 @@
+"""Training the embedders of a database and calibrating them.
+
+For each layer, and once for the whole sequence (target: the mean similarity over layers):
+
+1. principal components of the inputs (`components`), scaled so that distances fit 1 - similarity;
+2. Siamese training (AttMEMO, arXiv 2301.09262, the section on embedding) on pairs of records of the same length, near
+   and random ones: the distance of two embeddings approaches 1 - similarity (Eq. 1). The result is kept only if
+   held-out queries then find records at least as similar;
+3. calibration on held-out sequences (`retrieval`). They are searched among the training records only.
+
+Everything is linear, so the embedding of a difference is the difference of embeddings. A training step therefore
+works on differences of pairs, in `components.WIDTH` components. A step over the tokens of both sequences takes about
+seven times the CPU time, and 300 of them found nothing better (1,500 for the whole sequence).
+
+Memory does not grow with the number of records beyond their vectors: ``4 d`` bytes a record and embedder, of one layer
+at a time. The rest follows `TrainOptions.most_records` (M): channels and components of M records, ``4 M (N p + 256)``
+bytes for N tokens, and about as much while they are computed; distances of all pairs of one length, up to ``8 M M``
+bytes; and sampled rows of maps, ``32 KiB M`` or one row of every head. With the defaults this is below 300 MB at 128
+tokens and 600 MB at 512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attmemo.db import KIND_INPUT, SEQUENCE, SPLIT_HELD_OUT, SPLIT_TRAIN, Backend, Database
+from attmemo.embed.calibration import COVERAGE, Calibration
+from attmemo.embed.components import Components, find_components
+from attmemo.embed.pairs import Pairs, draw_pairs, label_pairs
+from attmemo.embed.retrieval import Judge, calibrate, layers_of
+from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder
+from attmemo.embed.stored import sample
+from attmemo.errors import DatabaseError
+
+Progress = Callable[[str, int, int], None]
+LookupName = Literal["layer", "sequence"]
+
+_QUERIES = 500  # held-out records asked for calibration, at most
+_FEWEST_QUERIES = 20  # with fewer held-out records, training records query each other
+
+
+@dataclass
+class TrainOptions:
+    """What can be chosen; the defaults serve from a few hundred to some ten thousand records."""
+
+    dimension: int = DIMENSION
+    channels: int = CHANNELS
+    steps: int = 300
+    batch: int = 512
+    rate: float = 3e-3  # of weights that begin as the identity
+    near: int = 8
+    random: int = 4
+    most_records: int = 3000
+    coverage: float = COVERAGE
+    seed: int = 0
+    backend: Backend = "faiss"
+
+
+@dataclass
+class TrainedLayer:
+    """One embedder with what was learned about it on held-out sequences."""
+
+    embedder: SiameseEmbedder
+    calibrations: dict[int, Calibration]  # layer -> curve; the once-per-sequence embedder has one for every layer
+    held_scores: dict[int, list[tuple[int, float]]]  # layer -> (length, predicted score or -1) of every held-out query
+    report: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """Everything `train` made, by layer (-1: once per sequence)."""
+
+    layers: dict[int, TrainedLayer]
+    options: TrainOptions
+
+    @property
+    def longest(self) -> int:
+        """Greatest number of tokens that can be embedded: that of the longest training record."""
+        return min(found.embedder.longest for found in self.layers.values())
+
+    def held_out_scores(self, lookup: LookupName) -> dict[tuple[int, int], list[float]]:
+        """Predicted scores of held-out queries by (layer, length), for the performance model's hit rates."""
+        scores: dict[tuple[int, int], list[float]] = {}
+        for key, found in self.layers.items():
+            if (key == SEQUENCE) != (lookup == "sequence"):
+                continue
+            for layer, values in found.held_scores.items():
+                for length, score in values:
+                    if length <= self.longest:
+                        scores.setdefault((layer, length), []).append(score)
+        return scores
+
+
+def train(database: Database, options: TrainOptions | None = None, progress: Progress | None = None) -> Trained:
+    """Train and calibrate all embedders of a database.
+
+    Parameters
+    ----------
+    database : Database
+        With at least two training records of one length.
+    options : TrainOptions, optional
+    progress : callable, optional
+        Called with (what, done, total).
+
+    Raises
+    ------
+    DatabaseError
+        Too few records to learn from.
+    """
+    options = options or TrainOptions()
+    tell = progress or (lambda what, done, total: None)
+    layers = database.manifest.model.layers
+    splits = database.records.splits
+    train_ids, held_ids = (np.flatnonzero(splits == s).astype(np.int64) for s in (SPLIT_TRAIN, SPLIT_HELD_OUT))
+    if len(train_ids) < 8:
+        raise DatabaseError(
+            f"{database.path} has {len(train_ids)} training records; at least 8 are needed.",
+            "build from more data: attmemo build-database … --data MORE",
+        )
+    generator = np.random.default_rng(options.seed)
+    with torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to set
+        torch.manual_seed(options.seed)
+        chosen = sample(database, train_ids, options.most_records, generator)
+        held_ids = sample(database, held_ids, _QUERIES, generator)
+        enough = len(held_ids) >= _FEWEST_QUERIES
+        judge = Judge(database, train_ids, held_ids if enough else train_ids)
+        first = find_components(database, SEQUENCE, chosen, options.channels, generator)
+        pairs = draw_pairs(database, chosen, first.coordinates, options.near, options.random, generator)
+        labels = label_pairs(database, chosen, pairs, lambda done: tell("similarities", done, layers))  # [layers, P]
+        own = [SEQUENCE, *range(layers)] if database.manifest.layers_kept(KIND_INPUT) == layers else [SEQUENCE]
+        trained = {}
+        for step, layer in enumerate(own):
+            tell("embedders", step, len(own))
+            inputs = first if layer <= 0 else find_components(database, layer, chosen, options.channels, generator)
+            wanted = 1.0 - (labels.mean(0) if layer == SEQUENCE else labels[layer])
+            candidates = {"principal": _scaled(inputs, pairs, wanted, options)}
+            if options.steps > 0:
+                candidates["trained"] = _siamese(inputs, pairs, wanted, options)
+            with _one_thread():
+                best, found, quality = judge.retrieve(layer, candidates)
+            curves, scores = calibrate(found, layers_of(database, layer), options.coverage)
+            report = {f"held_out_similarity_{name}": value for name, value in quality.items()}
+            report |= {"held_out": float(enough * len(held_ids)), "trained_kept": float(best == "trained")}
+            trained[layer] = TrainedLayer(candidates[best], curves, scores, report)
+        tell("embedders", len(own), len(own))
+    return Trained(trained, options)
+
+
+def _scale(coordinates: Tensor, pairs: Pairs, wanted: Tensor, dimension: int) -> float:
+    """The factor by which distances fit 1 - similarity in the least squares."""
+    left, right = map(torch.from_numpy, pairs)
+    near = coordinates[:, :dimension]
+    distance = (near[left] - near[right]).norm(dim=1)
+    return float((distance * wanted).sum() / (distance * distance).sum().clamp_min(1e-12))
+
+
+def _scaled(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOptions) -> SiameseEmbedder:
+    """The embedder without a gradient: principal components, scaled."""
+    scale = _scale(inputs.coordinates, pairs, wanted, options.dimension)
+    position = scale * torch.eye(inputs.coordinates.shape[1], options.dimension)
+    return inputs.embedder(position, torch.eye(options.dimension))
+
+
+def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOptions) -> SiameseEmbedder:
+    """Siamese training with Adam and a one-cycle rate, smooth L1 between distance and 1 - similarity."""
+    scale = _scale(inputs.coordinates, pairs, wanted, options.dimension)
+    coordinates = scale * inputs.coordinates
+    left, right = map(torch.from_numpy, pairs)
+    weights = [torch.eye(coordinates.shape[1], options.dimension), torch.eye(options.dimension)]
+    for weight in weights:
+        weight.requires_grad_()
+    optimizer = torch.optim.Adam(weights, lr=options.rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=options.steps)
+    with _one_thread():
+        for _ in range(options.steps):
+            drawn = torch.randint(0, len(left), (options.batch,))
+            embedded = (coordinates[left[drawn]] - coordinates[right[drawn]]) @ weights[0] @ weights[1]
+            distance = (embedded.square().sum(1) + 1e-9).sqrt()
+            loss = F.smooth_l1_loss(distance, wanted[drawn], beta=0.05)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    position, output = (weight.detach() for weight in weights)
+    return inputs.embedder(scale * position, output)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch in one thread: for thousands of operations of some microseconds each.
+
+    A team of threads spins at the end of each operation until its last member is done. If another process has the core
+    of that member, the wait lasts as long as the turn of the other process.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
