@@ -39,8 +39,9 @@ from attmemo.adapters.masks import consecutive
 from attmemo.db import KIND_INPUT, SEQUENCE, Database
 from attmemo.embed import Calibration, SiameseEmbedder, load_embedders
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError
+from attmemo.machine import conditions
 from attmemo.mmap import FetcherName
-from attmemo.perfmodel import Gate, Profile
+from attmemo.perfmodel import Gate, Profile, Verdict
 from attmemo.reuse.source import Ints, MapSource, StoredMaps
 from attmemo.watch import CHANGED, Watch
 
@@ -109,6 +110,7 @@ class _Forward(threading.local):
         self.last: Found | None = None
         # Rows of a forward that the first layer decided to leave alone, 0 otherwise: later layers need not read it.
         self.left_exact = 0
+        self.verdict: Verdict | None = None
         self.misses: Rows | None = None
 
     def missed(self, batch: int, hits: Ints) -> Rows:
@@ -165,15 +167,10 @@ class Engine:
         self.lookup: Lookup = lookup
         profile = database.manifest.profile
         self.profile = None if profile is None else Profile.from_dict(profile)
-        if gated and self.profile is not None and self.profile.threads != torch.get_num_threads():
-            _LOG.warning(
-                "attmemo: costs were measured with %d threads, this process has %d: the gate may err "
-                "(attmemo train-embedder %s measures again)",
-                self.profile.threads,
-                torch.get_num_threads(),
-                database.path,
-            )
-        self.gate = Gate(self.profile if gated else None, self.thresholds, lookup, layers, always=not gated)
+        foreign = self.profile.foreign(conditions()) if gated and self.profile is not None else None
+        if foreign is not None:
+            _LOG.warning("attmemo: %s attmemo train-embedder %s measures again", foreign, database.path)
+        self._gated = gated
         if lookup == "layer" and database.manifest.layers_kept(KIND_INPUT) < layers:
             raise DatabaseError(
                 f"{database.path} keeps hidden states of the first layer only: there is no lookup in each layer.",
@@ -197,10 +194,13 @@ class Engine:
         self._forward = _Forward()
         self.reset_stats()
 
-    def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Accept other scores from now on. The gate keeps predicting for those it was made with."""
+    def set_thresholds(self, thresholds: Sequence[float], radii: Sequence[float] | None = None) -> None:
+        """Accept other scores from now on; the gate begins anew, as after `memoize`."""
         self.thresholds = [float(t) for t in thresholds]
-        self.set_radii([curve.radius(t) for curve, t in zip(self.curves, self.thresholds, strict=True)])
+        known = [curve.radius(t) for curve, t in zip(self.curves, self.thresholds, strict=True)]
+        self.set_radii(known if radii is None else radii)
+        profile = self.profile if self._gated else None
+        self.gate = Gate(profile, self.thresholds, self.lookup, self.layers, always=not self._gated)
 
     def set_radii(self, radii: Sequence[float]) -> None:
         """The greatest distance that each layer accepts: a threshold, seen through the calibration."""
@@ -240,7 +240,7 @@ class Engine:
         found = self._look_up(site.layer, call, spans)
         if site.layer == self.layers - 1:
             forward.looked_up, forward.found = False, None  # what was found is for this forward's layers only
-        rows = self._accept(site.layer, found, lengths, call.hidden.shape[1])
+        rows = self._accept(site.layer, found, lengths)
         if not len(rows):
             return exact(*args, **kwargs)
         start = perf_counter()
@@ -254,28 +254,34 @@ class Engine:
         output = self._compute_misses(site, exact, args, kwargs, rows, call, served)
         if self.profile is not None:
             batch, padded = call.hidden.shape[:2]
-            exact_ms = self.profile.costs[site.layer].exact.estimate(batch * padded, batch * padded * padded)
+            exact_ms = self.profile.exact_ms(site.layer, batch, padded)
             stats.saved_ms += exact_ms - 1e3 * (perf_counter() - start)
         return self.adapter.pack(site.module, output, call)
 
     def _worth_trying(self, layer: int, spans: Spans, call: Call) -> bool:
         """The gate (Eq. 3): once per forward when there is one lookup, else in every layer."""
         padded, lengths = call.hidden.shape[1], spans.lengths
-        if self.lookup == "layer":
-            return self.gate.worth_trying(layer, lengths, padded)
         forward = self._forward
+        if self.lookup == "layer":
+            return self._ask(layer, lengths, padded)
         if not forward.looked_up:
             forward.looked_up = True
             forward.found = None
             # Only the first layer's input can be looked up, and what it finds serves the layers behind it in the same
             # forward of the model. Layers that are called by hand could be fed anything: they stay exact.
-            if layer == 0 and forward.inside and self.gate.worth_trying(SEQUENCE, lengths, padded):
+            if layer == 0 and forward.inside and self._ask(SEQUENCE, lengths, padded):
                 forward.last = forward.found = self._search(SEQUENCE, call, spans)
-                served = self._record_sequence(forward.found, lengths, padded)
+                served = self._record_sequence(forward.found, lengths)
                 forward.left_exact = 0 if served else len(lengths)
             elif forward.inside:
                 forward.left_exact = len(lengths)
-        return forward.found is not None and self.gate.serves(layer, lengths, padded)
+        return forward.found is not None
+
+    def _ask(self, layer: int, lengths: list[int], padded: int) -> bool:
+        verdict = self._forward.verdict = self.gate.ask(layer, lengths, padded)
+        if not verdict.tries:
+            self.gate.leave(verdict)
+        return verdict.tries
 
     def _look_up(self, layer: int, call: Call, spans: Spans) -> Found:
         """The nearest record of every row: searched now, or found by the first layer."""
@@ -321,7 +327,7 @@ class Engine:
                 records[at], distances[at] = ids[:, 0], near[:, 0]
         return Found(records, distances)
 
-    def _accept(self, layer: int, found: Found, lengths: list[int], padded: int) -> Ints:
+    def _accept(self, layer: int, found: Found, lengths: list[int]) -> Ints:
         """Rows whose record may serve: the index proposes, the record decides."""
         stats = self.stats[layer]
         # Beyond the radius a score is predicted below the threshold; NaN compares false and is a miss.
@@ -329,7 +335,9 @@ class Engine:
         if len(rows):
             stored = self.database.records.lengths[found.records[rows]]
             rows = rows[stored == np.asarray(lengths)[rows]]
-        if len(rows) and not self.gate.pays(layer, [lengths[row] for row in rows.tolist()], len(lengths), padded):
+        verdict = self._forward.verdict
+        assert verdict is not None
+        if len(rows) and not verdict.pays(layer, [lengths[row] for row in rows.tolist()]):
             stats.declined += len(rows)
             rows = rows[:0]
         if len(rows):
@@ -337,7 +345,7 @@ class Engine:
         stats.queries += len(lengths)
         stats.hits += len(rows)
         if self.lookup == "layer":
-            self.gate.record(layer, len(lengths), len(rows))
+            self.gate.record(verdict, len(rows))
         return rows
 
     def _serve(self, site: Site, call: Call, spans: Spans, rows: Ints, records: Ints) -> _Served:
@@ -538,14 +546,15 @@ class Engine:
         self.ineligible: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
-    def _record_sequence(self, found: Found, lengths: list[int], padded: int) -> int:
+    def _record_sequence(self, found: Found, lengths: list[int]) -> int:
         """Tell the gate what one lookup yields, in the mean over layers; rows to be served, over all of them."""
-        known, served = found.records >= 0, 0
+        known, served, verdict = found.records >= 0, 0, self._forward.verdict
+        assert verdict is not None
         for layer, radius in enumerate(self.radii):
             rows = np.flatnonzero(known & (found.distances <= radius)).tolist()
-            if rows and self.gate.pays(layer, [lengths[row] for row in rows], len(lengths), padded):
+            if rows and verdict.pays(layer, [lengths[row] for row in rows]):
                 served += len(rows)
-        self.gate.record(SEQUENCE, len(lengths), served / self.layers)
+        self.gate.record(verdict, served / self.layers)
         return served
 
     # -- inside

@@ -25,6 +25,7 @@ from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.train import Trained, held_out_scores
 from attmemo.engine import Lookup
+from attmemo.machine import conditions
 from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
@@ -94,6 +95,7 @@ def measure(
         lookup_sequence=CostModel.fit(sequence),
         threads=torch.get_num_threads(),
         dtype=loaded.dtype,
+        conditions={name: value for name, value in conditions().items() if name in ("cpu", "features", "cores")},
     )
 
 

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.machine import conditions
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS, sweep_gather
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.conditions import conditions
 from attmemo.profiler.plots import draw_gather
 from attmemo.reuse.source import multiply
 
