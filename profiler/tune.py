@@ -181,9 +181,7 @@ class _Texts:
     def changed(self, what: str, engine: Engine) -> npt.NDArray[np.bool_]:
         """Whose answer is another one now."""
         given = self.ask(what, engine)
-        flags: npt.NDArray[np.bool_] = changed(
-            self.loaded.kind, self.exact, given, self.options.min_cosine
-        ).numpy()
+        flags: npt.NDArray[np.bool_] = changed(self.loaded.kind, self.exact, given, self.options.min_cosine).numpy()
         return flags
 
 
@@ -248,7 +246,8 @@ def _candidates(
         Candidate(
             name,
             tuple(
-                EXACT if r < 0.0 else min(EXACT, float(curve.predict(r))) for curve, r in zip(curves, radii, strict=True)
+                EXACT if r < 0.0 else min(EXACT, float(curve.predict(r)))
+                for curve, r in zip(curves, radii, strict=True)
             ),
             tuple(radii),
         )
