@@ -26,7 +26,7 @@ from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.train import Trained, held_out_scores
 from attmemo.engine import Lookup
 from attmemo.machine import conditions
-from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
+from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
 
@@ -88,6 +88,7 @@ def measure(
         for layer in range(layers)
     ]
     stored = [length for length in database.lengths if length <= longest]
+    machine = conditions()
     return Profile(
         costs=costs,
         rates=HitRates(held_out_scores(trained, "layer"), stored),
@@ -95,7 +96,7 @@ def measure(
         lookup_sequence=CostModel.fit(sequence),
         threads=torch.get_num_threads(),
         dtype=loaded.dtype,
-        conditions={name: value for name, value in conditions().items() if name in ("cpu", "features", "cores")},
+        conditions=Conditions(machine["cpu"], tuple(machine["features"]), machine["cores"]),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from attmemo.perfmodel.cost import CostModel
 from attmemo.perfmodel.gate import Gate, Verdict
 from attmemo.perfmodel.policy import NEVER, propose, split_halves
-from attmemo.perfmodel.profile import MIN_SAMPLES, SEQUENCE, HitRates, LayerCosts, Profile
+from attmemo.perfmodel.profile import MIN_SAMPLES, SEQUENCE, Conditions, HitRates, LayerCosts, Profile
 from attmemo.perfmodel.tuner import (
     Candidate,
     Choice,
@@ -31,6 +31,7 @@ __all__ = [
     "SEQUENCE",
     "Candidate",
     "Choice",
+    "Conditions",
     "CostModel",
     "Gate",
     "HitRates",
