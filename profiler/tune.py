@@ -27,16 +27,8 @@ from attmemo.embed import Calibration
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.memoization import Memoization
-from attmemo.perfmodel import (
-    NEVER,
-    Candidate,
-    Outcome,
-    changes_allowed,
-    choose,
-    propose,
-    sequences_needed,
-    split_halves,
-)
+from attmemo.perfmodel.policy import NEVER, propose, split_halves
+from attmemo.perfmodel.tuner import Candidate, Outcome, changes_allowed, choose, sequences_needed
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import LoadedModel, Tokens
@@ -172,17 +164,13 @@ class _Texts:
             if found is not None:
                 self.distances[[item.row for item in batch]] = found.distances
 
-        def show(done: int) -> None:
-            if what:
-                self.tell(what, done, len(self.tokens))
-
-        return ask(self.loaded, self.prepared, after=keep, progress=show)
+        progress = (lambda done: self.tell(what, done, len(self.tokens))) if what else None
+        return ask(self.loaded, self.prepared, after=keep, progress=progress)
 
     def changed(self, what: str, engine: Engine) -> npt.NDArray[np.bool_]:
         """Whose answer is another one now."""
         given = self.ask(what, engine)
-        flags: npt.NDArray[np.bool_] = changed(self.loaded.kind, self.exact, given, self.options.min_cosine).numpy()
-        return flags
+        return np.asarray(changed(self.loaded.kind, self.exact, given, self.options.min_cosine), np.bool_)
 
 
 class _Trial:

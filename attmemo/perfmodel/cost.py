@@ -138,8 +138,8 @@ class CostModel:
 
 def _non_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Non-negative theta of shape [3] that minimises ``sum(weights * (rows @ theta - 1)**2)``."""
-    # The optimum is the plain least-squares solution on the columns it uses: all seven subsets are tried, and of equals
-    # the first wins. With `scipy.optimize.nnls` rounding would decide where columns are collinear (one length only).
+    # The optimum is the plain least-squares solution on the columns it uses: all seven subsets are tried, the first of
+    # equals wins. With `scipy.optimize.nnls` rounding would decide where columns are collinear (one length only).
     root = np.sqrt(weights)
     weighted = rows * root[:, None]
     scale = np.max(weighted, axis=0)  # sum(L^2) is thousands of times the constant; solve in comparable units

@@ -136,18 +136,14 @@ class Gate:
         Number of attention layers.
     always : bool
         Try every batch, whatever the profile and the live hit rate say.
-    min_queries : int
-        Live sequences before the live hit rate counts.
-    half_life : float
-        Sequences after which a sequence counts half in the live hit rate.
+    min_queries, half_life : int, float
+        Live sequences before the live hit rate counts, and after which a sequence counts half in the rate.
     backoff, backoff_max : int
         A lookup that is switched off leaves `backoff` batches alone, then probes. Each failed probe doubles the
         wait, up to `backoff_max`. Only batches that the prediction favours count.
-    probe_queries : int
-        Sequences of a probe, over as many batches as that takes.
-    margin : float
-        A probe must find `margin` times the break-even rate to switch the lookup on again (at most half-way from
-        break-even to 1). Without the margin a lookup near break-even would switch all the time.
+    probe_queries, margin : int, float
+        A probe lasts for so many sequences. It must find `margin` times the break-even rate to switch the lookup on
+        again (at most half-way from break-even to 1): a lookup near break-even would switch all the time.
 
     Raises
     ------

@@ -32,26 +32,15 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The three costs of one attention layer, in milliseconds per batch.
+    """The costs of one attention layer, in milliseconds per batch.
 
-    Parameters
-    ----------
-    exact : CostModel
-        Exact attention, by the padded lengths.
-    hit : CostModel
-        Attention when every sequence is served, by the valid lengths. Fetch and A·V are timed together: a mapping that
-        is quick to set up may only defer its cost into the multiplication.
-    lookup : CostModel
-        Embedding and search, by the valid lengths. Unused when the lookup is made once per sequence.
-    miss : CostModel, optional
-        The sequences that miss beside others that hit: taken out, computed exactly, put back; by their padded lengths.
-        None: not measured.
+    Fetch and A·V are timed together: a mapping that is quick to set up may defer its cost into the multiplication.
     """
 
-    exact: CostModel
-    hit: CostModel
-    lookup: CostModel
-    miss: CostModel | None = None
+    exact: CostModel  # exact attention, by the padded lengths
+    hit: CostModel  # attention when every sequence is served, by the valid lengths
+    lookup: CostModel  # embedding and search, by the valid lengths; unused when the lookup is made once per sequence
+    miss: CostModel | None = None  # sequences that miss beside hits: taken out, computed, put back; by padded lengths
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The models, JSON-able."""

@@ -29,21 +29,11 @@ from attmemo.errors import TuningError
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What could be served by.
+    """Thresholds to test."""
 
-    Parameters
-    ----------
-    name : str
-        For sentences, such as "the distance 0.1 for all layers".
-    thresholds : tuple of float
-        Similarity score that a hit needs, by layer.
-    radii : tuple of float
-        The same as distances: the greatest distance that a hit may have, by layer; -1: the layer is never served.
-    """
-
-    name: str
-    thresholds: tuple[float, ...]
-    radii: tuple[float, ...]
+    name: str  # for sentences, such as "the distance 0.1 for all layers"
+    thresholds: tuple[float, ...]  # similarity score that a hit needs, by layer
+    radii: tuple[float, ...]  # the same as greatest distances, by layer; -1: the layer is never served
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +58,22 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A candidate, and what may be said about it.
+    """A candidate, and what may be said about it. All shares are in [0, 1].
 
-    Parameters
-    ----------
-    candidate : Candidate or None
-        None if nothing can be certified. Then `observed`, `upper_bound` and `served` describe the strictest candidate.
-    budget, confidence : float
-        As asked for, in (0, 1).
-    observed : float
-        Share of the judged sequences whose answer changed.
-    upper_bound : float
-        Share of answers that may change, at most, with `confidence`.
-    served : float
-        Share of attention calls served from memory (sequences times layers).
-    judged : int
-        Number of sequences that the candidate was judged on.
-    certified : bool
-        True if the budget holds with `confidence`.
-    needed : int
-        Sequences needed to certify the budget even if no answer changes.
-    reached : float or None
-        Confidence at which the same test would just have got as far as the candidate; below `confidence` if not
-        certified. Read off after the fact, so it describes the data and is no promise. None without a candidate.
-    path : list of Point
-        Every candidate that was tested, the strictest first.
+    `reached` is read off after the fact, so it describes the data and is no promise.
     """
 
-    candidate: Candidate | None
+    candidate: Candidate | None  # None if nothing can be certified; the numbers then describe the strictest candidate
     budget: float
     confidence: float
-    observed: float
-    upper_bound: float
-    served: float
-    judged: int
-    certified: bool
-    needed: int
-    reached: float | None
-    path: list[Point]
+    observed: float  # share of the judged sequences whose answer changed
+    upper_bound: float  # share of answers that may change, at most, with `confidence`
+    served: float  # share of attention calls served from memory (sequences times layers)
+    judged: int  # sequences that the candidate was judged on
+    certified: bool  # whether the budget holds with `confidence`
+    needed: int  # sequences needed to certify the budget even if no answer changes
+    reached: float | None  # confidence at which the same test would just have got as far as the candidate
+    path: list[Point]  # every candidate that was tested, the strictest first
 
     def to_dict(self) -> dict[str, Any]:
         """All fields but the candidate, and the sentence; JSON-able."""
