@@ -38,6 +38,7 @@ from attmemo.db import KIND_INPUT, SEQUENCE, Database
 from attmemo.embed.lookup import Found, Lookup, LookupName
 from attmemo.errors import AttmemoError, DatabaseError
 from attmemo.guard import Threshold
+from attmemo.machine import conditions
 from attmemo.perfmodel import Gate, Profile
 from attmemo.plan import Ints, Plan, Share
 from attmemo.reuse import Exact, Reuse
@@ -120,6 +121,9 @@ class Engine:
         self.index = Lookup(database, lookup)
         profile = database.manifest.profile
         self.profile = None if profile is None else Profile.from_dict(profile)
+        foreign = self.profile.foreign(conditions()) if gated and self.profile is not None else None
+        if foreign is not None:
+            _LOG.warning("attmemo: %s attmemo train-embedder %s measures again", foreign, database.path)
         self._gated, self._watch, self._told = gated, watch, False
         self._forward = _Forward()
         self._forced: Plan | None = None

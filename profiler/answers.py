@@ -57,9 +57,9 @@ def ask(
 
 
 @contextmanager
-def serving(loaded: LoadedModel, database: Database, lookup: Lookup) -> Iterator[Memoization]:
-    """The model memoized while inside, without a gate and at threshold 0; bare afterwards."""
-    memoize(loaded.model, 0.0, database, lookup=lookup, gate=False)
+def serving(loaded: LoadedModel, database: Database, lookup: Lookup, *, gate: bool = False) -> Iterator[Memoization]:
+    """The model memoized while inside, at threshold 0; bare afterwards."""
+    memoize(loaded.model, 0.0, database, lookup=lookup, gate=gate)
     try:
         yield loaded.model.attmemo  # type: ignore[misc]
     finally:

@@ -21,11 +21,11 @@ from attmemo.adapters import adapter_for
 from attmemo.db import KIND_MAP, SEQUENCE, Database
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import DataError
+from attmemo.machine import conditions
 from attmemo.memoization import Memoization, Threshold, memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import Batch, ask, changed, cosine, perplexity, prepare, time_passes
 from attmemo.profiler.capture import Capture
-from attmemo.profiler.conditions import conditions
 from attmemo.profiler.controls import CONTROLS, duplicate_share, serving_control
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import LoadedModel, NextToken, Tokens, answers, collate

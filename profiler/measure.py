@@ -25,7 +25,8 @@ from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.training import Trained
 from attmemo.engine import Lookup
-from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
+from attmemo.machine import conditions
+from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
 
@@ -87,6 +88,7 @@ def measure(
         for layer in range(layers)
     ]
     stored = [length for length in database.lengths if length <= longest]
+    machine = conditions()
     return Profile(
         costs=costs,
         rates=HitRates(trained.held_out_scores("layer"), stored),
@@ -94,6 +96,7 @@ def measure(
         lookup_sequence=CostModel.fit(sequence),
         threads=torch.get_num_threads(),
         dtype=loaded.dtype,
+        conditions=Conditions(machine["cpu"], tuple(machine["features"]), machine["cores"]),
     )
 
 

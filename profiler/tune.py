@@ -1,31 +1,35 @@
 """Choose thresholds from a budget of changed answers, on data that is not in the database.
 
-With one lookup per sequence each layer gets a threshold of its own: layers differ greatly in how much a foreign map
-hurts. Layers are ordered by the harm that serving each alone does, and served in nested groups, from the most robust
-to all of them; one forced pass per group says whose answer changes. Since a sequence's groups depend on its distance
-alone, these few passes give the outcome of every policy exactly (`perfmodel.policy`).
+The certified path is the path that serves: each candidate runs with the gate on, and layers and sequences are dropped
+as in production. The rule that certifies is in `perfmodel.tuner`. Candidates come from one of three places:
 
-With a lookup in every layer decisions depend on each other, so each candidate threshold has a pass of its own.
+* One lookup per sequence, enough texts: each layer gets a threshold of its own, because layers differ greatly in how
+  much a foreign map hurts. Layers are ordered by the harm that each does alone, and served in nested groups, from the
+  most robust to all of them, without a gate. These forced passes see the selection half of the texts only;
+  `perfmodel.policy` makes candidates of them. The certification half tests the candidates.
+* One lookup per sequence, too few texts for two halves: a fixed list of radii, one radius for all layers.
+* A lookup in every layer: a fixed list of thresholds, one threshold for all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
-from attmemo.db import Database, DatabaseWriter
+from attmemo.db import SEQUENCE, Database, DatabaseWriter
+from attmemo.embed import Calibration
 from attmemo.engine import Engine, Lookup
 from attmemo.errors import StaleDatabaseError, TuningError
-from attmemo.perfmodel import NEVER as NEVER_NEAR
-from attmemo.perfmodel import choose_from_counts, choose_policy, choose_threshold, sequences_needed, split_halves
-from attmemo.profiler.answers import Batch, ask, changed, harm, prepare, serving
+from attmemo.memoization import Memoization
+from attmemo.perfmodel.policy import NEVER, propose, split_halves
+from attmemo.perfmodel.tuner import Candidate, Outcome, changes_allowed, choose, sequences_needed
+from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.open import open_model, open_texts
@@ -33,8 +37,9 @@ from attmemo.profiler.open import open_model, open_texts
 Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
-RADII = tuple(round(0.01 * 1.1**step, 6) for step in range(48))  # 0.01 to 0.88: candidates when there is little data
-NEVER = 1.0  # a threshold that only a prediction of perfect similarity reaches
+RADII = (0.02, 0.03, 0.04, 0.06, 0.08, 0.11, 0.15, 0.2, 0.28, 0.4, 0.55)  # tested with little data, and the greatest
+THRESHOLDS = tuple(round(1.0 - 0.025 * step, 3) for step in range(40))  # tested for a lookup in every layer
+EXACT = 1.0  # the threshold of a layer that is never served: no prediction is so high
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,11 @@ def tune(
     Returns
     -------
     dict
-        JSON-able: ``thresholds`` (per layer), ``lookup``, ``budget``, ``confidence``, ``certified``, ``observed``
-        and ``upper_bound`` (share of changed answers on the certifying half), ``served``, ``total``, ``needed``,
-        ``sentence``, ``path``.
+        JSON-able: ``thresholds`` and ``radii`` (by layer: the score that a hit needs, and the same as a distance),
+        ``lookup``, ``budget``, ``confidence``, ``certified``, ``observed`` and ``upper_bound`` (share of changed
+        answers), ``served`` (share of attention calls), ``judged`` (sequences that these numbers are about), ``total``
+        (sequences given), ``needed`` (sequences to give at least), ``reached``, ``sentence``, ``path`` (the candidates
+        that were tested), ``groups`` (of layers, most robust first; only with one lookup per sequence).
 
     Raises
     ------
@@ -72,31 +79,50 @@ def tune(
     EmbedderMissingError
         The database was never trained.
     TuningError
-        A budget or confidence outside (0, 1), or no data.
+        A budget or confidence outside (0, 1), no data, or nothing can be certified.
     """
     tell = progress or (lambda what, done, total: None)
+    needed = sequences_needed(options.budget, options.confidence)
     with Database(path) as database:
         database.embedder_ref()
         loaded = open_model(database.manifest.model, options.model)
-        asked = open_texts(loaded, database, files, options.text_column, None, options.limit)
-        if not asked.tokens:
+        tokens = open_texts(loaded, database, files, options.text_column, None, options.limit).tokens
+        if not tokens:
             raise TuningError("there is no text to tune on.", "check the files and --text-column")
-        prepared = prepare(loaded, asked.tokens, options.batch_size)
-        total = len(asked.tokens)
-        exact = ask(loaded, prepared, progress=lambda done: tell("exact answers", done, total))
-        choose = _tune_sequence if options.lookup == "sequence" else _tune_layer
-        outcome = choose(loaded, database, prepared, exact, options, tell)
+        judged: Sequence[Tokens] = tokens
+        groups, policies = [list(range(database.manifest.model.layers))], None
+        if options.lookup == "sequence" and len(tokens) >= 2 * needed - 1:
+            needed = 2 * needed - 1
+            select, certify = split_halves(len(tokens), options.seed)
+            judged = [tokens[row] for row in certify]
+            allowed = changes_allowed(len(judged), options.budget, options.confidence)
+            texts = _Texts(loaded, [tokens[row] for row in select], options, tell)
+            groups, policies = _policies(loaded, database, texts, allowed)
+        texts = _Texts(loaded, judged, options, tell)
+        with serving(loaded, database, options.lookup, gate=True) as handle:
+            candidates = _candidates(options.lookup, handle.engine.index.curves, policies)
+            choice = choose(
+                candidates,
+                _Trial(handle, texts, len(candidates)),
+                options.budget,
+                options.confidence,
+                allow_uncertified=options.allow_uncertified,
+            )
         manifest = database.manifest
-    if outcome["reached"] is None:
-        raise TuningError(outcome["sentence"], "give more texts, a larger --budget, or --allow-uncertified")
-    outcome |= {
+    if choice.candidate is None:
+        raise TuningError(choice.sentence(), "give more texts, a larger --budget, or --allow-uncertified")
+    outcome = choice.to_dict() | {
+        "thresholds": list(choice.candidate.thresholds),
+        "radii": list(choice.candidate.radii),
+        "total": len(tokens),
+        "needed": needed,
         "lookup": options.lookup,
-        "budget": options.budget,
-        "confidence": options.confidence,
         "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
         "data": [Path(file).name for file in files],
         "digests": [digest(file) for file in files],
     }
+    if options.lookup == "sequence":
+        outcome["groups"] = groups
     with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
         if writer.manifest.embedder != manifest.embedder:
             raise StaleDatabaseError(
@@ -107,186 +133,162 @@ def tune(
     return outcome
 
 
-def _tune_sequence(
-    loaded: LoadedModel,
-    database: Database,
-    prepared: Sequence[Batch],
-    exact: torch.Tensor,
-    options: TuneOptions,
-    tell: Progress,
-) -> dict[str, Any]:
-    layers = database.manifest.model.layers
-    total = len(exact)
-    few = total < 2 * sequences_needed(options.budget, options.confidence) - 1
+class _Texts:
+    """Texts and their exact answers, with which a pass is compared."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokens: Sequence[Tokens],
+        options: TuneOptions,
+        tell: Progress,
+        exact: Tensor | None = None,
+    ) -> None:
+        self.loaded, self.options, self.tell = loaded, options, tell
+        # Answers come by the numbers of the texts, so these are numbered anew.
+        self.tokens = [Tokens(place, item.ids, item.segments) for place, item in enumerate(tokens)]
+        self.prepared = prepare(loaded, self.tokens, options.batch_size)
+        self.distances = np.full(len(tokens), np.inf)  # of their records, as far as lookups were made
+        self.exact = self.ask("exact answers") if exact is None else exact
+
+    def part(self, rows: Sequence[int]) -> _Texts:
+        """Some of them."""
+        tokens = [self.tokens[row] for row in rows]
+        return _Texts(self.loaded, tokens, self.options, self.tell, self.exact[list(rows)])
+
+    def ask(self, what: str = "", engine: Engine | None = None) -> Tensor:
+        """One pass; `engine` is what serves the model, and tells distances."""
+
+        def keep(batch: list[Tokens]) -> None:
+            found = None if engine is None else engine.last_found
+            if found is not None:
+                self.distances[[item.row for item in batch]] = found.distances
+
+        progress = (lambda done: self.tell(what, done, len(self.tokens))) if what else None
+        return ask(self.loaded, self.prepared, after=keep, progress=progress)
+
+    def changed(self, what: str, engine: Engine) -> npt.NDArray[np.bool_]:
+        """Whose answer is another one now."""
+        given = self.ask(what, engine)
+        return np.asarray(changed(self.loaded.kind, self.exact, given, self.options.min_cosine), np.bool_)
+
+
+class _Trial:
+    """Runs candidates through the path that serves."""
+
+    def __init__(self, handle: Memoization, texts: _Texts, most: int) -> None:
+        self._handle, self._texts, self._most = handle, texts, most
+        self._step = 0
+        self._before: tuple[Candidate, list[bool], Outcome] | None = None
+
+    def __call__(self, candidate: Candidate) -> Outcome:
+        engine, texts, total = self._handle.engine, self._texts, len(self._texts.tokens)
+        self._step += 1
+        what = f"candidate {self._step}/{self._most}"
+        engine.set_thresholds(candidate.thresholds, candidate.radii)
+        tried: list[bool] = []
+        if engine.lookup == "sequence":
+            lengths = [[len(item) for item in batch] for batch, _ in texts.prepared]
+            tried = [engine.gate.ask(SEQUENCE, batch, max(batch)).tries for batch in lengths]
+        if max(candidate.radii) < 0.0:
+            outcome = Outcome(0, total, 0.0)
+        elif self._serves_the_same(candidate, tried):
+            assert self._before is not None
+            outcome = self._before[2]
+        else:
+            self._handle.reset_stats()
+            flags = texts.changed(what, engine)
+            outcome = Outcome(int(flags.sum()), total, float(self._handle.stats()["hit_rate"]))
+            self._before = candidate, tried, outcome
+        texts.tell(what, total, total)
+        return outcome
+
+    def _serves_the_same(self, candidate: Candidate, tried: list[bool]) -> bool:
+        """Whether the last run would be repeated: the gate tries the same batches, and no distance lies between."""
+        if self._before is None or not tried or tried != self._before[1]:
+            return False
+        near = self._texts.distances
+        radii = zip(candidate.radii, self._before[0].radii, strict=True)
+        return all(np.array_equal(near <= now, near <= before) for now, before in radii)
+
+
+def _candidates(
+    lookup: Lookup, curves: Sequence[Calibration], policies: Sequence[Sequence[float]] | None
+) -> list[Candidate]:
+    """What is tested, the strictest first: nothing served, then policies or fixed values."""
+    if lookup == "layer":
+        return [
+            Candidate(f"threshold {t:g}", (t,) * len(curves), tuple(curve.radius(t) for curve in curves))
+            for t in THRESHOLDS
+        ]
+    reach = _reach(curves)
+    found = [("the empty policy", [NEVER] * len(curves))]
+    if policies is None:
+        radii = [radius for radius in (*RADII, reach) if radius <= reach]
+        found += [(f"the distance {radius:.4g} for all layers", [radius] * len(curves)) for radius in radii]
+    else:
+        for policy in policies:
+            shown = ", ".join("never" if radius < 0.0 else f"{radius:.3g}" for radius in policy)
+            found += [(f"the policy with radii {shown} by layer", list(policy))] if max(policy) >= 0.0 else []
+    return [
+        Candidate(
+            name,
+            tuple(
+                EXACT if r < 0.0 else min(EXACT, float(curve.predict(r)))
+                for curve, r in zip(curves, radii, strict=True)
+            ),
+            tuple(radii),
+        )
+        for name, radii in found
+    ]
+
+
+def _reach(curves: Sequence[Calibration]) -> float:
+    """The greatest calibrated distance: beyond it a score is unknown, and no record serves."""
+    return min(float(curve.distances[-1]) for curve in curves)
+
+
+def _policies(
+    loaded: LoadedModel, database: Database, texts: _Texts, allowed: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Groups of layers, and policies worth a test: a radius for each layer. From forced passes over these texts."""
     with serving(loaded, database, "sequence") as handle:
         engine = handle.engine
-        distances = _distances(loaded, engine, prepared, total)
-        # Beyond the calibrated distances a score is unknown: such a record is never served.
-        reach = min(float(curve.distances[-1]) for curve in engine.index.curves)
-        distances = np.where(distances <= reach, distances, np.inf)
-        groups = [list(range(layers))]
-        if not few:
-            groups = _groups(loaded, engine, prepared, exact, distances, options.seed, tell)
-        outcome = np.zeros((len(groups), total), bool)
+        groups = _groups(engine, texts)
+        harmed = []
         for k in range(len(groups)):
             _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
-            given = ask(loaded, prepared, progress=partial(_tell_done, tell, f"layers {k + 1}/{len(groups)}", total))
-            outcome[k] = changed(loaded.kind, exact, given, options.min_cosine).numpy()
-        curves = engine.index.curves
-    if few:
-        kept, radii = _choose_one(distances, outcome[0], options)
-    else:
-        gains = _gains(database, groups, float(np.mean([len(item) for batch, _ in prepared for item in batch])))
-        result = choose_policy(
-            distances,
-            outcome,
-            [len(group) for group in groups],
-            gains,
-            options.budget,
-            options.confidence,
-            seed=options.seed,
-            allow_uncertified=options.allow_uncertified,
-        )
-        kept = result.to_dict() | {"sentence": result.sentence()}
-        radii = kept.pop("radii")
-    thresholds = [NEVER] * layers
-    for radius, group in zip(radii, groups, strict=True):
-        for layer in group:
-            if radius >= 0.0:
-                thresholds[layer] = min(NEVER, float(curves[layer].predict(radius)) + 1e-9)
-    return kept | {"thresholds": thresholds, "groups": groups}
+            harmed.append(texts.changed(f"layers {k + 1}/{len(groups)}", engine))
+        distances = np.where(texts.distances <= _reach(engine.index.curves), texts.distances, np.inf)
+        gains = [float(len(group)) for group in groups]
+        if engine.profile is not None:
+            n = round(float(np.mean([len(item) for item in texts.tokens])))
+            gains = [max(1e-6, sum(engine.profile.saving_ms(i, [n] * 32, n) for i in group)) for group in groups]
+        found = []
+        for radii in propose(distances, np.stack(harmed), gains, allowed):
+            by_layer = [NEVER] * engine.layers
+            for radius, group in zip(radii, groups, strict=True):
+                for layer in group:
+                    by_layer[layer] = radius
+            found.append(by_layer)
+        return groups, found
 
 
-def _choose_one(
-    distances: npt.NDArray[np.float64], changed_by: npt.NDArray[np.bool_], options: TuneOptions
-) -> tuple[dict[str, Any], Sequence[float]]:
-    """One distance for all layers, where there is too little data to choose one for each and certify it on the rest.
-
-    The candidates are fixed beforehand and tested from the strictest on, so no half has to be set aside for choosing.
-    """
-    result = choose_threshold(
-        1.0 - distances,
-        changed_by,
-        options.budget,
-        options.confidence,
-        [1.0 - radius for radius in RADII],
-        allow_uncertified=options.allow_uncertified,
-    )
-    kept = result.to_dict()
-    found, curve = kept.pop("threshold"), kept.pop("curve")
-    kept["path"] = [
-        {"radii": [_radius(point)]} | {key: value for key, value in point.items() if key != "threshold"}
-        for point in curve
-    ]
-    kept["sentence"] = result.sentence(lambda score: f"the distance {1.0 - score:.4g} for all layers")
-    return kept, [NEVER_NEAR if found is None else 1.0 - found]
-
-
-def _radius(point: dict[str, Any]) -> float:
-    return round(1.0 - float(point["threshold"]), 6)
-
-
-def _tune_layer(
-    loaded: LoadedModel,
-    database: Database,
-    prepared: Sequence[Batch],
-    exact: torch.Tensor,
-    options: TuneOptions,
-    tell: Progress,
-) -> dict[str, Any]:
-    layers = database.manifest.model.layers
-    rows: list[tuple[float, int, int]] = []
-    served: list[float] = []
-    result = None
-    with serving(loaded, database, "layer") as handle:
-        grid = [round(1.0 - 0.025 * step, 3) for step in range(41)]
-        for step, threshold in enumerate(grid):
-            tell("thresholds", step, len(grid))
-            handle.engine.set_thresholds([threshold] * layers)
-            handle.reset_stats()
-            given = ask(loaded, prepared)
-            rows.append((threshold, int(changed(loaded.kind, exact, given, options.min_cosine).sum()), len(exact)))
-            served.append(handle.stats()["hit_rate"])
-            result = choose_from_counts(
-                rows,
-                options.budget,
-                options.confidence,
-                served=served,
-                allow_uncertified=options.allow_uncertified,
-            )
-            if rows[-1][1] / len(exact) > 3 * options.budget:
-                break  # looser ones only change more
-        tell("thresholds", len(grid), len(grid))
-    assert result is not None
-    threshold = NEVER if result.threshold is None else result.threshold
-    kept = result.to_dict()
-    kept["path"] = kept.pop("curve", [])
-    return kept | {"thresholds": [threshold] * layers, "sentence": result.sentence()}
+def _groups(engine: Engine, texts: _Texts) -> list[list[int]]:
+    """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does."""
+    rows = np.linspace(0, len(texts.tokens) - 1, min(PROBE, len(texts.tokens))).round().astype(int)
+    probed = texts.part(rows.tolist())
+    harms = []
+    for layer in range(engine.layers):
+        texts.tell("sensitivity", layer, engine.layers)
+        _serve_only(engine, [layer])
+        harms.append(float(harm(texts.loaded.kind, probed.exact, probed.ask()).mean()))
+    texts.tell("sensitivity", engine.layers, engine.layers)
+    order = np.argsort(harms, kind="stable")
+    return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, engine.layers))]
 
 
 def _serve_only(engine: Engine, layers: Sequence[int]) -> None:
     """Serve every sequence that has a record in these layers, and none in the others."""
-    engine.set_radii([np.inf if layer in layers else -1.0 for layer in range(engine.layers)])
-
-
-def _distances(loaded: LoadedModel, engine: Engine, prepared: Sequence[Batch], total: int) -> npt.NDArray[np.float64]:
-    """Distance of every text's record; inf where there is none of its length."""
-    distances = np.full(total, np.inf)
-
-    def keep(batch: list[Tokens]) -> None:
-        found = engine.last_found
-        if found is not None:
-            distances[[item.row for item in batch]] = found.distances
-
-    _serve_only(engine, [])
-    ask(loaded, prepared, after=keep)
-    return distances
-
-
-def _groups(
-    loaded: LoadedModel,
-    engine: Engine,
-    prepared: Sequence[Batch],
-    exact: torch.Tensor,
-    distances: npt.NDArray[np.float64],
-    seed: int,
-    tell: Progress,
-) -> list[list[int]]:
-    """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does.
-
-    Judged on sequences of the selection half only: what orders the layers must not certify them.
-    """
-    chosen_on, _ = split_halves(len(distances), seed)
-    rows = chosen_on[np.linspace(0, len(chosen_on) - 1, min(PROBE, len(chosen_on))).round().astype(int)].tolist()
-    by_row = {item.row: item for batch, _ in prepared for item in batch}
-    # `ask` gives answers by row, so the probed texts are numbered anew.
-    probed = [Tokens(place, by_row[row].ids, by_row[row].segments) for place, row in enumerate(rows)]
-    renumbered = prepare(loaded, probed, len(prepared[0][0]))
-    known = np.isfinite(distances[rows])
-    harms = []
-    for layer in range(engine.layers):
-        tell("sensitivity", layer, engine.layers)
-        _serve_only(engine, [layer])
-        given = ask(loaded, renumbered)
-        each = harm(loaded.kind, exact[rows], given).numpy()
-        harms.append(float(each[known].mean()) if known.any() else 0.0)
-    tell("sensitivity", engine.layers, engine.layers)
-    order = [int(layer) for layer in np.argsort(harms, kind="stable")]
-    return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, engine.layers))]
-
-
-def _tell_done(tell: Progress, what: str, total: int, done: int) -> None:
-    tell(what, done, total)
-
-
-def _gains(database: Database, groups: Sequence[Sequence[int]], mean_length: float) -> list[float]:
-    """Milliseconds that serving a group saves, by the profile; without one, its number of layers."""
-    profile = database.manifest.profile
-    if profile is None:
-        return [float(len(group)) for group in groups]
-    from attmemo.perfmodel import Profile
-
-    costs = Profile.from_dict(profile).costs
-    n, rows = mean_length, 32.0
-    each = [c.exact.estimate(rows * n, rows * n * n) - c.hit.estimate(rows * n, rows * n * n) for c in costs]
-    return [max(1e-6, sum(each[layer] for layer in group)) for group in groups]
+    reach = _reach(engine.index.curves)
+    engine.set_radii([reach if layer in layers else NEVER for layer in range(engine.layers)])

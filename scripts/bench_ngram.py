@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from attmemo.fastseq.generate.ngram import EncoderNoRepeatNGram, NoRepeatNGram
-from attmemo.profiler.conditions import conditions
+from attmemo.machine import conditions
 
 Way = Callable[[Tensor, Tensor], Tensor]
 

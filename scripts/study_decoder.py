@@ -42,10 +42,10 @@ from torch import Tensor
 from attmemo import memoize, unmemoize
 from attmemo.adapters import adapter_for
 from attmemo.db import SEQUENCE, Database
+from attmemo.machine import conditions
 from attmemo.profiler.answers import ask, changed, harm, perplexity, prepare
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
-from attmemo.profiler.conditions import conditions
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model
 from attmemo.profiler.train import train_database

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
 from attmemo.db import Database
+from attmemo.machine import conditions
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
-from attmemo.profiler.conditions import conditions
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
 from attmemo.profiler.train import train_database

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.machine import conditions
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_search, gather, layer, sweep
 from attmemo.profiler.bench.gather import VARIANTS
 from attmemo.profiler.bench.plots import draw_gather
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.conditions import conditions
 from attmemo.reuse.source import multiply
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}

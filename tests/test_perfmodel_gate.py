@@ -43,12 +43,15 @@ def a_gate(lookup: Any = "layer", *, layers: int = 2, **drift: Any) -> Gate:
 
 
 def serve(gate: Gate, rate: float, batches: int, *, rows: int = 32, layer: int = 0) -> list[bool]:
-    """Serve batches of which `rate` of the rows hit; the answers of the gate."""
+    """Serve batches of which `rate` of the sequences hit; the answers of the gate."""
     answers = []
     for _ in range(batches):
-        answers.append(gate.worth_trying(layer, [16] * rows, 16))
-        if answers[-1]:
-            gate.record(layer, rows, round(rate * rows))
+        verdict = gate.ask(layer, [16] * rows, 16)
+        answers.append(verdict.tries)
+        if verdict.tries:
+            gate.record(verdict, round(rate * rows))
+        else:
+            gate.leave(verdict)
     return answers
 
 
@@ -91,9 +94,9 @@ def test_the_answer_is_that_of_the_formula(
     benefit = alpha * saving - lookup.estimate_lengths(lengths) if saving > 0 else -1.0
     assume(abs(benefit) > 1e-9)  # at exactly 0 the order of additions would decide
     gate = Gate(profile, threshold, "layer", 1)
-    assert gate.worth_trying(0, lengths, padded) is (benefit > 0.0)
-    assert gate.worth_trying(0, lengths, padded) is (benefit > 0.0)  # the remembered answer is the same
-    assert gate.serves(0, lengths, padded) is (saving > 0.0)
+    verdict = gate.ask(0, lengths, padded)
+    assert verdict.tries is (benefit > 0.0)
+    assert verdict.pays(0, lengths) is (saving > 0.0)
 
 
 @SETTINGS
@@ -116,7 +119,7 @@ def test_one_lookup_for_all_layers_sums_what_each_gains_at_its_own_rate_and_pays
         dtype="float32",
     )
     padded = max(lengths) + padding
-    known = sum(n < 49 for n in lengths) / len(lengths)  # rows with a record
+    known = sum(n < 49 for n in lengths) / len(lengths)  # sequences with a record
     alphas = [known * sum(s >= threshold for s in scores) / len(scores) for _, _, scores, threshold in layers]
     savings = [
         exact.estimate_lengths([padded] * len(lengths)) - hit.estimate_lengths(lengths) for exact, hit, _, _ in layers
@@ -125,12 +128,14 @@ def test_one_lookup_for_all_layers_sums_what_each_gains_at_its_own_rate_and_pays
     benefit -= lookup.estimate_lengths(lengths)
     assume(abs(benefit) > 1e-9 and all(abs(saving) > 1e-9 for saving in savings))
     gate = Gate(profile, [threshold for _, _, _, threshold in layers], "sequence", len(layers))
-    assert gate.worth_trying(SEQUENCE, lengths, padded) is (benefit > 0.0)
+    verdict = gate.ask(SEQUENCE, lengths, padded)
+    assert verdict.tries is (benefit > 0.0)
+    gate.leave(verdict)
     state = gate.state()
     assert state[0]["predicted_benefit_ms"] == pytest.approx(benefit)
     assert state[0]["predicted_hit_rate"] == pytest.approx(sum(alphas) / len(alphas))
     assert [row["predicted_hit_rate"] for row in state[1:]] == pytest.approx(alphas)
-    assert [gate.serves(i, lengths, padded) for i in range(len(layers))] == [saving > 0.0 for saving in savings]
+    assert [verdict.pays(i, lengths) for i in range(len(layers))] == [saving > 0.0 for saving in savings]
 
 
 def test_exact_attention_is_charged_at_the_padded_length_and_a_hit_at_the_valid_ones() -> None:
@@ -138,30 +143,32 @@ def test_exact_attention_is_charged_at_the_padded_length_and_a_hit_at_the_valid_
     rates = HitRates({(0, 16): [0.9] * 8})
     profile = Profile([LayerCosts(linear, linear, CostModel(0, 0, 1.0))], rates, rates, FREE, 1, "float32")
     gate = Gate(profile, 0.5, "layer", 1)
-    assert not gate.worth_trying(0, [16, 16], 16)  # nothing saved, one lookup paid
-    assert gate.worth_trying(0, [16, 16], 512)
+    assert not gate.ask(0, [16, 16], 16).tries  # nothing saved, one lookup paid
+    assert gate.ask(0, [16, 16], 512).tries
 
 
 def test_each_layer_has_its_own_threshold() -> None:
     profile = a_profile(rate=0.5)
-    assert [Gate(profile, [0.5, 0.95], "layer", 2).worth_trying(i, [16], 16) for i in (0, 1)] == [True, False]
+    assert [Gate(profile, [0.5, 0.95], "layer", 2).ask(i, [16], 16).tries for i in (0, 1)] == [True, False]
 
 
 def test_a_length_without_records_is_left_alone() -> None:
-    assert not a_gate().worth_trying(0, [17, 17], 17)
-    assert not a_gate("sequence").worth_trying(SEQUENCE, [17, 17], 17)
+    assert not a_gate().ask(0, [17, 17], 17).tries
+    assert not a_gate("sequence").ask(SEQUENCE, [17, 17], 17).tries
 
 
-def test_a_full_cache_starts_over_and_answers_the_same() -> None:
-    small, large = a_gate(cache_size=2), a_gate()
-    questions = [([16] * rows + [17] * others, 20) for rows in (1, 2, 5) for others in (0, 3, 40)]
-    assert [small.worth_trying(0, *q) for q in questions * 2] == [large.worth_trying(0, *q) for q in questions * 2]
-    assert len(small._cache) <= 2
+def test_asking_changes_nothing() -> None:
+    gate = a_gate()
+    serve(gate, 0.0, 1)  # switched off, 16 batches to wait
+    before = gate.state()
+    for _ in range(100):
+        assert not gate.ask(0, [16] * 32, 16).tries
+    assert gate.state() == before
 
 
 def test_an_empty_batch_is_not_worth_a_lookup() -> None:
-    assert not a_gate().worth_trying(0, [], 0)
-    assert not a_gate("sequence").serves(0, [], 0)
+    assert not a_gate().ask(0, [], 0).tries
+    assert not a_gate("sequence").ask(SEQUENCE, [], 0).tries
 
 
 @pytest.mark.parametrize("lookup", ["layer", "sequence"])
@@ -170,9 +177,10 @@ def test_without_a_profile_or_when_asked_to_every_batch_is_tried(lookup: Any) ->
     hopeless = a_profile(rate=0.0)
     for gate in (Gate(None, 0.5, lookup, 2), Gate(hopeless, 0.5, lookup, 2, always=True)):
         for _ in range(100):
-            assert gate.worth_trying(layer, [16] * 32, 16)
-            gate.record(layer, 32, 0)
-        assert gate.serves(1, [16], 16)
+            verdict = gate.ask(layer, [16] * 32, 16)
+            assert verdict.tries
+            assert verdict.pays(1, [16])
+            gate.record(verdict, 0)
         state = gate.state()[0]
         assert state["on"]
         assert state["hit_rate"] == 0.0
@@ -262,7 +270,9 @@ def test_batches_that_the_prediction_leaves_alone_do_not_bring_the_probe_nearer(
     gate = a_gate()
     serve(gate, 0.0, 1)
     for _ in range(100):
-        assert not gate.worth_trying(0, [17], 17)
+        verdict = gate.ask(0, [17], 17)
+        assert not verdict.tries
+        gate.leave(verdict)
     assert serve(gate, 0.0, 17) == [False] * 16 + [True]
 
 
@@ -275,9 +285,10 @@ def test_layers_drift_apart() -> None:
 
 def test_a_late_report_from_another_thread_does_not_count_as_a_probe() -> None:
     gate = a_gate()
-    assert gate.worth_trying(0, [16] * 32, 16)
+    verdict = gate.ask(0, [16] * 32, 16)
+    assert verdict.tries
     serve(gate, 0.0, 1)
-    gate.record(0, 32, 32)  # begun before the switch
+    gate.record(verdict, 32)  # begun before the switch
     assert not gate.state()[0]["on"]
     assert gate.state()[0]["queries"] == 64
     assert serve(gate, 0.0, 17) == [False] * 16 + [True]
@@ -288,8 +299,7 @@ def test_threads_lose_no_counts() -> None:
 
     def work() -> None:
         for _ in range(200):
-            if gate.worth_trying(0, [16] * 4, 16):
-                gate.record(0, 4, 2)
+            gate.record(gate.ask(0, [16] * 4, 16), 2)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -305,7 +315,7 @@ def test_threads_lose_no_counts() -> None:
 def test_the_state_says_why_in_json() -> None:
     gate = Gate(a_profile(lookup=5.0, rate=0.5), 0.5, "layer", 2)
     assert "no batch" in gate.state()[0]["why"]
-    gate.worth_trying(0, [16], 16)
+    gate.leave(gate.ask(0, [16], 16))
     row = json.loads(json.dumps(gate.state(), allow_nan=False))[0]
     assert row["why"] == "predicted benefit -1 ms"
     assert row["predicted_benefit_ms"] == pytest.approx(0.5 * 8.0 - 5.0)
@@ -319,7 +329,10 @@ def test_a_layer_that_loses_by_hits_is_reported_off_although_the_lookup_is_on() 
     rates = HitRates({(layer, 16): [0.9] * 8 for layer in (0, 1)})
     profile = Profile([good, bad], HitRates({}), rates, FREE, 1, "float32")
     gate = Gate(profile, 0.5, "sequence", 2)
-    assert gate.worth_trying(SEQUENCE, [16], 16)
+    verdict = gate.ask(SEQUENCE, [16], 16)
+    assert verdict.tries
+    assert [verdict.pays(layer, [16]) for layer in (0, 1)] == [True, False]
+    gate.record(verdict, 0.5)
     rows = gate.state()
     assert [(row["layer"], row["on"]) for row in rows] == [(SEQUENCE, True), (0, True), (1, False)]
     assert rows[2]["why"] == "a hit costs 0.5 ms more than exact attention"
@@ -328,22 +341,21 @@ def test_a_layer_that_loses_by_hits_is_reported_off_although_the_lookup_is_on() 
 # -- misuse
 
 
-def test_questions_that_make_no_sense_are_refused() -> None:
+def test_questions_and_reports_that_make_no_sense_are_refused() -> None:
     by_layer, by_sequence = a_gate(), a_gate("sequence")
     for gate, layer in ((by_layer, SEQUENCE), (by_layer, 2), (by_sequence, 0)):
         with pytest.raises(ValueError, match="layer"):
-            gate.worth_trying(layer, [16], 16)
+            gate.ask(layer, [16], 16)
+    for layer in (-1, 2):
         with pytest.raises(ValueError, match="layer"):
-            gate.record(layer, 1, 0)
-    with pytest.raises(ValueError, match="layer"):
-        by_sequence.serves(2, [16], 16)
+            by_sequence.ask(SEQUENCE, [16], 16).pays(layer, [16])
     with pytest.raises(ValueError, match="padded"):
-        by_layer.worth_trying(0, [16, 17], 16)
-    for queries, hits in ((1, 2), (1, -1), (-1, -1), (4, 4.001), (4, float("nan"))):
-        with pytest.raises(ValueError, match="hits"):
-            by_layer.record(0, queries, hits)
-        with pytest.raises(ValueError, match="hits"):
-            by_sequence.record(SEQUENCE, queries, hits)
+        by_layer.ask(0, [16, 17], 16)
+    for gate, layer in ((by_layer, 0), (by_sequence, SEQUENCE)):
+        verdict = gate.ask(layer, [16] * 4, 16)
+        for hits in (5, -1, 4.001, float("nan")):
+            with pytest.raises(ValueError, match="hits"):
+                gate.record(verdict, hits)
 
 
 @pytest.mark.parametrize(
@@ -378,12 +390,13 @@ def test_one_lookup_may_pay_for_the_layers_with_a_low_threshold_alone() -> None:
     # lookup 0.8 ms, 8 ms saved by a hit; half of the scores are 0.9, the others 0.1
     def benefit(thresholds: list[float]) -> float:
         gate = Gate(a_profile(), thresholds, "sequence", 2)
-        assert gate.worth_trying(SEQUENCE, [16], 16)
-        return float(gate.state()[0]["predicted_benefit_ms"])
+        verdict = gate.ask(SEQUENCE, [16], 16)
+        assert verdict.tries
+        return verdict.benefit
 
     assert benefit([0.05, 0.5]) == pytest.approx(1.0 * 8.0 + 0.5 * 8.0 - 0.8)
     assert benefit([0.95, 0.5]) == pytest.approx(0.0 * 8.0 + 0.5 * 8.0 - 0.8)
-    assert not Gate(a_profile(), [0.95, 0.95], "sequence", 2).worth_trying(SEQUENCE, [16], 16)
+    assert not Gate(a_profile(), [0.95, 0.95], "sequence", 2).ask(SEQUENCE, [16], 16).tries
 
 
 def test_thresholds_that_no_layer_reaches_are_reported_before_the_first_batch() -> None:
@@ -393,11 +406,10 @@ def test_thresholds_that_no_layer_reaches_are_reported_before_the_first_batch() 
     assert "threshold" in row["why"]
 
 
-def test_the_mean_over_layers_of_the_rows_served_is_compared_with_break_even() -> None:
+def test_the_mean_over_layers_of_the_sequences_served_is_compared_with_break_even() -> None:
     gate = Gate(a_profile(lookup=4.8, layers=3), 0.5, "sequence", 3)  # break-even 4.8 / (3 * 8) = 20 %
     for _ in range(20):
-        assert gate.worth_trying(SEQUENCE, [16] * 32, 16)
-        gate.record(SEQUENCE, 32, (20 + 1 + 0) / 3)  # 22 %
+        gate.record(gate.ask(SEQUENCE, [16] * 32, 16), (20 + 1 + 0) / 3)  # 22 %
     state = gate.state()[0]
     assert state["hit_rate"] == pytest.approx(7 / 32)
     assert state["hits"] == pytest.approx(20 * 7)
@@ -406,18 +418,18 @@ def test_the_mean_over_layers_of_the_rows_served_is_compared_with_break_even() -
 
 
 def serve_mean(gate: Gate, hits: float) -> bool:
-    """Whether batches of 32 rows with this mean of hits get the lookup switched off."""
+    """Whether batches of 32 sequences with this mean of hits get the lookup switched off."""
     for _ in range(50):
-        if not gate.worth_trying(SEQUENCE, [16] * 32, 16):
+        verdict = gate.ask(SEQUENCE, [16] * 32, 16)
+        if not verdict.tries:
             return True
-        gate.record(SEQUENCE, 32, hits)
+        gate.record(verdict, hits)
     return False
 
 
 def test_the_state_does_not_pass_the_mean_off_as_the_rate_of_a_layer() -> None:
     gate = Gate(a_profile(), [0.05, 0.5], "sequence", 2)
-    gate.worth_trying(SEQUENCE, [16] * 4, 16)
-    gate.record(SEQUENCE, 4, 2.5)
+    gate.record(gate.ask(SEQUENCE, [16] * 4, 16), 2.5)
     shared, *layers = json.loads(json.dumps(gate.state(), allow_nan=False))
     assert (shared["queries"], shared["hits"], shared["hit_rate"]) == (4, 2.5, 0.625)
     assert [row["predicted_hit_rate"] for row in layers] == [1.0, 0.5]
@@ -442,18 +454,19 @@ class TestMixedBatches:
     def test_are_served_from_the_number_of_hits_on_that_pays(self) -> None:
         # The whole: 1 + 0.01 * 320 = 4.2 ms. Two parts: 0.2 + 0.001 * 10 h, and 1.5 + 0.011 * 10 (32 - h).
         gate = self.gate(CostModel(0.011, 0.0, 1.5))
-        pays = [gate.pays(0, [10] * hits, 32, 10) for hits in range(1, 33)]
+        verdict = gate.ask(0, [10] * 32, 10)
+        pays = [verdict.pays(0, [10] * hits) for hits in range(1, 33)]
         expected = [0.2 + 0.01 * h + (1.5 + 0.11 * (32 - h) if h < 32 else 0.0) < 4.2 for h in range(1, 33)]
         assert pays == expected
         assert not pays[0]
         assert pays[-1]
 
-    def test_are_always_served_where_nothing_was_measured_or_nobody_asks_for_speed(self) -> None:
+    def test_are_always_served_where_the_cost_of_misses_is_unknown_or_by_request(self) -> None:
         dear = CostModel(1.0, 0.0, 100.0)
-        assert not self.gate(dear).pays(0, [10], 32, 10)
-        assert self.gate(None).pays(0, [10], 32, 10)
-        assert self.gate(dear, always=True).pays(0, [10], 32, 10)
-        assert Gate(None, 0.5, "layer", 2).pays(0, [10], 32, 10)
+        assert not self.gate(dear).ask(0, [10] * 32, 10).pays(0, [10])
+        assert self.gate(None).ask(0, [10] * 32, 10).pays(0, [10])
+        assert self.gate(dear, always=True).ask(0, [10] * 32, 10).pays(0, [10])
+        assert Gate(None, 0.5, "layer", 2).ask(0, [10] * 32, 10).pays(0, [10])
 
     def test_the_cost_of_misses_survives_being_stored(self) -> None:
         profile = self.gate(CostModel(0.011, 0.0, 1.5))._profile

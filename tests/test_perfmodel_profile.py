@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from attmemo.errors import DatabaseCorruptError
 from attmemo.perfmodel import MIN_SAMPLES, CostModel, HitRates, LayerCosts, Profile
 from attmemo.perfmodel.profile import Conditions
 
+HERE = Conditions("A 1", ("avx2", "amx_bf16"), 4)
+NOW = {"cpu": "A 1", "features": ["amx_bf16", "avx2"], "cores": 64, "threads": 2, "load": 3.0}
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 
 score = st.floats(-1.0, 1.0)
@@ -57,7 +58,6 @@ def test_a_score_equal_to_the_threshold_hits() -> None:
 def test_a_length_without_a_record_has_rate_zero_although_its_neighbours_hit() -> None:
     rates = HitRates({(0, 16): [0.9] * 20, (0, 18): [0.9] * 20})
     assert rates.alpha(0.5, 0, 17) == 0.0
-    assert 17 not in rates.table(0.5, 0)
 
 
 def test_a_stored_length_without_scores_borrows_from_both_sides_at_once() -> None:
@@ -144,10 +144,15 @@ def test_profiles_that_differ_in_one_score_or_stored_length_are_not_equal() -> N
         (["threads"], True, "threads"),
         (["dtype"], 32, "dtype"),
         (["dtype"], "", "dtype"),
+        (["conditions"], [1], "conditions"),
+        (["conditions", "cpu"], 7, r"conditions\.cpu"),
+        (["conditions", "features"], "avx2", r"conditions\.features"),
+        (["conditions", "features"], [2], r"conditions\.features\[0\]"),
+        (["conditions", "cores"], 0, r"conditions\.cores"),
     ],
 )
 def test_a_malformed_field_is_named(path: list[Any], value: object, field: str) -> None:
-    data: Any = copy.deepcopy(a_profile().to_dict())
+    data: Any = json.loads(json.dumps(replace(a_profile(), conditions=HERE).to_dict()))
     target = data
     for key in path[:-1]:
         target = target[key]
@@ -198,10 +203,67 @@ def test_a_profile_without_layers_threads_or_dtype_is_refused() -> None:
 
 
 def test_the_machine_that_costs_were_measured_on_is_kept_and_may_be_missing() -> None:
-    noted = dataclasses.replace(a_profile(), conditions=Conditions("a processor", ("avx2",), 4))
+    noted = replace(a_profile(), conditions=Conditions("a processor", ("avx2",), 4))
     data = json.loads(json.dumps(noted.to_dict()))
     assert Profile.from_dict(data).conditions == noted.conditions
     del data["conditions"]
     assert Profile.from_dict(data).conditions is None
     with pytest.raises(DatabaseCorruptError, match=r"'conditions\.cores'"):
         Profile.from_dict(data | {"conditions": {"cpu": "a processor", "features": [], "cores": 0}})
+
+
+# -- milliseconds
+
+
+def test_a_saving_is_exact_attention_of_the_batch_less_the_hits_and_the_misses() -> None:
+    exact, hit, miss = CostModel(0.01, 1e-4, 1.0), CostModel(0.001, 0.0, 0.2), CostModel(0.011, 1e-4, 1.5)
+    profile = replace(a_profile(), costs=[LayerCosts(exact, hit, CostModel(0, 0, 0), miss)] * 4)
+    assert profile.exact_ms(1, 3, 20) == pytest.approx(exact.estimate_lengths([20] * 3))
+    whole = exact.estimate_lengths([20] * 3)
+    assert profile.saving_ms(1, [20, 7, 9], 20) == pytest.approx(whole - hit.estimate_lengths([20, 7, 9]))
+    mixed = whole - hit.estimate_lengths([7]) - miss.estimate_lengths([20] * 2)
+    assert profile.saving_ms(1, [7], 20, 3) == pytest.approx(mixed)
+
+
+def test_where_the_cost_of_misses_is_unknown_only_the_hits_count() -> None:
+    profile = a_profile()
+    assert profile.costs[1].miss is None
+    assert profile.saving_ms(1, [7], 20, 3) == profile.saving_ms(1, [7], 20)
+
+
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_milliseconds_of_a_layer_that_is_none_are_refused(layer: int) -> None:
+    with pytest.raises(ValueError, match="layer"):
+        a_profile().exact_ms(layer, 1, 16)
+    with pytest.raises(ValueError, match="layer"):
+        a_profile().saving_ms(layer, [16], 16)
+
+
+# -- another machine
+
+
+def test_costs_of_this_machine_are_not_foreign() -> None:
+    profile = replace(a_profile(), conditions=HERE)
+    assert profile.foreign(NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({"cpu": "B 2"}, "cpu A 1, here B 2"),
+        ({"features": ["avx2"]}, "features amx_bf16, avx2, here avx2"),
+        ({"threads": 8}, "threads 2, here 8"),
+    ],
+)
+def test_costs_of_another_machine_or_number_of_threads_are_foreign_and_the_difference_is_named(
+    now: dict[str, Any], said: str
+) -> None:
+    sentence = replace(a_profile(), conditions=HERE).foreign(NOW | now)
+    assert sentence is not None
+    assert said in sentence
+    assert sentence.count("here") == 1
+
+
+def test_without_conditions_only_threads_are_compared() -> None:
+    assert a_profile().foreign(NOW | {"cpu": "B 2"}) is None
+    assert a_profile().foreign(NOW | {"threads": 3}) is not None

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from attmemo import Database, DataError, memoize
-from attmemo.db import KIND_MAP
+from attmemo.db import KIND_MAP, DatabaseWriter
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import EmbedderMissingError, TuningError
+from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import ask, changed, cosine, harm, prepare, time_passes
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.capture import Capture
@@ -62,14 +63,16 @@ def loaded(tiny_bert: str) -> LoadedModel:
 class TestTune:
     def test_result_is_complete_and_can_be_written_as_json(self, tuned: tuple[Path, dict[str, Any]]) -> None:
         result = json.loads(json.dumps(tuned[1], allow_nan=False))
-        assert len(result["thresholds"]) == 2
+        assert len(result["thresholds"]) == len(result["radii"]) == 2
         assert all(0.0 < t <= 1.0 for t in result["thresholds"])
         assert sorted(chain.from_iterable(result["groups"])) == [0, 1]
         assert (result["lookup"], result["budget"], result["confidence"]) == ("sequence", 0.5, 0.95)
         assert result["certified"] is True
         assert result["observed"] <= result["upper_bound"] <= 0.5
         assert 0.0 < result["served"] <= 1.0
-        assert result["total"] == 120
+        assert (result["total"], result["judged"]) == (120, 60)
+        assert result["path"][0]["served"] == 0.0
+        assert all(point["upper_bound"] <= 0.5 for point in result["path"][:-1])
         assert result["data"] == ["tune.log"]
         assert "%" in result["sentence"]
         assert result["min_cosine"] is None, "a classifier's answers are classes"
@@ -86,7 +89,7 @@ class TestTune:
     def test_what_was_certified_holds_when_it_is_served(
         self, tuned: tuple[Path, dict[str, Any]], later: dict[str, Path]
     ) -> None:
-        """Served share and changed answers on the tuning data are those that the result speaks of."""
+        """Served share and changed answers on the tuning data are those that the result reports."""
         path, result = tuned
         with Database(path) as database:
             loaded = load_model(database.manifest.model.name)
@@ -135,6 +138,48 @@ class TestTune:
         assert abs(stats["hit_rate"] - result["served"]) < 1e-6
         assert float(changed("classifier", exact, given, 0.98).float().mean()) == result["observed"]
 
+    def test_candidates_are_judged_with_the_gate_on_as_they_will_be_served(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """Where a hit in layer 1 costs more than exact attention, layer 1 is not served and does not count."""
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        scores = {(layer, length): [0.99] * 8 for layer in (0, 1) for length in range(1, 49)}
+        free, dear = CostModel(0.0, 0.0, 0.0), CostModel(0.0, 0.0, 10.0)
+        costs = [LayerCosts(dear, free, free), LayerCosts(free, dear, free)]
+        profile = Profile(costs, HitRates({}), HitRates(scores), free, torch.get_num_threads(), "float32")
+        with Database(path) as database:
+            manifest = database.manifest
+        with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
+            writer.publish(profile=profile.to_dict())
+        for limit in (15, 60):  # one radius for all layers; a radius for each group
+            result = tune(path, [later["tune"]], TuneOptions(budget=0.25, confidence=0.9, limit=limit))
+            assert result["certified"] is True
+            assert 0.0 < result["served"] <= 0.5
+            assert max(result["radii"]) > 0.0
+
+    def test_a_candidate_that_serves_what_the_one_before_served_is_not_run_again(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import attmemo.profiler.tune as module
+
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        options = TuneOptions(budget=0.25, confidence=0.9, limit=15)
+        passes: list[int] = []
+
+        def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            passes.append(1)
+            return ask(*args, **kwargs)
+
+        monkeypatch.setattr(module, "ask", counted)
+        first = tune(path, [later["tune"]], options)
+        once = len(passes)
+        # The same radii, each of them three times: no distance lies between.
+        monkeypatch.setattr(module, "RADII", tuple(r * (1 + k * 1e-12) for r in module.RADII for k in range(3)))
+        again = tune(path, [later["tune"]], options)
+        assert len(passes) == 2 * once
+        assert len(again["path"]) > len(first["path"])
+        assert (again["served"], again["observed"]) == (first["served"], first["observed"])
+
     def test_a_lookup_in_every_layer_is_tuned_by_trying(
         self, bert_database: Path, later: dict[str, Path], tmp_path: Path
     ) -> None:
@@ -163,7 +208,13 @@ class TestTune:
         path = Path(shutil.copytree(bert_database, tmp_path / "db"))
         told: list[tuple[str, int, int]] = []
         tune(path, [later["tune"]], TuneOptions(budget=0.5, limit=40), lambda *step: told.append(step))
-        assert {what for what, _, _ in told} >= {"exact answers", "sensitivity", "layers 1/2", "layers 2/2"}
+        assert {what for what, _, _ in told} >= {
+            "exact answers",
+            "sensitivity",
+            "layers 1/2",
+            "layers 2/2",
+            "candidate 2/10",
+        }
         assert all(0 <= done <= total for _, done, total in told)
         (model,) = (found.model for found in models)
         assert not any("forward" in module.__dict__ for module in model.modules())

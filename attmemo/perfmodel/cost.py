@@ -1,9 +1,7 @@
 """How long a piece of work takes, as a function of the lengths of the sequences in the batch.
 
-Equation 3 of the paper (arXiv 2301.09262, section 5.4) needs T_attention and T_overhead for a batch that
-was never timed. The paper scales both linearly with the total number of tokens. Attention is quadratic in the
-sequence length, so that estimate is wrong as soon as the served lengths differ from the profiled ones: one sequence
-of 512 tokens and four of 128 have the same total and not the same cost. Here a quadratic term is fitted beside it:
+AttMEMO (arXiv 2301.09262, section 5.4, Eq. 3) scales times linearly with the number of tokens. Attention is quadratic
+in the length: one sequence of 512 tokens and four of 128 do not cost the same. So a quadratic term stands beside it:
 
     milliseconds = a * sum(L) + b * sum(L^2) + c
 
@@ -49,12 +47,8 @@ class CostModel:
     Raises
     ------
     ValueError
-        A coefficient is negative or not finite. Negative ones would fit noise a little better and then predict
-        negative milliseconds for a length outside the profiled ones.
-
-    Notes
-    -----
-    Source: paper Eq. 3 (arXiv 2301.09262, section 5.4), with the quadratic term added.
+        A coefficient is negative or not finite. Negative ones would fit noise a little better, and predict negative
+        milliseconds for other lengths.
 
     Examples
     --------
@@ -85,14 +79,12 @@ class CostModel:
         """Fit the coefficients to timed batches.
 
         Non-negative least squares on the *relative* error: an error of 1 ms is nothing at 500 ms and everything at
-        2 ms, and the gate asks about short batches as often as about long ones. A batch that the operating system
-        interrupted does not decide: errors are Huber-weighted until they settle, then whatever lies beyond three
-        standard deviations (estimated from the median absolute error, at least 1 % each) is dropped and the rest
-        fitted once more.
+        2 ms. A batch that the operating system interrupted does not decide: errors are Huber-weighted until they
+        settle, then samples beyond three standard deviations (from the median absolute error, at least 1 % each) are
+        dropped and the rest is fitted once more.
 
-        Samples that cannot tell the terms apart (one length only, one batch only) are explained by the simplest
-        terms that fit equally well, per-token cost first. Inside what was measured that makes no difference;
-        outside it is a guess, and it is the paper's.
+        Samples that cannot tell the terms apart (one length only, one batch only) are explained by the simplest terms
+        that fit equally well, per-token cost first. For other lengths this is a guess, the paper's.
 
         Parameters
         ----------
@@ -145,12 +137,9 @@ class CostModel:
 
 
 def _non_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Non-negative theta of shape [3] that minimises ``sum(weights * (rows @ theta - 1)**2)``.
-
-    The optimum is the plain least-squares solution on the columns it uses, so with three columns it is found by
-    trying all seven subsets. `scipy.optimize.nnls` finds one too, but when columns are collinear (one length only)
-    which one depends on rounding; here the order of the subsets decides.
-    """
+    """Non-negative theta of shape [3] that minimises ``sum(weights * (rows @ theta - 1)**2)``."""
+    # The optimum is the plain least-squares solution on the columns it uses: all seven subsets are tried, the first of
+    # equals wins. With `scipy.optimize.nnls` rounding would decide where columns are collinear (one length only).
     root = np.sqrt(weights)
     weighted = rows * root[:, None]
     scale = np.max(weighted, axis=0)  # sum(L^2) is thousands of times the constant; solve in comparable units

@@ -40,32 +40,18 @@ class Verdict:
     ----------
     tries : bool
         A lookup for this batch pays: the prediction says so, and live traffic does not say otherwise.
-    layer : int
-        Layer that the question was about, or `SEQUENCE`.
-    lengths : tuple of int
-        Valid tokens of each sequence of the batch.
-    padded : int
-        Length that the sequences are padded to.
-    profile : Profile or None
-        What the prediction rests on. None: every lookup is tried, and every hit is served.
-    benefit, lookup, saving : float
-        Milliseconds: the prediction PB; what a lookup costs, hit or not; what is saved if every sequence hits.
-    savings : tuple of float
-        T_exact - T_hit of each layer that the lookup serves; negative where a hit costs more than it saves.
-    alphas : tuple of float
-        Share of the sequences that is predicted to hit, of each layer that the lookup serves.
     """
 
     tries: bool
-    layer: int
+    layer: int  # what the question was about, or `SEQUENCE`
     lengths: tuple[int, ...]
     padded: int
-    profile: Profile | None = None
-    benefit: float = 0.0
-    lookup: float = 0.0
-    saving: float = 0.0
-    savings: tuple[float, ...] = ()
-    alphas: tuple[float, ...] = ()
+    profile: Profile | None = None  # None: every lookup is tried, and every hit is served
+    benefit: float = 0.0  # ms, the prediction PB
+    lookup: float = 0.0  # ms of a lookup, hit or not
+    saving: float = 0.0  # ms saved if every sequence hits, over the layers where that is positive
+    savings: tuple[float, ...] = ()  # ms, T_exact - T_hit of each layer that the lookup serves
+    alphas: tuple[float, ...] = ()  # share of the sequences predicted to hit, of each layer that the lookup serves
 
     def pays(self, layer: int, hits: Sequence[int]) -> bool:
         """Whether serving these sequences costs less than computing the whole batch.
@@ -107,7 +93,7 @@ class _Live:
     all_hits: float = 0
     last: Verdict | None = None
 
-    def add(self, keep: float, verdict: Verdict, hits: float) -> None:
+    def add(self, verdict: Verdict, hits: float, keep: float) -> None:
         """Count one batch; `keep` is the weight that earlier batches keep."""
         queries = len(verdict.lengths)
         self.count += queries
@@ -150,18 +136,14 @@ class Gate:
         Number of attention layers.
     always : bool
         Try every batch, whatever the profile and the live hit rate say.
-    min_queries : int
-        Live sequences before the live hit rate counts.
-    half_life : float
-        Sequences after which a sequence counts half in the live hit rate.
+    min_queries, half_life : int, float
+        Live sequences before the live hit rate counts, and after which a sequence counts half in the rate.
     backoff, backoff_max : int
         A lookup that is switched off leaves `backoff` batches alone, then probes. Each failed probe doubles the
         wait, up to `backoff_max`. Only batches that the prediction favours count.
-    probe_queries : int
-        Sequences of a probe, over as many batches as that takes.
-    margin : float
-        A probe must find `margin` times the break-even rate to switch the lookup on again (at most half-way from
-        break-even to 1). Without the margin a lookup near break-even would switch all the time.
+    probe_queries, margin : int, float
+        A probe lasts for so many sequences. It must find `margin` times the break-even rate to switch the lookup on
+        again (at most half-way from break-even to 1): a lookup near break-even would switch all the time.
 
     Raises
     ------
@@ -217,8 +199,7 @@ class Gate:
         self._live = {layer: _Live() for layer in ((SEQUENCE,) if self._sequence else range(layers))}
         # lookup -> length -> alpha of each layer that the lookup serves; a missing length has no record
         self._alphas: dict[int, dict[int, tuple[float, ...]]] = {layer: {} for layer in self._live}
-        self.hopeless = False
-        """No held-out sequence of any length reaches a threshold: nothing need be asked."""
+        self._hopeless = False
         if self._profile is not None:
             rates = self._profile.rates_sequence if self._sequence else self._profile.rates
             for layer, table in self._alphas.items():
@@ -226,8 +207,13 @@ class Gate:
                     table[length] = tuple(rates.alpha(values[i], i, length) for i in self._served(layer))
             reached = any(any(alphas) for table in self._alphas.values() for alphas in table.values())
             # A few held-out texts that all miss prove little: then batches are tried, and live traffic decides.
-            self.hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
+            self._hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
         self._lock = threading.Lock()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no held-out sequence of any length reaches a threshold: nothing need be asked."""
+        return self._hopeless
 
     def ask(self, layer: int, lengths: Sequence[int], padded: int) -> Verdict:
         """Whether a lookup for this batch pays. Asking changes nothing.
@@ -312,7 +298,7 @@ class Gate:
             live.all_queries += queries
             live.all_hits += hits
             if live.wait == 0:  # else another thread has switched off since: no evidence about what comes after
-                live.add(0.5 ** (queries / self._half_life), verdict, hits)
+                live.add(verdict, hits, 0.5 ** (queries / self._half_life))
                 self._review(live)
 
     def state(self) -> list[dict[str, Any]]:

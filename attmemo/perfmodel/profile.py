@@ -1,14 +1,14 @@
-"""What was measured for one database on one machine, and is needed to predict whether a lookup pays.
+"""What was measured for one database on one machine: it predicts whether a lookup pays.
 
-A profile holds, per attention layer, what the exact path, a hit and a lookup cost (`cost.py`), and the similarity
-scores that lookups predicted on *held-out* sequences. The paper measures its memoization rate alpha on the training
-sequences, which are in the database and find themselves; the rate it gets is one that no new request will see.
+A profile holds the costs of each attention layer in milliseconds (`cost`), and the similarity scores that lookups
+predicted on *held-out* sequences. The paper measures its memoization rate alpha on the training sequences. These are
+in the database and find themselves: no new request will see such a rate.
 
 There are two sets of scores, one for each way of looking up. A layer that looks up for itself finds a record close to
-its own input; a layer served by the once-per-sequence lookup gets the record that suited the first layer. The
-same layer at the same threshold then hits at different rates.
+its own input. A layer served by the lookup once per sequence gets the record that suited the first layer. The same
+layer then hits at different rates.
 
-Scores are kept rather than rates, because a rate belongs to one threshold and the user may choose another.
+Scores are kept, not rates: a rate belongs to one threshold, and the user may choose another.
 """
 
 from __future__ import annotations
@@ -32,26 +32,15 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The three costs of one attention layer, in milliseconds per batch.
+    """The costs of one attention layer, in milliseconds per batch.
 
-    Parameters
-    ----------
-    exact : CostModel
-        Exact attention, as a function of the lengths it is computed at: the padded ones.
-    hit : CostModel
-        Attention when every row is served, as a function of the valid lengths. Fetch and A·V are timed together:
-        a mapping that is quick to set up may only defer its cost into the multiplication.
-    lookup : CostModel
-        Embedding and search, as a function of the valid lengths. Unused when the lookup is made once per sequence.
-    miss : CostModel, optional
-        The rows that miss in a batch of which others hit: taken out, computed exactly, put back; as a function of
-        their padded lengths. None: not measured.
+    Fetch and A·V are timed together: a mapping that is quick to set up may defer its cost into the multiplication.
     """
 
-    exact: CostModel
-    hit: CostModel
-    lookup: CostModel
-    miss: CostModel | None = None
+    exact: CostModel  # exact attention, by the padded lengths
+    hit: CostModel  # attention when every sequence is served, by the valid lengths
+    lookup: CostModel  # embedding and search, by the valid lengths; unused when the lookup is made once per sequence
+    miss: CostModel | None = None  # sequences that miss beside hits: taken out, computed, put back; by padded lengths
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The models, JSON-able."""
@@ -84,8 +73,8 @@ class HitRates:
 
     Notes
     -----
-    The memoization rate alpha is that of paper Eq. 2 for one layer (seed 004_17cf05913cb31f45.txt), split by length:
-    a record serves only its own length, so rates differ by length as records do.
+    The memoization rate alpha is that of AttMEMO (arXiv 2301.09262), Eq. 2, for one layer and one length: a record
+    serves only its own length, so rates differ by length as records do.
     """
 
     def __init__(self, scores: Mapping[tuple[int, int], Iterable[float]], stored: Iterable[int] | None = None) -> None:
@@ -127,24 +116,18 @@ class HitRates:
     def alpha(self, threshold: float, layer: int, length: int) -> float:
         """Share of held-out queries of this layer and length with a score >= `threshold`.
 
-        A length with fewer than `MIN_SAMPLES` scores of its own borrows: the scores of the lengths at distance 1, 2,
-        3, ... on both sides (same layer) are pooled with its own, one whole distance at a time so that neither side is
-        preferred, until there are `MIN_SAMPLES` or no more to take. There is no limit to the distance: a rate
-        from far away is a poor guess, but the gate corrects it with live traffic, whereas a guess of 0 would
-        never be tried and so never corrected.
+        A length with fewer than `MIN_SAMPLES` scores of its own borrows those of the lengths at distance 1, 2, 3, ...
+        on both sides (same layer), until there are enough or no more to take. There is no limit to the distance: live
+        traffic corrects a poor guess, but a guess of 0 would never be tried and so never corrected.
 
         Returns
         -------
         float
-            In [0, 1], not increasing in `threshold`. 0 for a length without any record in the database (the hard
-            key forbids serving it) and for a layer without any score.
+            In [0, 1], not increasing in `threshold`. 0 for a length without any record (it cannot be served) and for a
+            layer without any score.
         """
         pool = self._pool(layer, length)
         return (len(pool) - bisect_left(pool, threshold)) / len(pool) if pool else 0.0
-
-    def table(self, threshold: float, layer: int) -> dict[int, float]:
-        """`alpha` for every stored length; a length that is not a key has alpha 0."""
-        return {length: self.alpha(threshold, layer, length) for length in self._stored}
 
     def _pool(self, layer: int, length: int) -> array[float]:
         """Sorted scores that speak for this layer and length."""
@@ -171,10 +154,6 @@ class HitRates:
         if not isinstance(other, HitRates):
             return NotImplemented
         return self._scores == other._scores and self._stored == other._stored
-
-    def __repr__(self) -> str:
-        total = sum(len(values) for by_length in self._scores.values() for values in by_length.values())
-        return f"HitRates({total} scores, {len(self._scores)} layers, {len(self._stored)} stored lengths)"
 
     def to_dict(self) -> dict[str, Any]:
         """Scores and stored lengths, JSON-able: ``{"stored": [16], "scores": {"0": {"16": [0.9]}}}``."""
@@ -227,12 +206,12 @@ class Profile:
     rates : HitRates
         Held-out scores of the lookups that each layer makes for itself.
     rates_sequence : HitRates
-        Held-out scores of the once-per-sequence lookup: for each layer, the score that its own calibration predicts
-        from the one distance found at the first layer.
+        Held-out scores of the lookup once per sequence: for each layer, the score that the layer's own calibration
+        predicts from the one distance found at the first layer.
     lookup_sequence : CostModel
-        Milliseconds of one once-per-sequence lookup for a batch, as a function of the valid lengths.
+        Milliseconds of one lookup once per sequence for a batch, by the valid lengths.
     threads : int
-        Number of threads that the costs were measured with. Another number changes the costs, not the rates.
+        Threads that the costs were measured with. Another number changes the costs, not the rates.
     dtype : str
         Precision that the model ran in, such as "float32" or "bfloat16".
     conditions : Conditions, optional
@@ -299,6 +278,22 @@ class Profile:
             raise ValueError(f"layer must be in 0..{len(self.costs) - 1}, got {layer}")
         return self.costs[layer]
 
+    def foreign(self, conditions: Mapping[str, Any]) -> str | None:
+        """One sentence if the costs were measured under other conditions than these, else None.
+
+        Parameters
+        ----------
+        conditions : mapping
+            What `attmemo.machine.conditions` gives here and now; ``cpu``, ``features`` and ``threads`` are compared.
+        """
+        measured: dict[str, Any] = {} if self.conditions is None else asdict(self.conditions)
+        differ = []
+        for name, value in {**measured, "threads": self.threads}.items():
+            then, now = _comparable(value), _comparable(conditions.get(name))
+            if name != "cores" and then != now:
+                differ.append(f"{name} {then}, here {now}")
+        return f"The costs were measured under other conditions: {'; '.join(differ)}." if differ else None
+
     def to_dict(self) -> dict[str, Any]:
         """The whole profile, JSON-able."""
         return {
@@ -335,3 +330,7 @@ class Profile:
             dtype=field["dtype"].text(".+"),
             conditions=None if conditions is None else Conditions.read(conditions),
         )
+
+
+def _comparable(value: object) -> str:
+    return ", ".join(sorted(value)) or "none" if isinstance(value, list | tuple) else str(value)

@@ -21,6 +21,7 @@ from attmemo.db.format import SlotClass
 from attmemo.db.forms import TYPES, pack, unpack
 from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
+from attmemo.machine import conditions
 from attmemo.mmap import (
     Arena,
     Batch,
@@ -46,7 +47,6 @@ from attmemo.profiler.bench.timing import (
     silent,
     temporary_folder,
 )
-from attmemo.profiler.conditions import conditions
 from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]

@@ -22,6 +22,7 @@ from attmemo.embed.indexing import build_indexes
 from attmemo.embed.training import TrainOptions, train
 from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
+from attmemo.machine import conditions
 from attmemo.memoization import Memoization, memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency, choose_fetcher
 from attmemo.profiler.bench.shapes import random_inputs, random_model
@@ -40,7 +41,6 @@ from attmemo.profiler.bench.timing import (
 )
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
-from attmemo.profiler.conditions import conditions
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
 _OF_SERVED: Final = (

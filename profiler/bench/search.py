@@ -13,6 +13,7 @@ import numpy.typing as npt
 from attmemo.db import BACKENDS, Backend, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
 from attmemo.errors import AttmemoError, DatabaseError
+from attmemo.machine import conditions
 from attmemo.profiler.bench.timing import (
     MAX_BYTES,
     SEED,
@@ -26,7 +27,6 @@ from attmemo.profiler.bench.timing import (
     silent,
     threads_kept,
 )
-from attmemo.profiler.conditions import conditions
 
 
 def bench_search(

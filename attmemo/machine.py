@@ -1,4 +1,4 @@
-"""What a measurement was made on: a number without it cannot be compared with another."""
+"""The machine that a measurement was made on: numbers of different machines cannot be compared."""
 
 from __future__ import annotations
 
