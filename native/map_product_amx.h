@@ -48,7 +48,7 @@ AMX static inline void amx_narrow(const float *source, size_t count, size_t whol
     for (; i + 16 <= count; i += 16)
         _mm256_storeu_si256((__m256i *)(out + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(source + i)));
     for (; i < count; i++)
-        out[i] = to_brain(source[i]);
+        out[i] = to_bfloat16(source[i]);
     for (; i < whole; i++)
         out[i] = 0;
 }

@@ -167,7 +167,7 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
         NAME(columns)(a, scale, rows, packed, wide, reach, sums, wide, width);
         for (size_t r = 0; r < rows; r++)
             for (size_t c = 0; c < width; c++)
-                ((uint16_t *)job->context)[out + r * line + c] = to_brain(sums[r * wide + c]);
+                ((uint16_t *)job->context)[out + r * line + c] = to_bfloat16(sums[r * wide + c]);
     }
     if (head == 0 && first == 0 && job->padded > length)
         memset(job->context + (place + length * line) * item, 0, (job->padded - length) * line * item);
