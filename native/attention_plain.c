@@ -30,6 +30,8 @@ static void put_number(char *row, enum type type, size_t i, float number)
 
 static float rounded(float number, enum type type)
 {
+    if (type == FLOAT32)
+        return number;
     char bytes[sizeof number] __attribute__((aligned(4)));
     put_number(bytes, type, 0, number);
     return number_at(bytes, type, 0);
@@ -40,6 +42,8 @@ static float read_stored(const Attention *attention, const Block *block, enum pl
 {
     const Format *stored = &attention->stored;
     const char *row = block->rows[plane][k];
+    if (!stored->bits && stored->type == attention->type)
+        return number_at(row, stored->type, i);
     if (!stored->bits)
         return rounded(number_at(row, stored->type, i), attention->type);
     float scale = number_at(block->scales[plane][k], stored->scale_type, i / stored->group);

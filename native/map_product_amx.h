@@ -1,5 +1,5 @@
 /*
- * map_product_amx.h: the task of product.c for values in bfloat16, by the matrix unit of the processor (AMX).
+ * map_product_amx.h: the task of map_product.c for values in bfloat16, by the matrix unit of the processor (AMX).
  *
  * See amx.h for the tiles. Two tiles of rows times two of columns are kept, so that four products follow from four
  * loads.

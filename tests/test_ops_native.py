@@ -26,6 +26,7 @@ from attmemo.kernels import _map_product
 from attmemo.kernels.team import join_torch
 
 SETS = cpu.instruction_sets()
+VECTORS = SETS[:-1]  # "plain" takes seconds for thousands of keys, and cuts no work into blocks and shares
 
 
 def attend(case: Case, inputs: dict[str, Any], isa: str = "") -> torch.Tensor:
@@ -98,7 +99,7 @@ def test_splits_agree_with_the_reference(keys: int) -> None:  # 80
     torch.testing.assert_close(attend(case, inputs), expected, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("isa", VECTORS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("extra", [{}, {"alibi": True}, {"mask": "3d"}, {"causal": False}], ids=str)
 @pytest.mark.parametrize("bits", [0, 8])
