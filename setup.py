@@ -15,6 +15,8 @@ CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", ""
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
 SHARED = ["native/amx.h", "native/numbers.h", "native/team.h"]
+ATTENTION = ["plain", "generic", "avx2", "avx512"]
+ATTENTION_PARTS = ["attention", "attention_amx", "attention_kernel", "attention_rows", "attention_x86", "vectors"]
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 
 setup(
@@ -38,8 +40,9 @@ setup(
         ),
         Extension(
             "attmemo.kernels._cache_attention",
-            sources=["native/cache_attention.c"],
-            depends=["native/cache_attention_kernel.h", "native/cache_attention_amx.h", *SHARED],
+            # One source for each instruction set: see native/attention.h.
+            sources=["native/cache_attention.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
+            depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],

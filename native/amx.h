@@ -1,5 +1,5 @@
 /*
- * amx.h: the processor's matrix unit (AMX), as product.c and cache_attention.c use it. x86-64 only.
+ * amx.h: the processor's matrix unit (AMX), as map_product.c and attention_avx512.c use it. x86-64 only.
  *
  * A tile register holds 16 rows of 64 bytes. TDPBF16PS multiplies a tile of A, 16 rows of 32 bfloat16, with a tile of
  * B, 16 columns of 32 bfloat16 where those of two neighbouring rows stand side by side, and adds to a tile of 16 x 16
@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "numbers.h"
 
 #define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c,amx-tile,amx-bf16")))
 
@@ -30,11 +32,6 @@ typedef struct {
 static const TileShapes tile_shapes = {.palette = 1,
                                        .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
                                        .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
-
-static inline size_t round_to(size_t number, size_t multiple)
-{
-    return (number + multiple - 1) / multiple * multiple;
-}
 
 /* out[c][0] = even[c], out[c][1] = odd[c], or 0 where there is no odd row. */
 AMX static inline void amx_weave(const uint16_t *even, const uint16_t *odd, size_t count, uint16_t *out)

@@ -4,20 +4,15 @@
  * WHAT IT IS.  The operator that docs/attention-op.md describes: the keys and values of new tokens are written into
  * the cache, quantised if it is; then each query attends over its sequence's rows of the cache, which lie anywhere:
  * in pages, in one of four layouts, as float32, float16, bfloat16, int8 or packed 4-bit numbers. Nothing is gathered:
- * a block of BLOCK rows is read where it lies and converted on its way into the products, or, where it is used often,
- * unpacked into first-level cache.
+ * rows are read where they lie.
  *
- * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are rows of one small matrix, so that each
- * key is read once for all of them; a chunk of a prompt adds its tokens as further rows, up to a tile. Softmax is
- * done on the way (running maximum and sum for each row), so no scores are kept beyond a block. Where a sequence has
- * rows for one tile only, as in decoding, its keys are cut into SPLIT rows for several threads, and the shares are
+ * THIS FILE is the front: arguments and their rules, pages, storing new tokens, what each query sees, tasks and
+ * threads. The arithmetic stands behind attention.h; attention_plain.c says what is computed.
+ *
+ * THE SHAPE OF THE WORK.  The R query heads that share a key-value head are queries of one task, so that each key is
+ * read once for all of them; a chunk of a prompt adds its tokens as further queries, up to a tile. Where a sequence has
+ * queries for one tile only, as in decoding, its keys are cut into SPLIT keys for several threads, and the shares are
  * put together at the end.
- *
- * THE LIMIT.  Decoding reads every byte of keys and values once and does 4 R operations for each number: with R = 4 and
- * float32 it is bound by memory, and reaches nine tenths of what a loop reaches that only reads the same rows. So bytes
- * are what counts; in bfloat16 arithmetic takes as long as reading, in int8 and 4 bits longer. Prefill is bound by
- * arithmetic: keys are transposed so that scores, like the products with values, are sums in registers over broadcast
- * numbers, without sums across a vector; or the processor's matrix unit does it (cache_attention_amx.h).
  *
  * WHAT IT PROMISES
  *   - Codes and scales are the same bits for every instruction set, and those of ops/reference.py.
@@ -28,16 +23,13 @@
  *
  * THREADS and INSTRUCTION SETS: see team.h.
  *
- * ROADS NOT TAKEN.  Sums of int8 products: queries would have to be quantised, which the specification does not allow.
- * Sums of groups, scaled, instead of scaled numbers: done where a row has one scale, else it saves little beside the
- * conversion of the codes. The matrix unit for decoding: four queries leave three quarters of its tiles and of the
- * softmax's vectors empty, and it was slower.
+ * ROADS NOT TAKEN.  The matrix unit for decoding: four queries leave three quarters of its tiles and of the softmax's
+ * vectors empty, and it was slower.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <math.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -45,30 +37,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "numbers.h"
 #include "team.h"
 
-#if defined(__x86_64__)
-#include "amx.h"
-#endif
-
-enum type { FLOAT32, FLOAT16, BFLOAT16, TYPES };
-
-static const size_t item_bytes[TYPES] = {4, 2, 2};
-
 enum {
-    LINE = 64,
     MOST = 1 << 20,
-    BLOCK = 64,    /* keys at a time */
-    TILE = 96,     /* rows of queries at a time, without a matrix unit */
-    TURNS = 16,    /* so many rows are worth transposing the keys */
-    OFTEN = 8,     /* more rows are worth unpacking keys and values to memory first */
-    SPLIT = 512,   /* keys for one thread, where there is one tile, of few rows */
+    SPLIT = 512,   /* keys for one thread, where there is one tile, of few queries */
     STREAMS = 4,   /* places where a block is read at a time */
     FEW = 1 << 15, /* numbers to store that are not worth waking a thread for */
 };
-
-typedef uint32_t Bits __attribute__((may_alias));
 
 /* A tensor [plane, token, head, number]: numbers are neighbours, other strides in bytes. A mask's planes are columns. */
 typedef struct {
@@ -79,14 +57,13 @@ typedef struct {
 
 /* One call, checked. */
 typedef struct Job {
-    Grid query, key, value, cache, scale, mask; /* scale if bits; mask or scale may be without data */
-    enum type type;                             /* of queries, keys, values and output */
+    Attention attention;
+    Grid query, key, value, cache, scale, mask; /* scale if there are codes; mask or scale may be without data */
     char *output;                               /* [tokens, heads, width] */
     const int64_t *seqstarts, *kvstarts, *cachestarts, *start_pos;
     size_t batch, pages, page_size; /* pages: entries of cachestarts for each sequence */
     size_t rows;                    /* of the cache */
-    size_t heads, kv_heads, repeats, width, group, groups;
-    int bits; /* 0: the cache is not quantised */
+    size_t heads, kv_heads, repeats;
     bool causal;
     size_t decoding;
     const float *slopes; /* of each head, or NULL */
@@ -95,29 +72,18 @@ typedef struct Job {
     size_t *split;       /* tiles that are split, before each sequence, [batch + 1] */
     float *kept;
     atomic_size_t *ended;
-    char *scratch; /* scratch_bytes for each thread */
-    size_t scratch_bytes;
-    const struct Set *set;
+    char *scratch; /* for each thread `kernel_bytes` and the queries of a task, scratch_bytes in all */
+    size_t kernel_bytes, scratch_bytes;
+    const Kernel *kernel;
     atomic_size_t next, thread;
 } Job;
 
-/* One task: rows [row, row + rows) of a head group of a sequence over a range of its keys. Row r is token r / repeats. */
+/* A task of the arithmetic, and where its keys lie: one key-value head of one sequence. */
 typedef struct {
-    size_t sequence, head, row, rows;
-    size_t start, length;            /* of the sequence in query */
-    size_t key_start, keys;          /* of the sequence in mask */
-    size_t first_key, last_key;      /* those of this task */
-    bool causal;
-    size_t split, splits;
-    float *kept;          /* of the tile: for each split its sums, maxima and totals */
-    atomic_size_t *ended; /* how many of its splits are done */
-} Part;
-
-/* A block of keys, and the values to them: where their rows begin in plane 0 of the cache and of the scales. */
-typedef struct {
-    size_t count;
-    const char *codes[BLOCK], *scales[BLOCK]; /* scales if there are */
-} Block;
+    Task task;
+    const Job *job;
+    size_t sequence, head;
+} CacheTask;
 
 /* The row of the cache where a token of a sequence lies. */
 static inline int64_t locate(const Job *job, size_t sequence, size_t token)
@@ -125,189 +91,45 @@ static inline int64_t locate(const Job *job, size_t sequence, size_t token)
     return job->cachestarts[sequence * job->pages + token / job->page_size] + (int64_t)(token % job->page_size);
 }
 
-/*
- * The task's keys from `first` on, a block of them or what is left. `spreads`: those of a whole block not in their
- * order but those of each quarter side by side: the processor, which sees four places where reading goes on instead
- * of one, has four times as much under way. Only where it does not matter which comes first.
- */
-static void locate_block(const Job *job, const Part *part, size_t first, bool spreads, Block *block)
+/* See `locate` of a Task. */
+static void locate_block(const Task *task, size_t at, bool spreads, Block *block)
 {
-    size_t left = first < part->last_key ? part->last_key - first : 0, i = 0;
+    const CacheTask *own = (const CacheTask *)task;
+    const Job *job = own->job;
+    const Grid *cache = &job->cache, *scale = &job->scale;
+    const bool codes = job->attention.stored.bits != 0;
+    size_t left = at < task->last ? task->last - at : 0, i = 0;
     block->count = left < BLOCK ? left : BLOCK;
     spreads = spreads && left >= BLOCK;
     while (i < block->count) { /* those of a page are neighbours */
-        size_t in_page = job->page_size - (first + i) % job->page_size;
+        size_t in_page = job->page_size - (at + i) % job->page_size;
         size_t end = block->count - i < in_page ? block->count : i + in_page;
-        int64_t row = locate(job, part->sequence, first + i);
-        const char *codes = job->cache.data + row * job->cache.token + (ptrdiff_t)part->head * job->cache.head;
-        const char *scales = job->scale.data + row * job->scale.token + (ptrdiff_t)part->head * job->scale.head;
-        for (size_t k = i; job->bits && k < end; k++, scales += job->scale.token)
-            block->scales[k] = scales;
-        if (spreads)
-            for (; i < end; i++, codes += job->cache.token)
-                block->codes[i % (BLOCK / STREAMS) * STREAMS + i / (BLOCK / STREAMS)] = codes;
-        else
-            for (; i < end; i++, codes += job->cache.token)
-                block->codes[i] = codes;
+        int64_t row = locate(job, own->sequence, at + i);
+        const char *rows = cache->data + row * cache->token + (ptrdiff_t)own->head * cache->head;
+        const char *scales = scale->data + row * scale->token + (ptrdiff_t)own->head * scale->head;
+        for (; i < end; i++, rows += cache->token, scales += scale->token) {
+            size_t place = spreads ? i % (BLOCK / STREAMS) * STREAMS + i / (BLOCK / STREAMS) : i;
+            block->rows[KEY][place] = rows;
+            block->rows[VALUE][place] = rows + cache->plane;
+            if (codes) {
+                block->scales[KEY][place] = scales;
+                block->scales[VALUE][place] = scales + scale->plane;
+            }
+        }
     }
 }
 
-/* Rows that are read soon: told to the processor while it works on others, for it cannot guess where a page goes on. */
-typedef struct {
-    const Block *block;
-    ptrdiff_t plane, scale_plane;
-    size_t bytes, scale_bytes;
-    size_t more; /* rows whose number has none of these bits begin a line of scales */
-} Ahead;
-
-static inline Ahead look_ahead(const Job *job, const Block *block, size_t plane)
-{
-    const Grid *cache = &job->cache, *scale = &job->scale;
-    size_t step = (size_t)(scale->token < 0 ? -scale->token : scale->token), share = 1;
-    while (step > 0 && 2 * share * step <= LINE)
-        share *= 2;
-    return (Ahead){.block = block,
-                   .plane = (ptrdiff_t)plane * cache->plane,
-                   .scale_plane = (ptrdiff_t)plane * scale->plane,
-                   .bytes = job->bits ? job->width * (size_t)job->bits / 8 : job->width * item_bytes[cache->type],
-                   .scale_bytes = job->bits ? job->groups * item_bytes[scale->type] : 0,
-                   .more = share - 1};
-}
-
-static inline __attribute__((always_inline)) void hint(const Ahead *ahead, size_t k)
-{
-    if (k >= ahead->block->count)
-        return;
-    const char *codes = ahead->block->codes[k] + ahead->plane;
-    for (size_t i = 0; i < ahead->bytes; i += LINE)
-        __builtin_prefetch(codes + i);
-    if (ahead->scale_bytes && (k & ahead->more) == 0) {
-        const char *scales = ahead->block->scales[k] + ahead->scale_plane;
-        for (size_t i = 0; i < ahead->scale_bytes; i += LINE)
-            __builtin_prefetch(scales + i);
-    }
-}
-
-/*
- * How numbers of a row are read. AS_BYTES: codes whose one scale for all of them is taken into account elsewhere; other
- * codes are multiplied with their scales, of which a vector needs one, or IN_SMALL_GROUPS several.
- */
-enum reading {
-    AS_FLOATS,
-    AS_HALVES,
-    AS_BRAINS,
-    AS_BYTES,
-    AS_BYTES_IN_GROUPS,
-    AS_BYTES_IN_SMALL_GROUPS,
-    AS_NIBBLES,
+static const Kernel *const kernels[] = {
+#if defined(__x86_64__)
+    &attention_amx,
+    &attention_avx512,
+    &attention_avx2,
+#endif
+    &attention_generic,
+    &attention_plain,
 };
 
-/* Rows of numbers. If they are codes, number i of row k is to be multiplied with the scale i >> shift of its row. */
-typedef struct {
-    const char *const *rows, *const *scales;
-    ptrdiff_t offset, scale_offset; /* from where the pointers point to */
-    unsigned shift;
-} Lines;
-
-/* Number i of a row has scale i >> scale_shift, where it has: groups are powers of two, or one for all. */
-static inline unsigned scale_shift(const Job *job)
-{
-    return job->groups > 1 ? (unsigned)__builtin_ctzll(job->group) : 63;
-}
-
-/* Whether codes can be read `lanes` at a time, times their scales, and how. */
-static inline bool choose_codes(const Job *job, size_t lanes, enum reading *reading)
-{
-    const bool one = job->groups == 1, bytes = job->bits == 8, wide = one || job->group % lanes == 0;
-    *reading = !bytes ? AS_NIBBLES : wide ? AS_BYTES_IN_GROUPS : AS_BYTES_IN_SMALL_GROUPS;
-    return job->bits && (one || (job->group & (job->group - 1)) == 0) && (wide || bytes);
-}
-
-/* Number i of codes of 8 or 4 bits. */
-static inline int code_at(const char *codes, int bits, size_t i)
-{
-    return bits == 8 ? ((const int8_t *)codes)[i] : ((((const uint8_t *)codes)[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;
-}
-
-/* ---- the arithmetic, once for each instruction set -------------------------------------------------------------- */
-
-#define ISA generic
-#define TARGET
-#define LANES 4
-#define ROWS 4
-#define COLUMNS 2
-#define QUERIES 1
-#include "cache_attention_kernel.h"
-
-#if defined(__x86_64__)
-/* Four bytes, wherever they lie. _mm_loadu_si32 does the same, but compilers before GCC 11.3 lack it or err. */
-static inline __m128i load_four(const void *source)
-{
-    int32_t bits;
-    memcpy(&bits, source, sizeof bits);
-    return _mm_cvtsi32_si128(bits);
-}
-
-/* Two 4-bit numbers of each byte as bytes, the low one first; at most 8 bytes. */
-#define OPENED(bytes)                                                                                                  \
-    _mm_sub_epi8(_mm_xor_si128(_mm_unpacklo_epi8(_mm_and_si128(bytes, _mm_set1_epi8(15)),                              \
-                                                 _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15))),          \
-                               _mm_set1_epi8(8)),                                                                      \
-                 _mm_set1_epi8(8))
-
-#define ISA avx2
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define LANES 8
-#define ROWS 6
-#define COLUMNS 2
-#define QUERIES 2
-#define BYTES(source) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(source))))
-#define NIBBLES(source) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(OPENED(load_four(source))))
-#define HALVES(source) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source)))
-#define BRAINS(source)                                                                                                 \
-    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
-#define ROUND_HALF(v) _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define STORE_HALVES(to, v) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define STORE_BRAINS(to, v)                                                                                            \
-    _mm_storeu_si128((__m128i *)(to), _mm_packs_epi32(_mm256_castsi256_si128((__m256i)(v)),                            \
-                                                      _mm256_extracti128_si256((__m256i)(v), 1)))
-#include "cache_attention_kernel.h"
-
-#define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
-#define LANES 16
-#define ROWS 6
-#define COLUMNS 4
-#define QUERIES 4
-#define BYTES(source) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(source))))
-#define NIBBLES(source) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(OPENED(_mm_loadl_epi64((const __m128i *)(source)))))
-#define HALVES(source) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(source)))
-#define BRAINS(source)                                                                                                 \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
-#define ROUND_HALF(v) _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define STORE_HALVES(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define STORE_BRAINS(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtepi32_epi16((__m512i)(v)))
-#include "cache_attention_kernel.h"
-#include "cache_attention_amx.h"
-#endif
-
-typedef struct Set {
-    const char *name;
-    size_t tile; /* rows of queries in a task, at most */
-    void (*store)(const Job *, size_t, size_t, size_t, int64_t, float *);
-    void (*attend)(const Job *, const Part *, float *);
-} Set;
-
-static const Set sets[] = {
-#if defined(__x86_64__)
-    {"amx", AMX_ROWS, store_avx512, attend_amx},
-    {"avx512", TILE, store_avx512, attend_avx512},
-    {"avx2", TILE, store_avx2, attend_avx2},
-#endif
-    {"generic", TILE, store_generic, attend_generic},
-};
-
-enum { SETS = sizeof sets / sizeof sets[0] };
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
 /* ---- the plan --------------------------------------------------------------------------------------------------- */
 
@@ -321,14 +143,14 @@ static Cut cut(const Job *job, size_t sequence)
 {
     Cut cut = {.length = (size_t)(job->seqstarts[sequence + 1] - job->seqstarts[sequence]),
                .keys = (size_t)(job->kvstarts[sequence + 1] - job->kvstarts[sequence]),
-               .tile = job->set->tile};
+               .tile = job->kernel->most};
     if (cut.tile > TILE && cut.length * job->repeats < 8 * cut.tile) /* rather more tasks than larger ones */
         cut.tile /= 2;
     cut.tile = job->repeats < cut.tile ? cut.tile / job->repeats * job->repeats : cut.tile;
     cut.tiles = (cut.length * job->repeats + cut.tile - 1) / cut.tile;
     /* What a split finds is kept for each row: of many rows that would be more than their keys. */
     cut.share = SPLIT * ((cut.length * job->repeats + SPLIT / 8 - 1) / (SPLIT / 8));
-    cut.splits = cut.tiles == 1 ? (cut.keys + cut.share - 1) / cut.share : 1;
+    cut.splits = cut.tiles == 1 && job->kernel->splits ? (cut.keys + cut.share - 1) / cut.share : 1;
     return cut;
 }
 
@@ -340,7 +162,7 @@ static bool plan(Job *job)
         Cut c = cut(job, b);
         size_t split = c.splits > 1, rows = c.length * job->repeats, tasks, floats;
         if (__builtin_mul_overflow(job->kv_heads * c.tiles, c.splits, &tasks) ||
-            __builtin_mul_overflow(split * job->kv_heads * c.splits, rows * (job->width + 2), &floats) ||
+            __builtin_mul_overflow(split * job->kv_heads * c.splits, rows * (job->attention.stored.width + 2), &floats) ||
             __builtin_add_overflow(job->keep[b], floats, &job->keep[b + 1]))
             return false;
         job->tasks[b + 1] = job->tasks[b] + tasks;
@@ -349,75 +171,99 @@ static bool plan(Job *job)
     return job->keep[job->batch] < SIZE_MAX / 64;
 }
 
-static void attend_task(const Job *job, size_t task, float *scratch)
+/* The queries of a task: `count` from number `first` of the sequence on. Query r is one of token r / repeats. */
+static void list_queries(const Job *job, const Cut *c, const CacheTask *own, size_t first, Query *queries)
+{
+    const Grid *query = &job->query, *mask = &job->mask;
+    const size_t bytes = job->attention.stored.width * item_bytes[job->attention.type];
+    const size_t start = (size_t)job->seqstarts[own->sequence], key_start = (size_t)job->kvstarts[own->sequence];
+    for (size_t r = 0; r < own->task.count; r++) {
+        const size_t i = (first + r) / job->repeats, token = start + i;
+        const size_t head = own->head * job->repeats + (first + r) % job->repeats;
+        const char *bias = mask->data + (ptrdiff_t)head * mask->head + (ptrdiff_t)token * mask->token;
+        queries[r] = (Query){.query = query->data + (ptrdiff_t)token * query->token + (ptrdiff_t)head * query->head,
+                             .output = job->output + (token * job->heads + head) * bytes,
+                             .reach = own->task.causal ? c->keys - c->length + i + 1 : c->keys,
+                             .slope = job->slopes ? job->slopes[head] : 0,
+                             .bias = bias + (ptrdiff_t)key_start * mask->plane};
+    }
+}
+
+static void attend_task(const Job *job, size_t number, char *scratch)
 {
     /* The sequence: the last that begins at or before the task. Those without queries have no tasks: never the last. */
     size_t low = 0, high = job->batch;
     while (high - low > 1) {
         size_t middle = (low + high) / 2;
-        if (job->tasks[middle] <= task)
+        if (job->tasks[middle] <= number)
             low = middle;
         else
             high = middle;
     }
-    Cut c = cut(job, low);
-    size_t rest = task - job->tasks[low];
-    Part part = {.sequence = low,
-                 .split = rest % c.splits,
-                 .splits = c.splits,
-                 .head = rest / c.splits % job->kv_heads,
-                 .start = (size_t)job->seqstarts[low],
-                 .length = c.length,
-                 .key_start = (size_t)job->kvstarts[low],
-                 .keys = c.keys};
-    size_t tile = c.tiles - 1 - rest / c.splits / job->kv_heads; /* the last have most keys: first */
-    part.row = tile * c.tile;
-    part.rows = c.length * job->repeats - part.row < c.tile ? c.length * job->repeats - part.row : c.tile;
-    part.causal = job->slopes != NULL || (job->causal && c.length > 1 && low >= job->decoding);
-    part.first_key = c.splits > 1 ? part.split * c.share : 0;
-    part.last_key = c.splits > 1 && c.keys - part.first_key > c.share ? part.first_key + c.share : c.keys;
-    if (part.causal) {
-        size_t reach = (part.row + part.rows - 1) / job->repeats + c.keys - c.length + 1;
-        part.last_key = reach < part.last_key ? reach : part.last_key;
-    }
+    const Cut c = cut(job, low);
+    const size_t rest = number - job->tasks[low], rows = c.length * job->repeats;
+    const size_t tile = c.tiles - 1 - rest / c.splits / job->kv_heads; /* the last have most keys: first */
+    const size_t first = tile * c.tile;
+    Query *queries = (Query *)(scratch + job->kernel_bytes);
+    CacheTask own = {.task = {.queries = queries,
+                              .count = rows - first < c.tile ? rows - first : c.tile,
+                              .causal = job->slopes != NULL || (job->causal && c.length > 1 && low >= job->decoding),
+                              .locate = locate_block,
+                              .split = rest % c.splits,
+                              .splits = c.splits},
+                     .job = job,
+                     .sequence = low,
+                     .head = rest / c.splits % job->kv_heads};
+    Task *task = &own.task;
+    task->first = c.splits > 1 ? task->split * c.share : 0;
+    task->last = c.splits > 1 && c.keys - task->first > c.share ? task->first + c.share : c.keys;
+    list_queries(job, &c, &own, first, queries);
+    const size_t reach = queries[task->count - 1].reach;
+    task->last = reach < task->last ? reach : task->last;
     if (c.splits > 1) {
-        part.kept = job->kept + job->keep[low] + part.head * c.splits * part.rows * (job->width + 2);
-        part.ended = job->ended + job->split[low] + part.head;
+        task->kept = job->kept + job->keep[low] + own.head * c.splits * rows * (job->attention.stored.width + 2);
+        task->ended = job->ended + job->split[low] + own.head;
     }
-    job->set->attend(job, &part, scratch);
+    job->kernel->attend(&job->attention, task, scratch);
 }
 
-/* Floats that `attend` and `store` lay out in their scratch. */
-static size_t scratch_floats(const Job *job)
+/* Lays out the scratch of a thread. */
+static void measure_scratch(Job *job)
 {
-    size_t wide = (job->width + 15) / 16 * 16, rows = TILE + 3;
-    size_t floats = rows * (2 * wide + BLOCK + 2) + 2 * BLOCK * wide + 2 * wide + 2 * BLOCK + LINE;
-#if defined(__x86_64__)
-    size_t most = 0; /* rows of a task */
-    for (size_t b = 0; job->set->tile > TILE && b < job->batch; b++) {
+    size_t queries = 1, keys = 0; /* of a task, at most */
+    for (size_t b = 0; b < job->batch; b++) {
         Cut c = cut(job, b);
-        size_t all = c.length * job->repeats, some = all < c.tile ? all : c.tile;
-        most = some > most ? some : most;
+        size_t rows = c.length * job->repeats, some = rows < c.tile ? rows : c.tile;
+        queries = some > queries ? some : queries;
+        keys = c.keys > keys ? c.keys : keys;
     }
-    Room room;
-    size_t others = most < TURNS ? 0 : amx_room(most, job->width, job->groups, amx_parts(job->type), NULL, &room);
-    floats = floats < others / sizeof(float) ? others / sizeof(float) : floats;
-#endif
-    return floats;
+    job->kernel_bytes = round_to(job->kernel->scratch(&job->attention, queries, keys), LINE);
+    job->scratch_bytes = round_to(job->kernel_bytes + queries * sizeof(Query), LINE);
 }
 
 /* ---- sharing the work ------------------------------------------------------------------------------------------- */
 
-static float *own_scratch(Job *job)
+static char *own_scratch(Job *job)
 {
-    return (float *)(job->scratch + atomic_fetch_add(&job->thread, 1) * job->scratch_bytes);
+    return job->scratch + atomic_fetch_add(&job->thread, 1) * job->scratch_bytes;
+}
+
+/* One token's key or value of one head into the cache. */
+static void store_row(const Job *job, enum plane plane, size_t head, size_t token, int64_t row, char *scratch)
+{
+    const Grid *from = plane == VALUE ? &job->value : &job->key, *cache = &job->cache, *scale = &job->scale;
+    const ptrdiff_t place = (ptrdiff_t)plane;
+    job->kernel->store(&job->attention.stored, job->attention.type,
+                       from->data + (ptrdiff_t)token * from->token + (ptrdiff_t)head * from->head,
+                       cache->data + place * cache->plane + row * cache->token + (ptrdiff_t)head * cache->head,
+                       scale->data + place * scale->plane + row * scale->token + (ptrdiff_t)head * scale->head, scratch);
 }
 
 static void store_work(void *pointer)
 {
     enum { SOME = 16 };
     Job *job = pointer;
-    float *scratch = own_scratch(job);
+    char *scratch = own_scratch(job);
     size_t tokens = (size_t)job->seqstarts[job->batch], first;
     while ((first = atomic_fetch_add(&job->next, SOME)) < tokens) {
         size_t last = tokens - first < SOME ? tokens : first + SOME, b = 0;
@@ -433,9 +279,10 @@ static void store_work(void *pointer)
             while ((size_t)job->seqstarts[b + 1] <= token)
                 b++;
             int64_t row = locate(job, b, (size_t)job->start_pos[b] + token - (size_t)job->seqstarts[b]);
-            for (size_t plane = 0; plane < 2; plane++)
-                for (size_t head = 0; head < job->kv_heads; head++)
-                    job->set->store(job, plane, head, token, row, scratch);
+            for (size_t head = 0; head < job->kv_heads; head++) {
+                store_row(job, KEY, head, token, row, scratch);
+                store_row(job, VALUE, head, token, row, scratch);
+            }
         }
     }
 }
@@ -443,7 +290,7 @@ static void store_work(void *pointer)
 static void attend_work(void *pointer)
 {
     Job *job = pointer;
-    float *scratch = own_scratch(job);
+    char *scratch = own_scratch(job);
     size_t tasks = job->tasks[job->batch], task;
     while ((task = atomic_fetch_add(&job->next, 1)) < tasks)
         attend_task(job, task, scratch);
@@ -553,7 +400,7 @@ static bool run(Job *job, size_t tokens, size_t threads)
     void *scratch = NULL;
     if (done) {
         size_t tasks = job->tasks[batch], groups = job->split[batch];
-        job->scratch_bytes = (scratch_floats(job) * sizeof(float) + LINE - 1) / LINE * LINE;
+        measure_scratch(job);
         if (threads > tasks)
             threads = tasks ? tasks : 1;
         job->kept = malloc((job->keep[batch] + 1) * sizeof(float));
@@ -562,7 +409,7 @@ static bool run(Job *job, size_t tokens, size_t threads)
     }
     if (done) {
         job->scratch = scratch;
-        share(store_work, job, tokens * job->kv_heads * job->width * 2 < FEW ? 1 : threads);
+        share(store_work, job, tokens * job->kv_heads * job->attention.stored.width * 2 < FEW ? 1 : threads);
         atomic_store(&job->next, 0);
         atomic_store(&job->thread, 0);
         share(attend_work, job, threads); /* when all is stored */
@@ -589,7 +436,7 @@ static bool read_grid(Grid *grid, unsigned long long data, int type, Py_ssize_t 
 PyDoc_STRVAR(
     attend_doc,
     "attend($module, tensors, output, indices, sizes, flags, slopes, isa, /)\n--\n\n"
-    "Store new keys and values in the cache and attend over it. Called by attmemo.fastseq.ops.cpu, which has made sure\n"
+    "Store new keys and values in the cache and attend over it. Called by attmemo.kernels.cache_attention, which has made sure\n"
     "that the addresses are those of living tensors with these sizes and strides, and that numbers of a head are\n"
     "neighbours in them.\n\n"
     "tensors: query, key, value, cache, scale and mask, each (address, type, stride of planes, of tokens, of heads);\n"
@@ -624,12 +471,12 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                           &width, &bits, &group, &pages, &page_size, &causal, &decoding, &threads, &slopes, &isa))
         return NULL;
 
-    const Set *set = NULL;
-    for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && has_instructions(sets[i].name))
-            set = &sets[i];
+    const Kernel *kernel = NULL;
+    for (size_t i = 0; i < KERNELS && !kernel; i++)
+        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && has_instructions(kernels[i]->name))
+            kernel = kernels[i];
     bool done = false;
-    if (is_fine(set != NULL, "this processor has no such instruction set") &&
+    if (is_fine(kernel != NULL, "this processor has no such instruction set") &&
         is_fine(heads > 0 && heads < MOST && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && width < MOST &&
                     tokens >= 0 && rows >= 0 && pages >= 0 && page_size > 0 && threads > 0,
                 "a size is out of range") &&
@@ -653,14 +500,10 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                    .heads = (size_t)heads,
                    .kv_heads = (size_t)kv_heads,
                    .repeats = (size_t)(heads / kv_heads),
-                   .width = (size_t)width,
-                   .group = (size_t)group,
-                   .groups = bits ? (size_t)(width / group) : 0,
-                   .bits = bits,
                    .causal = causal != 0,
                    .decoding = decoding > 0 ? (size_t)decoding : 0,
                    .slopes = slopes.len ? slopes.buf : NULL,
-                   .set = set};
+                   .kernel = kernel};
         Grid *grids[TENSORS] = {&job.query, &job.key, &job.value, &job.cache, &job.scale, &job.mask};
         done = true;
         for (size_t i = 0; done && i < TENSORS; i++) {
@@ -669,9 +512,20 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                    read_grid(grids[i], t[i].data, t[i].type, t[i].plane, t[i].token, t[i].head,
                              codes ? 1 : item_bytes[t[i].type]);
         }
-        job.type = job.query.type;
+        job.attention = (Attention){.stored = {.type = job.cache.type,
+                                               .bits = bits,
+                                               .scale_type = job.scale.type,
+                                               .width = (size_t)width,
+                                               .group = (size_t)group,
+                                               .groups = bits ? (size_t)(width / group) : 0},
+                                    .type = job.query.type,
+                                    .sloped = job.slopes != NULL,
+                                    .biased = job.mask.data != NULL,
+                                    .bias_type = job.mask.type,
+                                    .bias_step = job.mask.plane};
         done = done &&
-               is_fine(job.key.type == job.type && job.value.type == job.type, "keys and values are of another type") &&
+               is_fine(job.key.type == job.query.type && job.value.type == job.query.type,
+                       "keys and values are of another type") &&
                is_fine(!bits || job.scale.data, "a quantised cache needs scales");
         const char *fault = done ? find_fault(&job, (size_t)tokens) : NULL;
         done = done && is_fine(!fault, fault);
@@ -738,10 +592,10 @@ static PyObject *native_is_sound(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_instructions(sets[i].name))
+    for (size_t i = 0; list && i < KERNELS; i++) {
+        if (!has_instructions(kernels[i]->name))
             continue;
-        PyObject *name = PyUnicode_FromString(sets[i].name);
+        PyObject *name = PyUnicode_FromString(kernels[i]->name);
         if (!name || PyList_Append(list, name) != 0)
             Py_CLEAR(list);
         Py_XDECREF(name);

@@ -64,7 +64,7 @@ typedef struct {
     size_t count, heads, length, width, padded;
     enum form form;
     bool triangle;      /* of each map only the lower triangle is stored, row after row */
-    bool brain;         /* values and context are bfloat16; else float32 */
+    bool bfloat16;         /* values and context are bfloat16; else float32 */
     const char *values; /* [tokens, heads * width] */
     char *context;      /* [batch, padded, heads * width] */
     size_t parts;        /* each head's rows are split in so many tasks */
@@ -97,7 +97,7 @@ static inline size_t items_before(size_t row, size_t length, bool triangle)
 #define COLUMNS 2
 #define BYTES(source) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(source))))
 #define HALVES(source) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source)))
-#define BRAINS(source)                                                                                                 \
+#define BFLOATS(source)                                                                                                 \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
 #include "map_product_kernel.h"
 
@@ -108,7 +108,7 @@ static inline size_t items_before(size_t row, size_t length, bool triangle)
 #define COLUMNS 4
 #define BYTES(source) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(source))))
 #define HALVES(source) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(source)))
-#define BRAINS(source)                                                                                                 \
+#define BFLOATS(source)                                                                                                 \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
 #include "map_product_kernel.h"
 #include "map_product_amx.h"
@@ -122,7 +122,7 @@ static size_t generic_scratch(size_t length, size_t width, size_t lanes, size_t 
 
 typedef struct {
     const char *name;
-    bool brain; /* for values in bfloat16 only */
+    bool bfloat16; /* for values in bfloat16 only */
     size_t lanes, rows;
     size_t (*scratch)(size_t, size_t, size_t, size_t); /* bytes for each thread: of length, width, lanes, rows */
     void (*task)(const void *, size_t, size_t, size_t, size_t, float *);
@@ -161,7 +161,7 @@ static bool check(const Job *job, size_t maps, size_t values, size_t context, si
                  "heads, length, width and padded must be positive and below 2^20, and padded at least length") ||
         !is_fine(starts == job->count && rows == job->count, "offsets, starts and rows must be of one length"))
         return false;
-    size_t columns = job->heads * job->width, line = columns * (job->brain ? 2 : 4), map, sequence;
+    size_t columns = job->heads * job->width, line = columns * (job->bfloat16 ? 2 : 4), map, sequence;
     size_t items = items_before(job->length, job->length, job->triangle);
     if (!is_fine(!__builtin_mul_overflow(job->heads * item_bytes[job->form], items, &map) &&
                      !__builtin_mul_overflow(job->padded, line, &sequence),
@@ -214,29 +214,30 @@ static bool run(Job *job, const Set *set, size_t threads)
 
 PyDoc_STRVAR(multiply_doc,
              "multiply($module, /, maps, offsets, form, heads, length, width, values, starts, context, rows, padded,\n"
-             "         threads, triangle=False, isa='', brain=False)\n--\n\n"
+             "         threads, triangle=False, isa='', bfloat16=False)\n--\n\n"
              "context[rows[i], :length] = A.V of the map at byte offsets[i] of `maps` and values[starts[i]:][:length].\n\n"
              "`maps`, `values` ([tokens, heads * width]) and `context` ([batch, padded, heads * width], written), both\n"
-             "float32 or, with `brain`, bfloat16, are contiguous buffers; offsets, starts and rows are buffers of int64.\n"
+             "float32 or, with `bfloat16`, bfloat16, are contiguous buffers; offsets, starts and rows are buffers of int64.\n"
              "Rows of the context from `length` on are set to zero. Raises ValueError before anything is written, or\n"
              "MemoryError.");
 
 static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"maps",   "offsets", "form", "heads",  "length",  "width",    "values",
-                            "starts", "context", "rows", "padded", "threads", "triangle", "isa",   "brain", NULL};
+                            "starts", "context", "rows", "padded", "threads", "triangle", "isa",   "bfloat16", NULL};
     Py_buffer maps, offsets, values, starts, context, rows;
     Py_ssize_t heads, length, width, padded, threads;
-    int form, triangle = 0, brain = 0;
+    int form, triangle = 0, bfloat16 = 0;
     const char *isa = "";
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*y*innny*y*w*y*nn|psp:multiply", names, &maps, &offsets, &form,
                                      &heads, &length, &width, &values, &starts, &context, &rows, &padded, &threads,
-                                     &triangle, &isa, &brain))
+                                     &triangle, &isa, &bfloat16))
         return NULL;
 
     const Set *set = NULL;
     for (size_t i = 0; i < SETS && !set; i++)
-        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && (brain || !sets[i].brain) && has_instructions(sets[i].name))
+        if ((*isa == 0 || strcmp(isa, sets[i].name) == 0) && (bfloat16 || !sets[i].bfloat16) &&
+            has_instructions(sets[i].name))
             set = &sets[i];
     bool done = false;
     if (is_fine(form >= 0 && form < FORMS, "there is no such form of maps") &&
@@ -256,7 +257,7 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, Py
                    .padded = (size_t)padded,
                    .form = (enum form)form,
                    .triangle = triangle != 0,
-                   .brain = brain != 0,
+                   .bfloat16 = bfloat16 != 0,
                    .values = values.buf,
                    .context = context.buf};
         done = check(&job, (size_t)maps.len, (size_t)values.len, (size_t)context.len, (size_t)starts.len / 8,
@@ -282,12 +283,12 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args, Py
 
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    int brain = 0;
-    if (!PyArg_ParseTuple(args, "|p:instruction_sets", &brain))
+    int bfloat16 = 0;
+    if (!PyArg_ParseTuple(args, "|p:instruction_sets", &bfloat16))
         return NULL;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < SETS; i++) {
-        if (!has_instructions(sets[i].name) || (sets[i].brain && !brain))
+        if (!has_instructions(sets[i].name) || (sets[i].bfloat16 && !bfloat16))
             continue;
         PyObject *name = PyUnicode_FromString(sets[i].name);
         if (!name || PyList_Append(list, name) != 0)
@@ -301,8 +302,8 @@ static PyMethodDef native_methods[] = {
     {"multiply", (PyCFunction)(void (*)(void))native_multiply, METH_VARARGS | METH_KEYWORDS, multiply_doc},
     {"use_team", native_use_team, METH_VARARGS, use_team_doc},
     {"instruction_sets", native_instruction_sets, METH_VARARGS,
-     "instruction_sets($module, brain=False, /)\n--\n\nWhat this processor has of what was compiled, best first; "
-     "`brain`: for values in bfloat16."},
+     "instruction_sets($module, bfloat16=False, /)\n--\n\nWhat this processor has of what was compiled, best first; "
+     "`bfloat16`: for values in bfloat16."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,5 @@
 /*
- * map_product_amx.h: the task of product.c for values in bfloat16, by the matrix unit of the processor (AMX).
+ * map_product_amx.h: the task of map_product.c for values in bfloat16, by the matrix unit of the processor (AMX).
  *
  * See amx.h for the tiles. Two tiles of rows times two of columns are kept, so that four products follow from four
  * loads.
@@ -48,7 +48,7 @@ AMX static inline void amx_narrow(const float *source, size_t count, size_t whol
     for (; i + 16 <= count; i += 16)
         _mm256_storeu_si256((__m256i *)(out + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(source + i)));
     for (; i < count; i++)
-        out[i] = to_brain(source[i]);
+        out[i] = to_bfloat16(source[i]);
     for (; i < whole; i++)
         out[i] = 0;
 }

@@ -1,9 +1,9 @@
 /*
- * map_product_kernel.h: the arithmetic of product.c for one instruction set. Included once for each; no guard.
+ * map_product_kernel.h: the arithmetic of map_product.c for one instruction set. Included once for each; no guard.
  *
  * Before: ISA (suffix of the names), TARGET (attribute of the functions), LANES (floats in a vector), ROWS x COLUMNS
  * (rows and vectors kept in registers: ROWS * COLUMNS sums, COLUMNS of V and one of A must fit), and HALVES,
- * BRAINS, BYTES (LANES float16, bfloat16 or bytes to a vector of floats), or nothing for plain C.
+ * BFLOATS, BYTES (LANES float16, bfloat16 or bytes to a vector of floats), or nothing for plain C.
  */
 
 #define NAME(name) JOIN(name, ISA)
@@ -15,12 +15,12 @@ typedef float VECTOR __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 TARGET static inline void NAME(widen)(const uint16_t *source, size_t count, float *out)
 {
     size_t i = 0;
-#ifdef BRAINS
+#ifdef BFLOATS
     for (; i + LANES <= count; i += LANES)
-        *(VECTOR *)(out + i) = BRAINS(source + i);
+        *(VECTOR *)(out + i) = BFLOATS(source + i);
 #endif
     for (; i < count; i++)
-        out[i] = from_bits((uint32_t)source[i] << 16);
+        out[i] = from_bfloat16(source[i]);
 }
 
 /* `count` items of a map from item `first` on, as float32; `scale` is what their sums are still to be multiplied with. */
@@ -125,12 +125,12 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
     size_t wide = (width + LANES - 1) / LANES * LANES;
     const char *map =
         job->maps + job->offsets[sequence] + head * items_before(length, length, job->triangle) * item_bytes[job->form];
-    size_t item = job->brain ? 2 : 4, start = (size_t)job->starts[sequence] * line + head * width;
+    size_t item = job->bfloat16 ? 2 : 4, start = (size_t)job->starts[sequence] * line + head * width;
     size_t place = (size_t)job->rows[sequence] * job->padded * line;
     float *packed = scratch, *unpacked = scratch + length * wide, *sums = unpacked + ROWS * (length + LANES);
 
     for (size_t k = 0; k < length; k++) {
-        if (job->brain)
+        if (job->bfloat16)
             NAME(widen)((const uint16_t *)job->values + start + k * line, width, packed + k * wide);
         else
             memcpy(packed + k * wide, (const float *)job->values + start + k * line, width * sizeof(float));
@@ -160,14 +160,14 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
             a[r] = to;
         }
         size_t out = place + row * line + head * width;
-        if (!job->brain) {
+        if (!job->bfloat16) {
             NAME(columns)(a, scale, rows, packed, wide, reach, (float *)job->context + out, line, width);
             continue;
         }
         NAME(columns)(a, scale, rows, packed, wide, reach, sums, wide, width);
         for (size_t r = 0; r < rows; r++)
             for (size_t c = 0; c < width; c++)
-                ((uint16_t *)job->context)[out + r * line + c] = to_brain(sums[r * wide + c]);
+                ((uint16_t *)job->context)[out + r * line + c] = to_bfloat16(sums[r * wide + c]);
     }
     if (head == 0 && first == 0 && job->padded > length)
         memset(job->context + (place + length * line) * item, 0, (job->padded - length) * line * item);
@@ -181,5 +181,5 @@ TARGET static void NAME(task)(const void *pointer, size_t sequence, size_t head,
 #undef ROWS
 #undef COLUMNS
 #undef HALVES
-#undef BRAINS
+#undef BFLOATS
 #undef BYTES

@@ -1,10 +1,12 @@
 /*
- * numbers.h: float16 and bfloat16 to float32 and back, one number at a time. The kernels do the same to vectors.
+ * numbers.h: float16 and bfloat16 to float32 and back, one number at a time. The kernels do the same to vectors. And
+ * sizes rounded up.
  */
 
 #ifndef ATTMEMO_NUMBERS_H
 #define ATTMEMO_NUMBERS_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -47,11 +49,21 @@ static inline uint16_t to_half(float value)
     return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
 }
 
+static inline float from_bfloat16(uint16_t number)
+{
+    return from_bits((uint32_t)number << 16);
+}
+
 /* Rounded half to even; NaN becomes one of bfloat16's. */
-static inline uint16_t to_brain(float value)
+static inline uint16_t to_bfloat16(float value)
 {
     uint32_t bits = to_bits(value);
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline size_t round_to(size_t number, size_t multiple)
+{
+    return (number + multiple - 1) / multiple * multiple;
 }
 
 #endif

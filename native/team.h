@@ -46,7 +46,7 @@ static bool has_instructions(const char *name)
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
-    return strcmp(name, "generic") == 0;
+    return strcmp(name, "generic") == 0 || strcmp(name, "plain") == 0;
 }
 
 typedef void (*Team)(void (*)(void *), void *, unsigned, unsigned);

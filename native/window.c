@@ -3,28 +3,28 @@
  *
  * WHAT IT IS.  Slots that lie anywhere in one arena file are made to appear side by side in memory, so that a batch of
  * records is one tensor and nothing is copied (AttMEMO, section 5.3, "Solution based on memory mapping": instead of
- * gathering, change the page table). A window reserves its addresses once. map() puts pages there, collapse() takes
- * them away, close() gives the addresses back.
+ * gathering, change the page table). A window reserves its addresses once. map_slots() puts pages there, show()
+ * hands out a tensor over them, darken() makes them inaccessible, close() gives the addresses back.
  *
  * WHAT IT PROMISES
  *   - Nothing outside [address, address + capacity) is ever mapped or unmapped. MAP_FIXED removes what lies in its way
  *     without a word, so it is used only inside the range that this very object reserved.
- *   - After map() returned normally: slot i is at address + i * slot_bytes and shows the bytes of the file at
- *     offsets[i]; every address after the last slot is inaccessible.
- *   - After map() failed: every address of the window is inaccessible. Not one old slot beside a new one: half a batch
+ *   - After map_slots() returned normally: slot i is at address + i * slot_bytes and shows the bytes of the file at
+ *     header + slots[i] * slot_bytes; every address after the last slot is inaccessible.
+ *   - After map_slots() failed: every address of the window is inaccessible. Not one old slot beside a new one: half a batch
  *     of another layer's records looks like a perfectly plausible result.
- *   - While somebody reads (a lease, a tensor, or an exported buffer) the pages stay as they are: map(), collapse() and
- *     close() are refused.
+ *   - While a tensor refers to the memory (a lease) the pages stay as they are: map_slots(), darken() and close() are
+ *     refused.
  *   - Input never ends the process. No exit, no print, no assert on anything that came from outside.
  *
- * TRUST BOUNDARY.  Offsets come from a catalogue on disk, and files travel between machines: every number below is
- * taken to be chosen by an attacker. All of it is copied and checked, with overflow-checked arithmetic, before the
+ * TRUST BOUNDARY.  Slot numbers come from a catalogue on disk, and files travel between machines: every number below
+ * is taken to be chosen by an attacker. All of it is copied and checked, with overflow-checked arithmetic, before the
  * first page moves; the copy matters, because the GIL is released while pages move and a Python array can change.
  *
  * WHAT IT REFUSES TO BE
  *   - A place to write. Pages are PROT_READ: a stray store faults here and now, instead of changing the database for
- *     everybody who ever reads it again. An in-place operation on a tensor over a window therefore dies of SIGSEGV.
- *   - A guard against a file that shrinks while it is mapped. The size is checked at each map(); a file cut short
+ *     every later reader. An in-place operation on a tensor over a window therefore dies of SIGSEGV.
+ *   - A guard against a file that shrinks while it is mapped. The size is checked at each map_slots(); a file cut short
  *     after that raises SIGBUS on the next read, as with every mmap. Published arenas are immutable.
  *   - Something to inherit. After fork() the methods raise in the child: its pages are its own, but its caller is most
  *     likely a worker that believes it shares something.
@@ -38,22 +38,22 @@
  *     records are more than vm.max_map_count (65,530 by default) and than most limits on open files. One file and N
  *     offsets cost at most as many mappings as the batch has slots, and neighbours in the file share one.
  *   - Carrying on after an mmap that failed at vm.max_map_count (ENOMEM): the kernel leaves the page that was there
- *     before, still readable. Hence the collapse. It is made so that it works exactly then, see take_away().
+ *     before, still readable. Hence take_away(). It is made so that it works exactly then.
  *   - remap_file_pages(): emulated with the same mappings since Linux 4.0. mremap() with an old size of 0, which
  *     duplicates a part of one mapping of the whole file: 1.15 microseconds a slot against 0.97 for mmap(). Leaving a
- *     hole for the slots, so that no reservation need be split: as fast as collapsing into PROT_NONE, and a gap for
+ *     hole for the slots, so that no reservation need be split: as fast as mapping PROT_NONE over it, and a gap for
  *     other threads. Transparent copying on failure: the caller knows better where to copy to.
  *
  * WHAT IT COSTS.  64 slots of 6 MiB, microseconds, everything in the caches / nothing there, as after a layer's work:
- *     map() over PROT_NONE, collapse()       90 + 24 / 179 + 29    each slot splits the reservation
- *     map() over the batch before, darken()  50 + 7 / 120 + 22     each slot replaces a mapping of its size
- * The bare system calls of the first line in a small program: 62 + 17. Mappings that are replaced while they have pages
+ *     over PROT_NONE, then taken away        90 + 24 / 179 + 29    each slot splits the reservation
+ *     over the batch before, then darkened   50 + 7 / 120 + 22     each slot replaces a mapping of its size
+ * The bare system calls of the first line in a small program: 62 + 17. Hence darken(). Mappings that are replaced while they have pages
  * cost an interrupt of the other processors each, hence forget_pages(). MAP_POPULATE adds 110 / 250 for 2 MiB pages,
- * whose faults while the maps are read nobody notices; for 4 KiB pages it is the faults that cost more. Hence
+ * whose faults while the slots are read cost next to nothing; for 4 KiB pages it is the faults that cost more. Hence
  * `populate` is the caller's choice.
  *
  * A LIMIT OF THE KERNEL.  Before Linux 6.12 a failed MAP_FIXED may leave a hole (it unmaps first, then fails), which
- * another thread's mmap could occupy in the moment before the collapse takes it back. It needs the kernel itself to be
+ * another thread's mmap could occupy in the moment before take_away() takes it back. It needs the kernel itself to be
  * out of memory for a mapping's bookkeeping; the failures met in practice (vm.max_map_count, wrong descriptor) are
  * found before anything is unmapped.
  *
@@ -84,15 +84,14 @@ typedef struct Window {
     char *base;         /* first byte; NULL once closed */
     size_t capacity;    /* bytes reserved, a multiple of alignment */
     size_t alignment;   /* of base: a power of two, at least a page */
-    size_t mapped;      /* bytes [0, mapped) show what the last map() asked for: the only bytes anybody may read */
+    size_t mapped;      /* bytes [0, mapped) show what the last map_slots() asked for: the only bytes that may be read */
     size_t high;        /* bytes [0, high) may hold file mappings; high >= mapped. [high, capacity) never does */
     void *spare;        /* one page, mapped only to be given up when the process is out of mappings; or NULL */
-    Py_ssize_t leases;  /* lease() minus release() */
-    Py_ssize_t exports; /* buffers and tensors not yet returned: each is a lease that cannot be forgotten */
+    Py_ssize_t leases;  /* tensors whose memory is still referred to */
     pid_t creator;      /* a fork()ed child is not the creator */
-    bool moving;        /* pages are moving with the GIL released: everybody else is refused */
+    bool moving;        /* pages are moving with the GIL released: all other calls are refused */
     bool dark;          /* [0, high) is inaccessible and has no pages, although it may have mappings */
-    bool broken;        /* a collapse failed: the contents are unknown, so they are not shown until one succeeds */
+    bool broken;        /* the pages could not be taken away: the contents are unknown, so they are not shown until one succeeds */
 } Window;
 
 /*
@@ -126,7 +125,7 @@ enum { DIMENSIONS = 8 };
 
 typedef struct {
     DLManagedTensor managed; /* first: a pointer to it is a pointer to this */
-    Window *window;          /* a reference, and one of its exports */
+    Window *window;          /* a reference, and one of its leases */
     int64_t shape[DIMENSIONS + 1], strides[DIMENSIONS + 1];
 } Shown;
 
@@ -222,7 +221,7 @@ static Verdict check_sound(const Window *w)
     Verdict v = check_owned(w);
     if (v.kind == FINE && w->broken)
         return refused("the window is in an unknown state since its pages could not be taken away: "
-                       "collapse() or close() it");
+                       "darken() or close() it");
     return v;
 }
 
@@ -230,7 +229,7 @@ static Verdict check_sound(const Window *w)
 static Verdict check_idle(const Window *w)
 {
     Verdict v = check_owned(w);
-    if (v.kind == FINE && (w->leases > 0 || w->exports > 0))
+    if (v.kind == FINE && w->leases > 0)
         return busy("the window is leased: changing its pages would change a tensor in use");
     return v;
 }
@@ -328,7 +327,7 @@ static int take_away(Window *w, size_t from)
 }
 
 /*
- * Forget the pages of the window, all at once. Whether this works makes no difference to anybody but the clock: every
+ * Forget the pages of the window, all at once. Whether this works makes a difference in time only: every
  * mapping that is replaced while it has pages costs an interrupt of all other processors that run this process.
  */
 static void forget_pages(Window *w)
@@ -397,7 +396,7 @@ static Verdict check_slots(const Window *w, int fd, const int64_t *offsets, size
  * Move the pages. All or nothing: on failure nothing in the window is accessible.
  *
  * `huge` says that a part of the file that is not in memory yet may be read in pieces of 2 MiB, which the page cache
- * then keeps as such, here and for whoever maps them later. It is a wish: a kernel that knows nothing of it says so.
+ * then keeps as such, here and for whatever maps them later. It is a wish: a kernel without this says so.
  */
 static Verdict move_pages(Window *w, int fd, const int64_t *offsets, size_t count, size_t slot, bool populate,
                           bool huge)
@@ -482,18 +481,17 @@ static void window_dealloc(PyObject *self)
 {
     Window *w = (Window *)self;
     PyTypeObject *type = Py_TYPE(self);
-    /* An exported buffer owns a reference, so there is none now. A lease() does not: if one was never released, its
-       holder still reads by address, and unmapping would let malloc move in under it. Losing addresses is cheaper.
-       In a forked child munmap() touches only the child's copy of the address space, so there is nothing to spare. */
-    if (w->base && w->leases == 0)
+    /* A tensor owns a reference, so there is none now. In a forked child munmap() touches only the child's copy of the
+       address space, so there is nothing to spare. */
+    if (w->base)
         munmap(w->base, w->capacity);
     spend_spare(w);
     type->tp_free(self);
     Py_DECREF(type); /* a heap type is counted by its instances */
 }
 
-/* Copy the offsets out of any one-dimensional buffer of 64-bit signed integers. */
-static int64_t *copy_offsets(PyObject *object, size_t *count)
+/* Copy the slot numbers out of any one-dimensional buffer of 64-bit signed integers. */
+static int64_t *copy_slots(PyObject *object, size_t *count)
 {
     Py_buffer view;
     int64_t *copy = NULL;
@@ -504,7 +502,7 @@ static int64_t *copy_offsets(PyObject *object, size_t *count)
         format++;
     if (view.ndim != 1 || view.itemsize != (Py_ssize_t)sizeof(int64_t) ||
         (strcmp(format, "q") != 0 && strcmp(format, "l") != 0)) {
-        raise_verdict(refused("offsets must be a one-dimensional buffer of 64-bit signed integers, "
+        raise_verdict(refused("slots must be a one-dimensional buffer of 64-bit signed integers, "
                               "such as array('q') or a numpy int64 array"));
     } else {
         *count = (size_t)view.len / sizeof(int64_t);
@@ -529,59 +527,14 @@ static Py_ssize_t to_offsets(int64_t *slots, size_t count, size_t header, size_t
     return -1;
 }
 
-/* What map() and map_slots() have in common. Takes the offsets. */
-static PyObject *map_offsets(Window *w, int fd, int64_t *offsets, size_t count, size_t slot, size_t least,
-                             bool populate, bool huge)
-{
-    size_t total = 0;
-    Verdict v = check_sound(w);
-    if (v.kind == FINE)
-        v = check_idle(w);
-    if (v.kind == FINE) {
-        w->moving = true;
-        Py_BEGIN_ALLOW_THREADS /* fstat on a network file system can block, and populating reads the disk */
-        v = check_slots(w, fd, offsets, count, slot, least, &total);
-        if (v.kind == FINE) {
-            w->mapped = 0;
-            v = move_pages(w, fd, offsets, count, slot, populate, huge);
-            if (v.kind == FINE)
-                w->mapped = total;
-        }
-        Py_END_ALLOW_THREADS
-        w->moving = false;
-    }
-    PyMem_Free(offsets);
-    if (v.kind != FINE)
-        return raise_verdict(v);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(map_doc,
-             "map($self, /, fd, offsets, slot_bytes, populate=True)\n--\n\n"
-             "Show slot_bytes bytes of the file at each of `offsets`, side by side from the start of the window.\n\n"
-             "Everything is checked before a page moves; if a system call fails the whole window is inaccessible.\n"
-             "Raises ValueError (a rule is broken), BufferError (leased), OSError (errno, which call, which slot).");
-
-static PyObject *window_map(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"fd", "offsets", "slot_bytes", "populate", NULL};
-    PyObject *sequence;
-    size_t slot, count;
-    int fd, populate = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&OO&|p:map", names, to_descriptor, &fd, &sequence, to_size, &slot,
-                                     &populate))
-        return NULL;
-    int64_t *offsets = copy_offsets(sequence, &count); /* may run Python code: so the state is checked after it */
-    if (!offsets)
-        return NULL;
-    return map_offsets((Window *)self, fd, offsets, count, slot, 0, populate != 0, false);
-}
-
 PyDoc_STRVAR(map_slots_doc,
              "map_slots($self, /, fd, slots, header, slot_bytes, limit, populate=True, huge=False)\n--\n\n"
-             "map() of the offsets header + slot * slot_bytes, in a file that must hold `limit` such slots. `huge`: ask\n"
-             "that what is not in memory is read in pieces of 2 MiB.\n\n"
-             "Raises as map() does, and IndexError for a slot that is not in [0, limit).");
+             "Show slot_bytes bytes of the file at header + slot * slot_bytes for each of `slots`, side by side from the\n"
+             "start of the window. The file must hold `limit` such slots. `huge`: ask that the kernel reads what is not in\n"
+             "memory in pieces of 2 MiB.\n\n"
+             "Everything is checked before a page moves; if a system call fails the whole window is inaccessible.\n"
+             "Raises ValueError (a rule is broken), IndexError (a slot is not in [0, limit)), BufferError (leased), OSError\n"
+             "(errno, which call, which slot).");
 
 static PyObject *window_map_slots(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -594,7 +547,7 @@ static PyObject *window_map_slots(PyObject *self, PyObject *args, PyObject *kwar
         return NULL;
     if (__builtin_mul_overflow(limit, slot, &end) || __builtin_add_overflow(end, header, &end) || end > INT64_MAX)
         return raise_verdict(refused("so many slots of this size do not fit in a file"));
-    int64_t *offsets = copy_offsets(sequence, &count);
+    int64_t *offsets = copy_slots(sequence, &count); /* may run Python code: so the state is checked after it */
     if (!offsets)
         return NULL;
     Py_ssize_t bad = to_offsets(offsets, count, header, slot, limit);
@@ -603,38 +556,34 @@ static PyObject *window_map_slots(PyObject *self, PyObject *args, PyObject *kwar
         PyMem_Free(offsets);
         return NULL;
     }
-    return map_offsets((Window *)self, fd, offsets, count, slot, end, populate != 0, huge != 0);
-}
-
-PyDoc_STRVAR(collapse_doc, "collapse($self, /)\n--\n\n"
-                           "Make the whole window inaccessible; the addresses stay reserved.\n\n"
-                           "Raises BufferError while it is leased, OSError if the kernel refuses.");
-
-static PyObject *window_collapse(PyObject *self, PyObject *Py_UNUSED(ignored))
-{
     Window *w = (Window *)self;
-    Verdict v = check_idle(w);
+    size_t total = 0;
+    Verdict v = check_sound(w);
+    if (v.kind == FINE)
+        v = check_idle(w);
     if (v.kind == FINE) {
-        int code;
-        w->mapped = 0;
         w->moving = true;
-        Py_BEGIN_ALLOW_THREADS
-        code = take_away(w, 0);
+        Py_BEGIN_ALLOW_THREADS /* fstat on a network file system can block, and populating reads the disk */
+        v = check_slots(w, fd, offsets, count, slot, end, &total);
+        if (v.kind == FINE) {
+            w->mapped = 0;
+            v = move_pages(w, fd, offsets, count, slot, populate != 0, huge != 0);
+            if (v.kind == FINE)
+                w->mapped = total;
+        }
         Py_END_ALLOW_THREADS
         w->moving = false;
-        w->broken = code != 0; /* so a collapse that succeeds repairs a broken window */
-        if (code != 0)
-            v = failed("mmap (collapsing the window)", -1, code);
     }
+    PyMem_Free(offsets);
     if (v.kind != FINE)
         return raise_verdict(v);
     Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(darken_doc, "darken($self, /)\n--\n\n"
-                         "Make the window inaccessible, leaving it to the next map() to take the mappings away.\n\n"
-                         "Cheaper than collapse(), before and after: a slot mapped over one of the same size splits\n"
-                         "nothing. Raises as collapse() does.");
+                         "Make the window inaccessible, leaving it to the next map_slots() to take the mappings away:\n"
+                         "a slot mapped over one of the same size splits nothing.\n\n"
+                         "Raises BufferError while the window is leased, OSError if the kernel refuses.");
 
 static PyObject *window_darken(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
@@ -653,43 +602,15 @@ static PyObject *window_darken(PyObject *self, PyObject *Py_UNUSED(ignored))
         w->moving = false;
         w->broken = code != 0;
         if (code != 0)
-            v = failed("mmap (collapsing the window)", -1, code);
+            v = failed("mmap (clearing the window)", -1, code);
     }
     if (v.kind != FINE)
         return raise_verdict(v);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(lease_doc, "lease($self, /)\n--\n\n"
-                        "Forbid any change of the pages until the matching release(). A lease does not keep the\n"
-                        "object alive; a memoryview of the window is a lease that does.");
-
-static PyObject *window_lease(PyObject *self, PyObject *Py_UNUSED(ignored))
-{
-    Window *w = (Window *)self;
-    Verdict v = check_sound(w);
-    if (v.kind != FINE)
-        return raise_verdict(v);
-    w->leases++;
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(release_doc, "release($self, /)\n--\n\nEnd one lease. Raises ValueError if there is none.");
-
-static PyObject *window_release(PyObject *self, PyObject *Py_UNUSED(ignored))
-{
-    Window *w = (Window *)self;
-    Verdict v = check_owned(w);
-    if (v.kind == FINE && w->leases == 0)
-        v = refused("release() without a lease()");
-    if (v.kind != FINE)
-        return raise_verdict(v);
-    w->leases--;
-    Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\n"
-                        "Give the addresses back. Closing twice is fine. Raises BufferError while it is leased.");
+                        "Give the addresses back. Closing twice is fine. Raises BufferError while a tensor is held.");
 
 static PyObject *window_close(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
@@ -711,62 +632,21 @@ static PyObject *window_close(PyObject *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-static int window_getbuffer(PyObject *self, Py_buffer *view, int flags)
-{
-    Window *w = (Window *)self;
-    Verdict v = check_sound(w);
-    if (v.kind != FINE) {
-        view->obj = NULL; /* the buffer protocol asks for it on failure */
-        raise_verdict(v);
-        return -1;
-    }
-    if (PyBuffer_FillInfo(view, self, w->base, (Py_ssize_t)w->mapped, 1, flags) != 0) /* 1: read-only */
-        return -1;
-    w->exports++;
-    return 0;
-}
-
-static void window_releasebuffer(PyObject *self, Py_buffer *Py_UNUSED(view))
-{
-    ((Window *)self)->exports--;
-}
-
-static PyObject *get_address(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromVoidPtr(((Window *)self)->base);
-}
-
 static PyObject *get_capacity(PyObject *self, void *Py_UNUSED(closure))
 {
     return PyLong_FromSize_t(((Window *)self)->capacity);
 }
 
-static PyObject *get_alignment(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromSize_t(((Window *)self)->alignment);
-}
-
-static PyObject *get_mapped_bytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromSize_t(((Window *)self)->mapped);
-}
-
-static PyObject *get_leases(PyObject *self, void *Py_UNUSED(closure))
-{
-    Window *w = (Window *)self;
-    return PyLong_FromSsize_t(w->leases + w->exports);
-}
-
 /* ---- tensors ---------------------------------------------------------------------------------------------------- */
 
-/* Whoever lets the tensor go may be any thread, with or without the GIL. */
+/* A tensor may be let go by any thread, with or without the GIL. */
 static void let_go(DLManagedTensor *managed)
 {
     Shown *shown = (Shown *)managed;
     if (!Py_IsInitialized()) /* the interpreter went first: so does the process */
         return;
     PyGILState_STATE state = PyGILState_Ensure();
-    shown->window->exports--;
+    shown->window->leases--;
     Py_DECREF(shown->window);
     PyMem_Free(shown);
     PyGILState_Release(state);
@@ -774,13 +654,13 @@ static void let_go(DLManagedTensor *managed)
 
 static void capsule_free(PyObject *capsule)
 {
-    if (PyCapsule_IsValid(capsule, "dltensor")) /* nobody took it: who does renames it */
+    if (PyCapsule_IsValid(capsule, "dltensor")) /* not taken: the taker renames it */
         let_go(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
 PyDoc_STRVAR(show_doc, "show($self, shape, slot_bytes, code, bits, /)\n--\n\n"
                        "The slots mapped now as a DLPack capsule of shape [count, *shape], of items of the DLPack type\n"
-                       "`code` of so many `bits`. Whoever consumes it holds a lease. The memory is read-only, which this\n"
+                       "`code` of so many `bits`. The taker holds a lease. The memory is read-only, which this\n"
                        "version of DLPack cannot say. Raises ValueError if nothing is mapped or a number does not fit.");
 
 static PyObject *window_show(PyObject *self, PyObject *args)
@@ -831,36 +711,27 @@ static PyObject *window_show(PyObject *self, PyObject *args)
         return NULL;
     }
     Py_INCREF(self);
-    w->exports++;
+    w->leases++;
     return capsule;
 }
 
 static PyMethodDef window_methods[] = {
-    {"map", (PyCFunction)(void (*)(void))window_map, METH_VARARGS | METH_KEYWORDS, map_doc},
     {"map_slots", (PyCFunction)(void (*)(void))window_map_slots, METH_VARARGS | METH_KEYWORDS, map_slots_doc},
     {"show", window_show, METH_VARARGS, show_doc},
-    {"collapse", window_collapse, METH_NOARGS, collapse_doc},
     {"darken", window_darken, METH_NOARGS, darken_doc},
-    {"lease", window_lease, METH_NOARGS, lease_doc},
-    {"release", window_release, METH_NOARGS, release_doc},
     {"close", window_close, METH_NOARGS, close_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef window_getset[] = {
-    {"address", get_address, NULL, "First address of the window; 0 once closed.", NULL},
     {"capacity", get_capacity, NULL, "Bytes reserved: what was asked, rounded up to the alignment.", NULL},
-    {"alignment", get_alignment, NULL, "The address is a multiple of this many bytes.", NULL},
-    {"mapped_bytes", get_mapped_bytes, NULL, "Bytes that the last map() put there; 0 after a failure.", NULL},
-    {"leases", get_leases, NULL, "Leases, tensors and exported buffers alive now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyDoc_STRVAR(window_doc,
              "Window(capacity, alignment)\n--\n\n"
              "A reserved range of at least `capacity` bytes at a multiple of `alignment` (a power of two, in bytes),\n"
-             "into which slots of a file are mapped side by side, read-only. Supports the buffer protocol over the\n"
-             "mapped bytes; an exported buffer is a lease.");
+             "into which slots of a file are mapped side by side, read-only.");
 
 static PyType_Slot window_slots[] = {
     {Py_tp_doc, (void *)window_doc},
@@ -868,8 +739,6 @@ static PyType_Slot window_slots[] = {
     {Py_tp_dealloc, window_dealloc},
     {Py_tp_methods, window_methods},
     {Py_tp_getset, window_getset},
-    {Py_bf_getbuffer, window_getbuffer},
-    {Py_bf_releasebuffer, window_releasebuffer},
     {0, NULL},
 };
 
@@ -881,16 +750,6 @@ static PyType_Spec window_spec = {
 };
 
 /* ---- the module ----------------------------------------------------------------------------------------------- */
-
-static PyObject *native_page_size(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    return PyLong_FromSize_t(page_bytes());
-}
-
-static PyMethodDef native_methods[] = {
-    {"page_size", native_page_size, METH_NOARGS, "page_size()\n--\n\nBytes in a page of this machine."},
-    {NULL, NULL, 0, NULL},
-};
 
 static int native_exec(PyObject *module)
 {
@@ -912,7 +771,6 @@ static struct PyModuleDef native_module = {
     .m_name = "attmemo.mmap._window",
     .m_doc = "What Python cannot do with pages. See native/window.c.",
     .m_size = 0,
-    .m_methods = native_methods,
     .m_slots = native_slots,
 };
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,10 +45,6 @@ def pages(tmp_path: Path) -> Iterator[int]:
 def arena(tmp_path: Path) -> Iterator[Arena]:
     with small_arena(tmp_path) as opened:
         yield opened
-
-
-def page_offsets(*numbers: int) -> array[int]:
-    return array("q", [number * PAGE for number in numbers])
 
 
 def in_threads(*works: Callable[[], None]) -> None:

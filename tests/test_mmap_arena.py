@@ -1,4 +1,4 @@
-"""Arena files: what is promised about them when they are short, odd, grown, written to, or put into huge pages."""
+"""Arena files: what is promised about them when they are short, odd, written to, or put into huge pages."""
 
 from __future__ import annotations
 
@@ -150,17 +150,15 @@ def test_an_index_outside_the_arena_is_an_index_error(path: Path, layout: SlotLa
     for use in (arena.slot, arena.slot_bytes):
         with pytest.raises(IndexError):
             use(index)
-    for use in (arena.offsets, arena.readahead):
-        with pytest.raises((IndexError, ValueError)):
-            use([0, index])
+    with pytest.raises((IndexError, ValueError)):
+        arena.mapping.indices([0, index])
 
 
-def test_offsets_and_readahead_name_the_right_bytes(path: Path, layout: SlotLayout) -> None:
+def test_offsets_name_the_right_bytes(path: Path, layout: SlotLayout) -> None:
     write_arena(path, layout)
     arena = Arena(path, layout)
-    assert arena.offsets([4, 0, 4]).tolist() == [layout.offset(4), layout.offset(0), layout.offset(4)]
-    arena.readahead([4, 0])
-    arena.readahead([])
+    indices = arena.mapping.indices([4, 0, 4])
+    assert arena.mapping.offsets(indices).tolist() == [layout.offset(4), layout.offset(0), layout.offset(4)]
     assert os.pread(arena.fd, 4, layout.offset(2)) == bytes(arena.slot_bytes(2)[:4])
 
 
@@ -301,7 +299,6 @@ def test_tensors_outlive_the_arena_that_made_them(path: Path, layout: SlotLayout
     uses = (
         lambda arena: arena.slot(2),
         lambda arena: len(arena),
-        lambda arena: arena.grow(9),
         lambda arena: CopyFetcher().fetch(arena, [0]),
     )
     for use in uses:
@@ -312,7 +309,7 @@ def test_tensors_outlive_the_arena_that_made_them(path: Path, layout: SlotLayout
     assert torch.equal(held, slots[2])
 
 
-def test_an_arena_without_slots_can_be_opened_and_grown(path: Path, layout: SlotLayout) -> None:
+def test_an_arena_without_slots_can_be_opened(path: Path, layout: SlotLayout) -> None:
     empty = layout.with_slots(0)
     path.write_bytes(b"")
     with pytest.raises(DatabaseTruncatedError):
@@ -325,33 +322,6 @@ def test_an_arena_without_slots_can_be_opened_and_grown(path: Path, layout: Slot
         assert batch.stacked is not None
         assert batch.stacked.shape == (0, *layout.shape)
     path.unlink()
-
-
-def test_growing_beyond_the_file_changes_nothing(path: Path, layout: SlotLayout) -> None:
-    few = layout.with_slots(2)
-    slots = write_arena(path, few)
-    arena = Arena(path, few)
-    with pytest.raises(DatabaseTruncatedError):
-        arena.grow(5)
-    assert (len(arena), arena.layout.slots) == (2, 2)
-    with pytest.raises(IndexError):
-        arena.slot(2)
-    assert torch.equal(arena.slot(1), slots[1])
-
-
-def test_growing_shows_appended_slots_and_leaves_old_tensors_alone(path: Path, layout: SlotLayout) -> None:
-    few = layout.with_slots(2)
-    write_arena(path, few)
-    arena = Arena(path, few)
-    old, before = arena.slot(1), arena.slot(1).clone()
-    slots = write_arena(path, layout.with_slots(4), first=2)
-    arena.grow(4)
-    assert (len(arena), arena.layout.slots) == (4, 4)
-    assert torch.equal(arena.slot(3), slots[3])
-    assert torch.equal(old, before)
-    arena.grow(4)
-    with pytest.raises(ValueError, match="shrink"):
-        arena.grow(3)
 
 
 def test_without_huge_pages_the_same_bytes_come_with_a_notice(path: Path, layout: SlotLayout) -> None:
@@ -463,7 +433,7 @@ def test_the_copy_in_memory_is_the_same_bytes_at_a_wider_stride(
         assert getattr(twin, "fallbacks", 0) == 0
     if wide:
         assert arena.slot(0).data_ptr() % PAGE == 0
-        assert arena.offsets([1]).tolist() == [HUGE_PAGE]
+        assert arena.mapping.layout.offset(1) == HUGE_PAGE
 
 
 def test_the_copy_in_memory_cannot_be_changed_by_anybody(
@@ -489,19 +459,6 @@ def test_the_copy_in_memory_cannot_be_changed_by_anybody(
     assert punch(intruder, 3, 0, PAGE) == -1  # PUNCH_HOLE | KEEP_SIZE
     os.close(intruder)
     assert torch.equal(arena.slot(0), slots[0])
-
-
-def test_growing_an_arena_in_memory_copies_it_again(
-    path: Path, layout: SlotLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_huge(monkeypatch)
-    few = layout.with_slots(2)
-    write_arena(path, few)
-    arena = Arena(path, few, "hugepages")
-    slots = write_arena(path, layout, first=2)
-    arena.grow(5)
-    assert arena.residency == "hugepages"
-    assert torch.equal(arena.slot(4), slots[4])
 
 
 def test_a_copy_that_would_not_fit_in_memory_is_not_begun(

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -306,13 +307,13 @@ def test_a_reader_in_another_thread_never_sees_the_next_batch(arena: Arena) -> N
     assert not wrong
 
 
-def test_growing_and_closing_the_arena_while_threads_fetch_is_safe(tmp_path: Path) -> None:
+def test_closing_the_arena_while_threads_fetch_is_safe(tmp_path: Path) -> None:
     layout = SlotLayout.paged((2, 32, 32), torch.float32, slots=SLOTS)
     arena = make_arena(tmp_path / "arena.bin", layout)
     arena.close()
     errors: list[BaseException] = []
     for _ in range(10):
-        arena = Arena(tmp_path / "arena.bin", layout.with_slots(2))
+        arena = Arena(tmp_path / "arena.bin", layout)
         expected = arena.slot(1).clone()
 
         def work(arena: Arena = arena, expected: torch.Tensor = expected) -> None:
@@ -328,8 +329,7 @@ def test_growing_and_closing_the_arena_while_threads_fetch_is_safe(tmp_path: Pat
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
-        for slots in range(3, SLOTS + 1):
-            arena.grow(slots)
+        time.sleep(0.001)
         arena.close()
         for thread in threads:
             thread.join()
@@ -358,10 +358,10 @@ def test_an_idle_window_is_dark_after_a_strict_batch_and_gone_after_close(arena:
     with fetcher.fetch(arena, [1, 2, 3]):
         pass
     (window,) = fetcher._all
-    assert window.mapped_bytes == 0
-    assert window.leases == 0
+    with pytest.raises(ValueError, match="no slots"):
+        window._native.show((1,), PAGE, 1, 8)
     fetcher.close()
-    assert window.address == 0
+    assert window.capacity == 0
 
 
 def test_near_the_limit_of_mappings_batches_are_copied_and_the_process_lives(arena: Arena) -> None:
@@ -374,8 +374,8 @@ def test_near_the_limit_of_mappings_batches_are_copied_and_the_process_lives(are
         room = limit // 16  # exactly what is left to the others
         stride = arena.layout.stride
         filler = Window(limit * stride)
-        offsets = arena.offsets([0, 2] * ((limit - map_count() - room) // 2 + 1))
-        filler.map(arena.fd, offsets, stride, populate=False)
+        slots = np.array([0, 2] * ((limit - map_count() - room) // 2 + 1))  # never neighbours: a mapping each
+        filler.show(arena.fd, slots, arena.layout, populate=False)
         fetcher = MapFetcher()
         slots = [3, 1, 4, 1, 5]
         with fetcher.fetch(arena, slots) as batch:
@@ -387,7 +387,7 @@ def test_near_the_limit_of_mappings_batches_are_copied_and_the_process_lives(are
         thread = threading.Thread(target=lambda: None)
         thread.start()
         thread.join()
-        filler.collapse()
+        filler.close()
         fresh = MapFetcher()
         with fresh.fetch(arena, slots):
             pass
@@ -406,7 +406,6 @@ def test_a_window_that_the_kernel_refuses_half_way_is_never_read(
 
     def body() -> None:
         stride = arena.layout.stride
-        filler = Window(limit * stride)
         slots = [8, 6, 4, 2, 0, 7, 5, 3, 1] * 4
         refused = 0
         for room in (3, 5, 11, 30, 60):
@@ -414,14 +413,16 @@ def test_a_window_that_the_kernel_refuses_half_way_is_never_read(
             fetcher._limit = 1 << 30  # a budget that is wrong
             with fetcher.fetch(arena, range(SLOTS)):
                 pass
-            filler.map(arena.fd, arena.offsets([0, 2] * (limit // 2))[: limit - map_count() - room], stride, False)
+            filler = Window(limit * stride)
+            many = np.array([0, 2] * (limit // 2))[: limit - map_count() - room]
+            filler.show(arena.fd, many, arena.layout, populate=False)
             with fetcher.fetch(arena, slots) as batch:
                 assert all(torch.equal(batch[i], arena.slot(slot)) for i, slot in enumerate(slots)), room
             refused += fetcher.fallbacks
             if fetcher.fallbacks:
                 assert "Cannot allocate memory" in str(fetcher.fallback_reason)
                 assert f"of {limit} mappings" in str(fetcher.fallback_reason)
-            filler.collapse()
+            filler.close()
             fetcher.close()
         assert 0 < refused < 5
 
@@ -450,16 +451,17 @@ def test_a_forked_child_fetches_for_itself_and_the_parent_goes_on(arena: Arena) 
 
 
 def test_an_inherited_window_says_so_by_name(arena: Arena) -> None:
-    window = Window(arena.layout.stride)
-    window.map(arena.fd, arena.offsets([1]), arena.layout.stride)
+    window, one = Window(arena.layout.stride), np.array([1])
+    show = lambda: window.show(arena.fd, one, arena.layout, populate=True)  # noqa: E731
+    show()
 
     def body() -> None:
-        for use in (window.collapse, window.lease, window.close, lambda: window.tensor(arena.layout)):
+        for use in (window.darken, window.close, show):
             with pytest.raises(WindowError, match="fork"):
                 use()
 
     in_child(body)
-    assert torch.equal(window.tensor(arena.layout)[0], arena.slot(1))
+    assert torch.equal(show()[0], arena.slot(1))
 
 
 def test_the_library_speaks_its_own_errors(arena: Arena) -> None:
@@ -468,21 +470,20 @@ def test_the_library_speaks_its_own_errors(arena: Arena) -> None:
     with pytest.raises(WindowError, match=r"vm\.max_map_count"):
         Window(1 << 60)
     window = Window(arena.layout.stride)
+    show = lambda *slots: window.show(arena.fd, np.array(slots, np.int64), arena.layout, populate=True)  # noqa: E731
     with pytest.raises(WindowError, match="no slots"):
-        window.tensor(arena.layout)
+        show()
     with pytest.raises(WindowError, match="capacity"):
-        window.map(arena.fd, arena.offsets([0, 1]), arena.layout.stride)
-    with pytest.raises(WindowError, match="without a lease"):
-        window.release()
-    window.lease()
-    assert window.leases == 1
-    for change in (window.collapse, window.close, lambda: window.map(arena.fd, arena.offsets([0]), PAGE)):
+        show(0, 1)
+    tensor = show(0)
+    for change in (window.darken, window.close, lambda: show(1)):
         with pytest.raises(WindowBusyError):
             change()
-    window.release()
+    assert torch.equal(tensor[0], arena.slot(0))
+    del tensor
     window.close()
     with pytest.raises(WindowError, match="closed"):
-        window.collapse()
+        window.darken()
 
 
 def test_tensors_made_in_inference_mode_serve_outside_it_and_the_other_way(tmp_path: Path) -> None:

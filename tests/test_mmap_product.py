@@ -19,7 +19,7 @@ from attmemo.mmap import Arena, SlotLayout
 from attmemo.reuse.source import multiply
 
 SETS = _map_product.instruction_sets()
-BRAIN_SETS = _map_product.instruction_sets(True)
+BFLOAT16_SETS = _map_product.instruction_sets(True)
 POISON = 7.25
 
 
@@ -112,7 +112,7 @@ def test_the_product_is_that_of_float64(
 
 @settings(deadline=None, max_examples=60)
 @given(
-    isa=st.sampled_from(BRAIN_SETS),
+    isa=st.sampled_from(BFLOAT16_SETS),
     dtype=st.sampled_from(sorted(_FORMS, key=str)),
     causal=st.booleans(),
     heads=st.integers(1, 3),
@@ -164,7 +164,7 @@ def test_of_values_in_bfloat16_the_product_is_that_of_float64_rounded(
         threads=threads,
         triangle=causal,
         isa=isa,
-        brain=True,
+        bfloat16=True,
     )
     for slot, start, row in zip(slots.tolist(), starts.tolist(), rows.tolist(), strict=True):
         v = values[start : start + length].view(length, heads, width).transpose(0, 1).double()
@@ -178,26 +178,26 @@ def test_of_values_in_bfloat16_the_product_is_that_of_float64_rounded(
     assert bool((context[untouched] == POISON).all())
 
 
-@pytest.mark.parametrize(("isa", "brain"), [(isa, False) for isa in SETS] + [(isa, True) for isa in BRAIN_SETS])
+@pytest.mark.parametrize(("isa", "bfloat16"), [(isa, False) for isa in SETS] + [(isa, True) for isa in BFLOAT16_SETS])
 @pytest.mark.parametrize("length", [61, 96])
 def test_a_sequence_gives_the_same_bits_in_any_company_and_with_any_number_of_threads(
-    isa: str, brain: bool, length: int
+    isa: str, bfloat16: bool, length: int
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     heads, width, batch = 3, 32, 7
-    kind = torch.bfloat16 if brain else torch.float16
+    kind = torch.bfloat16 if bfloat16 else torch.float16
     maps = torch.rand(batch, heads, length, length, generator=generator).softmax(-1).to(kind)
     values = torch.randn(batch * length, heads * width, generator=generator)
     stride, found = maps[0].numel() * 2, {}
-    bits = lambda numbers: (numbers.view(torch.int16) if brain else numbers).numpy()  # noqa: E731
-    values = values.to(torch.bfloat16 if brain else torch.float32)
+    bits = lambda numbers: (numbers.view(torch.int16) if bfloat16 else numbers).numpy()  # noqa: E731
+    values = values.to(torch.bfloat16 if bfloat16 else torch.float32)
     for threads in (1, 2, 5):
         for group in ([4], [0, 4], [6, 5, 4, 3, 2, 1, 0]):
             context = torch.empty(batch, length, heads * width, dtype=values.dtype)
             picked = np.array(group, np.int64)
             _map_product.multiply(
                 maps.view(torch.uint8).numpy(), picked * stride, _FORMS[kind], heads, length, width, bits(values),
-                picked * length, bits(context), picked, length, threads, isa=isa, brain=brain,
+                picked * length, bits(context), picked, length, threads, isa=isa, bfloat16=bfloat16,
             )  # fmt: skip
             found[threads, len(group)] = context[4].clone()
     first = found[1, 1]
@@ -220,21 +220,21 @@ def test_every_half_precision_number_is_read_as_it_is() -> None:
             assert torch.equal(seen, expected), (dtype, isa)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in BRAIN_SETS if isa != "amx"])
+@pytest.mark.parametrize("isa", [isa for isa in BFLOAT16_SETS if isa != "amx"])
 def test_every_bfloat16_is_read_and_written_as_it_is(isa: str) -> None:
     """The matrix unit takes subnormals for zero, here and in torch."""
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     context = torch.empty(65536, 1, 1, dtype=torch.bfloat16)
     _map_product.multiply(
         np.ones(1, np.float32), np.zeros(65536, np.int64), 0, 1, 1, 1, numbers.view(torch.int16)[:, None].numpy(),
-        np.arange(65536), context.view(torch.int16).numpy(), np.arange(65536), 1, 2, isa=isa, brain=True,
+        np.arange(65536), context.view(torch.int16).numpy(), np.arange(65536), 1, 2, isa=isa, bfloat16=True,
     )  # fmt: skip
     seen, expected = (t.float().nan_to_num(0.5, 3e38, -3e38) for t in (context.flatten(), numbers))
     assert torch.equal(seen, expected)
 
 
 def test_the_matrix_unit_is_not_asked_for_float32() -> None:
-    if "amx" not in BRAIN_SETS:
+    if "amx" not in BFLOAT16_SETS:
         pytest.skip("this processor has no matrix unit for bfloat16")
     with pytest.raises(ValueError, match="no such instruction set"):
         call(isa="amx")
@@ -266,8 +266,8 @@ def test_what_is_not_a_number_in_a_map_does_not_come_out_as_one() -> None:
         ({"length": -1}, "must be positive"),
         ({"padded": 2}, "at least length"),
         ({"padded": 4}, "whole number of rows"),
-        ({"brain": True, "starts": np.array([0, 10], np.int64)}, "outside the values"),
-        ({"brain": True, "width": 5}, "whole number of rows"),
+        ({"bfloat16": True, "starts": np.array([0, 10], np.int64)}, "outside the values"),
+        ({"bfloat16": True, "width": 5}, "whole number of rows"),
         ({"width": 5}, "whole number of rows"),
         ({"threads": 0}, "must be positive"),
         ({"isa": "sse9"}, "no such instruction set"),

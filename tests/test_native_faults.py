@@ -18,35 +18,18 @@ from helpers import build_shim, preloaded
 
 CHILD = r"""
 import ctypes, errno, importlib.util, itertools, json, os, sys
-from array import array
+
+sys.path.insert(0, sys.argv[3])
+from window_tools import PAGE, Pages, numbers, readable
 
 spec = importlib.util.spec_from_file_location("attmemo.mmap._window", sys.argv[1])
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 shim = ctypes.CDLL(sys.argv[2])
-PAGE = native.page_size()
 MMAP, MPROTECT, MUNMAP = 1 | 2, 8, 16  # of memory that is replaced, see helpers.py
 
 fd = os.memfd_create("pages")
 os.write(fd, b"".join(bytes([i + 1]) * PAGE for i in range(32)))
-offsets = lambda pages: array("q", [page * PAGE for page in pages])
-reader, writer = os.pipe()
-
-def readable(address):
-    try:
-        os.write(writer, (ctypes.c_char * 1).from_address(address))
-    except OSError:
-        return False
-    os.read(reader, 1)
-    return True
-
-def seen(window):
-    with memoryview(window) as view:
-        return [view[i] - 1 for i in range(0, len(view), PAGE)]
-
-def dark(window):
-    return not any(readable(a) for a in range(window.address, window.address + window.capacity, PAGE))
-
 report = {"failures": 0, "broken": 0}
 old, new = [1, 3, 5, 7, 9, 11], [30, 28, 26, 24]
 for calls, code, forever in itertools.product(
@@ -54,71 +37,66 @@ for calls, code, forever in itertools.product(
 ):
     for at in itertools.count(1):
         assert at < 50
-        window = native.Window(8 * PAGE, PAGE)
-        window.map(fd, offsets(old), PAGE)
+        window = Pages(native, 8 * PAGE)
+        window.map(fd, numbers(*old))
         shim.arm(calls, at, forever, code)
         try:
-            window.map(fd, offsets(new), PAGE)
+            window.map(fd, numbers(*new))
             error = None
         except OSError as caught:
             error = caught
         hit = shim.disarm()
         where = (calls, code, forever, at)
         if error is None:
-            assert seen(window) == new, where
+            assert window.seen() == new, where
             assert not readable(window.address + len(new) * PAGE), where
         else:
             report["failures"] += 1
             assert error.errno == code, where
-            assert window.mapped_bytes == 0, where
             try:
-                with memoryview(window) as view:
-                    assert len(view) == 0
-                assert dark(window), where
+                assert window.dark(), where
             except ValueError as refusal:  # the pages could not even be taken away: then nobody may look
                 assert "unknown state" in str(refusal)
                 assert calls & MPROTECT, where  # which would have made the window dark
                 report["broken"] += 1
-                for use in (window.lease, lambda: window.map(fd, offsets(new), PAGE)):
+                for use in (window.look, lambda: window.map(fd, numbers(*new))):
                     try:
                         use()
                     except ValueError:
                         continue
                     raise AssertionError(where)
-                window.collapse()
-                assert dark(window), where
-        window.map(fd, offsets(old), PAGE)  # and with the kernel in order again, so is the window
-        assert seen(window) == old, where
+                window.darken()
+                assert window.dark(), where
+        window.map(fd, numbers(*old))  # and with the kernel in order again, so is the window
+        assert window.seen() == old, where
         window.close()
         if not hit:
             break
 
-for how in ("collapse", "darken"):
-    window = native.Window(8 * PAGE, PAGE)
-    window.map(fd, offsets(old), PAGE)
-    shim.arm(MMAP | MPROTECT, 1, 1, errno.ENOMEM)
-    try:
-        getattr(window, how)()
-        raise AssertionError(how + " reported success")
-    except OSError as error:
-        assert error.errno == errno.ENOMEM
-    shim.disarm()
-    for show in (memoryview, lambda window: window.show((1,), PAGE, 1, 8)):
-        try:
-            show(window)
-            raise AssertionError("a window in an unknown state was shown")
-        except ValueError:
-            pass
-    window.close()
-window = native.Window(8 * PAGE, PAGE)
-window.map(fd, offsets(old), PAGE)
+window = Pages(native, 8 * PAGE)
+window.map(fd, numbers(*old))
+shim.arm(MMAP | MPROTECT, 1, 1, errno.ENOMEM)
+try:
+    window.darken()
+    raise AssertionError("darken reported success")
+except OSError as error:
+    assert error.errno == errno.ENOMEM
+shim.disarm()
+try:
+    window.look()
+    raise AssertionError("a window in an unknown state was shown")
+except ValueError as refusal:
+    assert "unknown state" in str(refusal)
+window.close()
+window = Pages(native, 8 * PAGE)
+window.map(fd, numbers(*old))
 shim.arm(MPROTECT, 1, 1, errno.ENOMEM)  # then darkened by taking the mappings away
 window.darken()
 assert shim.disarm()
-assert dark(window)
+assert window.dark()
 window.close()
+window = Pages(native, 8 * PAGE)
 shim.arm(MUNMAP, 1, 0, errno.ENOMEM)
-window = native.Window(8 * PAGE, PAGE)
 try:
     window.close()
     raise AssertionError("close reported success")
@@ -146,7 +124,7 @@ def test_whatever_call_fails_no_window_is_mixed_and_every_window_recovers(tmp_pa
     assert extension is not None
     assert extension.origin is not None
     child = subprocess.run(
-        [sys.executable, "-I", "-c", textwrap.dedent(CHILD), extension.origin, str(shim)],
+        [sys.executable, "-I", "-c", textwrap.dedent(CHILD), extension.origin, str(shim), str(Path(__file__).parent)],
         env={**os.environ, **preloaded(shim)},
         capture_output=True,
         text=True,

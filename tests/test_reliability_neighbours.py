@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from helpers import build_shim, preloaded, run_child
-from page_tools import PAGE, SLOTS, page_offsets
+from page_tools import PAGE, SLOTS
+from window_tools import Pages, numbers
 
 from attmemo.mmap import _window
 
@@ -36,7 +37,7 @@ def still_there(before: list[tuple[int, int, str]], now: list[tuple[int, int, st
     return all(any(s <= start and end <= e and k == kind for s, e, k in now) for start, end, kind in before)
 
 
-def between_canaries(capacity: int) -> tuple[_window.Window, int, int]:
+def between_canaries(capacity: int) -> tuple[Pages, int, int]:
     """A window with one page of ours exactly before it and one exactly behind it: addresses of the pages.
 
     Memory for all three is reserved, the middle given back, and windows made until one falls in there.
@@ -52,7 +53,7 @@ def between_canaries(capacity: int) -> tuple[_window.Window, int, int]:
     assert libc.munmap(start + PAGE, capacity) == 0
     others = []
     for _ in range(1000):
-        window = _window.Window(capacity, PAGE)
+        window = Pages(_window, capacity)
         if window.address == start + PAGE:
             return window, before, behind
         others.append(window)
@@ -60,21 +61,21 @@ def between_canaries(capacity: int) -> tuple[_window.Window, int, int]:
 
 
 def cycle_between_canaries(file: int, cycles: int) -> int:
-    """Map and collapse at random between two pages; they and all other mappings must not change. Returns cycles."""
+    """Map and darken at random between two pages; they and all other mappings must not change. Returns cycles."""
     rng = random.Random(4)
     window, before, behind = between_canaries(SLOTS * PAGE)
     first, end = window.address, window.address + window.capacity
 
     def cycle() -> None:
         if (kind := rng.random()) < 0.2:
-            rng.choice([window.collapse, window.darken])()
+            window.darken()
         elif kind < 0.3:  # refused: one page too many, or beyond the file
-            with contextlib.suppress(ValueError):
-                window.map(file, page_offsets(*range(SLOTS), 0)[rng.randrange(2) :], 2 * PAGE)
+            with contextlib.suppress(ValueError, IndexError):
+                window.map(file, numbers(*range(SLOTS), 0)[rng.randrange(2) :], PAGE, limit=SLOTS + rng.randrange(2))
         else:
             slot = rng.choice([1, 2, 4])
-            numbers = [rng.randrange(SLOTS - slot + 1) for _ in range(rng.randrange(SLOTS // slot + 1))]
-            window.map(file, page_offsets(*numbers), slot * PAGE, populate=rng.random() < 0.1)
+            some = [rng.randrange(SLOTS // slot) for _ in range(rng.randrange(SLOTS // slot + 1))]
+            window.map(file, numbers(*some), slot * PAGE, populate=rng.random() < 0.1)
 
     gc.disable()
     for _ in range(100):  # until the interpreter has what memory it needs
@@ -100,46 +101,51 @@ def test_the_pages_exactly_before_and_behind_a_window_survive_it(pages: int) -> 
 
 
 REFUSED = r"""
-import ctypes, importlib.util, os
+import ctypes, importlib.util, os, sys
 from array import array
+
+sys.path.insert(0, tools)
+from window_tools import PAGE, Pages, numbers
 
 spec = importlib.util.spec_from_file_location("attmemo.mmap._window", extension)
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 library = ctypes.CDLL(shim)
 library.only_from(b"_window")
-PAGE = native.page_size()
 fd = os.memfd_create("pages")
 os.write(fd, b"x" * (8 * PAGE))
-window = native.Window(4 * PAGE, PAGE)
-window.map(fd, array("q", [0, 2 * PAGE]), PAGE)
+window = Pages(native, 4 * PAGE)
+window.map(fd, numbers(0, 2))
 
 huge = 2**63 - 1
-offsets = lambda *bytes: array("q", bytes)
+
+def show(*slots, file=fd, header=0, size=PAGE, limit=8):
+    window.native.map_slots(file, numbers(*slots), header, size, limit)
+
 refused = {
-    "an offset behind the end": lambda: window.map(fd, offsets(8 * PAGE), PAGE),
-    "a slot across the end": lambda: window.map(fd, offsets(0, 7 * PAGE), 2 * PAGE),
-    "a negative offset": lambda: window.map(fd, offsets(0, -PAGE), PAGE),
-    "the most negative offset": lambda: window.map(fd, offsets(-huge - 1), PAGE),
-    "offset and length that wrap": lambda: window.map(fd, offsets(huge - huge % PAGE), PAGE),
-    "an odd offset": lambda: window.map(fd, offsets(PAGE + 1), PAGE),
-    "too many slots": lambda: window.map(fd, offsets(*range(0, 5 * PAGE, PAGE)), PAGE),
-    "a slot larger than the window": lambda: window.map(fd, offsets(0), 8 * PAGE),
-    "count and length that wrap": lambda: window.map(fd, offsets(0, 0), huge - huge % PAGE),
-    "no length": lambda: window.map(fd, offsets(0), 0),
-    "a negative length": lambda: window.map(fd, offsets(0), -PAGE),
-    "an odd length": lambda: window.map(fd, offsets(0), PAGE + 8),
-    "a length above 64 bits": lambda: window.map(fd, offsets(0), 1 << 70),
-    "a negative descriptor": lambda: window.map(-1, offsets(0), PAGE),
-    "a descriptor above 64 bits": lambda: window.map(1 << 70, offsets(0), PAGE),
-    "a descriptor of a pipe": lambda: window.map(os.pipe()[0], offsets(0), PAGE),
-    "a descriptor of nothing": lambda: window.map(999, offsets(0), PAGE),
-    "a slot that is none": lambda: window.map_slots(fd, offsets(0, 4), 0, PAGE, 4),
-    "a negative slot": lambda: window.map_slots(fd, offsets(-1), 0, PAGE, 4),
-    "slots behind the end": lambda: window.map_slots(fd, offsets(0), 0, PAGE, 9),
-    "slots that wrap": lambda: window.map_slots(fd, offsets(0), PAGE, huge - huge % PAGE, 2),
-    "a negative header": lambda: window.map_slots(fd, offsets(0), -PAGE, PAGE, 2),
-    "offsets of 32 bits": lambda: window.map(fd, array("i", [0]), PAGE),
+    "a slot that is none": lambda: show(0, 4, limit=4),
+    "a negative slot": lambda: show(-1, limit=4),
+    "the most negative slot": lambda: show(-huge - 1, limit=4),
+    "the largest slot": lambda: show(huge, limit=4),
+    "slots behind the end": lambda: show(0, limit=9),
+    "a slot across the end": lambda: show(0, header=PAGE, size=4 * PAGE, limit=2),
+    "slots that wrap": lambda: show(0, header=PAGE, size=huge - huge % PAGE, limit=2),
+    "a limit that wraps": lambda: show(0, limit=huge),
+    "a limit above 64 bits": lambda: show(0, limit=1 << 70),
+    "a negative limit": lambda: show(0, limit=-1),
+    "too many slots": lambda: show(*range(5)),
+    "a slot larger than the window": lambda: show(0, size=8 * PAGE, limit=1),
+    "no length": lambda: show(0, size=0),
+    "a negative length": lambda: show(0, size=-PAGE),
+    "an odd length": lambda: show(0, size=PAGE + 8, limit=1),
+    "a length above 64 bits": lambda: show(0, size=1 << 70),
+    "a negative header": lambda: show(0, header=-PAGE, limit=2),
+    "an odd header": lambda: show(0, header=PAGE + 1, limit=2),
+    "a negative descriptor": lambda: show(0, file=-1),
+    "a descriptor above 64 bits": lambda: show(0, file=1 << 70),
+    "a descriptor of a pipe": lambda: show(0, file=os.pipe()[0]),
+    "a descriptor of nothing": lambda: show(0, file=999),
+    "slots of 32 bits": lambda: window.native.map_slots(fd, array("i", [0]), 0, PAGE, 8),
     "a window of nothing": lambda: native.Window(0, PAGE),
     "a negative window": lambda: native.Window(-PAGE, PAGE),
     "a window that wraps": lambda: native.Window(huge, PAGE),
@@ -149,6 +155,7 @@ refused = {
     "a negative alignment": lambda: native.Window(PAGE, -PAGE),
     "alignment and size that wrap": lambda: native.Window(huge - huge % PAGE, 1 << 62),
 }
+outside = ("a slot that is none", "a negative slot", "the most negative slot", "the largest slot")
 result = {}
 for name, call in refused.items():
     library.arm(31, 0, 0, 0)
@@ -161,15 +168,14 @@ for name, call in refused.items():
             result[name] = f"{library.count()} system calls"
         elif name == "a descriptor of nothing":
             assert error.errno == 9
-        elif kind != ("IndexError" if name in ("a slot that is none", "a negative slot") else "ValueError"):
+        elif kind != ("IndexError" if name in outside else "ValueError"):
             result[name] = kind
     library.disarm()
-with memoryview(window) as view:
-    if len(view) != 2 * PAGE or bytes(view) != b"x" * (2 * PAGE):
-        result["the window"] = "was changed"
+if window.seen() != [ord("x") - 1] * 2:
+    result["the window"] = "was changed"
 library.arm(31, 0, 0, 0)
-window.map(fd, array("q", [0, 2 * PAGE]), PAGE)
-window.collapse()
+window.map(fd, numbers(0, 2))
+window.darken()
 window.close()
 result["calls seen where there are some"] = library.count()
 """
@@ -179,6 +185,12 @@ def test_arguments_out_of_range_move_no_page(tmp_path: Path) -> None:
     extension = importlib.util.find_spec("attmemo.mmap._window")
     assert extension is not None
     shim = build_shim(tmp_path)
-    seen = run_child(REFUSED, environment=preloaded(shim), extension=extension.origin, shim=str(shim)).result
+    seen = run_child(
+        REFUSED,
+        environment=preloaded(shim),
+        extension=extension.origin,
+        shim=str(shim),
+        tools=str(Path(__file__).parent),
+    ).result
     assert seen.pop("calls seen where there are some") >= 4, "the shim did not come between the extension and libc"
     assert seen == {}

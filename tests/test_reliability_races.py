@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from helpers import run_child
-from page_tools import PAGE, SLOTS, in_threads, page_offsets
+from page_tools import PAGE, SLOTS, in_threads
 from test_db_tools import fill
+from torch.utils.dlpack import from_dlpack
+from window_tools import Pages, numbers
 
 from attmemo.db import KIND_MAP, Database
 from attmemo.errors import AttmemoError, WindowBusyError, WindowError
-from attmemo.mmap import Arena, CopyFetcher, MapFetcher, ViewFetcher, Window, _window, multiply
+from attmemo.mmap import Arena, CopyFetcher, MapFetcher, ViewFetcher, Window, _window
+from attmemo.reuse.source import multiply
 
 # -- readers while others fetch
 
@@ -113,7 +115,7 @@ def tried(said: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 def test_a_window_of_the_extension_closed_and_dropped_in_a_race_gives_errors_only(pages: int) -> None:
     def body(number: int) -> None:
-        held = [_window.Window(SLOTS * PAGE, PAGE)]
+        held = [Pages(_window, SLOTS * PAGE)]
         rng = random.Random(number)
         said = "closed|leased|another thread|changing"
 
@@ -123,17 +125,15 @@ def test_a_window_of_the_extension_closed_and_dropped_in_a_race_gives_errors_onl
                 window = held[0] if held else None
                 if window is None:
                     return
-                numbers = [mine.randrange(SLOTS) for _ in range(mine.randrange(1, SLOTS))]
-                tried(said, window.map, pages, page_offsets(*numbers), PAGE)
-                view = tried(said, memoryview, window)
-                if view is not None:
-                    assert all(0 < view[i] <= SLOTS for i in range(0, len(view), PAGE))
-                    view.release()
+                some = [mine.randrange(SLOTS) for _ in range(mine.randrange(1, SLOTS))]
+                tried(said, window.map, pages, numbers(*some))
+                seen = tried(said + "|no slots", window.seen)
+                assert seen is None or all(0 <= page < SLOTS for page in seen)
 
         def end() -> None:
             window = held[0]
             for _ in range(rng.randrange(4)):
-                tried(said, window.collapse)
+                tried(said, window.darken)
             if number % 3:
                 tried(said, window.close)
             held.clear()
@@ -148,7 +148,7 @@ def test_a_window_of_the_extension_closed_and_dropped_in_a_race_gives_errors_onl
 
 def test_a_tensor_of_a_window_remapped_in_a_race_is_as_long_as_what_is_mapped(arena: Arena) -> None:
     layout = arena.layout
-    many, one = arena.offsets(range(0, SLOTS, 2)), arena.offsets([3])
+    many, one = np.arange(0, SLOTS, 2), np.array([3])
 
     def body(number: int) -> None:
         window, done = Window(SLOTS * layout.stride), threading.Event()
@@ -157,7 +157,7 @@ def test_a_tensor_of_a_window_remapped_in_a_race_is_as_long_as_what_is_mapped(ar
             try:
                 for turn in range(30):
                     with contextlib.suppress(WindowBusyError):
-                        window.map(arena.fd, one if turn % 2 else many, layout.stride)
+                        window.show(arena.fd, one if turn % 2 else many, layout, populate=True)
                 if number % 2:
                     with contextlib.suppress(WindowBusyError):
                         window.close()
@@ -166,30 +166,18 @@ def test_a_tensor_of_a_window_remapped_in_a_race_is_as_long_as_what_is_mapped(ar
 
         def read() -> None:
             while not done.is_set():
-                tensor = tried("no slots|closed|another thread", window.tensor, layout)
-                if tensor is not None:
+                shape, type_of = layout.shape, (2, 32)  # float32
+                capsule = tried("no slots|closed|another thread", window._native.show, shape, layout.stride, *type_of)
+                if capsule is not None:
+                    tensor = from_dlpack(capsule)
                     assert len(tensor) in (1, SLOTS // 2)
                     assert torch.equal(tensor[-1], arena.slot(3 if len(tensor) == 1 else SLOTS - 2))
-                del tensor
+                    del tensor
+                del capsule
 
         in_threads(remap, read)
 
     races(body)
-
-
-def test_a_tensor_is_never_longer_than_what_its_own_lease_shows(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race above, made certain: another thread maps fewer slots just before the lease is taken."""
-    layout, window = arena.layout, Window(SLOTS * arena.layout.stride)
-    window.map(arena.fd, arena.offsets(range(8)), layout.stride)
-
-    def outpaced(window: Window) -> int:
-        seen = window._window.mapped_bytes
-        window._window.map(arena.fd, arena.offsets([3]), layout.stride)
-        return seen
-
-    monkeypatch.setattr(Window, "mapped_bytes", property(outpaced))
-    count = len(window.tensor(layout))  # a number: to show a tensor that is too long would end the process
-    assert count * layout.stride == window._window.mapped_bytes
 
 
 def test_a_fetcher_closed_and_dropped_in_a_race_gives_whole_batches_or_errors(arena: Arena) -> None:
@@ -220,8 +208,8 @@ def test_a_fetcher_closed_and_dropped_in_a_race_gives_whole_batches_or_errors(ar
     races(body)
 
 
-def test_an_arena_closed_grown_and_dropped_in_a_race_gives_its_bytes_or_an_error(tmp_path: Path, arena: Arena) -> None:
-    path, few = tmp_path / "arena.bin", arena.layout.with_slots(SLOTS // 2)
+def test_an_arena_closed_and_dropped_in_a_race_gives_its_bytes_or_an_error(tmp_path: Path, arena: Arena) -> None:
+    path = tmp_path / "arena.bin"
     expected = [arena.slot(slot).clone() for slot in range(SLOTS)]
     products = [slot.sum(-1).T for slot in expected]
 
@@ -231,7 +219,7 @@ def test_an_arena_closed_grown_and_dropped_in_a_race_gives_its_bytes_or_an_error
         return context[0]
 
     def body(number: int) -> None:
-        held = [Arena(path, few)]
+        held = [Arena(path, arena.layout)]
 
         def work(seed: int) -> None:
             rng, fetcher, kept = random.Random(seed), (MapFetcher, ViewFetcher, CopyFetcher)[seed % 3](), []
@@ -239,7 +227,7 @@ def test_an_arena_closed_grown_and_dropped_in_a_race_gives_its_bytes_or_an_error
                 opened = held[0] if held else None
                 if opened is None:
                     break
-                slot = rng.randrange(SLOTS // 2)
+                slot = rng.randrange(SLOTS)
                 batch = tried("closed", fetcher.fetch, opened, [slot])
                 if batch is None:
                     break
@@ -251,12 +239,8 @@ def test_an_arena_closed_grown_and_dropped_in_a_race_gives_its_bytes_or_an_error
             del opened
             assert all(torch.equal(tensor, expected[slot]) for slot, tensor in kept)
 
-        def end() -> None:
-            if number % 2:
-                held[0].grow(SLOTS)
-            drop(held, number)
-
-        in_threads(lambda: work(3 * number), lambda: work(3 * number + 1), lambda: work(3 * number + 2), end)
+        readers = [lambda place=place: work(3 * number + place) for place in range(3)]
+        in_threads(*readers, lambda: drop(held, number))
 
     races(body)
 

@@ -132,7 +132,7 @@ def multiply(
         padded=context.shape[1],
         threads=torch.get_num_threads(),
         triangle=triangle,
-        brain=values.dtype == torch.bfloat16,
+        bfloat16=values.dtype == torch.bfloat16,
     )
     if half:
         context[torch.from_numpy(np.ascontiguousarray(rows, np.int64))] = target.to(context.dtype)

@@ -47,10 +47,10 @@ class _Descriptor:
 
 
 class Mapping:
-    """One state of an arena: descriptor, map and table of slots. It never changes; `Arena.grow` makes a new one.
+    """The file of an open arena: descriptor, mapping and table of slots. It never changes.
 
-    A fetch takes the mapping once and works on it, so growing or closing the arena in another thread cannot pull the
-    file from under it. The pages stay mapped until the last tensor over them is gone.
+    A fetch takes the mapping once and works on it, so closing the arena in another thread cannot pull the file from
+    under it. The pages stay mapped until the last tensor over them is gone.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Mapping:
         self.sealed = copy_bytes is not None
         self.check_whole()
         self.huge_bytes = 0
-        self._page_bytes: int | None = pages.page_size()  # None: to be looked up when somebody asks
+        self._page_bytes: int | None = pages.page_size()  # None: looked up when asked
         self._map: mmap.mmap | None = None
         with torch.inference_mode(False):  # a tensor born in inference mode could not be used outside it
             if layout.slots == 0:
@@ -92,7 +92,7 @@ class Mapping:
                 raise DatabaseError(
                     f"cannot map {path} ({nbytes} bytes): {error}", "check the limit on addresses: ulimit -v"
                 ) from error
-            memory = np.frombuffer(self._map, np.uint8)  # keeps the map from being closed under a tensor
+            memory = np.frombuffer(self._map, np.uint8)  # keeps the mapping from being closed under a tensor
             address = memory.ctypes.data
             self._table = slots_over(address, layout.slots, layout, memory, layout.header)
         # Only hugetlbfs and tmpfs mounted with huge= announce such blocks.
@@ -218,12 +218,6 @@ class Mapping:
         # No overflow: the last slot was checked to lie inside the file, and file sizes are 63-bit.
         return self.layout.header + indices * self.layout.stride
 
-    def readahead(self, slots: Slots) -> None:
-        """See `Arena.readahead`."""
-        for index in self.indices(slots).tolist():
-            if self._map is not None and not self.sealed:
-                self._map.madvise(mmap.MADV_WILLNEED, self.layout.offset(index), self.layout.stride)
-
     def _out_of_range(self, index: object) -> IndexError:
         return IndexError(f"slot {index} does not exist: {self.path} has {self.slots} slots, from 0")
 
@@ -257,12 +251,12 @@ class Arena:
 
     Notes
     -----
-    AttMEMO, section 5.3 (arXiv 2301.09262), keeps each record as a file object of its own. One file and one
+    AttMEMO (arXiv 2301.09262), section 5.3, keeps each record as a file object of its own. One file and one
     mapping for all of them cost the same few kernel objects for a hundred thousand records as for one.
 
     **Slot tensors are read-only although PyTorch believes otherwise.** The pages are mapped PROT_READ, so that no
     stray store can change the database; an in-place operation on a slot ends the process with SIGSEGV. They stay
-    inside the library; whoever wants to write, clones.
+    inside the library; clone a slot to write to it.
 
     Safe to use from several threads. After fork the child may go on reading.
     """
@@ -278,8 +272,6 @@ class Arena:
             raise ValueError(f"residency must be 'page-cache' or 'hugepages', not {residency!r}")
         self.path = Path(path)
         self.notice: str | None = None
-        self._wanted = residency
-        self._progress = progress
         self._mapping: Mapping | None = None
         page = pages.page_size()
         for what, value in (("stride", layout.stride), ("header", layout.header)):
@@ -291,7 +283,7 @@ class Arena:
                     "build the database again on this machine with attmemo build-database",
                 )
         try:
-            self._source: _Descriptor | None = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+            source = _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
         except FileNotFoundError as error:
             raise DatabaseNotFoundError(f"{self.path} does not exist", f"attmemo check {self.path.parent}") from error
         except OSError as error:
@@ -300,18 +292,18 @@ class Arena:
                 "check who may read it, and the limit on open files: ulimit -n",
             ) from error
         self._layout = layout
-        self._mapping = self._settle(self._source, layout)
+        self._mapping = self._settle(source, residency, progress)
 
-    def _settle(self, source: _Descriptor, layout: SlotLayout) -> Mapping:
+    def _settle(self, source: _Descriptor, residency: Residency, progress: hugepages.Progress | None) -> Mapping:
         """Map the file; then, if huge pages are wanted and to be had, a copy of it instead."""
+        layout = self._layout
         plain = Mapping(source, layout, self.path)
-        self.notice = None
-        if self._wanted == "page-cache":
+        if residency == "page-cache":
             return plain
-        copy, lack = hugepages.load(source.fd, layout, self._progress)
+        copy, lack = hugepages.load(source.fd, layout, progress)
         if copy is None:
             if lack is not None:
-                reloaded = plain.reload(self._progress)
+                reloaded = plain.reload(progress)
                 self.notice = lack.notice(str(self.path), reloaded, layout.file_bytes)
             return plain
         huge = Mapping(_Descriptor(copy.fd), copy.layout, self.path, copy.nbytes)
@@ -389,38 +381,9 @@ class Arena:
         """The bytes of one slot without its padding, read-only. Raises `IndexError` if there is no such slot."""
         return self.mapping.slot_bytes(index)
 
-    def offsets(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Byte offsets of slots in `fd`, int64 [count]. Raises `IndexError` if there is no such slot."""
-        mapping = self.mapping
-        return mapping.offsets(mapping.indices(slots))
-
-    def readahead(self, slots: Slots) -> None:
-        """Ask the kernel to read these slots from the disk soon; returns at once. Raises `IndexError`."""
-        self.mapping.readahead(slots)
-
-    def grow(self, slots: int) -> None:
-        """Take notice of slots that were appended to the file.
-
-        Tensors and fetches from before keep what they have. With huge pages the whole arena is copied again.
-
-        Raises
-        ------
-        ValueError
-            If there would be fewer slots than now.
-        DatabaseTruncatedError
-            If the file does not hold that many; the arena stays as it was.
-        """
-        if slots < self.mapping.slots:
-            raise ValueError(f"an arena cannot shrink: {self.path} has {self.mapping.slots} slots, asked for {slots}")
-        if slots > self.mapping.slots and self._source is not None:
-            layout = self._layout.with_slots(slots)
-            self._mapping = self._settle(self._source, layout)
-            self._layout = layout
-
     def close(self) -> None:
         """Let go of the file. Pages stay mapped until the last tensor over them is gone. Closing twice is fine."""
         self._mapping = None
-        self._source = None
 
     def __enter__(self) -> Arena:
         return self

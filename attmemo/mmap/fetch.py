@@ -198,7 +198,7 @@ def _copied(mapping: Mapping, indices: npt.NDArray[np.int64]) -> Batch:
 class CopyFetcher(_Closable):
     """Gathers into a fresh contiguous tensor [B, *shape]: what the other twins are compared with.
 
-    AttMEMO, section 5.3 "Performance problem due to memory copy" (arXiv 2301.09262).
+    AttMEMO (arXiv 2301.09262), section 5.3 "Performance problem due to memory copy".
     """
 
     name = "copy"
@@ -259,7 +259,7 @@ class MapFetcher(_Closable):
 
     Notes
     -----
-    AttMEMO, section 5.3 "Solution based on memory mapping" and table 6 (arXiv 2301.09262).
+    AttMEMO (arXiv 2301.09262), section 5.3 "Solution based on memory mapping" and table 6.
 
     The budget: a batch takes at most B mappings. A sixteenth of the limit is left to malloc, thread stacks and shared
     libraries, which would fail first and less politely. Counting costs milliseconds, so it is done once in `RECOUNT`
@@ -338,7 +338,7 @@ class MapFetcher(_Closable):
         mine = self._mine
         if mine.pid != os.getpid():
             mine.forget()  # the windows are the parent's
-            self._lock = threading.Lock()  # and whoever held the lock does not exist here
+            self._lock = threading.Lock()  # and the thread that held the lock does not exist here
         if mine.fetches % RECOUNT == 0:
             mine.room = self._limit - self._limit // 16 - map_count()
         mine.fetches += 1

@@ -213,8 +213,8 @@ def _copy(
             if not pool:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             _fill(pages, source, layout, copied, progress)
-        # The writable map is gone before the seals: one made earlier would still write.
-        with suppress(OSError):  # an extra; the descriptor kept is read-only, and nobody else knows this file
+        # The writable mapping is gone before the seals: one made earlier would still write.
+        with suppress(OSError):  # an extra; the descriptor kept is read-only, and no other process knows this file
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
             fcntl.fcntl(target, fcntl.F_ADD_SEALS, seals)
         reader = os.open(f"/proc/self/fd/{target}", os.O_RDONLY | os.O_CLOEXEC)
@@ -228,7 +228,7 @@ def _fill(pages: mmap.mmap, source: int, layout: SlotLayout, copied: SlotLayout,
     total = layout.slots * (layout.stride if layout.stride == copied.stride else layout.nbytes)
     done = 0
     for offset, place, count in _pieces(layout, copied):
-        # Read into the map by the kernel: where memory runs out this is an error, a store would be a signal.
+        # Read into the mapping by the kernel: where memory runs out this is an error, a store would be a signal.
         with memoryview(pages) as whole, whole[place : place + count] as piece:
             _read(source, piece, offset)
         if done == 0 and huge_mapping(np.frombuffer(pages, np.uint8).ctypes.data, len(pages))[1] == 0:

@@ -79,7 +79,7 @@ class SlotLayout:
 
     @classmethod
     def packed(cls, shape: tuple[int, ...], dtype: torch.dtype, slots: int = 0, header: int = 0) -> SlotLayout:
-        """The layout for slots that nobody maps into a window: `nbytes` rounded up to a cache line."""
+        """The layout for slots that are never mapped into a window: `nbytes` rounded up to a cache line."""
         nbytes = math.prod(shape) * dtype.itemsize
         return cls(tuple(shape), dtype, round_up(nbytes, CACHE_LINE), round_up(header, page_size()), slots)
 

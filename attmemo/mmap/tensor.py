@@ -1,4 +1,4 @@
-"""Slots as a tensor, over memory that somebody else owns."""
+"""Slots as a tensor, over memory of another owner."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ _DLPACK = {
 }
 """DLPack's code and bits of the types in `DTYPES`."""
 
+
 def _translated(error: Exception) -> WindowError:
     """The C extension speaks Python's errors; this library speaks its own."""
     if isinstance(error, BufferError):
@@ -57,7 +58,7 @@ class Window:
 
     Notes
     -----
-    AttMEMO, section 5.3 "Solution based on memory mapping" (arXiv 2301.09262). Where the paper maps one file
+    AttMEMO (arXiv 2301.09262), section 5.3 "Solution based on memory mapping". Where the paper maps one file
     object for each record, this maps slots of one file: a record each would exceed ``vm.max_map_count``.
 
     A window serves one thread at a time; other threads get `WindowBusyError`. It is not inherited through fork: in
@@ -71,81 +72,48 @@ class Window:
             raise _translated(error) from error
 
     @property
-    def address(self) -> int:
-        """First address; 0 once closed."""
-        return self._native.address
-
-    @property
     def capacity(self) -> int:
         """Bytes reserved."""
         return self._native.capacity
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes that the last `map` put there; 0 after a failure."""
-        return self._native.mapped_bytes
-
-    @property
-    def leases(self) -> int:
-        """How many readers there are; a tensor is one for as long as anything refers to its memory."""
-        return self._native.leases
-
-    def map(self, fd: int, offsets: npt.NDArray[np.int64], slot_bytes: int, populate: bool = True) -> None:
-        """Show `slot_bytes` bytes of a file at each offset, side by side from the start of the window.
-
-        Parameters
-        ----------
-        fd : int
-            A regular file, open for reading.
-        offsets : int64 array, shape [count]
-            Byte offsets, multiples of the page size; the whole slot must lie inside the file.
-        slot_bytes : int
-            A multiple of the page size.
-        populate : bool
-            Fill the page table now, in one go, instead of at a fault for each page while the tensor is read.
-
-        Raises
-        ------
-        WindowBusyError
-            If the window is leased; it is unchanged.
-        WindowError
-            If an argument breaks a rule (the window is unchanged), or if the kernel refuses: then nothing in the
-            window is accessible, never some old slots beside some new ones.
-        """
-        try:
-            self._native.map(fd, offsets, slot_bytes, populate)
-        except (ValueError, OSError, BufferError) as error:
-            raise _translated(error) from error
-
     def show(
         self, fd: int, slots: npt.NDArray[np.int64], layout: SlotLayout, populate: bool, huge: bool = False
     ) -> torch.Tensor:
-        """`map` of slots of a layout by their numbers, which are checked here, and their `tensor`.
+        """Map slots of a file side by side from the start of the window, as one tensor.
+
+        The tensor is a lease: the window does not change until nothing refers to the tensor's memory any more. A
+        batch costs a new tensor (about two microseconds) rather than a slice of one kept for the life of the window:
+        a kept tensor could not know its readers, and a tensor that outlives its batch would silently show the next.
 
         Parameters
         ----------
         fd : int
-            The file; it must hold all slots of the layout.
+            A regular file, open for reading; it must hold all slots of the layout.
         slots : int64 array, shape [count]
-            Slot numbers.
+            Slot numbers; they are checked.
         layout : SlotLayout
-            How they lie in the file.
+            How the slots lie in the file. Stride and header are multiples of the page size.
         populate : bool
-            See `map`.
+            Fill the page table now, in one go, instead of at a fault for each page while the tensor is read.
         huge : bool
             Ask the kernel to read what is not in memory in pieces of 2 MiB. A wish.
 
         Returns
         -------
         torch.Tensor
-            See `tensor`.
+            Shape [count, *layout.shape]; contiguous only if `layout.dense`. Read-only, see
+            `attmemo.mmap.tensor.slots_over`.
 
         Raises
         ------
         IndexError
             If a number is not that of a slot; the window is unchanged.
-        WindowBusyError, WindowError
-            See `map`; also if the file is shorter than the layout says, or if there are no slots.
+        WindowBusyError
+            If the window is leased; it is unchanged.
+        WindowError
+            If an argument breaks a rule (the window is unchanged), if the file is shorter than the layout says, if
+            there are no slots, or if the kernel refuses: then nothing in the window is accessible, never some old
+            slots beside some new ones.
         """
         native = self._native
         try:
@@ -156,57 +124,13 @@ class Window:
         tensor: torch.Tensor = from_dlpack(capsule)
         return tensor if tensor.dtype == layout.dtype else tensor.view(layout.dtype)
 
-    def tensor(self, layout: SlotLayout) -> torch.Tensor:
-        """The mapped slots as one tensor, which leases the window until its memory is no longer referred to.
-
-        A batch costs a new tensor (about two microseconds) rather than a slice of one kept for the life of the
-        window: the kept one could not know who still reads, and a tensor that outlives its batch would silently
-        show the next one.
-
-        Parameters
-        ----------
-        layout : SlotLayout
-            Shape and type of a slot, and the stride that was given to `map`.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape [count, *layout.shape] with count = `mapped_bytes` / layout.stride; contiguous only if
-            `layout.dense`. Read-only, see `attmemo.mmap.tensor.slots_over`.
-
-        Raises
-        ------
-        WindowError
-            If nothing is mapped, or the window is closed.
-        """
-        try:
-            capsule = self._native.show(layout.shape, layout.stride, *_DLPACK[layout.dtype])
-        except (ValueError, BufferError) as error:
-            raise _translated(error) from error
-        slots: torch.Tensor = from_dlpack(capsule)
-        return slots if slots.dtype == layout.dtype else slots.view(layout.dtype)
-
-    def lease(self) -> None:
-        """Forbid `map`, `collapse` and `close` until the matching `release`. Raises `WindowError`."""
-        try:
-            self._native.lease()
-        except (ValueError, BufferError) as error:
-            raise _translated(error) from error
-
-    def release(self) -> None:
-        """End one lease. Raises `WindowError` if there is none."""
-        try:
-            self._native.release()
-        except (ValueError, BufferError) as error:
-            raise _translated(error) from error
-
     def darken(self) -> None:
-        """Make the window inaccessible; its mappings go when the next `map` puts others in their place.
+        """Make the window inaccessible; its mappings go when the next `show` puts others in their place.
 
         Raises
         ------
         WindowBusyError
-            If it is leased.
+            If the window is leased.
         WindowError
             If the kernel refuses.
         """
@@ -215,23 +139,8 @@ class Window:
         except (ValueError, OSError, BufferError) as error:
             raise _translated(error) from error
 
-    def collapse(self) -> None:
-        """Make the whole window inaccessible and take its mappings away, keeping the addresses.
-
-        Raises
-        ------
-        WindowBusyError
-            If it is leased.
-        WindowError
-            If the kernel refuses.
-        """
-        try:
-            self._native.collapse()
-        except (ValueError, OSError, BufferError) as error:
-            raise _translated(error) from error
-
     def close(self) -> None:
-        """Give the addresses back. Closing twice is fine. Raises `WindowBusyError` while it is leased."""
+        """Give the addresses back. Closing twice is fine. Raises `WindowBusyError` while the window is leased."""
         try:
             self._native.close()
         except (ValueError, OSError, BufferError) as error:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from helpers import compiler, run_child
-from page_tools import PAGE, SLOTS, in_threads, open_pages, page_offsets, small_arena
+from page_tools import PAGE, SLOTS, in_threads, open_pages, small_arena
 from test_reliability_leaks import check_holdings, gather_many
 from test_reliability_neighbours import cycle_between_canaries
 from test_reliability_races import read_while_fetching
+from window_tools import Pages, numbers
 
 from attmemo.mmap import _window
 
@@ -64,24 +65,23 @@ def load(stop: threading.Event, libraries: list[Path]) -> int:
 
 
 def show(batches: int, pages: int) -> int:
-    """Make windows, map, collapse and close them; the right pages each time. Returns the batches."""
+    """Make windows, map, darken and close them; the right pages each time. Returns the batches."""
     rng, count = random.Random(6), 0
-    windows: list[_window.Window] = []
+    windows: list[Pages] = []
     while count < batches:
         if len(windows) < 4:
-            windows.append(_window.Window(SLOTS * PAGE, PAGE))
+            windows.append(Pages(_window, SLOTS * PAGE))
         window = rng.choice(windows)
         if (kind := rng.random()) < 0.1:
             window.close()
             windows.remove(window)
         elif kind < 0.2:
-            window.collapse()
+            window.darken()
         else:
-            numbers = [rng.randrange(SLOTS) for _ in range(rng.randrange(1, SLOTS + 1))]
-            window.map(pages, page_offsets(*numbers), PAGE, populate=rng.random() < 0.5)
-            with memoryview(window) as view:
-                assert [view[i] - 1 for i in range(0, len(view), PAGE)] == numbers
-                assert [view[i] - 1 for i in range(PAGE - 1, len(view), PAGE)] == numbers
+            some = [rng.randrange(SLOTS) for _ in range(rng.randrange(1, SLOTS + 1))]
+            window.map(pages, numbers(*some), populate=rng.random() < 0.5)
+            assert window.seen() == some
+            assert window.seen(PAGE - 1) == some
             count += 1
     return count
 

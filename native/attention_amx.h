@@ -1,5 +1,6 @@
 /*
- * cache_attention_amx.h: attention by the processor's matrix unit (see amx.h), for the tasks that gain by it.
+ * attention_amx.h: attention by the processor's matrix unit (see amx.h), for the tasks that gain by it. Included by
+ * attention_avx512.c, after attention_kernel.h.
  *
  * A product of the unit is one of bfloat16, added up in float32, so numbers are given to it as sums of bfloat16: of a
  * bfloat16 one, exactly; of a float16 two; of a float32 three. The products of two parts that are together below
@@ -16,7 +17,6 @@
  * infinity.
  */
 
-#define INLINE static inline __attribute__((always_inline))
 #define BITS_OF_E 1.44269504f
 
 /* Of how many bfloat16 each number is the sum. */
@@ -45,7 +45,8 @@ enum {
     STEP = 2 * BLOCK, /* keys at a time */
     SPAN = 2 * STEP,
     AMX_ROWS = 512, /* of queries in a task */
-    SOON = 4,       /* tokens to read ahead */
+    SOON = 4,       /* pairs of values to read ahead */
+    AFTER = 16,     /* queries to read ahead */
 };
 
 /* Where everything lies in a thread's scratch; `deep` is the width, filled up with zeros to whole tiles. */
@@ -55,7 +56,7 @@ typedef struct {
     float *sums;       /* [strips][deep / SIDE][SIDE][SIDE] */
     float *flat;       /* [strips * SIDE, deep]: the sums in the end */
     float *scores;     /* [2][STEP, SIDE]; in the end the totals of all rows */
-    float *mask;       /* [STEP, SIDE], and as much to turn it; in the end the largest score of each row */
+    float *bias;       /* [STEP, SIDE], and as much to turn it; in the end the largest score of each row */
     float *row, *scales; /* a row of the cache in float32 and its scales */
     uint16_t *queries; /* [strips][parts][deep / 2][SIDE][2] */
     uint16_t *rows;    /* [parts][SPAN][deep]: keys that cannot be read where they lie */
@@ -88,7 +89,7 @@ static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, c
     PIECE(sums, strips * SIDE * deep);
     PIECE(flat, strips * SIDE * deep);
     PIECE(scores, 2 * STEP * SIDE);
-    PIECE(mask, 2 * STEP * SIDE);
+    PIECE(bias, 2 * STEP * SIDE);
     PIECE(row, deep);
     PIECE(scales, groups + SIDE);
     PIECE(queries, strips * parts * deep * SIDE);
@@ -123,18 +124,18 @@ AMX INLINE void amx_split(const float *numbers, size_t deep, size_t parts, uint1
 }
 
 /* Rows of 16 numbers to columns. */
-AMX INLINE void amx_turn(vector_avx512 *square)
+AMX INLINE void amx_turn(vector *square)
 {
-    swap_avx512(square, 1);
-    swap_avx512(square, 2);
-    swap_avx512(square, 4);
-    swap_avx512(square, 8);
+    swap(square, 1);
+    swap(square, 2);
+    swap(square, 4);
+    swap(square, 8);
 }
 
 /* The queries of a task, packed, and their strips made ready. */
-AMX INLINE void amx_begin(const Job *job, const Part *part, const Room *room, size_t parts)
+AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Room *room, size_t parts)
 {
-    const size_t deep = room->deep, rows = part->rows, strips = amx_strips(rows);
+    const size_t deep = room->deep, width = attention->stored.width, rows = task->count, strips = amx_strips(rows);
     memset(room->sums, 0, strips * SIDE * deep * sizeof *room->sums);
     memset(room->row, 0, deep * sizeof *room->row);
     for (size_t s = 0; s < strips; s++) {
@@ -143,28 +144,27 @@ AMX INLINE void amx_begin(const Job *job, const Part *part, const Room *room, si
         strip->rows = rows <= s * SIDE ? 0 : rows - s * SIDE < SIDE ? rows - s * SIDE : SIDE;
         memset(split, 0, SIDE * parts * deep * sizeof *split);
         for (size_t lane = 0; lane < SIDE; lane++) {
-            const size_t r = s * SIDE + lane, at = part->row + (r < rows ? r : rows - 1), i = at / job->repeats;
-            const size_t head = part->head * job->repeats + at % job->repeats;
+            const size_t r = s * SIDE + lane;
+            const Query *query = &task->queries[r < rows ? r : rows - 1];
             strip->most[lane] = -INFINITY;
             strip->total[lane] = 0;
-            strip->slope[lane] = job->slopes ? job->slopes[head] : 0;
-            strip->reach[lane] = (int64_t)(part->causal ? part->keys - part->length + i + 1 : part->keys);
+            strip->slope[lane] = query->slope;
+            strip->reach[lane] = (int64_t)query->reach;
             if (r >= rows)
                 continue;
-            const char *query = job->query.data + (ptrdiff_t)(part->start + i) * job->query.token +
-                                (ptrdiff_t)head * job->query.head;
-            for (size_t b = 0; b < job->width * item_bytes[job->type]; b += LINE) /* if there is none: no harm */
-                __builtin_prefetch(query + SOON * job->query.token + (ptrdiff_t)b);
-            widen_avx512(query, job->type, job->width, room->row);
+            const char *later = task->queries[r + AFTER < rows ? r + AFTER : rows - 1].query;
+            for (size_t b = 0; b < width * item_bytes[attention->type]; b += LINE)
+                __builtin_prefetch(later + b);
+            widen(query->query, attention->type, width, room->row);
             amx_split(room->row, deep, parts, split + lane * parts * deep, deep);
         }
         for (size_t d = 0; d < parts * deep; d += DEEP) {
-            vector_avx512 square[SIDE]; /* of pairs */
+            vector square[SIDE]; /* of pairs */
             for (size_t lane = 0; lane < SIDE; lane++)
-                square[lane] = *(vector_avx512 *)(split + lane * parts * deep + d);
+                square[lane] = *(vector *)(split + lane * parts * deep + d);
             amx_turn(square);
             for (size_t i = 0; i < SIDE; i++)
-                *(vector_avx512 *)(room->queries + (s * parts * deep + d) * SIDE + i * DEEP) = square[i];
+                *(vector *)(room->queries + (s * parts * deep + d) * SIDE + i * DEEP) = square[i];
         }
     }
 }
@@ -176,29 +176,29 @@ AMX INLINE void amx_codes(enum reading reading, const char *codes, const float *
     const char *const scales_of[] = {(const char *)scales};
     const Lines lines = {.rows = &codes, .scales = scales_of, .shift = shift};
     for (size_t d = 0; d < deep; d += DEEP) {
-        __m512 low = (__m512)read_avx512(reading, &lines, 0, d);
-        __m512 high = (__m512)read_avx512(reading, &lines, 0, d + SIDE);
+        __m512 low = (__m512)read_stored(reading, &lines, 0, d);
+        __m512 high = (__m512)read_stored(reading, &lines, 0, d + SIDE);
         _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }
 }
 
 /* Row `k` of one plane of a block as bfloat16: where it lies, or in `out`, part p at out + p * stride. */
-AMX INLINE const uint16_t *amx_fetch(const Job *job, const Room *room, const Block *block, size_t plane, size_t k,
-                                     Form form, size_t parts, uint16_t *out, size_t stride)
+AMX INLINE const uint16_t *amx_fetch(const Attention *attention, const Room *room, const Block *block, enum plane plane,
+                                     size_t k, Form form, size_t parts, uint16_t *out, size_t stride)
 {
-    const size_t width = job->width, deep = room->deep;
-    const char *source = block->codes[k] + (ptrdiff_t)plane * job->cache.plane;
-    const char *stored = job->bits ? block->scales[k] + (ptrdiff_t)plane * job->scale.plane : NULL;
+    const Format *format = &attention->stored;
+    const size_t width = format->width, deep = room->deep;
+    const char *source = block->rows[plane][k], *stored = format->bits ? block->scales[plane][k] : NULL;
     if (form == AS_IT_LIES)
         return (const uint16_t *)source;
     if (form == NARROW) {
         memcpy(out, source, width * sizeof *out);
         memset(out + width, 0, (deep - width) * sizeof *out);
     } else if (form == CODES) {
-        const unsigned shift = scale_shift(job);
+        const unsigned shift = scale_shift(format);
         enum reading reading;
-        choose_codes(job, SIDE, &reading);
-        widen_avx512(stored, job->scale.type, job->groups, room->scales);
+        choose_codes(format, &reading);
+        widen(stored, format->scale_type, format->groups, room->scales);
         if (reading == AS_NIBBLES)
             amx_codes(AS_NIBBLES, source, room->scales, shift, deep, out);
         else if (reading == AS_BYTES_IN_GROUPS)
@@ -206,40 +206,43 @@ AMX INLINE const uint16_t *amx_fetch(const Job *job, const Room *room, const Blo
         else
             amx_codes(AS_BYTES_IN_SMALL_GROUPS, source, room->scales, shift, deep, out);
     } else {
-        fetch_avx512(job, source, stored, round_to(width, SIDE), room->row, room->scales);
+        fetch(attention, source, stored, round_to(width, SIDE), room->row, room->scales);
         amx_split(room->row, deep, parts, out, stride);
     }
     return out;
 }
 
 /* keys and strides: where each SIDE of a block's keys begin, and how many bytes lie between them. */
-AMX INLINE void amx_keys(const Job *job, const Room *room, const Block *block, Form form, size_t parts, uint16_t *own,
-                         const uint16_t **keys, size_t *strides)
+AMX INLINE void amx_keys(const Attention *attention, const Room *room, const Block *block, Form form, size_t parts,
+                         uint16_t *own, const uint16_t **keys, size_t *strides)
 {
     size_t deep = room->deep;
+    const char *const *rows = block->rows[KEY];
     for (size_t k = 0; k < block->count; k += SIDE) {
         size_t some = block->count - k < SIDE ? block->count - k : SIDE, near = 1;
-        while (form == AS_IT_LIES && near < some &&
-               block->codes[k + near] == block->codes[k] + (ptrdiff_t)near * job->cache.token)
+        const ptrdiff_t apart = some > 1 ? rows[k + 1] - rows[k] : 0;
+        while (form == AS_IT_LIES && near < some && rows[k + near] == rows[k] + (ptrdiff_t)near * apart)
             near++;
         if (near == SIDE) {
-            keys[k / SIDE] = (const uint16_t *)block->codes[k];
-            strides[k / SIDE] = (size_t)job->cache.token;
+            keys[k / SIDE] = (const uint16_t *)rows[k];
+            strides[k / SIDE] = (size_t)apart;
             continue;
         }
         keys[k / SIDE] = own + k * deep;
         strides[k / SIDE] = deep * sizeof(uint16_t);
         for (size_t i = k; i < k + some; i++)
-            amx_fetch(job, room, block, 0, i, form == AS_IT_LIES ? NARROW : form, parts, own + i * deep, SPAN * deep);
+            amx_fetch(attention, room, block, KEY, i, form == AS_IT_LIES ? NARROW : form, parts, own + i * deep,
+                      SPAN * deep);
     }
 }
 
 /* A block's values, rows beyond the last being zeros, to `packed`, where the span's lie. */
-AMX INLINE void amx_values(const Job *job, const Room *room, const Block *block, Form form, size_t parts,
+AMX INLINE void amx_values(const Attention *attention, const Room *room, const Block *block, Form form, size_t parts,
                            uint16_t *packed)
 {
     const size_t deep = room->deep;
-    const Ahead keys = look_ahead(job, block, 0), values = look_ahead(job, block, 1);
+    const Ahead keys = look_ahead(&attention->stored, block, KEY);
+    const Ahead values = look_ahead(&attention->stored, block, VALUE);
     for (size_t k = 0; k < 2 * SOON; k++)
         hint(&values, k);
     for (size_t k = 0; k < round_to(block->count, DEEP); k += 2) {
@@ -247,7 +250,7 @@ AMX INLINE void amx_values(const Job *job, const Room *room, const Block *block,
         for (size_t i = 0; i < 2 && k + i < block->count; i++) {
             hint(&values, k + i + 2 * SOON);
             hint(&keys, k + i);
-            rows[i] = amx_fetch(job, room, block, 1, k + i, form, parts, room->pair + i * parts * deep, deep);
+            rows[i] = amx_fetch(attention, room, block, VALUE, k + i, form, parts, room->pair + i * parts * deep, deep);
         }
         for (size_t p = 0; p < parts; p++)
             for (size_t d = 0; d < deep; d += SIDE) {
@@ -297,23 +300,21 @@ AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, si
     }
 }
 
-/* room->mask [STEP, SIDE]: the mask of `count` keys for a strip that begins with row `row` of the part. */
-AMX static void amx_mask(const Job *job, const Part *part, const Room *room, size_t row, size_t rows, size_t first,
+/* room->bias [STEP, SIDE]: the biases of `count` keys for the `rows` queries of a strip. */
+AMX static void amx_bias(const Attention *attention, const Query *queries, const Room *room, size_t rows, size_t first,
                          size_t count)
 {
-    float *lines = room->mask + STEP * SIDE; /* [SIDE, STEP] */
+    float *lines = room->bias + STEP * SIDE; /* [SIDE, STEP] */
     memset(lines, 0, STEP * SIDE * sizeof *lines);
-    for (size_t r = 0; r < rows; r++) {
-        size_t at = part->row + row + r, head = part->head * job->repeats + at % job->repeats;
-        read_mask_avx512(job, head, part->start + at / job->repeats, part->key_start + first, count, lines + r * STEP);
-    }
+    for (size_t r = 0; r < rows; r++)
+        read_bias(attention, &queries[r], first, count, lines + r * STEP);
     for (size_t k = 0; k < STEP; k += SIDE) {
-        vector_avx512 square[SIDE];
+        vector square[SIDE];
         for (size_t r = 0; r < SIDE; r++)
-            square[r] = *(vector_avx512 *)(lines + r * STEP + k);
+            square[r] = *(vector *)(lines + r * STEP + k);
         amx_turn(square);
         for (size_t r = 0; r < SIDE; r++)
-            *(vector_avx512 *)(room->mask + (k + r) * SIDE) = square[r];
+            *(vector *)(room->bias + (k + r) * SIDE) = square[r];
     }
 }
 
@@ -338,11 +339,12 @@ AMX INLINE __m512 amx_power(__m512 y, size_t parts)
 #undef MORE
 }
 
-/* Products to scores, where more than a factor lies between them: slopes, a mask, later keys. */
-AMX static void amx_adjust(const Job *job, const Room *room, const Strip *strip, size_t first, size_t count,
+/* Products to scores, where more than a factor lies between them: slopes, biases, later keys. */
+AMX static void amx_adjust(const Attention *attention, const Room *room, const Strip *strip, size_t first, size_t count,
                            float *scores)
 {
-    const __m512 root = _mm512_set1_ps(1 / sqrtf((float)job->width)), slope = _mm512_loadu_ps(strip->slope);
+    const __m512 root = _mm512_set1_ps(1 / sqrtf((float)attention->stored.width));
+    const __m512 slope = _mm512_loadu_ps(strip->slope);
     int32_t seen[SIDE];   /* of the block */
     float distance[SIDE]; /* from the block's first key; with slopes later keys are hidden */
     for (size_t lane = 0; lane < SIDE; lane++) {
@@ -352,27 +354,27 @@ AMX static void amx_adjust(const Job *job, const Room *room, const Strip *strip,
     }
     for (size_t k = 0; k < count; k++) {
         __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + k * SIDE), root);
-        if (job->slopes)
+        if (attention->sloped)
             score = _mm512_fnmadd_ps(
                 slope, _mm512_sub_ps(_mm512_loadu_ps(distance), _mm512_set1_ps((float)k)), score);
-        if (job->mask.data)
-            score = _mm512_add_ps(_mm512_loadu_ps(room->mask + k * SIDE), score);
+        if (attention->biased)
+            score = _mm512_add_ps(_mm512_loadu_ps(room->bias + k * SIDE), score);
         __mmask16 visible = _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(seen), _mm512_set1_epi32((int32_t)k));
         _mm512_storeu_ps(scores + k * SIDE, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), visible, score));
     }
 }
 
 /* Scores of `count` keys to weights, as parts in `weights`; earlier sums shrink where a larger score appeared. */
-AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_t first, size_t count, size_t parts,
-                           float *scores, uint16_t *weights, float *sums)
+AMX INLINE void amx_soften(const Attention *attention, const Room *room, Strip *strip, size_t first, size_t count,
+                           size_t parts, float *scores, uint16_t *weights, float *sums)
 {
     const __m512 never = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(strip->most);
     const __m512 bits = _mm512_set1_ps(BITS_OF_E), far = _mm512_set1_ps(4096);
     __m512 high[4] = {never, never, never, never}, root = _mm512_set1_ps(1);
-    if (job->slopes || job->mask.data || strip->reach[0] < (int64_t)(first + count))
-        amx_adjust(job, room, strip, first, count, scores);
+    if (attention->sloped || attention->biased || strip->reach[0] < (int64_t)(first + count))
+        amx_adjust(attention, room, strip, first, count, scores);
     else
-        root = _mm512_set1_ps(1 / sqrtf((float)job->width));
+        root = _mm512_set1_ps(1 / sqrtf((float)attention->stored.width));
     size_t at = 0;
     for (; at + 4 <= count; at += 4)
 #pragma GCC unroll 4
@@ -411,7 +413,7 @@ AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (size_t k = 0; k < count; k += DEEP) {
-        vector_avx512 square[3][SIDE]; /* a row for two keys, a column for each query */
+        vector square[3][SIDE]; /* a row for two keys, a column for each query */
         for (size_t j = 0; j < SIDE; j++) {
             const float *score = scores + (k + 2 * j) * SIDE;
             __m512 even = _mm512_setzero_ps(), odd = even;
@@ -422,12 +424,12 @@ AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_
             total = _mm512_add_ps(total, even);
             others = _mm512_add_ps(others, odd);
             for (size_t p = 0; p < parts; p++)
-                square[p][j] = (vector_avx512)_mm512_permutexvar_epi16(pairs, amx_part(&even, &odd));
+                square[p][j] = (vector)_mm512_permutexvar_epi16(pairs, amx_part(&even, &odd));
         }
         for (size_t p = 0; p < parts; p++) {
             amx_turn(square[p]);
             for (size_t r = 0; r < SIDE; r++)
-                *(vector_avx512 *)(weights + ((p * (STEP / DEEP) + k / DEEP) * SIDE + r) * DEEP) = square[p][r];
+                *(vector *)(weights + ((p * (STEP / DEEP) + k / DEEP) * SIDE + r) * DEEP) = square[p][r];
         }
     }
     _mm512_storeu_ps(strip->total, _mm512_add_ps(total, others));
@@ -435,7 +437,7 @@ AMX INLINE void amx_soften(const Job *job, const Room *room, Strip *strip, size_
 
 /* sums += weights times values, for two strips and so many times DEEP keys. */
 AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
-                           float *sums)
+                               float *sums)
 {
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
     AMX_SEES_MEMORY;
@@ -468,25 +470,25 @@ AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, 
     }
 }
 
-AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, Form form, Parts parts)
+AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *scratch, Form form, Parts parts)
 {
     Room space;
     const Room *room = &space;
-    amx_room(part->rows, job->width, job->groups, parts.query, (char *)scratch, &space);
-    const size_t deep = room->deep, strips = amx_strips(part->rows);
+    amx_room(task->count, attention->stored.width, attention->stored.groups, parts.query, scratch, &space);
+    const size_t deep = room->deep, strips = amx_strips(task->count);
     const uint16_t *keys[SPAN / SIDE];
     size_t strides[SPAN / SIDE];
     Block block;
 
-    amx_begin(job, part, room, parts.query);
+    amx_begin(attention, task, room, parts.query);
     _tile_loadconfig(&tile_shapes);
-    for (size_t span = part->first_key; span < part->last_key; span += SPAN) {
-        const size_t end = part->last_key - span < SPAN ? part->last_key : span + SPAN;
+    for (size_t span = task->first; span < task->last; span += SPAN) {
+        const size_t end = task->last - span < SPAN ? task->last : span + SPAN;
         for (size_t first = span; first < end; first += BLOCK) {
             const size_t at = first - span;
-            locate_block(job, part, first, false, &block);
-            amx_values(job, room, &block, form, parts.cache, room->values + at * deep);
-            amx_keys(job, room, &block, form, parts.cache, room->rows + at * deep, keys + at / SIDE,
+            task->locate(task, first, false, &block);
+            amx_values(attention, room, &block, form, parts.cache, room->values + at * deep);
+            amx_keys(attention, room, &block, form, parts.cache, room->rows + at * deep, keys + at / SIDE,
                      strides + at / SIDE);
         }
         for (size_t s = 0; s < strips; s += 2) {
@@ -499,9 +501,9 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
                           room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
                           room->scores);
                 for (size_t i = 0; i < 2 && strip[i].rows > 0; i++) {
-                    if (job->mask.data)
-                        amx_mask(job, part, room, (s + i) * SIDE, strip[i].rows, first, count);
-                    amx_soften(job, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
+                    if (attention->biased)
+                        amx_bias(attention, task->queries + (s + i) * SIDE, room, strip[i].rows, first, count);
+                    amx_soften(attention, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
                                room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
                 }
                 amx_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, sums);
@@ -509,39 +511,47 @@ AMX INLINE void amx_attend(const Job *job, const Part *part, float *scratch, For
         }
     }
     _tile_release();
-    for (size_t r = 0; r < part->rows; r++) { /* as `conclude` wants them */
+    for (size_t r = 0; r < task->count; r++) { /* as `conclude` wants them */
         const Strip *strip = room->strips + r / SIDE;
         for (size_t d = 0; d < deep; d += SIDE)
             memcpy(room->flat + r * deep + d, room->sums + (r / SIDE * deep + d + r % SIDE) * SIDE, LINE);
-        room->mask[r] = strip->most[r % SIDE];
+        room->bias[r] = strip->most[r % SIDE];
         room->scores[r] = strip->total[r % SIDE];
     }
-    conclude_avx512(job, part, room->flat, deep, room->mask, room->scores);
+    conclude(attention, task, room->flat, deep, room->bias, room->scores);
 }
 
 /* Of a few queries the vectors do it as fast. */
-AMX static void attend_amx(const Job *job, const Part *part, float *scratch)
+AMX static void attend_amx(const Attention *attention, const Task *task, void *scratch)
 {
-    const bool brain = job->cache.type == BFLOAT16 && !job->bits;
-    const bool whole = job->width % DEEP == 0;
-    const Form form = !brain ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
+    const Format *format = &attention->stored;
+    const bool bfloats = format->type == BFLOAT16 && !format->bits;
+    const bool whole = format->width % DEEP == 0;
+    const Form form = !bfloats ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
     enum reading reading;
-    const bool codes = whole && choose_codes(job, SIDE, &reading);
-    if (part->rows < TURNS)
-        attend_avx512(job, part, scratch);
-    else if (job->type == FLOAT16)
-        amx_attend(job, part, scratch, IN_PARTS, (Parts){2, 2, 2});
-    else if (job->type == BFLOAT16 && form == AS_IT_LIES)
-        amx_attend(job, part, scratch, AS_IT_LIES, (Parts){1, 1, 1});
-    else if (job->type == BFLOAT16 && codes)
-        amx_attend(job, part, scratch, CODES, (Parts){1, 1, 1});
-    else if (job->type == BFLOAT16)
-        amx_attend(job, part, scratch, form, (Parts){1, 1, 1});
-    else if (brain)
-        amx_attend(job, part, scratch, form, (Parts){3, 1, 3});
+    const bool codes = whole && choose_codes(format, &reading);
+    if (task->count < TURNS)
+        attend(attention, task, scratch);
+    else if (attention->type == FLOAT16)
+        amx_attend(attention, task, scratch, IN_PARTS, (Parts){2, 2, 2});
+    else if (attention->type == BFLOAT16 && form == AS_IT_LIES)
+        amx_attend(attention, task, scratch, AS_IT_LIES, (Parts){1, 1, 1});
+    else if (attention->type == BFLOAT16 && codes)
+        amx_attend(attention, task, scratch, CODES, (Parts){1, 1, 1});
+    else if (attention->type == BFLOAT16)
+        amx_attend(attention, task, scratch, form, (Parts){1, 1, 1});
+    else if (bfloats)
+        amx_attend(attention, task, scratch, form, (Parts){3, 1, 3});
     else
-        amx_attend(job, part, scratch, IN_PARTS, (Parts){3, 3, 3});
+        amx_attend(attention, task, scratch, IN_PARTS, (Parts){3, 3, 3});
 }
 
-#undef INLINE
-#undef BITS_OF_E
+static size_t scratch_bytes_amx(const Attention *attention, size_t queries, size_t keys)
+{
+    const Format *format = &attention->stored;
+    Room room;
+    size_t few = scratch_bytes(attention, queries < TURNS ? queries : TURNS, keys);
+    size_t many =
+        queries < TURNS ? 0 : amx_room(queries, format->width, format->groups, amx_parts(attention->type), NULL, &room);
+    return few < many ? many : few;
+}

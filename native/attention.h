@@ -1,0 +1,125 @@
+/*
+ * attention.h: the face between the arithmetic of attention and its fronts.
+ *
+ * A front knows where things lie: caches, pages, records, Python arguments. The arithmetic (attention_plain.c,
+ * attention_kernel.h, attention_amx.h) knows queries, blocks of keys and values, and softmax. Neither knows the other
+ * but through this file. cache_attention.c is a front.
+ *
+ * WHAT A FRONT PROVIDES
+ *   - An Attention: the types and sizes that all tasks of a call share.
+ *   - Tasks. A task is a list of queries that attend over one range of keys. A query names its numbers, the place of
+ *     its output, and the keys that it sees. Queries may stand at any positions.
+ *   - `locate`: where the rows of a block of keys and values lie. Each row has an address of its own, so rows may come
+ *     from several bases, and from memory that cannot be written. All rows of a call have one Format.
+ *   - A scratch for each thread, `scratch` bytes of it, at a multiple of LINE.
+ *
+ * WHAT THE ARITHMETIC PROMISES
+ *   - Queries, keys, values, scales and biases are only read, and only those rows that the front named.
+ *   - The output of a query depends on its task alone, not on other tasks, threads or what the scratch held.
+ *   - No allocation, no lock, no Python: a task may run in any thread.
+ */
+
+#ifndef ATTMEMO_ATTENTION_H
+#define ATTMEMO_ATTENTION_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum type { FLOAT32, FLOAT16, BFLOAT16, TYPES };
+
+static const size_t item_bytes[TYPES] = {4, 2, 2};
+
+enum {
+    LINE = 64,  /* bytes of a line of the processor's cache */
+    BLOCK = 64, /* keys at a time */
+    TILE = 96,  /* queries of a task at most, without a matrix unit */
+    TURNS = 16, /* so many queries are worth transposing the keys, and the matrix unit */
+};
+
+/* How one row is stored, a key or a value of one head: `width` numbers of `type`, or their codes and scales. */
+typedef struct {
+    enum type type;       /* of numbers; not used for codes */
+    int bits;             /* 0: numbers. 8 or 4: signed codes; of two 4-bit codes in a byte the low half is the first */
+    enum type scale_type; /* each scale belongs to `group` neighbouring codes */
+    size_t width, group, groups;
+} Format;
+
+/* What all tasks of a call share. */
+typedef struct {
+    Format stored;      /* keys and values */
+    enum type type;     /* queries and outputs; numbers of the cache are rounded to it */
+    bool sloped;        /* a score loses slope * (reach - 1 - key): ALiBi */
+    bool biased;        /* each score gains a number of its own */
+    enum type bias_type;
+    ptrdiff_t bias_step; /* bytes between the biases of two neighbouring keys */
+} Attention;
+
+/* One query, of one head at one position. */
+typedef struct {
+    const char *query; /* width numbers */
+    char *output;      /* width numbers, written */
+    size_t reach;      /* the query sees keys before this one; from a query of a task to the next it never decreases */
+    float slope;
+    const char *bias;  /* of key 0; there is one for each key before the task's last */
+} Query;
+
+enum plane { KEY, VALUE };
+
+/* Neighbouring keys and their values: where the rows of each begin, and the scales of codes. */
+typedef struct {
+    size_t count;
+    const char *rows[2][BLOCK], *scales[2][BLOCK];
+} Block;
+
+/*
+ * Queries that attend over keys [first, last). A front may put this at the beginning of a larger structure, which
+ * `locate` then gets.
+ *
+ * The keys of few queries may be divided among several tasks, as `splits` shares. Each share leaves what it found in
+ * `kept`: rows of [width] sums, then their maxima, then their totals. The task that ends last puts the shares together
+ * in the order of the keys and writes the outputs.
+ */
+typedef struct Task {
+    const Query *queries;
+    size_t count;
+    size_t first, last;
+    bool causal; /* queries do not see all keys: the order of the keys counts */
+    /*
+     * Fills the block with keys [at, at + BLOCK), as far as there are any before `last`. `spreads`: the keys of a whole
+     * block may come in any order. A front then gives those of each quarter in turn: the processor sees four places
+     * where reading goes on instead of one, and has four times as much under way.
+     */
+    void (*locate)(const struct Task *task, size_t at, bool spreads, Block *block);
+    size_t split, splits; /* which of the shares, and how many; 0 and 1 for keys that are not divided */
+    float *kept;          /* splits * count * (width + 2) */
+    atomic_size_t *ended; /* how many shares are done; zero at first */
+} Task;
+
+/* The arithmetic for one instruction set. */
+typedef struct {
+    const char *name;
+    size_t most; /* queries of a task */
+    bool splits; /* whether the keys of a task may be divided */
+    /* Bytes of scratch for tasks of so many queries and keys at most; enough for `store` too. */
+    size_t (*scratch)(const Attention *attention, size_t queries, size_t keys);
+    void (*attend)(const Attention *attention, const Task *task, void *scratch);
+    /* Writes one row: `width` numbers of `type` become numbers of the format, or codes and their scales. */
+    void (*store)(const Format *format, enum type type, const char *source, char *row, char *scales, void *scratch);
+} Kernel;
+
+#pragma GCC visibility push(hidden)
+extern const Kernel attention_plain, attention_generic;
+#if defined(__x86_64__)
+extern const Kernel attention_avx2, attention_avx512, attention_amx;
+#endif
+#pragma GCC visibility pop
+
+/* Number i of codes of 8 or 4 bits. */
+static inline int code_at(const char *codes, int bits, size_t i)
+{
+    return bits == 8 ? ((const int8_t *)codes)[i] : ((((const uint8_t *)codes)[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;
+}
+
+#endif
