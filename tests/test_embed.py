@@ -278,7 +278,7 @@ class TestCalibration:
         ids=repr,
     )
     def test_what_is_not_a_curve_is_refused_by_name(self, data: Any) -> None:
-        with pytest.raises(DatabaseCorruptError, match=r"calibration -1\.0 is not a calibration curve"):
+        with pytest.raises(DatabaseCorruptError, match=r"calibration -1\.0: the (field|content)"):
             Calibration.from_dict(data, "calibration -1.0")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import attmemo.perfmodel.cost
 from attmemo.errors import DatabaseCorruptError
+from attmemo.fields import Field
 from attmemo.perfmodel import CostModel
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -110,10 +111,10 @@ def test_negative_or_infinite_coefficients_are_refused(value: float) -> None:
 @given(per_token, per_square, per_call)
 def test_json_round_trip_is_exact(a: float, b: float, c: float) -> None:
     model = CostModel(a, b, c)
-    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    assert CostModel.read(Field(json.loads(json.dumps(model.to_dict())), "profile", "")) == model
 
 
 @pytest.mark.parametrize("value", [None, "1", True, -1, math.nan, math.inf, [1], 10**400])
 def test_a_malformed_coefficient_is_named(value: object) -> None:
     with pytest.raises(DatabaseCorruptError, match=r"costs\[2\]\.exact\.b"):
-        CostModel.from_dict({"a": 1, "b": value, "c": 0}, "costs[2].exact")
+        CostModel.read(Field({"a": 1, "b": value, "c": 0}, "profile", "", "costs[2].exact"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from attmemo.errors import DatabaseCorruptError
 from attmemo.perfmodel import MIN_SAMPLES, CostModel, HitRates, LayerCosts, Profile
+from attmemo.perfmodel.profile import Conditions
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -193,3 +195,13 @@ def test_a_profile_without_layers_threads_or_dtype_is_refused() -> None:
         Profile(good.costs[:3], *rates, lookup, 2, "float32")
     with pytest.raises(ValueError, match="layer 2"):
         Profile(good.costs[:2], HitRates({}), good.rates_sequence, lookup, 2, "float32")
+
+
+def test_the_machine_that_costs_were_measured_on_is_kept_and_may_be_missing() -> None:
+    noted = dataclasses.replace(a_profile(), conditions=Conditions("a processor", ("avx2",), 4))
+    data = json.loads(json.dumps(noted.to_dict()))
+    assert Profile.from_dict(data).conditions == noted.conditions
+    del data["conditions"]
+    assert Profile.from_dict(data).conditions is None
+    with pytest.raises(DatabaseCorruptError, match=r"'conditions\.cores'"):
+        Profile.from_dict(data | {"conditions": {"cpu": "a processor", "features": [], "cores": 0}})

@@ -13,14 +13,13 @@ score at or above the prediction for the stated share of held-out retrievals (sp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.errors import DatabaseCorruptError
+from attmemo.fields import Field
 
 COVERAGE = 0.9
 KNOTS = 64
@@ -63,18 +62,14 @@ class Calibration:
         return {"distances": self.distances.tolist(), "scores": self.scores.tolist()}
 
     @classmethod
-    def from_dict(cls, data: Any, where: str) -> Calibration:
+    def from_dict(cls, data: object, where: str) -> Calibration:
         """Read what `to_dict` wrote; DatabaseCorruptError if it is not a decreasing curve."""
-        if isinstance(data, Mapping):
-            try:
-                distances, scores = (np.asarray(data[k], np.float64) for k in ("distances", "scores"))
-            except (KeyError, TypeError, ValueError):
-                distances = scores = np.zeros(0)
-            fine = distances.ndim == scores.ndim == 1 and len(distances) == len(scores) > 0
-            fine = fine and bool(np.isfinite(distances).all() and np.isfinite(scores).all() and scores[0] <= 1.0)
-            if fine and (np.diff(distances) > 0).all() and (np.diff(scores) <= 0).all():
-                return cls(distances, scores)
-        raise DatabaseCorruptError(f"{where} is not a calibration curve", "attmemo train-embedder DB")
+        field = Field(data, where, "attmemo train-embedder DB")
+        distances, scores = (np.array(field[name].numbers()) for name in ("distances", "scores"))
+        fine = len(distances) == len(scores) > 0 and scores[0] <= 1.0
+        if not (fine and (np.diff(distances) > 0).all() and (np.diff(scores) <= 0).all()):
+            field.refuse("a decreasing curve of scores up to 1")
+        return cls(distances, scores)
 
 
 def fit_calibration(distances: npt.ArrayLike, scores: npt.ArrayLike, coverage: float = COVERAGE) -> Calibration:

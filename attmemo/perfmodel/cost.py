@@ -16,12 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attmemo.perfmodel import _fields
+from attmemo.fields import Field
 
 _HUBER = 1.345  # residuals up to this many standard deviations count in full (95 % efficiency on Gaussian noise)
 _CUT = 3.0  # residuals beyond this many standard deviations are dropped before the last fit
@@ -140,28 +139,9 @@ class CostModel:
         return {"a": self.a, "b": self.b, "c": self.c}
 
     @classmethod
-    def from_dict(cls, data: object, where: str = "cost") -> CostModel:
-        """Read what `to_dict` wrote.
-
-        Parameters
-        ----------
-        data : object
-            Parsed JSON.
-        where : str
-            Name of the field in error messages.
-
-        Raises
-        ------
-        DatabaseCorruptError
-            A coefficient is missing, not a finite number, or negative; the message names it.
-        """
-        fields = _fields.mapping(data, where)
-
-        def read(key: str) -> float:
-            value: Any = _fields.member(fields, key, where)
-            return _fields.number(value, _fields.join(where, key), minimum=0.0)
-
-        return cls(read("a"), read("b"), read("c"))
+    def read(cls, field: Field) -> CostModel:
+        """Read what `to_dict` wrote; DatabaseCorruptError names a malformed coefficient."""
+        return cls(field["a"].number(low=0.0), field["b"].number(low=0.0), field["c"].number(low=0.0))
 
 
 def _non_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from attmemo.perfmodel import _fields
+from attmemo.fields import Field
 from attmemo.perfmodel.cost import CostModel
 
 SEQUENCE = -1
@@ -59,14 +59,11 @@ class LayerCosts:
         return {name: model.to_dict() for name, model in known.items() if model is not None}
 
     @classmethod
-    def from_dict(cls, data: object, where: str = "costs") -> LayerCosts:
-        """Read what `to_dict` wrote; raises DatabaseCorruptError naming the malformed field."""
-        fields = _fields.mapping(data, where)
-
-        def read(key: str) -> CostModel:
-            return CostModel.from_dict(_fields.member(fields, key, where), _fields.join(where, key))
-
-        return cls(read("exact"), read("hit"), read("lookup"), read("miss") if "miss" in fields else None)
+    def read(cls, field: Field) -> LayerCosts:
+        """Read what `to_dict` wrote; DatabaseCorruptError names the malformed field."""
+        exact, hit, lookup = (CostModel.read(field[name]) for name in ("exact", "hit", "lookup"))
+        miss = field.get("miss")
+        return cls(exact, hit, lookup, None if miss is None else CostModel.read(miss))
 
 
 class HitRates:
@@ -190,29 +187,33 @@ class HitRates:
         }
 
     @classmethod
-    def from_dict(cls, data: object, where: str = "rates") -> HitRates:
-        """Read what `to_dict` wrote; raises DatabaseCorruptError naming the malformed field."""
-        fields = _fields.mapping(data, where)
-        at = _fields.join(where, "stored")
-        stored = {
-            _fields.integer(value, f"{at}[{i}]", minimum=1)
-            for i, value in enumerate(_fields.items(_fields.member(fields, "stored", where), at))
-        }
-        at = _fields.join(where, "scores")
+    def read(cls, field: Field, layers: int) -> HitRates:
+        """Read what `to_dict` wrote for so many layers; DatabaseCorruptError names the malformed field."""
+        stored = {item.integer(low=1) for item in field["stored"].items()}
         scores: dict[tuple[int, int], list[float]] = {}
-        for layer_key, by_length in _fields.mapping(_fields.member(fields, "scores", where), at).items():
-            layer = _fields.integer_key(layer_key, at, minimum=0)
-            at_layer = _fields.join(at, str(layer))
-            for length_key, values in _fields.mapping(by_length, at_layer).items():
-                length = _fields.integer_key(length_key, at_layer, minimum=1)
-                at_length = _fields.join(at_layer, str(length))
+        for by_length in field["scores"].members().values():
+            layer = by_length.key(high=layers - 1)
+            for values in by_length.members().values():
+                length = values.key(low=1)
                 if length not in stored:
-                    raise _fields.corrupt(at_length, "a length listed in 'stored'", length)
-                scores[layer, length] = [
-                    _fields.number(value, f"{at_length}[{i}]")
-                    for i, value in enumerate(_fields.items(values, at_length))
-                ]
+                    values.refuse("a length of the list 'stored'")
+                scores[layer, length] = values.numbers()
         return cls(scores, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The machine that costs were measured on: the costs hold on no other one."""
+
+    cpu: str
+    features: tuple[str, ...]
+    cores: int
+
+    @classmethod
+    def read(cls, field: Field) -> Conditions:
+        """Read the JSON of a profile; DatabaseCorruptError names the malformed field."""
+        features = tuple(item.text() for item in field["features"].items())
+        return cls(field["cpu"].text(), features, field["cores"].integer(low=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,8 @@ class Profile:
         Number of threads that the costs were measured with. Another number changes the costs, not the rates.
     dtype : str
         Precision that the model ran in, such as "float32" or "bfloat16".
+    conditions : Conditions, optional
+        The machine. None: not noted, as in profiles of version 1 of the format.
 
     Raises
     ------
@@ -247,6 +250,7 @@ class Profile:
     lookup_sequence: CostModel
     threads: int
     dtype: str
+    conditions: Conditions | None = None
 
     def __post_init__(self) -> None:
         if not self.costs:
@@ -268,6 +272,7 @@ class Profile:
             "lookup_sequence": self.lookup_sequence.to_dict(),
             "threads": self.threads,
             "dtype": self.dtype,
+            "conditions": None if self.conditions is None else asdict(self.conditions),
         }
 
     @classmethod
@@ -280,26 +285,17 @@ class Profile:
             A field is missing or malformed; the message names it, as in ``costs[3].exact.a``. Fields that this
             version does not know are ignored: the format version of the database speaks for those.
         """
-        fields = _fields.mapping(data, "")
-        entries: Sequence[Any] = _fields.items(_fields.member(fields, "costs", ""), "costs")
-        if not entries:
-            raise _fields.corrupt("costs", "at least one layer", entries)
-        costs = [LayerCosts.from_dict(entry, f"costs[{i}]") for i, entry in enumerate(entries)]
-
-        def read_rates(key: str) -> HitRates:
-            rates = HitRates.from_dict(_fields.member(fields, key, ""), key)
-            if rates.layers and rates.layers[-1] >= len(costs):
-                raise _fields.corrupt(f"{key}.scores", f"layers below {len(costs)}", rates.layers[-1])
-            return rates
-
-        dtype = _fields.member(fields, "dtype", "")
-        if not isinstance(dtype, str) or not dtype:
-            raise _fields.corrupt("dtype", "the name of a precision", dtype)
+        field = Field(data, "profile", "attmemo train-embedder measures it again; the records are not affected")
+        costs = [LayerCosts.read(item) for item in field["costs"].items()]
+        if not costs:
+            field["costs"].refuse("at least one layer")
+        conditions = field.get("conditions")
         return cls(
             costs=costs,
-            rates=read_rates("rates"),
-            rates_sequence=read_rates("rates_sequence"),
-            lookup_sequence=CostModel.from_dict(_fields.member(fields, "lookup_sequence", ""), "lookup_sequence"),
-            threads=_fields.integer(_fields.member(fields, "threads", ""), "threads", minimum=1),
-            dtype=dtype,
+            rates=HitRates.read(field["rates"], len(costs)),
+            rates_sequence=HitRates.read(field["rates_sequence"], len(costs)),
+            lookup_sequence=CostModel.read(field["lookup_sequence"]),
+            threads=field["threads"].integer(low=1),
+            dtype=field["dtype"].text(".+"),
+            conditions=None if conditions is None else Conditions.read(conditions),
         )
