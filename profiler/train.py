@@ -56,7 +56,7 @@ def train_database(
     # A model that was named must be the right one; one that is merely no longer where it was costs only the profile.
     loaded = open_model(manifest.model, model) if profile and model is not None else None
     with (
-        DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer,
+        DatabaseWriter.reopen(path) as writer,
         Database(path) as database,
     ):
         before = writer.manifest.embedder

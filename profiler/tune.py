@@ -97,7 +97,7 @@ def tune(
         "data": [Path(file).name for file in files],
         "digests": [digest(file) for file in files],
     }
-    with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
+    with DatabaseWriter.reopen(path) as writer:
         if writer.manifest.embedder != manifest.embedder:
             raise StaleDatabaseError(
                 f"{path} was trained again while it was being tuned; the thresholds are for the embedder before.",

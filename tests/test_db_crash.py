@@ -52,7 +52,7 @@ def _acknowledging(path: Path, oracle: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
         source = writer.add_source("synthetic.log", "d" * 32)
         for row, length in list(enumerate(SHORT))[writer.records :]:
-            writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+            writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
             manifest = writer.publish() if row % 2 or row == len(SHORT) - 1 else None
             if manifest is not None:
                 told.write(f"{manifest.generation} {manifest.records}\n")
@@ -130,7 +130,7 @@ def test_the_builder_died_between_catalogue_and_manifest(monkeypatch: pytest.Mon
     path = fill(tmp_path / "db", SHORT[:2])
 
     def build() -> None:
-        monkeypatch.setattr("attmemo.db.format.write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr("attmemo.db.writer.write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         fill(path, (*SHORT[:2], 9, 9))
 
     assert in_child(build) == -signal.SIGKILL

@@ -16,7 +16,8 @@ import pytest
 from test_db_tools import LENGTHS, MODEL, changed, contents, fill, findings, in_child, train_by_hand
 
 from attmemo.db import SEQUENCE, Database, read_manifest
-from attmemo.db.format import HEADER_BYTES, Manifest, slot_checksum
+from attmemo.db.manifest import Manifest
+from attmemo.db.slots import HEADER_BYTES, slot_checksum
 from attmemo.embed.siamese import load_embedders
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
 
@@ -215,7 +216,7 @@ def test_a_flipped_catalogue_ends_the_process(whole: Path) -> None:
             with changed(file, place, bytes([new])):
                 try:
                     with Database(whole) as database:
-                        for name in ("lengths", "sources", "rows", "splits", "slots", "checksums"):
+                        for name in ("ids", "lengths", "sources", "rows", "splits", "places", "checksums"):
                             same = np.array_equal(getattr(database.records, name), getattr(original, name))
                             assert same, f"{name} changed by byte {place}, and nobody said so"
                         seen["same"] += 1

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from attmemo.db import BACKENDS, Backend, FlatIndex, LayerIndex
 from attmemo.db import index as db_index
+from attmemo.db.catalogue import Snapshot
 from attmemo.db.index import build_index, load_index
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
@@ -36,6 +37,17 @@ def clustered(count: int, seed: int = 0) -> Vectors:
     return (centres[generator.integers(0, 30, count)] + 0.1 * generator.normal(size=(count, DIMENSION))).astype(
         np.float32
     )
+
+
+def records(lengths: npt.ArrayLike, ids: npt.ArrayLike | None = None) -> Snapshot:
+    """What a container is loaded for: records of these lengths."""
+    found = np.asarray(lengths, np.int64)
+    zeros = np.zeros(len(found), np.int64)
+    known = np.arange(len(found)) if ids is None else np.asarray(ids, np.int64)
+    return Snapshot(known, found, zeros, zeros, zeros, zeros, np.zeros((len(found), 0), np.uint64))
+
+
+SIXTY = records(np.arange(60) % 3 + 4)
 
 
 def same(one: Found, two: Found) -> bool:
@@ -156,25 +168,25 @@ def test_near_copies_are_at_distance_zero() -> None:
 def saved(backend: Backend, tmp_path: Path) -> tuple[Path, Backend, LayerIndex]:
     """A container of 60 records in three lengths."""
     index = LayerIndex.build(clustered(60), np.arange(60, dtype=np.int64) % 3 + 4, backend)
-    index.save(tmp_path / "layer.safetensors")
+    index.save(tmp_path / "layer.safetensors", SIXTY.ids)
     return tmp_path / "layer.safetensors", backend, index
 
 
 def test_a_container_answers_otherwise(saved: tuple[Path, Backend, LayerIndex]) -> None:
     """save and load: record ids and distances as before."""
     file, backend, index = saved
-    loaded = LayerIndex.load(file, DIMENSION, backend, 60)
+    loaded = LayerIndex.load(file, DIMENSION, backend, SIXTY, 60)
     assert loaded.lengths == index.lengths == {4, 5, 6}
     for length in (4, 5, 6, 7):
         assert same(index.search(length, clustered(60), 3), loaded.search(length, clustered(60), 3))
 
 
-@pytest.mark.parametrize("records", [0, 1, 59])
-def test_a_container_names_records_that_are_none(saved: tuple[Path, Backend, LayerIndex], records: int) -> None:
+@pytest.mark.parametrize("next_id", [0, 1, 59])
+def test_a_container_names_records_that_are_none(saved: tuple[Path, Backend, LayerIndex], next_id: int) -> None:
     """An index of a later generation beside an older manifest: refused."""
     file, backend, _ = saved
-    with pytest.raises(DatabaseCorruptError, match=rf"names record \d+ of {records}"):
-        LayerIndex.load(file, DIMENSION, backend, records)
+    with pytest.raises(DatabaseCorruptError, match=rf"names record \d+ of {next_id}"):
+        LayerIndex.load(file, DIMENSION, backend, SIXTY, next_id)
 
 
 def _rewritten(file: Path, **changes: Any) -> None:
@@ -206,7 +218,7 @@ def test_a_container_that_does_not_fit_itself(
     file, backend, _ = saved
     _rewritten(file, **changes)
     with pytest.raises(DatabaseCorruptError):
-        LayerIndex.load(file, DIMENSION, backend, 60)
+        LayerIndex.load(file, DIMENSION, backend, SIXTY, 60)
 
 
 @pytest.mark.parametrize("backend", ["faiss", "flat"])
@@ -234,11 +246,11 @@ def test_a_file_that_is_no_container(tmp_path: Path) -> None:
     """Not safetensors; a library that is not known."""
     (tmp_path / "x").write_bytes(b"nothing of the kind")
     with pytest.raises(DatabaseCorruptError, match="not an index container"):
-        LayerIndex.load(tmp_path / "x", DIMENSION, "faiss", 1)
+        LayerIndex.load(tmp_path / "x", DIMENSION, "faiss", SIXTY, 1)
     with pytest.raises(DatabaseCorruptError, match="not an index container"):
-        LayerIndex.load(tmp_path / "nowhere", DIMENSION, "faiss", 1)
+        LayerIndex.load(tmp_path / "nowhere", DIMENSION, "faiss", SIXTY, 1)
     with pytest.raises(DatabaseCorruptError, match="unknown index backend 'annoy'"):
-        LayerIndex.load(tmp_path / "x", DIMENSION, "annoy", 1)
+        LayerIndex.load(tmp_path / "x", DIMENSION, "annoy", SIXTY, 1)
 
 
 def test_hnswlib_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,21 +277,47 @@ def test_a_stored_vector_is_missed_where_records_are_few(tmp_path: Path, monkeyp
     monkeypatch.setattr(db_index, "EXACT_BELOW", 200)
     vectors = np.concatenate([clustered(150), clustered(250)])
     lengths = np.repeat(np.array([3, 4]), [150, 250])
-    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container")
+    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container", np.arange(400))
     kinds = {name for name in load_file(str(tmp_path / "container")) if not name.endswith("ids")}
     assert kinds == {"3.flat", "4.index"}
-    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "faiss", 400)
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "faiss", records(lengths), 400)
     found, distances = loaded.search(3, vectors[:150])
     assert np.array_equal(vectors[found[:, 0]], vectors[:150])
     assert (distances[:, 0] == 0.0).all()
 
 
 def test_two_indexes_for_one_length_are_refused(tmp_path: Path) -> None:
-    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one")
+    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one", np.arange(30))
     tensors = load_file(str(tmp_path / "one"))
     save_file(tensors | {"4.index": tensors["4.flat"]}, str(tmp_path / "two"))
     with pytest.raises(DatabaseCorruptError, match="two indexes for length 4"):
-        LayerIndex.load(tmp_path / "two", DIMENSION, "flat", 30)
+        LayerIndex.load(tmp_path / "two", DIMENSION, "flat", records([4] * 30), 30)
+
+
+def test_one_index_over_all_lengths_is_saved_and_loaded(backend: Backend, tmp_path: Path) -> None:
+    """Under the key `all`: records of any length are found, and the container holds their ids."""
+    vectors = clustered(60)
+    index = LayerIndex.build(vectors, None, backend)
+    index.save(tmp_path / "container", SIXTY.ids)
+    assert {name.split(".")[0] for name in load_file(str(tmp_path / "container"))} == {"all"}
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, backend, SIXTY, 60)
+    assert loaded.lengths == frozenset()
+    assert same(index.search("all", vectors, 3), loaded.search("all", vectors, 3))
+    assert loaded.search("all", vectors)[0][:, 0].tolist() == list(range(60))
+    assert loaded.search(4, vectors)[0].max() == -1
+
+
+def test_ids_are_translated_and_records_that_are_gone_are_not_found(tmp_path: Path) -> None:
+    """A container stores ids; a search gives positions, and -1 for a record that was removed since."""
+    vectors, ids = clustered(6), np.array([2, 3, 5, 8, 13, 21])
+    LayerIndex.build(vectors, np.full(6, 4), "flat").save(tmp_path / "container", ids)
+    left = records([4] * 4, [3, 5, 13, 30])
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "flat", left, 22)
+    assert loaded.search(4, vectors)[0][:, 0].tolist() == [-1, 0, 1, -1, 2, -1]
+    with pytest.raises(DatabaseCorruptError, match="names record 21 of 21"):
+        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", left, 21)
+    with pytest.raises(DatabaseCorruptError, match="another length than 4"):
+        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", records([4, 5], [3, 5]), 22)
 
 
 def test_the_nearest_depends_on_the_company_it_is_asked_in() -> None:

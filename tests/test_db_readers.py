@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ from attmemo.db import (
     KIND_MAP,
     Database,
     DatabaseWriter,
+    EmbedderRef,
+    FileRef,
     Provenance,
     cache_directory,
     default_path,
@@ -151,7 +154,7 @@ def test_what_a_database_says_of_itself(tmp_path: Path) -> None:
         assert "8 records, generation 4" in repr(database)
         assert not database.trained
         assert database.slots_of(KIND_MAP, 1, torch.arange(8).numpy()).tolist() == [1, 1, 3, 1, 3, 5, 3, 1]
-        with pytest.raises(KeyError, match="no record of 6 tokens"):
+        with pytest.raises(DatabaseError, match="no record of 6 tokens"):
             database.arena(KIND_MAP, 6)
         with pytest.raises(EmbedderMissingError, match="8 records but no trained embedder") as caught:
             database.index(0)
@@ -159,6 +162,51 @@ def test_what_a_database_says_of_itself(tmp_path: Path) -> None:
         progress: list[tuple[int, int]] = []
         assert list(database.check(lambda done, total: progress.append((done, total)))) == []
         assert progress == [(n, 32) for n in range(2, 33, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda database: database.slot("x", 0, 0), "no slots of kind 'x' and layer 0"),
+        (lambda database: database.slot(KIND_MAP, 2, 0), "no slots of kind 'map' and layer 2"),
+        (lambda database: database.slot(KIND_MAP, -1, 0), "no slots of kind 'map' and layer -1"),
+        (lambda database: database.slot(KIND_MAP, 0, 8), "no record 8"),
+        (lambda database: database.slot(KIND_MAP, 0, -1), "no record -1"),
+        (lambda database: database.slot(KIND_MAP, 99, 10**9), "no record 1000000000"),
+        (lambda database: database.arena("x", 3), "no record of 3 tokens with slots of kind 'x'"),
+    ],
+)
+def test_a_slot_that_does_not_exist_is_an_error_with_a_next_step(
+    ask: Callable[[Database], object], words: str, tmp_path: Path
+) -> None:
+    with Database(fill(tmp_path / "db")) as database:
+        with pytest.raises(DatabaseError, match=words) as caught:
+            ask(database)
+        assert caught.value.hint
+
+
+def test_a_closed_database_says_so(tmp_path: Path) -> None:
+    """Whether or not something was open before: an error of this library, which an engine can catch."""
+    database = Database(train_by_hand(fill(tmp_path / "db")))
+    database.index(0)
+    database.view(KIND_MAP, 0, 0)
+    database.close()
+    asks: list[Callable[[], object]] = [
+        lambda: database.index(0),
+        lambda: database.index(-1),
+        lambda: database.view(KIND_MAP, 0, 0),
+        lambda: database.arena(KIND_MAP, 3),
+        database.check,
+    ]
+    for ask in asks:
+        with pytest.raises(DatabaseError, match="was closed"):
+            ask()
+
+
+def test_a_residency_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    path = fill(tmp_path / "db")
+    with pytest.raises(ValueError, match="residency must be one of page-cache, hugepages; got 'x'"):
+        Database(path, "x")  # type: ignore[arg-type]
 
 
 def test_a_retrained_database_loses_a_reader(tmp_path: Path) -> None:
@@ -177,9 +225,30 @@ def _cached(name: str, records: int, fingerprint: str = MODEL.fingerprint) -> Pa
     path = cache_directory() / name
     with DatabaseWriter(path, dataclasses.replace(MODEL, fingerprint=fingerprint), "float32") as writer:
         for row in range(records):
-            writer.add(*sequence(row, 4), Provenance(0, row))
+            writer.add_maps(*sequence(row, 4), Provenance(0, row))
         writer.publish()
     return path
+
+
+def _train(path: Path) -> Path:
+    """Name an embedder that nothing reads."""
+    ref = FileRef("embedder-000009.safetensors", "0" * 32)
+    (path / ref.file).write_bytes(b"")
+    with DatabaseWriter.reopen(path) as writer:
+        writer.publish(embedder=EmbedderRef(ref, "flat", writer.manifest.next_id, {}, {}, {}))
+    return path
+
+
+def test_a_usable_database_is_found_before_a_larger_one() -> None:
+    """Records that nothing can look up are of no use; a tuned database serves `memoize(model)` without a threshold."""
+    _cached("a", 8)
+    _train(_cached("b", 2))
+    assert find_database(MODEL.fingerprint) == cache_directory() / "b"
+    _train(_cached("c", 5))
+    assert find_database(MODEL.fingerprint) == cache_directory() / "c"
+    with DatabaseWriter.reopen(cache_directory() / "b") as writer:
+        writer.publish(tuning={"thresholds": []})
+    assert find_database(MODEL.fingerprint) == cache_directory() / "b"
 
 
 def test_another_models_database_is_found() -> None:
@@ -203,9 +272,9 @@ def test_a_damaged_neighbour_hides_a_database() -> None:
     (cache_directory() / "c" / "MANIFEST.json").mkdir(parents=True)
     (cache_directory() / "file").write_text("x")
     later = _cached("later", 8) / "MANIFEST.json"
-    text = later.read_text().rsplit("\n", 2)[0].replace('"version": 1', '"version": 2')
+    text = later.read_text().rsplit("\n", 2)[0].replace('"version": 2', '"version": 3')
     later.write_text(f"{text}\n{xxhash.xxh3_64_hexdigest(text.encode())}\n")
-    with pytest.raises(DatabaseError, match="format version 2"):
+    with pytest.raises(DatabaseError, match="format version 3"):
         read_manifest(later.parent)
     assert find_database(MODEL.fingerprint) == good
 

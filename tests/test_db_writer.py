@@ -33,7 +33,8 @@ from test_db_tools import (
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db import writer as writer_module
-from attmemo.db.forms import STORAGE, TYPES, pack, type_of
+from attmemo.db.forms import STORAGE, TYPES, pack
+from attmemo.db.kinds import kinds_of_maps
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
 
 # -- round trip
@@ -53,10 +54,11 @@ def test_a_stored_map_comes_back_changed(
 ) -> None:
     """Any storage type, odd lengths, several records of one length: each slot is exactly what was given."""
     model = dataclasses.replace(MODEL, layers=layers, heads=heads, hidden=hidden)
+    dtypes = {kind.name: kind.dtype for kind in kinds_of_maps(model, storage, {})}
     with memory_directory() as folder:
         with DatabaseWriter(folder / "db", model, storage) as writer:
             for row, length in enumerate(lengths):
-                assert writer.add(*sequence(row, length, model), Provenance(0, row)) == row
+                assert writer.add_maps(*sequence(row, length, model), Provenance(0, row)) == row
                 if row % every == 0:
                     writer.publish()
             writer.publish()
@@ -66,7 +68,7 @@ def test_a_stored_map_comes_back_changed(
                 maps, inputs = sequence(row, length, model)
                 for layer in range(layers):
                     for kind, given_tensor in ((KIND_MAP, maps[layer]), (KIND_INPUT, inputs[layer])):
-                        stored, name = database.slot(kind, layer, row), type_of(kind, storage)
+                        stored, name = database.slot(kind, layer, row), dtypes[kind]
                         plain = given_tensor.to(TYPES[name])
                         expected = pack(given_tensor, name, False) if kind == KIND_MAP else plain
                         assert stored.dtype == expected.dtype
@@ -79,7 +81,7 @@ def test_a_bfloat16_map_is_rounded_again(tmp_path: Path) -> None:
     maps, inputs = sequence(0, 6)
     given_maps = [m.bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for m in maps]
     with DatabaseWriter(tmp_path / "db", MODEL, "bfloat16") as writer:
-        writer.add(given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
+        writer.add_maps(given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
         writer.publish()
     with Database(tmp_path / "db") as database:
         assert all(torch.equal(database.slot(KIND_MAP, layer, 0), given_maps[layer]) for layer in range(2))
@@ -94,7 +96,7 @@ def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer:
         assert writer.manifest.generation == 0
         for generation in (1, 2, 3):
-            writer.add(*sequence(generation, 5), Provenance(0, generation))
+            writer.add_maps(*sequence(generation, 5), Provenance(0, generation))
             before = generation - 1
             if before:
                 with Database(path) as database:
@@ -106,7 +108,7 @@ def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
             writer.publish()
             with Database(path) as database:
                 assert (len(database), database.manifest.generation) == (generation, generation)
-        writer.add(*sequence(4, 5), Provenance(0, 4))
+        writer.add_maps(*sequence(4, 5), Provenance(0, 4))
     assert sorted(contents(path)) == [(0, 1), (0, 2), (0, 3)]
 
 
@@ -115,7 +117,7 @@ def test_orphan_slots_survive_a_resume(tmp_path: Path) -> None:
     path = fill(tmp_path / "db", LENGTHS[:4])
     with DatabaseWriter(path, MODEL, "float32") as writer:
         for row in range(4, 8):
-            writer.add(*sequence(100 + row, LENGTHS[row]), Provenance(0, row))
+            writer.add_maps(*sequence(100 + row, LENGTHS[row]), Provenance(0, row))
     sizes = {file.name: file.stat().st_size for file in (path / "arena").iterdir()}
     assert findings(path) == []
     fill(path)
@@ -183,7 +185,7 @@ def test_a_map_that_is_none_is_stored(tmp_path: Path, how: str) -> None:
         maps, inputs = sequence(7, 5)
         _broken(maps, how)
         with pytest.raises(DatabaseCorruptError, match=r"row 7 of the data, layer 1: .*nothing was stored"):
-            writer.add(maps, inputs, Provenance(0, 7))
+            writer.add_maps(maps, inputs, Provenance(0, 7))
         assert writer.records == 2
         writer.publish()
     assert sorted(contents(path)) == [(0, 0), (0, 1)]
@@ -197,7 +199,7 @@ def test_a_hidden_state_becomes_infinite(tmp_path: Path, storage: str, value: fl
     inputs[1][2, 3] = value
     with DatabaseWriter(tmp_path / "db", MODEL, storage) as writer:
         with pytest.raises(DatabaseCorruptError, match=rf"layer 1: the hidden states are not finite in {storage}"):
-            writer.add(maps, inputs, Provenance(0, 0))
+            writer.add_maps(maps, inputs, Provenance(0, 0))
         assert writer.records == 0
 
 
@@ -206,10 +208,10 @@ def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         maps, inputs = sequence(0, 5)
         with pytest.raises(ValueError, match="shape"):
-            writer.add(maps, [x[:4] for x in inputs], Provenance(0, 0))
-        with pytest.raises(ValueError, match="expected 2 maps"):
-            writer.add(maps[:1], inputs, Provenance(0, 0))
-        writer.add(maps, inputs, Provenance(0, 0))
+            writer.add_maps(maps, [x[:4] for x in inputs], Provenance(0, 0))
+        with pytest.raises(ValueError, match="expected 2 slots of kind map"):
+            writer.add_maps(maps[:1], inputs, Provenance(0, 0))
+        writer.add_maps(maps, inputs, Provenance(0, 0))
         writer.publish()
     assert findings(tmp_path / "db") == []
     assert list(contents(tmp_path / "db")) == [(0, 0)]
@@ -218,9 +220,15 @@ def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "storage", "words"),
     [
-        ({}, "bfloat16", "storage = 'float32'; asked: 'bfloat16'"),
-        ({"max_length": 32}, "float32", "max_length = 64; asked: 32"),
+        ({}, "bfloat16", "built with --dtype float32; asked: bfloat16"),
+        ({}, "uint8", "built with --dtype float32; asked: uint8"),
+        ({"max_length": 32}, "float32", "built with --max-length 64; asked: 32"),
         ({"name": "other", "fingerprint": "e" * 64}, "float32", "another model.*synthetic.*other"),
+        (
+            {"fields": MODEL.fields | {"config": '{"hidden_size": 9}'}, "fingerprint": "e" * 64},
+            "float32",
+            "another model; config.hidden_size: database 8, model 9",
+        ),
     ],
 )
 def test_a_resume_mixes_settings(tmp_path: Path, change: dict[str, Any], storage: str, words: str) -> None:
@@ -237,7 +245,7 @@ def test_other_settings_are_taken(tmp_path: Path) -> None:
     """What the caller calls settings is compared by name too."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}) as writer:
         writer.publish()
-    with pytest.raises(DatabaseError, match="windows = 4; asked: 5"):
+    with pytest.raises(DatabaseError, match="windows 4; asked: 5"):
         DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 5})
     DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}).close()
 
@@ -306,7 +314,7 @@ def test_a_dead_builder_keeps_the_lock(tmp_path: Path) -> None:
     ready, tell = os.pipe()
 
     def hold() -> None:
-        DatabaseWriter(path, MODEL, "float32").add(*sequence(9, 5), Provenance(0, 9))
+        DatabaseWriter(path, MODEL, "float32").add_maps(*sequence(9, 5), Provenance(0, 9))
         os.write(tell, b"x")
         signal.pause()
 
@@ -401,7 +409,7 @@ def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
                     for _ in range(3):
                         try:
                             if row == writer.records:
-                                writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                                writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
                             if row % 2:
                                 writer.publish()
                             break
@@ -443,7 +451,7 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
                 sys.settrace(call)
                 try:
                     for row, length in enumerate(LENGTHS[:3]):
-                        writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                        writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
                         if row % 2:
                             writer.publish()
                     done = True
@@ -466,7 +474,7 @@ def test_the_size_is_counted_wrong(tmp_path: Path) -> None:
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         for row, length in enumerate(LENGTHS):
             before, cost = writer.stored_bytes, writer.cost(length)
-            writer.add(*sequence(row, length), Provenance(0, row))
+            writer.add_maps(*sequence(row, length), Provenance(0, row))
             assert writer.stored_bytes == before + cost
         writer.publish()
         assert sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir()) == writer.stored_bytes
@@ -488,7 +496,7 @@ def test_a_forked_child_breaks_the_parents_writer(tmp_path: Path) -> None:
     """A child of fork exits with the writer open: file, lock and what the parent then publishes are as they were."""
     path = tmp_path / "db"
     with DatabaseWriter(path, MODEL, "float32") as writer:
-        writer.add(*sequence(0, 5), Provenance(0, 0))
+        writer.add_maps(*sequence(0, 5), Provenance(0, 0))
         assert in_child(lambda: None) == 0
         with pytest.raises(DatabaseLockedError):
             DatabaseWriter(path, MODEL, "float32")

@@ -17,7 +17,8 @@ from test_db_tools import LENGTHS, contents, in_child
 
 from attmemo import memoize
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, read_manifest
-from attmemo.db.format import HEADER_BYTES, KINDS, MANIFEST
+from attmemo.db.files import MANIFEST
+from attmemo.db.slots import HEADER_BYTES
 from attmemo.errors import DatabaseCorruptError
 from attmemo.profiler.models import load_model
 
@@ -107,7 +108,7 @@ def test_an_arena_cut_under_an_open_database_is_a_signal(copy: Path) -> None:
             ]
             for read in reads:
                 read()
-            for kind in KINDS:
+            for kind in (KIND_MAP, KIND_INPUT):
                 found = database.arena(kind, 8).layout
                 file = copy / "arena" / f"{kind}-00008.slots"
                 for size in (found.file_bytes - 1, found.offset(1), found.header, 0):
@@ -122,9 +123,9 @@ def test_an_arena_cut_under_an_open_database_is_a_signal(copy: Path) -> None:
 def test_an_arena_that_was_replaced_gives_other_numbers(whole: Path, copy: Path) -> None:
     """Renamed over: who has it mapped reads what was; who opens it later is told that it is another file."""
     with Database(whole) as database:
-        expected = {(k, n): database.slot(k, 1, n) for k in KINDS for n in range(len(database))}
+        expected = {(k, n): database.slot(k, 1, n) for k in (KIND_MAP, KIND_INPUT) for n in range(len(database))}
     with Database(copy) as database:
-        for kind in KINDS:
+        for kind in (KIND_MAP, KIND_INPUT):
             database.arena(kind, 8)
         for file in sorted((copy / "arena").iterdir()):
             other = file.with_name("other")

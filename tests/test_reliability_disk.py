@@ -22,8 +22,7 @@ from test_db_tools import MODEL, contents, fill, findings, in_child, memory_dire
 
 from attmemo.db import Database, DatabaseWriter, Provenance
 from attmemo.db import index as db_index
-from attmemo.db import writer as writer_module
-from attmemo.db.format import MANIFEST
+from attmemo.db.files import MANIFEST, WHEN_FULL, named, storing, write_all
 from attmemo.embed import siamese
 from attmemo.embed.train import TrainOptions, train
 from attmemo.errors import DatabaseError, StorageFullError
@@ -76,13 +75,13 @@ def test_a_second_fsync_makes_lost_pages_published(tmp_path: Path) -> None:
     """The kernel tells of a lost write once: after that the writer publishes nothing, however often it is asked."""
     path = fill(tmp_path / "db", SHORT[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer, pytest.MonkeyPatch.context() as patch:
-        writer.add(*sequence(2, 3), Provenance(0, 2))
+        writer.add_maps(*sequence(2, 3), Provenance(0, 2))
         _Fails(patch, 0, errno.EIO)
         for _ in range(3):
             with pytest.raises(DatabaseError, match="Input/output error"):
                 writer.publish()
         with pytest.raises(DatabaseError, match="Input/output error"):
-            writer.add(*sequence(3, 3), Provenance(0, 3))
+            writer.add_maps(*sequence(3, 3), Provenance(0, 3))
     assert sorted(contents(path)) == [(0, 0), (0, 1)]
 
 
@@ -132,7 +131,7 @@ def test_safetensors_says_otherwise_that_a_disk_is_full(tmp_path: Path) -> None:
 
     def write() -> None:
         tmpfs.mount("size=64k")
-        with pytest.raises(StorageFullError), writer_module.storing(tmp_path):
+        with pytest.raises(StorageFullError), storing(tmp_path):
             save_file({"x": np.zeros(1 << 20, np.uint8)}, str(tmp_path / "x.safetensors"))
 
     assert in_child(write, first=tmpfs.unshare) == 0
@@ -143,8 +142,8 @@ def test_a_full_device_is_written_to_for_ever() -> None:
     fd = os.open("/dev/full", os.O_RDWR)
     try:
         with pytest.raises(OSError, match="No space left") as caught:
-            writer_module._write_all(fd, b"x" * 5000, 0)
-        assert isinstance(writer_module._named(caught.value, Path("/dev")), StorageFullError)
+            write_all(fd, b"x" * 5000, 0)
+        assert isinstance(named(caught.value, Path("/dev")), StorageFullError)
     finally:
         os.close(fd)
 
@@ -164,7 +163,7 @@ def test_a_write_above_two_gigabytes_leaves_a_hole(most: int, monkeypatch: pytes
     except (OSError, ValueError) as error:
         pytest.skip(f"no address range of {size} bytes: {error}")
     monkeypatch.setattr(os, "pwrite", pwrite)
-    writer_module._write_all(3, body, first)  # type: ignore[arg-type]
+    write_all(3, body, first)  # type: ignore[arg-type]
     monkeypatch.undo()
     at = first
     for offset, count in written:

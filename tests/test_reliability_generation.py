@@ -30,7 +30,7 @@ from test_db_tools import (
 from attmemo import memoize
 from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db.catalogue import Catalogue
-from attmemo.db.format import MANIFEST
+from attmemo.db.files import MANIFEST
 from attmemo.embed.train import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, GenerationMismatchError
 from attmemo.profiler.models import load_model
@@ -92,7 +92,7 @@ def kill_cycles(cycles: int, seed: int) -> None:
             with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
                 source = writer.add_source("synthetic.log", "d" * 32)
                 for row, length in list(enumerate(lengths))[writer.records :]:
-                    writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                    writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
                     manifest = writer.publish()
                     told.write(f"{manifest.generation} {manifest.records}\n")
                     told.flush()
@@ -232,15 +232,15 @@ def test_a_power_cut_leaves_half_a_generation(monkeypatch: pytest.MonkeyPatch) -
         root = folder / "db"
         root.mkdir()
         drive, told = _Drive(root), []
-        append = Catalogue.append
+        put = Catalogue.put
 
-        def appended(self: Catalogue, first: int, records: Any) -> None:
+        def noticed(self: Catalogue, entries: Any) -> None:
             drive.notice()
-            append(self, first, records)
+            put(self, entries)
             drive.notice()
 
         with monkeypatch.context() as patch:
-            patch.setattr(Catalogue, "append", appended)
+            patch.setattr(Catalogue, "put", noticed)
             intercept_writes(patch, drive.call)
             for step in range(len(lengths) + 1):
                 fill(root, lengths[: min(step + 1, 2)] if step < 3 else lengths, every=1)

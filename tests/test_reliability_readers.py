@@ -29,7 +29,7 @@ def readers_beside_a_builder(readers: int, seconds: float) -> None:
                 row = writer.records
                 while not stop.exists():
                     length = LENGTHS[row % len(LENGTHS)]
-                    writer.add(*sequence(row % 64, length), Provenance(0, row))
+                    writer.add_maps(*sequence(row % 64, length), Provenance(0, row))
                     row += 1
                     writer.publish()
                     time.sleep(0.002)

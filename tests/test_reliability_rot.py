@@ -18,7 +18,9 @@ from reliability_tools import GOLDEN, outcome, reseal, use
 from test_db_tools import MODEL, changed, contents, fill, findings, memory_directory, sequence, train_by_hand
 
 from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
-from attmemo.db.format import HEADER_BYTES, MANIFEST, Manifest, check_arena
+from attmemo.db.files import MANIFEST
+from attmemo.db.manifest import Manifest
+from attmemo.db.slots import HEADER_BYTES, check_arena
 from attmemo.embed.siamese import load_embedders
 from attmemo.errors import DatabaseCorruptError
 
@@ -69,7 +71,7 @@ def flip_every(path: Path, bits: Callable[[int], list[int]]) -> int:
                             if at < HEADER_BYTES:
                                 check_arena(path, database.manifest.uuid, found)
                             else:
-                                seen = next(database.check(), None) is not None
+                                seen = database.check() != []
                         except DatabaseCorruptError:
                             seen = True
                         memory[at] ^= 1 << bit
@@ -83,7 +85,7 @@ def tiny(path: Path) -> Path:
     """One record of one layer."""
     model = dataclasses.replace(MODEL, layers=1, heads=1, hidden=2)
     with DatabaseWriter(path, model, "float32") as writer:
-        writer.add(*sequence(0, 3, model), Provenance(writer.add_source("x", "0" * 32), 0))
+        writer.add_maps(*sequence(0, 3, model), Provenance(writer.add_source("x", "0" * 32), 0))
         writer.publish()
     return path
 

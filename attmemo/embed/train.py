@@ -37,9 +37,9 @@ from attmemo.db import (
     FileRef,
     FlatIndex,
     LayerIndex,
+    file_digest,
     storing,
 )
-from attmemo.db.format import file_digest
 from attmemo.embed.calibration import Calibration, fit_calibration
 from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder, save_embedders
 from attmemo.errors import DatabaseError
@@ -176,13 +176,14 @@ def _build_indexes(
         vectors[reached] = embed_records(database, layer, reached, found.embedder)
         name = "sequence" if layer == SEQUENCE else f"layer-{layer:03d}"
         file = folder / f"{name}.safetensors"
-        LayerIndex.build(vectors, database.records.lengths, trained.options.backend, longest).save(file, owner)
+        index = LayerIndex.build(vectors, database.records.lengths, trained.options.backend, longest)
+        index.save(file, database.records.ids, owner)
         indexes[str(layer)] = FileRef(str(file.relative_to(path)), file_digest(file))
     tell("indexes", len(trained.layers), len(trained.layers))
     return EmbedderRef(
         weights=FileRef(weights.name, file_digest(weights)),
         backend=trained.options.backend,
-        records=len(database),
+        next_id=database.manifest.next_id,
         indexes=indexes,
         calibration={
             str(layer): {str(key): curve.to_dict() for key, curve in found.calibrations.items()}
