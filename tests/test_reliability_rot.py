@@ -17,12 +17,12 @@ import xxhash
 from reliability_tools import GOLDEN, outcome, reseal, use
 from test_db_tools import MODEL, changed, contents, fill, findings, memory_directory, sequence, train_by_hand
 
-from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
+from attmemo.db import Database, DatabaseWriter, Provenance, migrate, read_manifest
 from attmemo.db.files import MANIFEST
 from attmemo.db.manifest import Manifest
 from attmemo.db.slots import HEADER_BYTES, check_arena
 from attmemo.embed.siamese import load_embedders
-from attmemo.errors import DatabaseCorruptError
+from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 # -- every bit (T39)
 
@@ -110,10 +110,10 @@ def test_two_slots_change_places(copy: Path) -> None:
     assert findings(copy) == []
 
 
-# -- a database that was written by version 1 of the format
+# -- databases that earlier versions of this library wrote
 
 
-def make_golden(path: Path = GOLDEN) -> None:
+def make_golden(path: Path = GOLDEN / "v2") -> None:
     """Write the database that is kept in the repository. Only to be run for a new version of the format.
 
     Three records of random numbers, random embedders, exact indexes::
@@ -124,6 +124,14 @@ def make_golden(path: Path = GOLDEN) -> None:
     train_by_hand(fill(path, (3, 5, 3)))
     for name in ("catalogue/lock.mdb", "builder.lock"):
         (path / name).unlink()
+
+
+@pytest.fixture(params=["v1", "v2"])
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a database in the repository."""
+    if mmap.PAGESIZE > 4096:
+        pytest.skip("the database was built for pages of 4096 bytes")
+    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / request.param))
 
 
 def digest_of(path: Path) -> str:
@@ -142,15 +150,23 @@ def digest_of(path: Path) -> str:
     return state.hexdigest()
 
 
-def test_a_database_of_version_1_reads_as_something_else(tmp_path: Path) -> None:
-    """The files in the repository, opened by the code of today."""
-    if mmap.PAGESIZE > 4096:
-        pytest.skip("the database was built for pages of 4096 bytes")
-    path = Path(shutil.copytree(GOLDEN, tmp_path / "v1"))
-    manifest = read_manifest(path)
+def test_a_database_of_an_earlier_version_reads_as_it_was_written(golden: Path) -> None:
+    """The files in the repository, opened by the code of today: every number as it was."""
+    manifest = read_manifest(golden)
     assert (manifest.records, manifest.generation, manifest.storage) == (3, 3, "float32")
-    assert digest_of(path) == "fffac35cea8a310443021e95952ddb8c"
-    assert findings(path) == []
-    assert sum(file.stat().st_size for file in GOLDEN.rglob("*") if file.is_file()) < 200_000
-    fill(path, (3, 5, 3, 8))  # and a builder goes on with it
-    assert findings(path) == []
+    assert digest_of(golden) == "fffac35cea8a310443021e95952ddb8c"
+    assert findings(golden) == []
+    assert sum(file.stat().st_size for file in golden.rglob("*") if file.is_file()) < 200_000
+
+
+def test_a_builder_goes_on_with_version_2_and_after_migration_with_version_1(golden: Path) -> None:
+    if read_manifest(golden).version == 1:
+        before = {f: f.read_bytes() for f in sorted(golden.rglob("*")) if f.is_file() and "lock" not in f.name}
+        with pytest.raises(DatabaseError, match="format version 1") as caught:
+            fill(golden, (3, 5, 3, 8))
+        assert caught.value.hint == f"attmemo migrate {golden}"
+        assert {f: f.read_bytes() for f in before} == before
+        assert migrate(golden)
+    fill(golden, (3, 5, 3, 8))
+    assert len(contents(golden)) == 4
+    assert findings(golden) == []

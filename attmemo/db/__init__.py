@@ -7,7 +7,7 @@ from attmemo.db.find import cache_directory, default_path, find_database
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
 from attmemo.db.kinds import KIND_INPUT, KIND_MAP, SlotKind
 from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
-from attmemo.db.migrate import migrate
+from attmemo.db.migration import migrate
 from attmemo.db.writer import DatabaseWriter, Provenance
 
 __all__ = [

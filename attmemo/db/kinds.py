@@ -60,8 +60,8 @@ class SlotKind:
         return math.prod(self.shape_for(n)) * TYPES[self.dtype].itemsize
 
     @classmethod
-    def read(cls, field: Field, model: ModelInfo) -> SlotKind:
-        """Read one entry of the manifest; DatabaseCorruptError if the model or this format has no such kind."""
+    def read(cls, field: Field, model: ModelInfo, storage: str) -> SlotKind:
+        """Read one entry of the manifest; DatabaseCorruptError if it is malformed, or no variant of a known kind."""
         sizes = field["shape"].items()
         if not 0 < len(sizes) < 9:
             field["shape"].refuse("1 to 8 sizes")
@@ -75,10 +75,8 @@ class SlotKind:
             ),
         )
         form = FORMS.get(found.name)
-        if form is not None and found.dtype not in TYPES:
-            field["dtype"].refuse(f"one of {', '.join(TYPES)}")
-        if form is not None and not form.fits(found, model):
-            field["shape"].refuse(f"layers and shape of a {found.name} of this model")
+        if form is not None and found not in form.variants(model, storage):
+            field.refuse(" or ".join(map(str, form.variants(model, storage))))
         return found
 
 
@@ -88,39 +86,34 @@ class Form:
 
     Parameters
     ----------
-    fits : callable
-        Whether layers and shape of a kind are right for a model.
+    variants : callable
+        What a kind of this name may be, for a model and a word of `attmemo.db.forms.STORAGE`.
     store : callable
         The tensor to store for a given one. Raises DatabaseCorruptError for a tensor that must not become a record.
     served : bool
         Whether slots are read while a model is served; only such kinds are loaded into 2 MiB pages.
     """
 
-    fits: Callable[[SlotKind, ModelInfo], bool]
+    variants: Callable[[ModelInfo, str], tuple[SlotKind, ...]]
     store: Callable[[Tensor, SlotKind], Tensor]
     served: bool = False
 
 
 def kinds_of_maps(model: ModelInfo, storage: str, settings: Mapping[str, Any]) -> tuple[SlotKind, ...]:
-    """The kinds of a database that serves maps."""
-    of_maps, of_inputs = STORAGE[storage]
-    kept = 1 if settings.get("inputs") == "first" else model.layers
-    return (
-        SlotKind(KIND_MAP, model.layers, of_maps, _map_shape(model)),
-        SlotKind(KIND_INPUT, kept, of_inputs, (LENGTH, model.hidden)),
-    )
+    """The kinds of a database that serves maps; `settings` may hold ``inputs``, one of `INPUTS`."""
+    (of_maps,), inputs = _map_kinds(model, storage), _input_kinds(model, storage)
+    return of_maps, inputs[INPUTS.index(settings.get("inputs", "all"))]
 
 
-def _map_shape(model: ModelInfo) -> tuple[int | str, ...]:
-    return (model.heads, TRIANGLE) if model.mask_kind == CAUSAL else (model.heads, LENGTH, LENGTH)
+def _map_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    causal = model.mask_kind == CAUSAL
+    shape = (model.heads, TRIANGLE) if causal else (model.heads, LENGTH, LENGTH)
+    return (SlotKind(KIND_MAP, model.layers, STORAGE[storage][0], shape),)
 
 
-def _map_fits(kind: SlotKind, model: ModelInfo) -> bool:
-    return kind.layers == model.layers and kind.shape == _map_shape(model)
-
-
-def _input_fits(kind: SlotKind, model: ModelInfo) -> bool:
-    return kind.layers in (1, model.layers) and kind.shape == (LENGTH, model.hidden)
+def _input_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    shape, dtype = (LENGTH, model.hidden), STORAGE[storage][1]
+    return tuple(SlotKind(KIND_INPUT, layers, dtype, shape) for layers in (model.layers, 1))
 
 
 def _store_map(apm: Tensor, kind: SlotKind) -> Tensor:
@@ -155,7 +148,7 @@ def _store_input(hidden: Tensor, kind: SlotKind) -> Tensor:
 
 
 FORMS: Final[dict[str, Form]] = {
-    KIND_MAP: Form(_map_fits, _store_map, served=True),
-    KIND_INPUT: Form(_input_fits, _store_input),
+    KIND_MAP: Form(_map_kinds, _store_map, served=True),
+    KIND_INPUT: Form(_input_kinds, _store_input),
 }
 """The kinds that this library knows, by name."""

@@ -19,6 +19,7 @@ from typing import Any, Final
 import xxhash
 
 from attmemo.db.files import MANIFEST, RESTORE, write_durably
+from attmemo.db.forms import STORAGE
 from attmemo.db.kinds import FORMS, SlotKind
 from attmemo.db.slots import SlotClass
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
@@ -203,7 +204,8 @@ class Manifest:
 
 def _parse(body: Field) -> Manifest:
     model, page = ModelInfo.read(body["model"]), read_page_size(body)
-    kinds = tuple(SlotKind.read(item, model) for item in body["kinds"].items())
+    storage = body["storage"].text(among=STORAGE)
+    kinds = tuple(SlotKind.read(item, model, storage) for item in body["kinds"].items())
     if len({kind.name for kind in kinds}) != len(kinds):
         body["kinds"].refuse("each kind once")
     records, next_id = body["records"].integer(), body["next_id"].integer()
