@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo import Database, memoize
-from attmemo.db.forms import STORAGE, TYPES, pack, unpack
+from attmemo.db.forms import STORAGE, TYPES, length_of, pack, unpack
 from attmemo.db.kinds import SlotKind
 from attmemo.embed.train import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.mmap import length_of
 from attmemo.profiler.build import BuildOptions, BuildResult, build_database
 from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.train import train_database
@@ -163,7 +162,7 @@ class TestAdmission:
             found = build_database(load_model(model), [log], output, BuildOptions(max_length=48, **options))
         return found, sum(asked)
 
-    def test_what_was_left_out_is_asked_of_the_model_again(
+    def test_what_was_left_out_is_not_asked_of_the_model_again(
         self, tiny_bert: str, log_lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log, output = tmp_path / "a.log", tmp_path / "db"

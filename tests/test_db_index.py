@@ -63,7 +63,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param  # type: ignore[no-any-return]
 
 
-def test_a_record_does_not_find_itself(backend: Backend) -> None:
+def test_a_record_finds_itself(backend: Backend) -> None:
     """Asked for a stored vector, the answer is its own position at distance 0."""
     vectors = clustered(600)
     order, distances = build_index(vectors, backend).search(vectors, 1)
@@ -71,7 +71,7 @@ def test_a_record_does_not_find_itself(backend: Backend) -> None:
     assert float(np.quantile(distances, 0.99)) < 1e-3
 
 
-def test_the_nearest_is_missed(backend: Backend) -> None:
+def test_the_nearest_is_found(backend: Backend) -> None:
     """Recall at 1 against exhaustive search on clustered vectors, and true distances."""
     vectors, queries = clustered(1500), clustered(300, seed=1)
     exact = np.linalg.norm(queries[:, None] - vectors, axis=2)
@@ -80,7 +80,7 @@ def test_the_nearest_is_missed(backend: Backend) -> None:
     assert np.allclose(distances[:, 0], exact[np.arange(300), order[:, 0]], rtol=1e-3, atol=1e-4)
 
 
-def test_neighbours_come_in_any_order(backend: Backend) -> None:
+def test_neighbours_come_sorted(backend: Backend) -> None:
     """The k neighbours are sorted, distinct, and at their true distance."""
     vectors, queries = clustered(400), clustered(20, seed=2)
     order, distances = build_index(vectors, backend).search(queries, 10)
@@ -92,7 +92,7 @@ def test_neighbours_come_in_any_order(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_more_neighbours_than_vectors(backend: Backend, count: int) -> None:
+def test_missing_neighbours_are_position_minus_one(backend: Backend, count: int) -> None:
     """k larger than the index: the missing ones are position -1 at distance inf, as from every backend."""
     vectors = clustered(count)
     order, distances = build_index(vectors, backend).search(clustered(5, seed=3), 8)
@@ -103,13 +103,13 @@ def test_more_neighbours_than_vectors(backend: Backend, count: int) -> None:
     assert np.isfinite(distances[:, :count]).all()
 
 
-def test_nothing_is_asked(backend: Backend) -> None:
+def test_no_query_gives_no_neighbour(backend: Backend) -> None:
     """A batch without a single eligible row."""
     order, distances = build_index(clustered(10), backend).search(np.zeros((0, DIMENSION), np.float32), 3)
     assert order.shape == distances.shape == (0, 3)
 
 
-def test_the_same_vectors_give_another_index(backend: Backend) -> None:
+def test_the_same_vectors_give_the_same_index(backend: Backend) -> None:
     """Building twice gives the same bytes, or at least the same answers: a rebuilt database behaves as before."""
     vectors, queries = clustered(500), clustered(100, seed=4)
     one, two = build_index(vectors, backend), build_index(vectors, backend)
@@ -117,7 +117,7 @@ def test_the_same_vectors_give_another_index(backend: Backend) -> None:
     assert same(one.search(queries, 5), two.search(queries, 5))
 
 
-def test_a_loaded_index_answers_otherwise(backend: Backend) -> None:
+def test_a_loaded_index_answers_as_before(backend: Backend) -> None:
     """dump and load: the same answers, bit for bit."""
     vectors, queries = clustered(500), clustered(100, seed=5)
     built = build_index(vectors, backend)
@@ -133,7 +133,7 @@ def test_a_loaded_index_answers_otherwise(backend: Backend) -> None:
     k=st.integers(1, 6),
     backend=st.sampled_from(["flat", "faiss"]),
 )
-def test_another_length_is_found(lengths: list[int], asked: int, k: int, backend: Backend) -> None:
+def test_another_length_is_never_found(lengths: list[int], asked: int, k: int, backend: Backend) -> None:
     """A query of one length is answered by records of that length only; a length that is not there by nothing."""
     stored = np.array(lengths, np.int64)
     generator = np.random.default_rng(0)
@@ -172,7 +172,7 @@ def saved(backend: Backend, tmp_path: Path) -> tuple[Path, Backend, LayerIndex]:
     return tmp_path / "layer.safetensors", backend, index
 
 
-def test_a_container_answers_otherwise(saved: tuple[Path, Backend, LayerIndex]) -> None:
+def test_a_loaded_container_answers_as_before(saved: tuple[Path, Backend, LayerIndex]) -> None:
     """save and load: record ids and distances as before."""
     file, backend, index = saved
     loaded = LayerIndex.load(file, DIMENSION, backend, SIXTY, 60)
@@ -182,7 +182,7 @@ def test_a_container_answers_otherwise(saved: tuple[Path, Backend, LayerIndex]) 
 
 
 @pytest.mark.parametrize("next_id", [0, 1, 59])
-def test_a_container_names_records_that_are_none(saved: tuple[Path, Backend, LayerIndex], next_id: int) -> None:
+def test_a_container_of_a_later_generation_is_refused(saved: tuple[Path, Backend, LayerIndex], next_id: int) -> None:
     """An index of a later generation beside an older manifest: refused."""
     file, backend, _ = saved
     with pytest.raises(DatabaseCorruptError, match=rf"names record \d+ of {next_id}"):
@@ -211,7 +211,7 @@ def _rewritten(file: Path, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_a_container_that_does_not_fit_itself(
+def test_a_container_that_does_not_fit_itself_is_refused(
     saved: tuple[Path, Backend, LayerIndex], changes: dict[str, Any]
 ) -> None:
     """Ids missing, empty, of another type, negative, too few, too many; names that are none: refused."""
@@ -223,7 +223,7 @@ def test_a_container_that_does_not_fit_itself(
 
 @pytest.mark.parametrize("backend", ["faiss", "flat"])
 @pytest.mark.parametrize("raw", [b"", b"x", b"IHNf" + b"\0" * 40, b"\xff" * 1000], ids=["empty", "x", "head", "ones"])
-def test_another_librarys_bytes(backend: Backend, raw: bytes) -> None:
+def test_bytes_of_another_library_are_refused(backend: Backend, raw: bytes) -> None:
     """What is no index, behind a digest that fits: an error of this library where the backend tells."""
     body = np.frombuffer(raw, np.uint8)
     if backend == "flat" and len(raw) % (4 * DIMENSION) == 0:
@@ -233,7 +233,7 @@ def test_another_librarys_bytes(backend: Backend, raw: bytes) -> None:
         load_index(body, DIMENSION, backend)
 
 
-def test_another_dimension_is_searched() -> None:
+def test_another_dimension_is_refused() -> None:
     """An index of other vectors: refused at load, not at the first search."""
     raw = build_index(clustered(20), "faiss").dump()
     with pytest.raises(ValueError, match="another dimension"):
@@ -242,7 +242,7 @@ def test_another_dimension_is_searched() -> None:
         load_index(build_index(clustered(20), "flat").dump(), 7, "flat")
 
 
-def test_a_file_that_is_no_container(tmp_path: Path) -> None:
+def test_a_file_that_is_no_container_is_refused(tmp_path: Path) -> None:
     """Not safetensors; a library that is not known."""
     (tmp_path / "x").write_bytes(b"nothing of the kind")
     with pytest.raises(DatabaseCorruptError, match="not an index container"):
@@ -253,7 +253,7 @@ def test_a_file_that_is_no_container(tmp_path: Path) -> None:
         LayerIndex.load(tmp_path / "x", DIMENSION, "annoy", SIXTY, 1)
 
 
-def test_hnswlib_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hnswlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for the optional backend without the extra: told what to install."""
     monkeypatch.setitem(sys.modules, "hnswlib", None)
     with pytest.raises(DatabaseError, match=r"hnswlib is not installed") as caught:
@@ -263,7 +263,7 @@ def test_hnswlib_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         load_index(np.zeros(8, np.uint8), DIMENSION, "hnswlib")
 
 
-def test_building_slows_torch_down() -> None:
+def test_building_does_not_slow_torch_down() -> None:
     """faiss builds on one thread to be deterministic, and puts the number of OpenMP threads back."""
     import faiss
 
@@ -272,7 +272,7 @@ def test_building_slows_torch_down() -> None:
     assert faiss.omp_get_max_threads() == before
 
 
-def test_a_stored_vector_is_missed_where_records_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stored_vector_is_found_where_records_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph misses one now and then; below the limit every stored vector is found, whatever the backend."""
     monkeypatch.setattr(db_index, "EXACT_BELOW", 200)
     vectors = np.concatenate([clustered(150), clustered(250)])
@@ -320,7 +320,7 @@ def test_ids_are_translated_and_records_that_are_gone_are_not_found(tmp_path: Pa
         LayerIndex.load(tmp_path / "container", DIMENSION, "flat", records([4, 5], [3, 5]), 22)
 
 
-def test_the_nearest_depends_on_the_company_it_is_asked_in() -> None:
+def test_the_nearest_does_not_depend_on_the_rest_of_the_batch() -> None:
     """Vectors far from the origin and close together: the expanded square would cancel to noise."""
     vectors = clustered(300) * np.float32(1e-3) + np.float32(50.0)
     index = FlatIndex(vectors)

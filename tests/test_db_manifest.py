@@ -64,7 +64,7 @@ def refuse(whole: Path, body: object, words: str, kind: type[DatabaseError] = Da
     assert caught.value.hint
 
 
-def test_a_manifest_does_not_survive_itself(whole: Path) -> None:
+def test_a_manifest_survives_writing_and_reading(whole: Path) -> None:
     """What dump writes, parse reads, field by field."""
     manifest = read_manifest(whole)
     assert Manifest.parse(manifest.dump(), whole) == manifest
@@ -101,7 +101,7 @@ OPTIONAL = {("embedder", "report", "dimension"), ("embedder", "report", "layers"
 OPTIONAL |= {("embedder",), ("profile",), ("tuning",), ("model", "tokenizer")}
 
 
-def test_a_field_is_missing(whole: Path, body: Body) -> None:
+def test_a_missing_field_is_refused_by_name(whole: Path, body: Body) -> None:
     """Each field left out in turn: refused, and named."""
     fields = [at for at in _leaves(body) if isinstance(at[-1], str) and at not in OPTIONAL]
     assert len(fields) > 50
@@ -121,7 +121,7 @@ def test_a_field_is_missing(whole: Path, body: Body) -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, True, -1, 0, 1.5, 1 << 70, "x", "\ud800", [], {}, [[]], {"a": None}])
-def test_a_field_has_another_type(whole: Path, body: Body, wrong: object) -> None:
+def test_a_field_of_another_type_is_an_error_of_this_library(whole: Path, body: Body, wrong: object) -> None:
     """Each field in turn is something else: an error of this library, or nothing was wrong with it."""
     for at in list(_leaves(body)):
         changed = copy.deepcopy(body)
@@ -131,7 +131,7 @@ def test_a_field_has_another_type(whole: Path, body: Body, wrong: object) -> Non
             use(whole)
 
 
-def test_a_sealed_lie_is_a_traceback(whole: Path, body: Body) -> None:
+def test_a_sealed_lie_is_an_error_of_this_library(whole: Path, body: Body) -> None:
     """Hypothesis mutates several fields at once and seals the result: only errors of this library, little memory."""
     places = list(_leaves(body))
     numbers = st.one_of(st.integers(-2, 70), st.sampled_from([2**31, 2**32, 2**40, 2**48, 2**63, 2**64, -(2**63)]))
@@ -217,7 +217,7 @@ NUMBERS: list[tuple[str, Callable[[Body], object], str]] = [
 
 
 @pytest.mark.parametrize(("lie", "words"), [n[1:] for n in NUMBERS], ids=[n[0] for n in NUMBERS])
-def test_a_lie_is_believed(whole: Path, body: Body, lie: Callable[[Body], object], words: str) -> None:
+def test_a_lie_is_refused(whole: Path, body: Body, lie: Callable[[Body], object], words: str) -> None:
     """One number or name that does not fit the rest: refused with the field or the file it contradicts."""
     lie(body)
     refuse(whole, body, words, DatabaseError)
@@ -239,7 +239,7 @@ def test_a_lie_is_believed(whole: Path, body: Body, lie: Callable[[Body], object
         "a\0.safetensors",
     ],
 )
-def test_a_path_leads_out_of_the_database(whole: Path, body: Body, name: str) -> None:
+def test_no_path_leads_out_of_the_database(whole: Path, body: Body, name: str) -> None:
     """A derived file has a name that this library gives; any other is refused before it is opened."""
     for place in (body["embedder"]["weights"], body["embedder"]["indexes"]["0"]):
         before, place["file"] = place["file"], name
@@ -247,14 +247,14 @@ def test_a_path_leads_out_of_the_database(whole: Path, body: Body, name: str) ->
         place["file"] = before
 
 
-def test_another_version_is_read(whole: Path, body: Body) -> None:
+def test_another_version_is_refused(whole: Path, body: Body) -> None:
     """A database of a later format is refused by both version numbers, not as corrupt."""
     for version in (0, 3, "1.5", None, True):
         body["version"] = version
         refuse(whole, body, rf"format version {version!r}.*reads versions 1 and 2", FormatVersionError)
 
 
-def test_another_page_size_is_mapped(whole: Path, body: Body) -> None:
+def test_another_page_size_is_refused(whole: Path, body: Body) -> None:
     """Slots in pages of 512 bytes cannot be mapped here: refused by name."""
     body["page_size"] = 512
     body["lengths"] = []
@@ -279,26 +279,26 @@ def test_another_page_size_is_mapped(whole: Path, body: Body) -> None:
         "9" * 5000,
     ],
 )
-def test_other_json_is_a_traceback(whole: Path, body: Body, text: str) -> None:
+def test_other_json_is_refused(whole: Path, body: Body, text: str) -> None:
     """Whatever else is in the file, sealed: refused by name, deep nesting and endless numbers too."""
     refuse(whole, text, "", DatabaseError)
 
 
-def test_not_a_number_is_published(whole: Path, body: Body) -> None:
+def test_not_a_number_is_refused(whole: Path, body: Body) -> None:
     """NaN is no JSON: a manifest with one could never be written again."""
     body["profile"] = {"cost": float("nan")}
     refuse(whole, body, "NaN is not a JSON number")
 
 
 @pytest.mark.parametrize("raw", [b"", b"\n", b"\n\n", b"\xff\xfe\n\n", b"{}\n0\n", b"{}", b"\0" * 5000])
-def test_other_bytes_are_a_traceback(whole: Path, body: Body, raw: bytes) -> None:
+def test_other_bytes_are_refused(whole: Path, body: Body, raw: bytes) -> None:
     """No seal, no text, nothing."""
     (whole / MANIFEST).write_bytes(raw)
     with pytest.raises(DatabaseCorruptError):
         use(whole)
 
 
-def test_an_endless_manifest_is_read(whole: Path, body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_manifest_is_not_read(whole: Path, body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is looked at before it is read."""
     monkeypatch.setattr(manifest_module, "MAX_BYTES", 100)
     (whole / MANIFEST).write_bytes(sealed(body))

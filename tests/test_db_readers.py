@@ -58,7 +58,7 @@ def _read(path: Path, before: tuple[int, int]) -> tuple[int, int]:
     return seen
 
 
-def test_a_reader_sees_a_torn_generation(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_torn_generation(tmp_path: Path) -> None:
     """Opened in a loop while another process publishes: counts only grow, and every record is right each time."""
     path = fill(tmp_path / "db", LENGTHS[:1])
     lengths = LENGTHS * 10
@@ -78,7 +78,7 @@ def _follow(path: Path, records: int) -> None:
         seen = _read(path, seen)
 
 
-def test_threads_of_one_process_open_at_once(tmp_path: Path) -> None:
+def test_threads_of_one_process_may_open_at_once(tmp_path: Path) -> None:
     """A server's threads and a builder's thread in one process: LMDB allows one open environment, they take turns."""
     path = fill(tmp_path / "db", LENGTHS[:1])
     lengths = LENGTHS * 3
@@ -100,7 +100,7 @@ def test_threads_of_one_process_open_at_once(tmp_path: Path) -> None:
     assert sorted(contents(path)) == [(0, row) for row in range(len(lengths))]
 
 
-def test_one_database_used_by_many_threads(tmp_path: Path) -> None:
+def test_many_threads_open_each_part_once(tmp_path: Path) -> None:
     """Arenas and indexes open at their first use, by whichever thread comes first: once, and for all."""
     path = train_by_hand(fill(tmp_path / "db"))
     for _ in range(5):
@@ -125,7 +125,7 @@ def test_one_database_used_by_many_threads(tmp_path: Path) -> None:
             assert all(one == seen[0] for one in seen)
 
 
-def test_serving_changes_the_database(tmp_path: Path) -> None:
+def test_serving_never_changes_the_database(tmp_path: Path) -> None:
     """Read-only means it: opening, searching and checking leave every byte of the records as it was."""
     path = train_by_hand(fill(tmp_path / "db"))
     files = [f for f in sorted(path.rglob("*")) if f.is_file() and f.name != "lock.mdb"]
@@ -145,7 +145,7 @@ def test_a_slot_outlives_its_database(tmp_path: Path) -> None:
     assert torch.equal(held, sequence(3, LENGTHS[3])[0][0])
 
 
-def test_what_a_database_says_of_itself(tmp_path: Path) -> None:
+def test_a_database_tells_what_it_holds(tmp_path: Path) -> None:
     """Lengths, bytes, slots, representation; and what is not there is not made up."""
     path = fill(tmp_path / "db")
     with Database(path) as database:
@@ -209,7 +209,7 @@ def test_a_residency_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         Database(path, "x")  # type: ignore[arg-type]
 
 
-def test_a_retrained_database_loses_a_reader(tmp_path: Path) -> None:
+def test_a_reader_of_a_retrained_database_is_told_so(tmp_path: Path) -> None:
     """Its index was deleted by a later training: the reader is told to open again, not given another one."""
     path = train_by_hand(fill(tmp_path / "db"))
     with Database(path) as database:
@@ -251,7 +251,7 @@ def test_a_usable_database_is_found_before_a_larger_one() -> None:
     assert find_database(MODEL.fingerprint) == cache_directory() / "b"
 
 
-def test_another_models_database_is_found() -> None:
+def test_another_models_database_is_never_found() -> None:
     """In $ATTMEMO_CACHE: of this model's databases the one with most records, whatever the others hold."""
     _cached("a", 2)
     _cached("b", 5)
@@ -261,7 +261,7 @@ def test_another_models_database_is_found() -> None:
     assert find_database("0" * 64) == cache_directory() / "d"
 
 
-def test_a_damaged_neighbour_hides_a_database() -> None:
+def test_a_damaged_neighbour_hides_no_database() -> None:
     """Other things in the cache, damaged or of a later version: passed over."""
     good = _cached("good", 2)
     flipped = _cached("a", 8) / "MANIFEST.json"
@@ -279,7 +279,7 @@ def test_a_damaged_neighbour_hides_a_database() -> None:
     assert find_database(MODEL.fingerprint) == good
 
 
-def test_no_database_is_an_empty_answer() -> None:
+def test_no_database_is_an_error_with_a_next_step() -> None:
     """Nothing in the cache, or no cache: told which command makes one, and where it was looked for."""
     for _ in range(2):
         with pytest.raises(DatabaseNotFoundError, match="no database for this model") as caught:
@@ -289,20 +289,20 @@ def test_no_database_is_an_empty_answer() -> None:
         cache_directory().mkdir(exist_ok=True)
 
 
-def test_a_default_build_is_not_found_again() -> None:
+def test_a_default_build_is_found_again() -> None:
     """Where a database goes by default is where it is looked for."""
     path = fill(default_path(MODEL.fingerprint))
     assert find_database(MODEL.fingerprint) == path
 
 
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without $ATTMEMO_CACHE: the user's cache directory of this platform."""
     monkeypatch.delenv("ATTMEMO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_directory() == Path("/somewhere/attmemo/databases")
 
 
-def test_a_flip_seen_by_another_process(tmp_path: Path) -> None:
+def test_a_flip_is_seen_by_another_process_too(tmp_path: Path) -> None:
     """Damage is on the disk, not in one process's memory: a second process finds the same."""
     path = fill(tmp_path / "db")
     manifest = read_manifest(path)

@@ -49,7 +49,7 @@ from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedEr
     hidden=st.integers(1, 9),
     every=st.integers(1, 3),
 )
-def test_a_stored_map_comes_back_changed(
+def test_a_stored_map_comes_back_bit_for_bit(
     storage: str, lengths: list[int], layers: int, heads: int, hidden: int, every: int
 ) -> None:
     """Any storage type, odd lengths, several records of one length: each slot is exactly what was given."""
@@ -76,7 +76,7 @@ def test_a_stored_map_comes_back_changed(
             assert list(database.check()) == []
 
 
-def test_a_bfloat16_map_is_rounded_again(tmp_path: Path) -> None:
+def test_a_bfloat16_map_is_never_rounded_again(tmp_path: Path) -> None:
     """A map that already has the storage type is stored as it is, whatever its memory layout."""
     maps, inputs = sequence(0, 6)
     given_maps = [m.bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for m in maps]
@@ -90,7 +90,7 @@ def test_a_bfloat16_map_is_rounded_again(tmp_path: Path) -> None:
 # -- visibility
 
 
-def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
+def test_an_unpublished_record_is_not_visible(tmp_path: Path) -> None:
     """Readers see generations, never what the builder is at; each publication counts one."""
     path = tmp_path / "db"
     with DatabaseWriter(path, MODEL, "float32") as writer:
@@ -112,7 +112,7 @@ def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
     assert sorted(contents(path)) == [(0, 1), (0, 2), (0, 3)]
 
 
-def test_orphan_slots_survive_a_resume(tmp_path: Path) -> None:
+def test_orphan_slots_are_overwritten_by_a_resumed_build(tmp_path: Path) -> None:
     """A killed builder left slots behind the published ones; the next one writes over them, and nothing is damaged."""
     path = fill(tmp_path / "db", LENGTHS[:4])
     with DatabaseWriter(path, MODEL, "float32") as writer:
@@ -127,7 +127,7 @@ def test_orphan_slots_survive_a_resume(tmp_path: Path) -> None:
     assert {file.name: file.stat().st_size for file in (path / "arena").iterdir()} == sizes
 
 
-def test_a_reader_loses_what_it_had_open(tmp_path: Path) -> None:
+def test_a_reader_keeps_what_it_had_open(tmp_path: Path) -> None:
     """A reader keeps its generation, byte for byte, while the builder resumes and appends."""
     path = fill(tmp_path / "db", LENGTHS[:3])
     with Database(path) as database:
@@ -139,7 +139,7 @@ def test_a_reader_loses_what_it_had_open(tmp_path: Path) -> None:
         assert all(torch.equal(before[r], database.slot(KIND_MAP, 1, r)) for r in range(3))
 
 
-def test_an_old_manifest_does_not_open(tmp_path: Path) -> None:
+def test_an_old_manifest_opens_its_generation(tmp_path: Path) -> None:
     """Published generations are immutable: put an old manifest back and its generation is there, whole."""
     path = tmp_path / "db"
     manifests = []
@@ -153,7 +153,7 @@ def test_an_old_manifest_does_not_open(tmp_path: Path) -> None:
         assert findings(path) == []
 
 
-def test_a_source_is_listed_twice(tmp_path: Path) -> None:
+def test_a_source_is_listed_once(tmp_path: Path) -> None:
     """A data file is known by its content, under whatever name it comes back."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         assert [writer.add_source(n, d) for n, d in (("a", "1"), ("b", "2"), ("c", "1"))] == [0, 1, 0]
@@ -178,7 +178,7 @@ def _broken(maps: list[torch.Tensor], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["NaN", "infinite", "negative", "row of zeros", "row sums to 2"])
-def test_a_map_that_is_none_is_stored(tmp_path: Path, how: str) -> None:
+def test_a_map_that_is_none_is_never_stored(tmp_path: Path, how: str) -> None:
     """Overflow in the model must not become a record: refused with row and layer, and the counts stay."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer:
@@ -193,7 +193,7 @@ def test_a_map_that_is_none_is_stored(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("storage", "value"), [("float16", 1e6), ("float32", float("nan"))])
-def test_a_hidden_state_becomes_infinite(tmp_path: Path, storage: str, value: float) -> None:
+def test_a_hidden_state_never_becomes_infinite(tmp_path: Path, storage: str, value: float) -> None:
     """Large activations overflow float16: refused, not stored as infinity that spoils the embedder of the layer."""
     maps, inputs = sequence(0, 5)
     inputs[1][2, 3] = value
@@ -203,7 +203,7 @@ def test_a_hidden_state_becomes_infinite(tmp_path: Path, storage: str, value: fl
         assert writer.records == 0
 
 
-def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
+def test_a_wrong_shape_is_never_half_stored(tmp_path: Path) -> None:
     """A caller's mistake is a ValueError, and the next record lies where it should."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         maps, inputs = sequence(0, 5)
@@ -231,7 +231,9 @@ def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_resume_mixes_settings(tmp_path: Path, change: dict[str, Any], storage: str, words: str) -> None:
+def test_a_resumed_build_never_mixes_settings(
+    tmp_path: Path, change: dict[str, Any], storage: str, words: str
+) -> None:
     """Half a database of one model or type and half of another would serve wrong maps."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     before = (path / "MANIFEST.json").read_bytes()
@@ -241,7 +243,7 @@ def test_a_resume_mixes_settings(tmp_path: Path, change: dict[str, Any], storage
     fill(path)  # the lock was given back
 
 
-def test_other_settings_are_taken(tmp_path: Path) -> None:
+def test_other_settings_are_refused(tmp_path: Path) -> None:
     """What the caller calls settings is compared by name too."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}) as writer:
         writer.publish()
@@ -250,7 +252,7 @@ def test_other_settings_are_taken(tmp_path: Path) -> None:
     DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}).close()
 
 
-def test_a_users_folder_is_taken_for_a_database(tmp_path: Path) -> None:
+def test_a_users_folder_is_never_taken_for_a_database(tmp_path: Path) -> None:
     """--output pointed at the user's own files: refused, and not a byte of them is changed."""
     mine = tmp_path / "thesis"
     mine.mkdir()
@@ -264,7 +266,7 @@ def test_a_users_folder_is_taken_for_a_database(tmp_path: Path) -> None:
         DatabaseWriter(tmp_path / "db", MODEL, "int4")
 
 
-def test_a_short_arena_is_filled_with_zeros(tmp_path: Path) -> None:
+def test_a_short_arena_is_never_filled_with_zeros(tmp_path: Path) -> None:
     """Resuming on a truncated file must not stretch it back: zeros would look like maps."""
     path = fill(tmp_path / "db", LENGTHS[:4])
     file = path / "arena" / "map-00003.slots"
@@ -275,7 +277,7 @@ def test_a_short_arena_is_filled_with_zeros(tmp_path: Path) -> None:
     assert file.stat().st_size == size - 1
 
 
-def test_a_lost_catalogue_is_made_anew(tmp_path: Path) -> None:
+def test_a_lost_catalogue_is_never_made_anew(tmp_path: Path) -> None:
     """Resuming without the catalogue would publish an empty one over the records."""
     path = fill(tmp_path / "db", LENGTHS[:4])
     (path / "catalogue" / "data.mdb").unlink()
@@ -283,7 +285,7 @@ def test_a_lost_catalogue_is_made_anew(tmp_path: Path) -> None:
         DatabaseWriter(path, MODEL, "float32")
 
 
-def test_the_first_build_died_while_it_began(tmp_path: Path) -> None:
+def test_a_build_that_died_at_its_beginning_starts_over(tmp_path: Path) -> None:
     """Killed before anything was published: whatever lies there, the same command starts over."""
     path = tmp_path / "db"
     (path / "catalogue").mkdir(parents=True)
@@ -297,7 +299,7 @@ def test_the_first_build_died_while_it_began(tmp_path: Path) -> None:
 # -- one writer
 
 
-def test_two_builders_write_at_once(tmp_path: Path) -> None:
+def test_two_builders_never_write_at_once(tmp_path: Path) -> None:
     """The second one is refused and told who holds the database; it works once the first has closed."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     with (
@@ -308,7 +310,7 @@ def test_two_builders_write_at_once(tmp_path: Path) -> None:
     DatabaseWriter(path, MODEL, "float32").close()
 
 
-def test_a_dead_builder_keeps_the_lock(tmp_path: Path) -> None:
+def test_a_dead_builder_gives_its_lock_back(tmp_path: Path) -> None:
     """The holder is another process: its pid is named; when it is killed nobody has to clean up."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     ready, tell = os.pipe()
@@ -332,7 +334,7 @@ def test_a_dead_builder_keeps_the_lock(tmp_path: Path) -> None:
     assert sorted(contents(path)) == [(0, row) for row in range(len(LENGTHS))]
 
 
-def test_a_file_system_without_locks_is_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOLCK is not somebody else's pid."""
 
     def flock(fd: int, operation: int) -> None:
@@ -368,7 +370,7 @@ class _Disk:
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
-def test_a_full_disk_costs_what_was_published(forever: bool) -> None:
+def test_a_full_disk_never_costs_what_was_published(forever: bool) -> None:
     """ENOSPC at the i-th call, for every i: a named error, the last generation whole, and the build resumes."""
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", SHORT))
@@ -396,7 +398,7 @@ def test_a_full_disk_costs_what_was_published(forever: bool) -> None:
         assert at > 30
 
 
-def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_goes_on_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk was full for a moment and the same writer tries the record again: no header, no slot is missing."""
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", SHORT))
@@ -423,7 +425,7 @@ def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
 # -- Ctrl-C
 
 
-def test_ctrl_c_between_two_lines_tears_a_record() -> None:
+def test_ctrl_c_between_two_lines_tears_no_record() -> None:
     """KeyboardInterrupt at every line of `add` and `publish` in turn; then, as the builder does, a publication."""
     watched = {getattr(writer_module.DatabaseWriter, name).__code__ for name in ("add", "publish", "_write")}
     with memory_directory() as folder:
@@ -469,7 +471,7 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
         assert at > 100
 
 
-def test_the_size_is_counted_wrong(tmp_path: Path) -> None:
+def test_the_size_is_counted_to_the_byte(tmp_path: Path) -> None:
     """`cost` is what one more record takes, to the byte: --max-bytes relies on it."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         for row, length in enumerate(LENGTHS):
@@ -482,7 +484,7 @@ def test_the_size_is_counted_wrong(tmp_path: Path) -> None:
         assert database.bytes == sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir())
 
 
-def test_the_manifest_forgets(tmp_path: Path) -> None:
+def test_a_publication_keeps_profile_and_tuning(tmp_path: Path) -> None:
     """A publication of new records keeps what an earlier one said about profile and tuning."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer:
@@ -492,7 +494,7 @@ def test_the_manifest_forgets(tmp_path: Path) -> None:
     assert (manifest.profile, manifest.tuning, manifest.records) == ({"a": 1}, {"b": [0.5]}, len(LENGTHS))
 
 
-def test_a_forked_child_breaks_the_parents_writer(tmp_path: Path) -> None:
+def test_a_forked_child_never_breaks_the_parents_writer(tmp_path: Path) -> None:
     """A child of fork exits with the writer open: file, lock and what the parent then publishes are as they were."""
     path = tmp_path / "db"
     with DatabaseWriter(path, MODEL, "float32") as writer:
@@ -502,3 +504,39 @@ def test_a_forked_child_breaks_the_parents_writer(tmp_path: Path) -> None:
             DatabaseWriter(path, MODEL, "float32")
         writer.publish()
     assert findings(path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOENT], ids=errno.errorcode.get)
+def test_a_place_that_cannot_be_written_is_not_called_a_broken_disk(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step is another place, and nothing about dmesg."""
+
+    def refused(write: Write) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    intercept_writes(monkeypatch, refused)
+    with pytest.raises(DatabaseError, match="cannot be written") as caught:
+        fill(tmp_path / "db")
+    assert "directory that exists" in str(caught.value)
+    assert "dmesg" not in str(caught.value)
+
+
+def test_a_full_disk_names_only_options_of_the_command_that_runs(tmp_path: Path) -> None:
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    for when_full in (None, "or use --max-bytes"):
+        options: dict[str, Any] = {} if when_full is None else {"when_full": when_full}
+        with DatabaseWriter.reopen(path, **options) as writer, pytest.MonkeyPatch.context() as patch:
+            _Disk(patch, 0, forever=True)
+            with pytest.raises(StorageFullError) as caught:
+                writer.add_maps(*sequence(9, 3), Provenance(0, 9))
+        assert caught.value.hint == (when_full or "free space and run the same command again")
+
+
+def test_the_users_option_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
+    """`--dtype uint8` keeps the hidden states of one layer only: the difference to name is the type."""
+    fill(tmp_path / "db", LENGTHS[:2])
+    with pytest.raises(DatabaseError, match="built with --dtype float32; asked: uint8"):
+        DatabaseWriter(tmp_path / "db", MODEL, "uint8", {"inputs": "first"})
+    with pytest.raises(DatabaseError, match="built with --inputs all; asked: first"):
+        DatabaseWriter(tmp_path / "db", MODEL, "float32", {"inputs": "first"})

@@ -91,7 +91,7 @@ def _container(path: Path, change: Callable[[dict[str, Any]], None], name: str =
         ([0, 2], "3 vectors of length 3 for 2 records"),
     ],
 )
-def test_an_index_names_records_that_have_no_such_map(copy: Path, ids: list[int], words: str) -> None:
+def test_an_index_that_names_records_without_such_a_map_is_refused(copy: Path, ids: list[int], words: str) -> None:
     """Ids twice, of another length, or of no record: refused when it is loaded."""
     _container(copy, lambda arrays: arrays.update({"3.ids": np.array(ids, np.int64)}))
     with Database(copy) as database:
@@ -284,7 +284,7 @@ def forged_in_a_child(backend: str, seed: int, trials: int, seconds: float = 1e9
 
 
 @pytest.mark.parametrize("backend", ["faiss", "hnswlib", "flat"])
-def test_a_forged_database_ends_the_process(backend: str) -> None:
+def test_a_forged_database_never_ends_the_process(backend: str) -> None:
     """Fields of manifest, header, catalogue, embedder and index changed, digests made to fit: an error by name."""
     if backend == "hnswlib":
         pytest.importorskip("hnswlib", reason="hnswlib is an extra")
@@ -307,7 +307,7 @@ def test_a_forged_database_ends_the_process(backend: str) -> None:
         ("cum_nneighbor_per_level", 1, 1 << 20, "levels of another size"),
     ],
 )
-def test_a_graph_is_followed_out_of_its_memory(field: str, place: int | None, value: int, words: str) -> None:
+def test_a_graph_is_never_followed_out_of_its_memory(field: str, place: int | None, value: int, words: str) -> None:
     """faiss does not ask where a link leads: every part of a graph that lies is refused before faiss sees it."""
     import faiss
 

@@ -28,7 +28,7 @@ from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "BF16", "F64", "C64", "BOOL", "U4"])
-def test_numbers_of_a_type_that_nobody_here_has_are_read(copy: Path, kind: str) -> None:
+def test_numbers_of_an_unknown_type_are_refused(copy: Path, kind: str) -> None:
     """safetensors knows more types of numbers than numpy, and than older versions of torch: found by forging."""
     for file in sorted(copy.glob("*.safetensors")) + sorted(copy.glob("index-*/*")):
         good = file.read_bytes()
@@ -90,14 +90,14 @@ def tiny(path: Path) -> Path:
     return path
 
 
-def test_a_bit_is_flipped_and_nobody_sees(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Every byte of the arenas of a tiny database, and every bit of its manifest."""
     generator = random.Random(39)
     with memory_directory() as folder:
         assert flip_every(tiny(folder / "db"), lambda at: [generator.randrange(8)] if at % 8 < 2 else []) > 10_000
 
 
-def test_two_slots_change_places(copy: Path) -> None:
+def test_two_exchanged_slots_are_found(copy: Path) -> None:
     """Of one class, each with its checksum: both are found; of the same record, or of two."""
     (found,) = (c for c in read_manifest(copy).classes if c.name == "map-00003")
     layout = found.layout

@@ -56,7 +56,7 @@ def synthetic(path: Path, records: int) -> Path:
     return path
 
 
-def test_a_hundred_thousand_records_are_as_many_maps_and_descriptors(tmp_path: Path) -> None:
+def test_a_hundred_thousand_records_need_no_more_maps_and_descriptors(tmp_path: Path) -> None:
     """What a reader holds depends on the number of lengths, not of records."""
     few, many = synthetic(tmp_path / "few", 100), synthetic(tmp_path / "many", 100_000)
 
@@ -77,7 +77,7 @@ def test_a_hundred_thousand_records_are_as_many_maps_and_descriptors(tmp_path: P
     assert held(few) == held(many) == (4, 8)  # Python keeps a descriptor of its own beside each map
 
 
-def test_slots_of_small_pages_are_mapped_on_a_machine_with_large_ones(
+def test_slots_of_small_pages_are_refused_on_a_machine_with_large_ones(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 KiB pages: a database of 4 KiB ones is refused with what to do, one built there opens; here it opens too."""

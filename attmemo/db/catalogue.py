@@ -82,8 +82,8 @@ class Snapshot:
         """The snapshot of values of `value_type`; ValueError for a number that no array of numpy can index."""
         if len(values) and max(int(values[name].max()) for name in ("row", "place")) >= 1 << 62:
             raise ValueError("a record has an impossible row or place")
-        columns = (values[name].astype(np.int64) for name in ("length", "source", "row", "place", "split"))
-        return cls(np.array(ids, np.int64), *columns, values["checksums"])
+        length, source, row, place, split = (values[name].astype(np.int64) for name, _ in _FIXED)
+        return cls(np.array(ids, np.int64), length, source, row, place, split, values["checksums"])
 
     def record(self, position: int) -> Record:
         """One record, by its position in the snapshot."""
