@@ -465,7 +465,7 @@ class TestTraining:
         database, _ = planted_database(tmp_path / "db")
         with database:
             ref = build_indexes(database, trained)
-        assert ref.records == len(database)
+        assert ref.next_id == len(database)
         assert set(ref.indexes) == {"-1", "0", "1"}
         assert json.loads(json.dumps(ref.calibration)) == ref.calibration
 

@@ -202,9 +202,7 @@ class DatabaseWriter:
                 checksums.append(slot_checksum(self._manifest.uuid, found.name, slot, body))
             self._write(found, b"".join(body.ljust(found.stride, b"\0") for body in bodies))
             grown[found.name] = replace(found, places=place + 1)
-        record = Record(
-            length, provenance.source, provenance.row, place, provenance.split, tuple(checksums)
-        )
+        record = Record(length, provenance.source, provenance.row, place, provenance.split, tuple(checksums))
         # Only now, with every kind written: a full disk half-way leaves the counts as they were. And in one statement:
         # Ctrl-C falls before it or behind it, so no place is ever counted without its record.
         self._classes, self._places, self._pending = (
@@ -278,9 +276,11 @@ class DatabaseWriter:
         path = self.path
         if path.exists() and not path.is_dir():
             raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
-        if path.is_dir() and not (path / files.MANIFEST).exists() and not _is_begun(path):
-            raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
         fresh = not path.exists()
+        begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
+        published = (path / files.MANIFEST).exists()
+        if not (fresh or published) and not {entry.name for entry in path.iterdir()} <= begun:
+            raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
         (path / files.ARENA).mkdir(parents=True, exist_ok=True)
         if fresh:
             files.sync_directory(path.parent)
@@ -330,8 +330,8 @@ class DatabaseWriter:
 
     def _write(self, found: SlotClass, body: bytes) -> None:
         """Write slots behind those of a class."""
-        layout = found.layout
-        try:
+        end = found.layout.file_bytes
+        with storing(self.path, self._when_full):
             fd = self._files.get(found.name)
             if fd is None:
                 fd = os.open(self.path / found.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -340,40 +340,33 @@ class DatabaseWriter:
                         os.ftruncate(fd, 0)
                         files.write_all(fd, arena_header(self._manifest.uuid, found), 0)
                     else:
-                        os.ftruncate(fd, layout.file_bytes)  # slots that a killed builder never published
+                        os.ftruncate(fd, end)  # slots that a killed builder never published
                 except BaseException:
                     os.close(fd)  # the next attempt begins with the header again
                     raise
                 self._files[found.name] = fd
             # pwrite, not a store through a mapping: a full disk is then an error code and not a signal.
-            files.write_all(fd, body, layout.file_bytes)
-        except OSError as error:
-            raise named(error, self.path, self._when_full) from error
+            files.write_all(fd, body, end)
 
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
 
 
-def _is_begun(path: Path) -> bool:
-    """Whether a directory holds only what a builder makes before its first publication."""
-    names = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}
-    return {entry.name for entry in path.iterdir()} <= names
-
-
 def _resume(path: Path, asked: Manifest) -> Manifest:
     """The manifest on the disk, if a builder that asks for this one may go on with it."""
     manifest = read_manifest(path)
-    check_version(path, manifest)
-    other = "choose another --output, or the model it was built for"
+    if manifest.version == 1:
+        raise DatabaseError(
+            f"{path} has format version 1, which this attmemo reads and does not write.", f"attmemo migrate {path}"
+        )
     if manifest.model.fingerprint != asked.model.fingerprint:
+        what = f"{path} was built for another model ({manifest.model.name}; asked: {asked.model.name})."
         try:
             check_fields(manifest.model.fields, asked.model.fields, path)
         except StaleDatabaseError as error:
-            raise StaleDatabaseError(error.what, other) from error
-        raise StaleDatabaseError(
-            f"{path} was built for another model ({manifest.model.name}; asked: {asked.model.name}).", other
-        )
+            what = error.what
+        raise StaleDatabaseError(what, "choose another --output, or the model it was built for")
     old, new = _asked_for(manifest), _asked_for(asked)
     for key in [*_OPTIONS, *sorted(old.keys() | new.keys())]:  # the user's options first: others follow from them
         if old.get(key) != new.get(key):
@@ -397,14 +390,6 @@ def _resume(path: Path, asked: Manifest) -> Manifest:
     if not (path / files.CATALOGUE / "data.mdb").exists():
         Catalogue(path).close()  # raises: it is missing
     return manifest
-
-
-def check_version(path: Path, manifest: Manifest) -> None:
-    """Refuse to write to a database of version 1."""
-    if manifest.version == 1:
-        raise DatabaseError(
-            f"{path} has format version 1, which this attmemo reads and does not write.", f"attmemo migrate {path}"
-        )
 
 
 def _asked_for(manifest: Manifest) -> dict[str, Any]:
