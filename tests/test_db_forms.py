@@ -230,5 +230,5 @@ def test_a_causal_model_whose_attention_looks_ahead_is_refused(tmp_path: Path) -
             writer.publish()
         with Database(tmp_path / storage) as database:
             assert float(similarity_score(database.map(0, record), apm)) > 0.98
-            assert database.manifest.classes[1].shape == (2, 15)
+            assert database.manifest.classes[1].layout.shape == (2, 15)
             assert list(database.check()) == []

@@ -160,7 +160,7 @@ def test_a_database_tells_what_it_holds(tmp_path: Path) -> None:
             database.index(0)
         assert f"attmemo train-embedder {path}" in str(caught.value)
         progress: list[tuple[int, int]] = []
-        assert list(database.check(lambda done, total: progress.append((done, total)))) == []
+        assert database.check(lambda done, total: progress.append((done, total))) == []
         assert progress == [(n, 32) for n in range(2, 33, 2)]
 
 
