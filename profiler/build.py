@@ -22,6 +22,7 @@ from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, great
 
 PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost
 CHUNK = 256  # rows tokenized, sorted by length and captured together
+_WHEN_FULL = "free space and run the same command again, it resumes; or use --max-bytes or --limit"
 Progress = Callable[[int, int], None]
 
 
@@ -85,7 +86,7 @@ def build_database(
     total = count_rows(files, limit=options.limit)
     added = skipped = held = done = alike = 0
     stopped = None
-    with DatabaseWriter(path, info, storage, settings) as writer:
+    with DatabaseWriter(path, info, storage, settings, when_full=_WHEN_FULL) as writer:
         known = writer.stored_rows()
         admission = None if options.admit is None else Admission(options.admit, writer.maps)
         if admission is not None:
@@ -139,7 +140,7 @@ def build_database(
                                 if left_out is not None:
                                     left_out.add(digests[row.source], row.row)
                                 continue
-                            record = writer.add(maps, hidden, Provenance(numbers[row.source], row.row, split))
+                            record = writer.add_maps(maps, hidden, Provenance(numbers[row.source], row.row, split))
                             if admission is not None:
                                 admission.remember(record, hidden[0])
                             added += 1
@@ -227,7 +228,7 @@ def build_from_inputs(
                 writer = stack.enter_context(DatabaseWriter(path, info, kind, settings))
                 first = writer.add_source(name, f"rows from {writer.records}")
             for maps, hidden in captured:
-                writer.add(maps, hidden, Provenance(first, row, _split(0, row, held_out)))
+                writer.add_maps(maps, hidden, Provenance(first, row, _split(0, row, held_out)))
                 row += 1
         if first is None:
             raise DataError("there is no input to build from.", "give at least one batch")

@@ -57,7 +57,7 @@ def train_database(
     # A named model must be the right one. If the model of the build has moved, only the profile is lost.
     loaded = open_model(manifest.model, model) if profile and model is not None else None
     with (
-        DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer,
+        DatabaseWriter.reopen(path) as writer,
         Database(path) as database,
     ):
         before = writer.manifest.embedder

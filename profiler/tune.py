@@ -123,7 +123,7 @@ def tune(
     }
     if options.lookup == "sequence":
         outcome["groups"] = groups
-    with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
+    with DatabaseWriter.reopen(path) as writer:
         if writer.manifest.embedder != manifest.embedder:
             raise StaleDatabaseError(
                 f"{path} was trained again while it was being tuned; the thresholds are for the embedder before.",

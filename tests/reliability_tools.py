@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import torch
 import xxhash
 from test_db_tools import fill, train_by_hand
 
-from attmemo.db import SEQUENCE, Database, read_manifest
-from attmemo.db.catalogue import Catalogue, Record, extend_digest
-from attmemo.db.format import KINDS, MANIFEST, file_digest
+from attmemo.db import SEQUENCE, Database, file_digest, read_manifest
+from attmemo.db.catalogue import Catalogue, Record, add_to_digest, read_records
+from attmemo.db.files import MANIFEST
 from attmemo.embed.siamese import load_embedders
 from attmemo.errors import AttmemoError, DatabaseCorruptError
 
 Body = dict[str, Any]
 
 
-GOLDEN = Path(__file__).with_name("golden") / "v1"
+GOLDEN = Path(__file__).with_name("golden")
 
 
 @pytest.fixture(scope="module")
@@ -90,23 +91,18 @@ def reseal(path: Path) -> None:
 
 
 def records_of(path: Path) -> list[Record]:
-    """The catalogue's entries."""
-    manifest = read_manifest(path)
-    catalogue = Catalogue(path, len(KINDS), manifest.model.layers)
-    try:
-        return [record for _, record in catalogue.entries(manifest.records)]
-    finally:
-        catalogue.close()
+    """The catalogue's records."""
+    found = read_records(path, read_manifest(path))
+    return [found.record(number) for number in range(len(found))]
 
 
-def rewrite(path: Path, records: list[Record]) -> None:
-    """Put other entries into the catalogue, with a digest that fits."""
+def rewrite(path: Path, records: list[Record], ids: list[int] | None = None) -> None:
+    """Put other entries into the catalogue, under the ids 0, 1, … by default; count and digest fit."""
     body = body_of(path)
-    catalogue = Catalogue(path, len(KINDS), body["model"]["layers"], write=True)
-    try:
-        catalogue.truncate(0)
-        catalogue.append(0, records)
-    finally:
-        catalogue.close()
-    body["records_digest"] = extend_digest("", records)
+    entries = [(number, record.dump()) for number, record in zip(ids or range(len(records)), records, strict=True)]
+    with closing(Catalogue(path, write=True)) as catalogue:
+        catalogue.delete()
+        catalogue.put(entries)
+    body |= {"records_digest": add_to_digest(None, entries), "records": len(entries)}
+    body["next_id"] = max([body["next_id"], *(number + 1 for number, _ in entries)])
     seal(path, body)

@@ -308,9 +308,9 @@ def test_another_build_goes_into_it(
     """Another storage type, length, model or precision: refused by name, and the database stays as it was."""
     path = Path(shutil.copytree(straight, tmp_path / "db"))
     before = contents(path)
-    with pytest.raises(DatabaseError, match="built with storage = 'float32'; asked: 'bfloat16'"):
+    with pytest.raises(DatabaseError, match="built with --dtype float32; asked: bfloat16"):
         _build(loaded, [log], path, storage="bfloat16")
-    with pytest.raises(DatabaseError, match="built with max_length = 48; asked: 32"):
+    with pytest.raises(DatabaseError, match="built with --max-length 48; asked: 32"):
         _build(loaded, [log], path, max_length=32)
     for other in (load_model(tiny_deberta), load_model(tiny_bert, "bfloat16")):
         with pytest.raises(DatabaseError, match="built for another model"):

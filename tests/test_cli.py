@@ -285,11 +285,11 @@ class TestBuild:
     def test_a_full_disk_keeps_what_was_published(
         self, tmp_path: Path, tiny_bert: str, service_log: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from attmemo.db import writer
+        from attmemo.db import files
 
         common = ("build-database", "--model", tiny_bert, "--data", service_log, "--output", tmp_path / "db")
         succeed(*common, "--limit", "20")
-        real, left = writer._write_all, [50]
+        real, left = files.write_all, [50]
 
         def fills(fd: int, body: bytes, offset: int) -> None:
             left[0] -= 1
@@ -298,7 +298,7 @@ class TestBuild:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             real(fd, body, offset)
 
-        monkeypatch.setattr(writer, "_write_all", fills)
+        monkeypatch.setattr(files, "write_all", fills)
         assert "disk is full" in refuse(*common)
         monkeypatch.undo()
         assert succeed("check", tmp_path / "db").endswith("all checksums match\n")

@@ -52,7 +52,7 @@ def _acknowledging(path: Path, oracle: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
         source = writer.add_source("synthetic.log", "d" * 32)
         for row, length in list(enumerate(SHORT))[writer.records :]:
-            writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+            writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
             manifest = writer.publish() if row % 2 or row == len(SHORT) - 1 else None
             if manifest is not None:
                 told.write(f"{manifest.generation} {manifest.records}\n")
@@ -75,7 +75,9 @@ def _check_left(path: Path, oracle: Path, expected: Contents) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "half-way or after"])
-def test_a_builder_killed_at_any_call(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_killed_at_any_call_leaves_the_last_generation_whole(
+    after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGKILL at the i-th call for every i: the last generation is whole, and a resumed build ends the same."""
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=7))  # so that whole files can be compared
     with memory_directory() as folder:
@@ -105,7 +107,7 @@ def test_a_builder_killed_at_any_call(after: bool, monkeypatch: pytest.MonkeyPat
         assert at > 30
 
 
-def test_a_builder_killed_at_any_time() -> None:
+def test_a_builder_killed_at_any_time_loses_no_published_record() -> None:
     """SIGKILL by the clock, inside LMDB's commit too, again and again on one database, until a build gets through."""
     generator = random.Random(0)
     lengths = [generator.randint(2, 9) for _ in range(60)]
@@ -125,12 +127,14 @@ def test_a_builder_killed_at_any_time() -> None:
         assert contents(path) == expected
 
 
-def test_the_builder_died_between_catalogue_and_manifest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_catalogue_ahead_of_the_manifest_opens_and_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The catalogue is one publication ahead of the manifest: legal, opens, and is cut off by the next builder."""
     path = fill(tmp_path / "db", SHORT[:2])
 
     def build() -> None:
-        monkeypatch.setattr("attmemo.db.format.write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr("attmemo.db.writer.write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         fill(path, (*SHORT[:2], 9, 9))
 
     assert in_child(build) == -signal.SIGKILL
@@ -176,7 +180,7 @@ def _need_tmpfs(folder: Path) -> _Tmpfs:
     return tmpfs
 
 
-def test_a_really_full_disk(tmp_path: Path) -> None:
+def test_a_really_full_disk_costs_only_what_was_not_published(tmp_path: Path) -> None:
     """A tmpfs of every size up to what is needed: no signal, a named error, the rest as after any ENOSPC."""
     tmpfs, path = _need_tmpfs(tmp_path), tmp_path / "db"
     lengths = LENGTHS[:6]
@@ -206,7 +210,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     assert in_child(sizes, first=tmpfs.unshare) == 0
 
 
-def test_a_reader_needs_to_write(tmp_path: Path) -> None:
+def test_a_reader_needs_no_room_and_no_right_to_write(tmp_path: Path) -> None:
     """A database copied without LMDB's lock file opens on a read-only disk, and on one without a free byte."""
     tmpfs, path = _need_tmpfs(tmp_path), tmp_path / "db"
 
@@ -228,7 +232,7 @@ def test_a_reader_needs_to_write(tmp_path: Path) -> None:
     assert in_child(look, first=tmpfs.unshare) == 0
 
 
-def test_a_damaged_catalogue_ends_the_builder(tmp_path: Path) -> None:
+def test_a_damaged_catalogue_is_an_error_for_the_builder_and_no_signal(tmp_path: Path) -> None:
     """A builder that resumes on a truncated catalogue gets an error, not SIGBUS."""
     path = fill(tmp_path / "db")
     file = path / "catalogue" / "data.mdb"

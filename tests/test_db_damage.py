@@ -16,7 +16,8 @@ import pytest
 from test_db_tools import LENGTHS, MODEL, changed, contents, fill, findings, in_child, train_by_hand
 
 from attmemo.db import SEQUENCE, Database, read_manifest
-from attmemo.db.format import HEADER_BYTES, Manifest, slot_checksum
+from attmemo.db.manifest import Manifest
+from attmemo.db.slots import HEADER_BYTES, slot_checksum
 from attmemo.embed.siamese import load_embedders
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
 
@@ -63,7 +64,7 @@ def _outcome(use: Callable[[], object]) -> str:
 # -- truncation
 
 
-def test_a_truncated_file_is_mapped(whole: Path) -> None:
+def test_a_truncated_file_is_refused_and_never_mapped(whole: Path) -> None:
     """Every file cut at many points: an error by name at open or at the first use, and no SIGBUS."""
 
     def cut() -> None:
@@ -88,7 +89,7 @@ def test_a_truncated_file_is_mapped(whole: Path) -> None:
     assert contents(whole) == before
 
 
-def test_a_file_is_gone(whole: Path) -> None:
+def test_a_missing_file_is_refused_by_name(whole: Path) -> None:
     """Each file missing in turn, or a directory in its place."""
 
     def lose() -> None:
@@ -112,7 +113,7 @@ def test_a_file_is_gone(whole: Path) -> None:
     assert findings(whole) == []
 
 
-def test_an_unreadable_manifest_is_a_traceback(copy: Path) -> None:
+def test_an_unreadable_manifest_is_refused_by_name(copy: Path) -> None:
     """A directory called MANIFEST.json, or a database that is a file."""
     (copy / "MANIFEST.json").unlink()
     (copy / "MANIFEST.json").mkdir()
@@ -142,7 +143,7 @@ def _positions(whole: Path, seed: int, count: int) -> Iterator[tuple[Path, int]]
         yield file, generator.randrange(file.stat().st_size)
 
 
-def test_a_flipped_bit_in_the_arena_is_served(whole: Path) -> None:
+def test_a_flipped_bit_in_the_arena_is_found(whole: Path) -> None:
     """Slots, padding, headers and the gap behind them: every flip is refused at open or found by check."""
     generator = random.Random(1)
     tried = 0
@@ -169,7 +170,7 @@ def test_check_names_the_slot(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["embedder-*", "index-*/*"])
-def test_a_flipped_bit_in_a_derived_file_is_parsed(whole: Path, pattern: str) -> None:
+def test_a_flipped_bit_in_a_derived_file_is_found_before_it_is_parsed(whole: Path, pattern: str) -> None:
     """Embedder and index containers: the digest is wrong, so faiss and safetensors never see them; check tells."""
     generator = random.Random(3)
     files = _files(whole, pattern)
@@ -183,7 +184,7 @@ def test_a_flipped_bit_in_a_derived_file_is_parsed(whole: Path, pattern: str) ->
                 assert _outcome(lambda: _use(whole)) == "DatabaseCorruptError"
 
 
-def test_a_flipped_bit_in_the_manifest_is_believed(whole: Path) -> None:
+def test_a_flipped_bit_in_the_manifest_is_refused(whole: Path) -> None:
     """Every byte of the manifest, a random bit of each; and every shorter manifest."""
     raw = (whole / "MANIFEST.json").read_bytes()
     generator = random.Random(4)
@@ -197,7 +198,7 @@ def test_a_flipped_bit_in_the_manifest_is_believed(whole: Path) -> None:
             Manifest.parse(raw[:length], whole)
 
 
-def test_a_flipped_catalogue_ends_the_process(whole: Path) -> None:
+def test_a_flipped_catalogue_never_ends_the_process(whole: Path) -> None:
     """LMDB trusts its file. Flips in data.mdb: refused, or harmless (every record as before), never a signal."""
 
     def flip() -> None:
@@ -215,7 +216,7 @@ def test_a_flipped_catalogue_ends_the_process(whole: Path) -> None:
             with changed(file, place, bytes([new])):
                 try:
                     with Database(whole) as database:
-                        for name in ("lengths", "sources", "rows", "splits", "slots", "checksums"):
+                        for name in ("ids", "lengths", "sources", "rows", "splits", "places", "checksums"):
                             same = np.array_equal(getattr(database.records, name), getattr(original, name))
                             assert same, f"{name} changed by byte {place}, and nobody said so"
                         seen["same"] += 1
@@ -228,7 +229,7 @@ def test_a_flipped_catalogue_ends_the_process(whole: Path) -> None:
     assert findings(whole) == []
 
 
-def test_a_flipped_lock_file_stops_a_reader(whole: Path) -> None:
+def test_a_flipped_lock_file_stops_no_reader(whole: Path) -> None:
     """LMDB's lock file holds nothing worth keeping: with nobody else there, it is made anew."""
 
     def flip() -> None:
@@ -244,7 +245,7 @@ def test_a_flipped_lock_file_stops_a_reader(whole: Path) -> None:
 # -- swapped
 
 
-def test_a_slot_copied_over_another_is_served(whole: Path) -> None:
+def test_a_slot_copied_over_another_is_found(whole: Path) -> None:
     """A slot is bound to its place: another one's bytes, with a good checksum of their own, are found."""
     manifest = read_manifest(whole)
     for found in manifest.classes:
@@ -255,13 +256,13 @@ def test_a_slot_copied_over_another_is_served(whole: Path) -> None:
                 assert len(findings(whole)) == 1, (found.name, a, b)
 
 
-def test_a_checksum_is_of_the_bytes_alone() -> None:
+def test_a_checksum_is_of_the_bytes_and_their_place() -> None:
     """The same bytes in another slot, class or database have another checksum."""
     places = [(u, n, s) for u in ("0" * 32, "1" * 32) for n in ("map-00003", "input-00003") for s in (0, 1, 10)]
     assert len({slot_checksum(*place, b"the same bytes") for place in places}) == len(places)
 
 
-def test_two_arena_files_are_swapped(copy: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_swapped_arena_files_are_refused(copy: Path, whole: Path, tmp_path: Path) -> None:
     """Of two classes, or of two databases with the same classes: refused at open."""
     other = fill(tmp_path / "other")
     one, two = copy / "arena" / "map-00003.slots", copy / "arena" / "map-00005.slots"
@@ -278,7 +279,7 @@ def test_two_arena_files_are_swapped(copy: Path, whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", ["catalogue", "index-000005", "MANIFEST.json", "embedder-000005.safetensors"])
-def test_a_part_of_another_database_is_taken(copy: Path, tmp_path: Path, what: str) -> None:
+def test_a_part_of_another_database_is_refused(copy: Path, tmp_path: Path, what: str) -> None:
     """Catalogue, indexes, embedder or manifest of a database with the same model and lengths, other rows."""
     other = train_by_hand(fill(tmp_path / "other", (5, *LENGTHS[1:])), seed=9)
     assert (copy / what).exists(), sorted(f.name for f in copy.iterdir())
@@ -290,7 +291,7 @@ def test_a_part_of_another_database_is_taken(copy: Path, tmp_path: Path, what: s
     assert _outcome(lambda: _use(copy)) in ("DatabaseCorruptError", "DatabaseTruncatedError")
 
 
-def test_two_layers_indexes_are_swapped(copy: Path) -> None:
+def test_two_swapped_indexes_are_refused(copy: Path) -> None:
     """An index belongs to a layer: the other layer's file has another digest."""
     one, two = copy / "index-000005" / "layer-000.safetensors", copy / "index-000005" / "layer-001.safetensors"
     a, b = one.read_bytes(), two.read_bytes()
@@ -303,7 +304,7 @@ def test_two_layers_indexes_are_swapped(copy: Path) -> None:
         database.index(SEQUENCE)
 
 
-def test_bytes_behind_the_end_are_an_error(copy: Path) -> None:
+def test_bytes_behind_the_end_are_no_error(copy: Path) -> None:
     """What lies behind the published slots belongs to nobody: a builder may just be writing there."""
     for file in _files(copy, "arena/*"):
         with file.open("ab") as stream:
@@ -317,7 +318,7 @@ def test_bytes_behind_the_end_are_an_error(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta"])
-def test_a_real_database_hides_a_flip(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_flip_in_a_real_database_is_found(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """A trained database of a transformers model: whole, and a flip in any of its files is found."""
     path = Path(shutil.copytree(request.getfixturevalue(f"{family}_database"), tmp_path / "db"))
     _use(path)
@@ -345,7 +346,7 @@ class _Payload:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
-def test_a_pickle_is_run(whole: Path, tmp_path: Path, protocol: int) -> None:
+def test_no_pickle_is_ever_run(whole: Path, tmp_path: Path, protocol: int) -> None:
     """A malicious pickle in place of each file: a named error, and the canary is not there."""
     canary = tmp_path / "canary"
     body = pickle.dumps(_Payload(canary), protocol)
@@ -368,7 +369,7 @@ def test_a_pickle_is_run(whole: Path, tmp_path: Path, protocol: int) -> None:
     assert canary.exists(), "the pickle would not have done anything anyway"
 
 
-def test_the_sources_unpickle() -> None:
+def test_the_sources_never_unpickle() -> None:
     """No pickle, no torch.load, no numpy objects, no eval, anywhere in the package."""
     forbidden = re.compile(
         r"^\s*(import|from)\s+(pickle|marshal|shelve|dill|joblib|cloudpickle)\b|pickle\.load|torch\.load\(|"

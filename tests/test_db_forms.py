@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo import Database, memoize
-from attmemo.db.forms import STORAGE, TYPES, map_shape, pack, unpack
+from attmemo.db.forms import STORAGE, TYPES, length_of, pack, unpack
+from attmemo.db.kinds import SlotKind
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.mmap import length_of
 from attmemo.profiler.build import BuildOptions, BuildResult, build_database
 from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.train import train_database
@@ -43,7 +43,8 @@ def test_a_map_comes_back_as_it_was_within_the_rounding_of_its_form(
 ) -> None:
     apm = softmaxed(heads, length, sharpness, causal, seed)
     stored = pack(apm, name, causal)
-    assert tuple(stored.shape) == map_shape(heads, length, causal)
+    shape = (heads, "n(n+1)/2") if causal else (heads, "n", "n")
+    assert tuple(stored.shape) == SlotKind("map", 1, name, shape).shape_for(length)
     assert length_of(tuple(stored.shape)) == length
     assert stored.dtype == TYPES[name]
     back = unpack(stored)
@@ -161,7 +162,7 @@ class TestAdmission:
             found = build_database(load_model(model), [log], output, BuildOptions(max_length=48, **options))
         return found, sum(asked)
 
-    def test_what_was_left_out_is_asked_of_the_model_again(
+    def test_what_was_left_out_is_not_asked_of_the_model_again(
         self, tiny_bert: str, log_lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log, output = tmp_path / "a.log", tmp_path / "db"
@@ -222,12 +223,12 @@ def test_a_causal_model_whose_attention_looks_ahead_is_refused(tmp_path: Path) -
         with DatabaseWriter(tmp_path / storage, info, storage) as writer:
             writer.add_source("s", "d")
             with pytest.raises(DatabaseCorruptError, match="looks ahead"):
-                writer.add([softmaxed(2, 5, 1.0, False, 0)], [hidden], Provenance(0, 0, 0))
+                writer.add_maps([softmaxed(2, 5, 1.0, False, 0)], [hidden], Provenance(0, 0, 0))
             apm = softmaxed(2, 5, 1.0, True, 0)
-            record = writer.add([apm], [hidden], Provenance(0, 1, 0))
+            record = writer.add_maps([apm], [hidden], Provenance(0, 1, 0))
             assert float(similarity_score(writer.maps(record)[0], apm)) > 0.98
             writer.publish()
         with Database(tmp_path / storage) as database:
             assert float(similarity_score(database.map(0, record), apm)) > 0.98
-            assert database.manifest.classes[1].shape == (2, 15)
+            assert database.manifest.classes[1].layout.shape == (2, 15)
             assert list(database.check()) == []

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from attmemo.db import BACKENDS, Backend, FlatIndex, LayerIndex
 from attmemo.db import index as db_index
+from attmemo.db.catalogue import Snapshot
 from attmemo.db.index import build_index, load_index
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
@@ -38,6 +39,17 @@ def clustered(count: int, seed: int = 0) -> Vectors:
     )
 
 
+def records(lengths: npt.ArrayLike, ids: npt.ArrayLike | None = None) -> Snapshot:
+    """What a container is loaded for: records of these lengths."""
+    found = np.asarray(lengths, np.int64)
+    zeros = np.zeros(len(found), np.int64)
+    known = np.arange(len(found)) if ids is None else np.asarray(ids, np.int64)
+    return Snapshot(known, found, zeros, zeros, zeros, zeros, np.zeros((len(found), 0), np.uint64))
+
+
+SIXTY = records(np.arange(60) % 3 + 4)
+
+
 def same(one: Found, two: Found) -> bool:
     """Whether two searches found the same, bit for bit."""
     return np.array_equal(one[0], two[0]) and np.array_equal(one[1], two[1])
@@ -51,7 +63,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param  # type: ignore[no-any-return]
 
 
-def test_a_record_does_not_find_itself(backend: Backend) -> None:
+def test_a_record_finds_itself(backend: Backend) -> None:
     """Asked for a stored vector, the answer is its own position at distance 0."""
     vectors = clustered(600)
     order, distances = build_index(vectors, backend).search(vectors, 1)
@@ -59,7 +71,7 @@ def test_a_record_does_not_find_itself(backend: Backend) -> None:
     assert float(np.quantile(distances, 0.99)) < 1e-3
 
 
-def test_the_nearest_is_missed(backend: Backend) -> None:
+def test_the_nearest_is_found(backend: Backend) -> None:
     """Recall at 1 against exhaustive search on clustered vectors, and true distances."""
     vectors, queries = clustered(1500), clustered(300, seed=1)
     exact = np.linalg.norm(queries[:, None] - vectors, axis=2)
@@ -68,7 +80,7 @@ def test_the_nearest_is_missed(backend: Backend) -> None:
     assert np.allclose(distances[:, 0], exact[np.arange(300), order[:, 0]], rtol=1e-3, atol=1e-4)
 
 
-def test_neighbours_come_in_any_order(backend: Backend) -> None:
+def test_neighbours_come_sorted(backend: Backend) -> None:
     """The k neighbours are sorted, distinct, and at their true distance."""
     vectors, queries = clustered(400), clustered(20, seed=2)
     order, distances = build_index(vectors, backend).search(queries, 10)
@@ -80,7 +92,7 @@ def test_neighbours_come_in_any_order(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_more_neighbours_than_vectors(backend: Backend, count: int) -> None:
+def test_missing_neighbours_are_position_minus_one(backend: Backend, count: int) -> None:
     """k larger than the index: the missing ones are position -1 at distance inf, as from every backend."""
     vectors = clustered(count)
     order, distances = build_index(vectors, backend).search(clustered(5, seed=3), 8)
@@ -91,13 +103,13 @@ def test_more_neighbours_than_vectors(backend: Backend, count: int) -> None:
     assert np.isfinite(distances[:, :count]).all()
 
 
-def test_nothing_is_asked(backend: Backend) -> None:
+def test_no_query_gives_no_neighbour(backend: Backend) -> None:
     """A batch without a single eligible row."""
     order, distances = build_index(clustered(10), backend).search(np.zeros((0, DIMENSION), np.float32), 3)
     assert order.shape == distances.shape == (0, 3)
 
 
-def test_the_same_vectors_give_another_index(backend: Backend) -> None:
+def test_the_same_vectors_give_the_same_index(backend: Backend) -> None:
     """Building twice gives the same bytes, or at least the same answers: a rebuilt database behaves as before."""
     vectors, queries = clustered(500), clustered(100, seed=4)
     one, two = build_index(vectors, backend), build_index(vectors, backend)
@@ -105,7 +117,7 @@ def test_the_same_vectors_give_another_index(backend: Backend) -> None:
     assert same(one.search(queries, 5), two.search(queries, 5))
 
 
-def test_a_loaded_index_answers_otherwise(backend: Backend) -> None:
+def test_a_loaded_index_answers_as_before(backend: Backend) -> None:
     """dump and load: the same answers, bit for bit."""
     vectors, queries = clustered(500), clustered(100, seed=5)
     built = build_index(vectors, backend)
@@ -121,7 +133,7 @@ def test_a_loaded_index_answers_otherwise(backend: Backend) -> None:
     k=st.integers(1, 6),
     backend=st.sampled_from(["flat", "faiss"]),
 )
-def test_another_length_is_found(lengths: list[int], asked: int, k: int, backend: Backend) -> None:
+def test_another_length_is_never_found(lengths: list[int], asked: int, k: int, backend: Backend) -> None:
     """A query of one length is answered by records of that length only; a length that is not there by nothing."""
     stored = np.array(lengths, np.int64)
     generator = np.random.default_rng(0)
@@ -156,25 +168,25 @@ def test_near_copies_are_at_distance_zero() -> None:
 def saved(backend: Backend, tmp_path: Path) -> tuple[Path, Backend, LayerIndex]:
     """A container of 60 records in three lengths."""
     index = LayerIndex.build(clustered(60), np.arange(60, dtype=np.int64) % 3 + 4, backend)
-    index.save(tmp_path / "layer.safetensors")
+    index.save(tmp_path / "layer.safetensors", SIXTY.ids)
     return tmp_path / "layer.safetensors", backend, index
 
 
-def test_a_container_answers_otherwise(saved: tuple[Path, Backend, LayerIndex]) -> None:
+def test_a_loaded_container_answers_as_before(saved: tuple[Path, Backend, LayerIndex]) -> None:
     """save and load: record ids and distances as before."""
     file, backend, index = saved
-    loaded = LayerIndex.load(file, DIMENSION, backend, 60)
+    loaded = LayerIndex.load(file, DIMENSION, backend, SIXTY, 60)
     assert loaded.lengths == index.lengths == {4, 5, 6}
     for length in (4, 5, 6, 7):
         assert same(index.search(length, clustered(60), 3), loaded.search(length, clustered(60), 3))
 
 
-@pytest.mark.parametrize("records", [0, 1, 59])
-def test_a_container_names_records_that_are_none(saved: tuple[Path, Backend, LayerIndex], records: int) -> None:
+@pytest.mark.parametrize("next_id", [0, 1, 59])
+def test_a_container_of_a_later_generation_is_refused(saved: tuple[Path, Backend, LayerIndex], next_id: int) -> None:
     """An index of a later generation beside an older manifest: refused."""
     file, backend, _ = saved
-    with pytest.raises(DatabaseCorruptError, match=rf"names record \d+ of {records}"):
-        LayerIndex.load(file, DIMENSION, backend, records)
+    with pytest.raises(DatabaseCorruptError, match=rf"names record \d+ of {next_id}"):
+        LayerIndex.load(file, DIMENSION, backend, SIXTY, next_id)
 
 
 def _rewritten(file: Path, **changes: Any) -> None:
@@ -199,19 +211,19 @@ def _rewritten(file: Path, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_a_container_that_does_not_fit_itself(
+def test_a_container_that_does_not_fit_itself_is_refused(
     saved: tuple[Path, Backend, LayerIndex], changes: dict[str, Any]
 ) -> None:
     """Ids missing, empty, of another type, negative, too few, too many; names that are none: refused."""
     file, backend, _ = saved
     _rewritten(file, **changes)
     with pytest.raises(DatabaseCorruptError):
-        LayerIndex.load(file, DIMENSION, backend, 60)
+        LayerIndex.load(file, DIMENSION, backend, SIXTY, 60)
 
 
 @pytest.mark.parametrize("backend", ["faiss", "flat"])
 @pytest.mark.parametrize("raw", [b"", b"x", b"IHNf" + b"\0" * 40, b"\xff" * 1000], ids=["empty", "x", "head", "ones"])
-def test_another_librarys_bytes(backend: Backend, raw: bytes) -> None:
+def test_bytes_of_another_library_are_refused(backend: Backend, raw: bytes) -> None:
     """What is no index, behind a digest that fits: an error of this library where the backend tells."""
     body = np.frombuffer(raw, np.uint8)
     if backend == "flat" and len(raw) % (4 * DIMENSION) == 0:
@@ -221,7 +233,7 @@ def test_another_librarys_bytes(backend: Backend, raw: bytes) -> None:
         load_index(body, DIMENSION, backend)
 
 
-def test_another_dimension_is_searched() -> None:
+def test_another_dimension_is_refused() -> None:
     """An index of other vectors: refused at load, not at the first search."""
     raw = build_index(clustered(20), "faiss").dump()
     with pytest.raises(ValueError, match="another dimension"):
@@ -230,18 +242,18 @@ def test_another_dimension_is_searched() -> None:
         load_index(build_index(clustered(20), "flat").dump(), 7, "flat")
 
 
-def test_a_file_that_is_no_container(tmp_path: Path) -> None:
+def test_a_file_that_is_no_container_is_refused(tmp_path: Path) -> None:
     """Not safetensors; a library that is not known."""
     (tmp_path / "x").write_bytes(b"nothing of the kind")
     with pytest.raises(DatabaseCorruptError, match="not an index container"):
-        LayerIndex.load(tmp_path / "x", DIMENSION, "faiss", 1)
+        LayerIndex.load(tmp_path / "x", DIMENSION, "faiss", SIXTY, 1)
     with pytest.raises(DatabaseCorruptError, match="not an index container"):
-        LayerIndex.load(tmp_path / "nowhere", DIMENSION, "faiss", 1)
+        LayerIndex.load(tmp_path / "nowhere", DIMENSION, "faiss", SIXTY, 1)
     with pytest.raises(DatabaseCorruptError, match="unknown index backend 'annoy'"):
-        LayerIndex.load(tmp_path / "x", DIMENSION, "annoy", 1)
+        LayerIndex.load(tmp_path / "x", DIMENSION, "annoy", SIXTY, 1)
 
 
-def test_hnswlib_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hnswlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for the optional backend without the extra: told what to install."""
     monkeypatch.setitem(sys.modules, "hnswlib", None)
     with pytest.raises(DatabaseError, match=r"hnswlib is not installed") as caught:
@@ -251,7 +263,7 @@ def test_hnswlib_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         load_index(np.zeros(8, np.uint8), DIMENSION, "hnswlib")
 
 
-def test_building_slows_torch_down() -> None:
+def test_building_does_not_slow_torch_down() -> None:
     """faiss builds on one thread to be deterministic, and puts the number of OpenMP threads back."""
     import faiss
 
@@ -260,29 +272,55 @@ def test_building_slows_torch_down() -> None:
     assert faiss.omp_get_max_threads() == before
 
 
-def test_a_stored_vector_is_missed_where_records_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stored_vector_is_found_where_records_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph misses one now and then; below the limit every stored vector is found, whatever the backend."""
     monkeypatch.setattr(db_index, "EXACT_BELOW", 200)
     vectors = np.concatenate([clustered(150), clustered(250)])
     lengths = np.repeat(np.array([3, 4]), [150, 250])
-    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container")
+    LayerIndex.build(vectors, lengths, "faiss").save(tmp_path / "container", np.arange(400))
     kinds = {name for name in load_file(str(tmp_path / "container")) if not name.endswith("ids")}
     assert kinds == {"3.flat", "4.index"}
-    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "faiss", 400)
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "faiss", records(lengths), 400)
     found, distances = loaded.search(3, vectors[:150])
     assert np.array_equal(vectors[found[:, 0]], vectors[:150])
     assert (distances[:, 0] == 0.0).all()
 
 
 def test_two_indexes_for_one_length_are_refused(tmp_path: Path) -> None:
-    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one")
+    LayerIndex.build(clustered(30), np.full(30, 4), "flat").save(tmp_path / "one", np.arange(30))
     tensors = load_file(str(tmp_path / "one"))
     save_file(tensors | {"4.index": tensors["4.flat"]}, str(tmp_path / "two"))
     with pytest.raises(DatabaseCorruptError, match="two indexes for length 4"):
-        LayerIndex.load(tmp_path / "two", DIMENSION, "flat", 30)
+        LayerIndex.load(tmp_path / "two", DIMENSION, "flat", records([4] * 30), 30)
 
 
-def test_the_nearest_depends_on_the_company_it_is_asked_in() -> None:
+def test_one_index_over_all_lengths_is_saved_and_loaded(backend: Backend, tmp_path: Path) -> None:
+    """Under the key `all`: records of any length are found, and the container holds their ids."""
+    vectors = clustered(60)
+    index = LayerIndex.build(vectors, None, backend)
+    index.save(tmp_path / "container", SIXTY.ids)
+    assert {name.split(".")[0] for name in load_file(str(tmp_path / "container"))} == {"all"}
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, backend, SIXTY, 60)
+    assert loaded.lengths == frozenset()
+    assert same(index.search("all", vectors, 3), loaded.search("all", vectors, 3))
+    assert loaded.search("all", vectors)[0][:, 0].tolist() == list(range(60))
+    assert loaded.search(4, vectors)[0].max() == -1
+
+
+def test_ids_are_translated_and_records_that_are_gone_are_not_found(tmp_path: Path) -> None:
+    """A container stores ids; a search gives positions, and -1 for a record that was removed since."""
+    vectors, ids = clustered(6), np.array([2, 3, 5, 8, 13, 21])
+    LayerIndex.build(vectors, np.full(6, 4), "flat").save(tmp_path / "container", ids)
+    left = records([4] * 4, [3, 5, 13, 30])
+    loaded = LayerIndex.load(tmp_path / "container", DIMENSION, "flat", left, 22)
+    assert loaded.search(4, vectors)[0][:, 0].tolist() == [-1, 0, 1, -1, 2, -1]
+    with pytest.raises(DatabaseCorruptError, match="names record 21 of 21"):
+        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", left, 21)
+    with pytest.raises(DatabaseCorruptError, match="another length than 4"):
+        LayerIndex.load(tmp_path / "container", DIMENSION, "flat", records([4, 5], [3, 5]), 22)
+
+
+def test_the_nearest_does_not_depend_on_the_rest_of_the_batch() -> None:
     """Vectors far from the origin and close together: the expanded square would cancel to noise."""
     vectors = clustered(300) * np.float32(1e-3) + np.float32(50.0)
     index = FlatIndex(vectors)

@@ -38,7 +38,7 @@ def _write(folder: Path, batches: list[tuple[int, int, int]], nbytes: int) -> No
     batches=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 500)), min_size=1, max_size=6),
     nbytes=st.sampled_from([1, 17, 40, 401, 1999, 2033, 2050, 4096, 9000]),
 )
-def test_a_sound_file_is_refused(batches: list[tuple[int, int, int]], nbytes: int) -> None:
+def test_a_sound_file_passes(batches: list[tuple[int, int, int]], nbytes: int) -> None:
     """Appending, overwriting and cutting, values in the page and on pages of their own: all of it passes."""
     with memory_directory() as folder:
         _write(folder, batches, nbytes)
@@ -46,7 +46,7 @@ def test_a_sound_file_is_refused(batches: list[tuple[int, int, int]], nbytes: in
 
 
 @pytest.mark.parametrize("nbytes", [17, 401, 5000])
-def test_a_hostile_file_passes(nbytes: int, tmp_path: Path) -> None:
+def test_a_file_that_passes_never_ends_the_process(nbytes: int, tmp_path: Path) -> None:
     """Whatever passes after random damage, LMDB can walk, cut and extend without a signal."""
     _write(tmp_path, [(0, 200, 190), (190, 60, 220), (100, 20, 200)], nbytes)
     body = (tmp_path / "data.mdb").read_bytes()
@@ -102,7 +102,7 @@ def _refused(file: Path, body: bytes | bytearray) -> bool:
     return False
 
 
-def test_a_cycle_is_walked_for_ever(tmp_path: Path) -> None:
+def test_a_cycle_is_refused(tmp_path: Path) -> None:
     """A branch that points at itself, at a meta page, behind the end, or where its sister points: refused."""
     _write(tmp_path, [(0, 2000, 3000)], 100)
     file = tmp_path / "data.mdb"
@@ -118,7 +118,7 @@ def test_a_cycle_is_walked_for_ever(tmp_path: Path) -> None:
     assert not _refused(file, body)
 
 
-def test_nodes_lie_over_each_other(tmp_path: Path) -> None:
+def test_overlapping_nodes_are_refused(tmp_path: Path) -> None:
     """Two entries that share their bytes would underflow when LMDB deletes one: refused. So are gaps."""
     _write(tmp_path, [(0, 10, 20)], 100)
     file = tmp_path / "data.mdb"
@@ -135,7 +135,7 @@ def test_nodes_lie_over_each_other(tmp_path: Path) -> None:
     assert _refused(file, hostile)
 
 
-def test_a_torn_read_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read while two commits went by: the meta pages are others now, so it is read again; else it is damage."""
     _write(tmp_path, [(0, 10, 20)], 100)
     file = tmp_path / "data.mdb"
@@ -155,14 +155,14 @@ def test_a_torn_read_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("body", [b"", b"\0" * 500, b"\0" * 8192, b"\xff" * 8192, b"\0" * 100_000])
-def test_a_file_of_nothing_passes(body: bytes, tmp_path: Path) -> None:
+def test_a_file_of_nothing_is_refused(body: bytes, tmp_path: Path) -> None:
     """Empty, zeros, ones."""
     (tmp_path / "data.mdb").write_bytes(body)
     with pytest.raises(ValueError, match="bytes"):
         check_environment(tmp_path / "data.mdb")
 
 
-def test_a_commit_under_way_looks_like_damage(tmp_path: Path) -> None:
+def test_a_commit_under_way_is_no_damage(tmp_path: Path) -> None:
     """While another process's builder commits, the file is read again until it stands still: never a false alarm."""
     _write(tmp_path, [(0, 500, 600)], 100)
     done = threading.Event()
@@ -186,7 +186,7 @@ def test_a_commit_under_way_looks_like_damage(tmp_path: Path) -> None:
         builder.join()
 
 
-def test_a_copy_of_a_sound_file(tmp_path: Path) -> None:
+def test_a_copy_of_a_sound_file_passes(tmp_path: Path) -> None:
     """A file system copy of an environment passes too: nothing depends on its lock file."""
     _write(tmp_path, [(0, 50, 40)], 100)
     shutil.copy(tmp_path / "data.mdb", tmp_path / "copy.mdb")

@@ -18,8 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.db import SEQUENCE, Database, DatabaseWriter, EmbedderRef, FileRef, LayerIndex, ModelInfo, Provenance
-from attmemo.db.format import KINDS, file_digest
+from attmemo.db import (
+    SEQUENCE,
+    Database,
+    DatabaseWriter,
+    EmbedderRef,
+    FileRef,
+    LayerIndex,
+    ModelInfo,
+    Provenance,
+    file_digest,
+)
 from attmemo.embed.siamese import SiameseEmbedder, save_embedders
 
 MODEL = ModelInfo(
@@ -55,7 +64,7 @@ def fill(path: Path, lengths: Sequence[int] = LENGTHS, every: int = 2, storage: 
         known = writer.stored_rows().get(source, set())
         for row, length in enumerate(lengths):
             if row not in known:
-                writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
             if row % every == every - 1 and writer.records > writer.manifest.records:
                 writer.publish()
         if writer.records > writer.manifest.records:
@@ -86,14 +95,14 @@ def train_by_hand(path: Path, seed: int = 0) -> Path:
         for layer in layers:
             vectors = torch.randn((len(database), 4), generator=generator).numpy()
             file = folder / ("sequence.safetensors" if layer == SEQUENCE else f"layer-{layer:03d}.safetensors")
-            LayerIndex.build(vectors, database.records.lengths, "faiss").save(file)
+            LayerIndex.build(vectors, database.records.lengths, "faiss").save(file, database.records.ids)
             indexes[str(layer)] = FileRef(str(file.relative_to(path)), file_digest(file))
         curve = {"distances": [0.0, 1.0], "scores": [1.0, 0.5]}
         writer.publish(
             embedder=EmbedderRef(
                 weights=FileRef(weights.name, file_digest(weights)),
                 backend="faiss",
-                records=len(database),
+                next_id=database.manifest.next_id,
                 indexes=indexes,
                 calibration={str(layer): {str(layer): curve} for layer in layers},
                 report={"dimension": 4, "layers": {}},
@@ -109,9 +118,10 @@ def contents(path: Path) -> Contents:
         for record in range(len(database)):
             length = int(database.records.lengths[record])
             body = b"".join(
-                bytes(database.arena(kind, length).slot_bytes(int(database.records.slots[record, k, layer])))
-                for k, kind in enumerate(KINDS)
-                for layer in range(database.manifest.model.layers)
+                bytes(database.arena(kind.name, length).slot_bytes(int(slot)))
+                for kind in database.manifest.known_kinds
+                for layer in range(kind.layers)
+                for slot in database.slots_of(kind.name, layer, np.array([record]))
             )
             key = int(database.records.sources[record]), int(database.records.rows[record])
             assert key not in found, f"row {key} is stored twice"

@@ -33,7 +33,8 @@ from test_db_tools import (
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db import writer as writer_module
-from attmemo.db.forms import STORAGE, TYPES, pack, type_of
+from attmemo.db.forms import STORAGE, TYPES, pack
+from attmemo.db.kinds import kinds_of_maps
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
 
 # -- round trip
@@ -48,15 +49,16 @@ from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedEr
     hidden=st.integers(1, 9),
     every=st.integers(1, 3),
 )
-def test_a_stored_map_comes_back_changed(
+def test_a_stored_map_comes_back_bit_for_bit(
     storage: str, lengths: list[int], layers: int, heads: int, hidden: int, every: int
 ) -> None:
     """Any storage type, odd lengths, several records of one length: each slot is exactly what was given."""
     model = dataclasses.replace(MODEL, layers=layers, heads=heads, hidden=hidden)
+    dtypes = {kind.name: kind.dtype for kind in kinds_of_maps(model, storage, {})}
     with memory_directory() as folder:
         with DatabaseWriter(folder / "db", model, storage) as writer:
             for row, length in enumerate(lengths):
-                assert writer.add(*sequence(row, length, model), Provenance(0, row)) == row
+                assert writer.add_maps(*sequence(row, length, model), Provenance(0, row)) == row
                 if row % every == 0:
                     writer.publish()
             writer.publish()
@@ -66,7 +68,7 @@ def test_a_stored_map_comes_back_changed(
                 maps, inputs = sequence(row, length, model)
                 for layer in range(layers):
                     for kind, given_tensor in ((KIND_MAP, maps[layer]), (KIND_INPUT, inputs[layer])):
-                        stored, name = database.slot(kind, layer, row), type_of(kind, storage)
+                        stored, name = database.slot(kind, layer, row), dtypes[kind]
                         plain = given_tensor.to(TYPES[name])
                         expected = pack(given_tensor, name, False) if kind == KIND_MAP else plain
                         assert stored.dtype == expected.dtype
@@ -74,12 +76,12 @@ def test_a_stored_map_comes_back_changed(
             assert list(database.check()) == []
 
 
-def test_a_bfloat16_map_is_rounded_again(tmp_path: Path) -> None:
+def test_a_bfloat16_map_is_never_rounded_again(tmp_path: Path) -> None:
     """A map that already has the storage type is stored as it is, whatever its memory layout."""
     maps, inputs = sequence(0, 6)
     given_maps = [m.bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for m in maps]
     with DatabaseWriter(tmp_path / "db", MODEL, "bfloat16") as writer:
-        writer.add(given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
+        writer.add_maps(given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
         writer.publish()
     with Database(tmp_path / "db") as database:
         assert all(torch.equal(database.slot(KIND_MAP, layer, 0), given_maps[layer]) for layer in range(2))
@@ -88,13 +90,13 @@ def test_a_bfloat16_map_is_rounded_again(tmp_path: Path) -> None:
 # -- visibility
 
 
-def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
+def test_an_unpublished_record_is_not_visible(tmp_path: Path) -> None:
     """Readers see generations, never what the builder is at; each publication counts one."""
     path = tmp_path / "db"
     with DatabaseWriter(path, MODEL, "float32") as writer:
         assert writer.manifest.generation == 0
         for generation in (1, 2, 3):
-            writer.add(*sequence(generation, 5), Provenance(0, generation))
+            writer.add_maps(*sequence(generation, 5), Provenance(0, generation))
             before = generation - 1
             if before:
                 with Database(path) as database:
@@ -106,16 +108,16 @@ def test_an_unpublished_record_is_visible(tmp_path: Path) -> None:
             writer.publish()
             with Database(path) as database:
                 assert (len(database), database.manifest.generation) == (generation, generation)
-        writer.add(*sequence(4, 5), Provenance(0, 4))
+        writer.add_maps(*sequence(4, 5), Provenance(0, 4))
     assert sorted(contents(path)) == [(0, 1), (0, 2), (0, 3)]
 
 
-def test_orphan_slots_survive_a_resume(tmp_path: Path) -> None:
+def test_orphan_slots_are_overwritten_by_a_resumed_build(tmp_path: Path) -> None:
     """A killed builder left slots behind the published ones; the next one writes over them, and nothing is damaged."""
     path = fill(tmp_path / "db", LENGTHS[:4])
     with DatabaseWriter(path, MODEL, "float32") as writer:
         for row in range(4, 8):
-            writer.add(*sequence(100 + row, LENGTHS[row]), Provenance(0, row))
+            writer.add_maps(*sequence(100 + row, LENGTHS[row]), Provenance(0, row))
     sizes = {file.name: file.stat().st_size for file in (path / "arena").iterdir()}
     assert findings(path) == []
     fill(path)
@@ -125,7 +127,7 @@ def test_orphan_slots_survive_a_resume(tmp_path: Path) -> None:
     assert {file.name: file.stat().st_size for file in (path / "arena").iterdir()} == sizes
 
 
-def test_a_reader_loses_what_it_had_open(tmp_path: Path) -> None:
+def test_a_reader_keeps_what_it_had_open(tmp_path: Path) -> None:
     """A reader keeps its generation, byte for byte, while the builder resumes and appends."""
     path = fill(tmp_path / "db", LENGTHS[:3])
     with Database(path) as database:
@@ -137,7 +139,7 @@ def test_a_reader_loses_what_it_had_open(tmp_path: Path) -> None:
         assert all(torch.equal(before[r], database.slot(KIND_MAP, 1, r)) for r in range(3))
 
 
-def test_an_old_manifest_does_not_open(tmp_path: Path) -> None:
+def test_an_old_manifest_opens_its_generation(tmp_path: Path) -> None:
     """Published generations are immutable: put an old manifest back and its generation is there, whole."""
     path = tmp_path / "db"
     manifests = []
@@ -151,7 +153,7 @@ def test_an_old_manifest_does_not_open(tmp_path: Path) -> None:
         assert findings(path) == []
 
 
-def test_a_source_is_listed_twice(tmp_path: Path) -> None:
+def test_a_source_is_listed_once(tmp_path: Path) -> None:
     """A data file is known by its content, under whatever name it comes back."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         assert [writer.add_source(n, d) for n, d in (("a", "1"), ("b", "2"), ("c", "1"))] == [0, 1, 0]
@@ -176,14 +178,14 @@ def _broken(maps: list[torch.Tensor], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["NaN", "infinite", "negative", "row of zeros", "row sums to 2"])
-def test_a_map_that_is_none_is_stored(tmp_path: Path, how: str) -> None:
+def test_a_map_that_is_none_is_never_stored(tmp_path: Path, how: str) -> None:
     """Overflow in the model must not become a record: refused with row and layer, and the counts stay."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer:
         maps, inputs = sequence(7, 5)
         _broken(maps, how)
         with pytest.raises(DatabaseCorruptError, match=r"row 7 of the data, layer 1: .*nothing was stored"):
-            writer.add(maps, inputs, Provenance(0, 7))
+            writer.add_maps(maps, inputs, Provenance(0, 7))
         assert writer.records == 2
         writer.publish()
     assert sorted(contents(path)) == [(0, 0), (0, 1)]
@@ -191,25 +193,25 @@ def test_a_map_that_is_none_is_stored(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("storage", "value"), [("float16", 1e6), ("float32", float("nan"))])
-def test_a_hidden_state_becomes_infinite(tmp_path: Path, storage: str, value: float) -> None:
+def test_a_hidden_state_never_becomes_infinite(tmp_path: Path, storage: str, value: float) -> None:
     """Large activations overflow float16: refused, not stored as infinity that spoils the embedder of the layer."""
     maps, inputs = sequence(0, 5)
     inputs[1][2, 3] = value
     with DatabaseWriter(tmp_path / "db", MODEL, storage) as writer:
         with pytest.raises(DatabaseCorruptError, match=rf"layer 1: the hidden states are not finite in {storage}"):
-            writer.add(maps, inputs, Provenance(0, 0))
+            writer.add_maps(maps, inputs, Provenance(0, 0))
         assert writer.records == 0
 
 
-def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
+def test_a_wrong_shape_is_never_half_stored(tmp_path: Path) -> None:
     """A caller's mistake is a ValueError, and the next record lies where it should."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         maps, inputs = sequence(0, 5)
         with pytest.raises(ValueError, match="shape"):
-            writer.add(maps, [x[:4] for x in inputs], Provenance(0, 0))
-        with pytest.raises(ValueError, match="expected 2 maps"):
-            writer.add(maps[:1], inputs, Provenance(0, 0))
-        writer.add(maps, inputs, Provenance(0, 0))
+            writer.add_maps(maps, [x[:4] for x in inputs], Provenance(0, 0))
+        with pytest.raises(ValueError, match="expected 2 slots of kind map"):
+            writer.add_maps(maps[:1], inputs, Provenance(0, 0))
+        writer.add_maps(maps, inputs, Provenance(0, 0))
         writer.publish()
     assert findings(tmp_path / "db") == []
     assert list(contents(tmp_path / "db")) == [(0, 0)]
@@ -218,12 +220,20 @@ def test_a_wrong_shape_is_half_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "storage", "words"),
     [
-        ({}, "bfloat16", "storage = 'float32'; asked: 'bfloat16'"),
-        ({"max_length": 32}, "float32", "max_length = 64; asked: 32"),
+        ({}, "bfloat16", "built with --dtype float32; asked: bfloat16"),
+        ({}, "uint8", "built with --dtype float32; asked: uint8"),
+        ({"max_length": 32}, "float32", "built with --max-length 64; asked: 32"),
         ({"name": "other", "fingerprint": "e" * 64}, "float32", "another model.*synthetic.*other"),
+        (
+            {"fields": MODEL.fields | {"config": '{"hidden_size": 9}'}, "fingerprint": "e" * 64},
+            "float32",
+            "another model; config.hidden_size: database 8, model 9",
+        ),
     ],
 )
-def test_a_resume_mixes_settings(tmp_path: Path, change: dict[str, Any], storage: str, words: str) -> None:
+def test_a_resumed_build_never_mixes_settings(
+    tmp_path: Path, change: dict[str, Any], storage: str, words: str
+) -> None:
     """Half a database of one model or type and half of another would serve wrong maps."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     before = (path / "MANIFEST.json").read_bytes()
@@ -233,16 +243,16 @@ def test_a_resume_mixes_settings(tmp_path: Path, change: dict[str, Any], storage
     fill(path)  # the lock was given back
 
 
-def test_other_settings_are_taken(tmp_path: Path) -> None:
+def test_other_settings_are_refused(tmp_path: Path) -> None:
     """What the caller calls settings is compared by name too."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}) as writer:
         writer.publish()
-    with pytest.raises(DatabaseError, match="windows = 4; asked: 5"):
+    with pytest.raises(DatabaseError, match="windows 4; asked: 5"):
         DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 5})
     DatabaseWriter(tmp_path / "db", MODEL, "float32", {"windows": 4}).close()
 
 
-def test_a_users_folder_is_taken_for_a_database(tmp_path: Path) -> None:
+def test_a_users_folder_is_never_taken_for_a_database(tmp_path: Path) -> None:
     """--output pointed at the user's own files: refused, and not a byte of them is changed."""
     mine = tmp_path / "thesis"
     mine.mkdir()
@@ -256,7 +266,7 @@ def test_a_users_folder_is_taken_for_a_database(tmp_path: Path) -> None:
         DatabaseWriter(tmp_path / "db", MODEL, "int4")
 
 
-def test_a_short_arena_is_filled_with_zeros(tmp_path: Path) -> None:
+def test_a_short_arena_is_never_filled_with_zeros(tmp_path: Path) -> None:
     """Resuming on a truncated file must not stretch it back: zeros would look like maps."""
     path = fill(tmp_path / "db", LENGTHS[:4])
     file = path / "arena" / "map-00003.slots"
@@ -267,7 +277,7 @@ def test_a_short_arena_is_filled_with_zeros(tmp_path: Path) -> None:
     assert file.stat().st_size == size - 1
 
 
-def test_a_lost_catalogue_is_made_anew(tmp_path: Path) -> None:
+def test_a_lost_catalogue_is_never_made_anew(tmp_path: Path) -> None:
     """Resuming without the catalogue would publish an empty one over the records."""
     path = fill(tmp_path / "db", LENGTHS[:4])
     (path / "catalogue" / "data.mdb").unlink()
@@ -275,7 +285,7 @@ def test_a_lost_catalogue_is_made_anew(tmp_path: Path) -> None:
         DatabaseWriter(path, MODEL, "float32")
 
 
-def test_the_first_build_died_while_it_began(tmp_path: Path) -> None:
+def test_a_build_that_died_at_its_beginning_starts_over(tmp_path: Path) -> None:
     """Killed before anything was published: whatever lies there, the same command starts over."""
     path = tmp_path / "db"
     (path / "catalogue").mkdir(parents=True)
@@ -289,7 +299,7 @@ def test_the_first_build_died_while_it_began(tmp_path: Path) -> None:
 # -- one writer
 
 
-def test_two_builders_write_at_once(tmp_path: Path) -> None:
+def test_two_builders_never_write_at_once(tmp_path: Path) -> None:
     """The second one is refused and told who holds the database; it works once the first has closed."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     with (
@@ -300,13 +310,13 @@ def test_two_builders_write_at_once(tmp_path: Path) -> None:
     DatabaseWriter(path, MODEL, "float32").close()
 
 
-def test_a_dead_builder_keeps_the_lock(tmp_path: Path) -> None:
+def test_a_dead_builder_gives_its_lock_back(tmp_path: Path) -> None:
     """The holder is another process: its pid is named; when it is killed nobody has to clean up."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     ready, tell = os.pipe()
 
     def hold() -> None:
-        DatabaseWriter(path, MODEL, "float32").add(*sequence(9, 5), Provenance(0, 9))
+        DatabaseWriter(path, MODEL, "float32").add_maps(*sequence(9, 5), Provenance(0, 9))
         os.write(tell, b"x")
         signal.pause()
 
@@ -324,7 +334,7 @@ def test_a_dead_builder_keeps_the_lock(tmp_path: Path) -> None:
     assert sorted(contents(path)) == [(0, row) for row in range(len(LENGTHS))]
 
 
-def test_a_file_system_without_locks_is_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOLCK is not somebody else's pid."""
 
     def flock(fd: int, operation: int) -> None:
@@ -360,7 +370,7 @@ class _Disk:
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
-def test_a_full_disk_costs_what_was_published(forever: bool) -> None:
+def test_a_full_disk_never_costs_what_was_published(forever: bool) -> None:
     """ENOSPC at the i-th call, for every i: a named error, the last generation whole, and the build resumes."""
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", SHORT))
@@ -388,7 +398,7 @@ def test_a_full_disk_costs_what_was_published(forever: bool) -> None:
         assert at > 30
 
 
-def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_goes_on_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk was full for a moment and the same writer tries the record again: no header, no slot is missing."""
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", SHORT))
@@ -401,7 +411,7 @@ def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
                     for _ in range(3):
                         try:
                             if row == writer.records:
-                                writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                                writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
                             if row % 2:
                                 writer.publish()
                             break
@@ -415,7 +425,7 @@ def test_the_writer_goes_on_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
 # -- Ctrl-C
 
 
-def test_ctrl_c_between_two_lines_tears_a_record() -> None:
+def test_ctrl_c_between_two_lines_tears_no_record() -> None:
     """KeyboardInterrupt at every line of `add` and `publish` in turn; then, as the builder does, a publication."""
     watched = {getattr(writer_module.DatabaseWriter, name).__code__ for name in ("add", "publish", "_write")}
     with memory_directory() as folder:
@@ -443,7 +453,7 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
                 sys.settrace(call)
                 try:
                     for row, length in enumerate(LENGTHS[:3]):
-                        writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                        writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
                         if row % 2:
                             writer.publish()
                     done = True
@@ -461,12 +471,12 @@ def test_ctrl_c_between_two_lines_tears_a_record() -> None:
         assert at > 100
 
 
-def test_the_size_is_counted_wrong(tmp_path: Path) -> None:
+def test_the_size_is_counted_to_the_byte(tmp_path: Path) -> None:
     """`cost` is what one more record takes, to the byte: --max-bytes relies on it."""
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         for row, length in enumerate(LENGTHS):
             before, cost = writer.stored_bytes, writer.cost(length)
-            writer.add(*sequence(row, length), Provenance(0, row))
+            writer.add_maps(*sequence(row, length), Provenance(0, row))
             assert writer.stored_bytes == before + cost
         writer.publish()
         assert sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir()) == writer.stored_bytes
@@ -474,7 +484,7 @@ def test_the_size_is_counted_wrong(tmp_path: Path) -> None:
         assert database.bytes == sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir())
 
 
-def test_the_manifest_forgets(tmp_path: Path) -> None:
+def test_a_publication_keeps_profile_and_tuning(tmp_path: Path) -> None:
     """A publication of new records keeps what an earlier one said about profile and tuning."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer:
@@ -484,13 +494,49 @@ def test_the_manifest_forgets(tmp_path: Path) -> None:
     assert (manifest.profile, manifest.tuning, manifest.records) == ({"a": 1}, {"b": [0.5]}, len(LENGTHS))
 
 
-def test_a_forked_child_breaks_the_parents_writer(tmp_path: Path) -> None:
+def test_a_forked_child_never_breaks_the_parents_writer(tmp_path: Path) -> None:
     """A child of fork exits with the writer open: file, lock and what the parent then publishes are as they were."""
     path = tmp_path / "db"
     with DatabaseWriter(path, MODEL, "float32") as writer:
-        writer.add(*sequence(0, 5), Provenance(0, 0))
+        writer.add_maps(*sequence(0, 5), Provenance(0, 0))
         assert in_child(lambda: None) == 0
         with pytest.raises(DatabaseLockedError):
             DatabaseWriter(path, MODEL, "float32")
         writer.publish()
     assert findings(path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOENT], ids=errno.errorcode.get)
+def test_a_place_that_cannot_be_written_is_not_called_a_broken_disk(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step is another place, and nothing about dmesg."""
+
+    def refused(write: Write) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    intercept_writes(monkeypatch, refused)
+    with pytest.raises(DatabaseError, match="cannot be written") as caught:
+        fill(tmp_path / "db")
+    assert "directory that exists" in str(caught.value)
+    assert "dmesg" not in str(caught.value)
+
+
+def test_a_full_disk_names_only_options_of_the_command_that_runs(tmp_path: Path) -> None:
+    path = fill(tmp_path / "db", LENGTHS[:2])
+    for when_full in (None, "or use --max-bytes"):
+        options: dict[str, Any] = {} if when_full is None else {"when_full": when_full}
+        with DatabaseWriter.reopen(path, **options) as writer, pytest.MonkeyPatch.context() as patch:
+            _Disk(patch, 0, forever=True)
+            with pytest.raises(StorageFullError) as caught:
+                writer.add_maps(*sequence(9, 3), Provenance(0, 9))
+        assert caught.value.hint == (when_full or "free space and run the same command again")
+
+
+def test_the_users_option_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
+    """`--dtype uint8` keeps the hidden states of one layer only: the difference to name is the type."""
+    fill(tmp_path / "db", LENGTHS[:2])
+    with pytest.raises(DatabaseError, match="built with --dtype float32; asked: uint8"):
+        DatabaseWriter(tmp_path / "db", MODEL, "uint8", {"inputs": "first"})
+    with pytest.raises(DatabaseError, match="built with --inputs all; asked: first"):
+        DatabaseWriter(tmp_path / "db", MODEL, "float32", {"inputs": "first"})

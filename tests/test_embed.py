@@ -321,7 +321,7 @@ def planted_database(path: Path, *, held_out: bool = True, seed: int = 0) -> tup
                     weak = 0.01 * torch.randn(LAYERS, length, PLANTED_HIDDEN - 12, generator=draw)
                     inputs = torch.cat([marks[template], strong, weak], -1)
                     split = SPLIT_HELD_OUT if held_out and number % 4 == 3 else SPLIT_TRAIN
-                    writer.add(list(maps), list(inputs), Provenance(source, row, split))
+                    writer.add_maps(list(maps), list(inputs), Provenance(source, row, split))
                     kinds.append(template)
                     row += 1
         writer.publish()
@@ -471,7 +471,7 @@ class TestTraining:
         database, _ = planted_database(tmp_path / "db")
         with database:
             ref = build_indexes(database, trained)
-        assert ref.records == len(database)
+        assert ref.next_id == len(database)
         assert set(ref.indexes) == {"-1", "0", "1"}
         assert json.loads(json.dumps(ref.calibration)) == ref.calibration
 
@@ -487,7 +487,7 @@ class TestTraining:
             with DatabaseWriter(tmp_path / name, info, "float32") as writer:
                 source = writer.add_source("few.txt", "0" * 64)
                 for row, n in enumerate(lengths):
-                    writer.add([torch.full((1, n, n), 1 / n)], [torch.randn(n, 4)], Provenance(source, row))
+                    writer.add_maps([torch.full((1, n, n), 1 / n)], [torch.randn(n, 4)], Provenance(source, row))
                 writer.publish()
             with Database(tmp_path / name) as database, pytest.raises(DatabaseError, match=match) as caught:
                 train(database, TrainOptions(steps=1))

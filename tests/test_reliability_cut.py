@@ -17,7 +17,8 @@ from test_db_tools import LENGTHS, contents, in_child
 
 from attmemo import memoize
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, read_manifest
-from attmemo.db.format import HEADER_BYTES, KINDS, MANIFEST
+from attmemo.db.files import MANIFEST
+from attmemo.db.slots import HEADER_BYTES
 from attmemo.errors import DatabaseCorruptError
 from attmemo.profiler.models import load_model
 
@@ -44,7 +45,7 @@ def _boundaries(file: Path, path: Path) -> set[int]:
     return {page + field for page in range(0, len(data), 4096) for field in fields}
 
 
-def test_a_file_cut_at_a_field_is_read_as_if_it_were_whole(copy: Path) -> None:
+def test_a_file_cut_at_a_field_is_refused(copy: Path) -> None:
     """Every file cut at every boundary of a field, and a byte beside it: an error by name, and never a signal."""
     expected = contents(copy)
     # A layer's index has the same fields as another's, and a class the same as another's.
@@ -73,7 +74,7 @@ def test_a_file_cut_at_a_field_is_read_as_if_it_were_whole(copy: Path) -> None:
     assert contents(copy) == expected
 
 
-def test_a_cut_container_with_a_digest_that_fits_is_searched(copy: Path) -> None:
+def test_a_cut_container_is_refused_even_if_its_digest_fits(copy: Path) -> None:
     """The same cuts of embedder and index, the manifest made to agree: what parses them tells."""
 
     def cut() -> None:
@@ -93,7 +94,7 @@ def test_a_cut_container_with_a_digest_that_fits_is_searched(copy: Path) -> None
 # -- cut or replaced while it is open
 
 
-def test_an_arena_cut_under_an_open_database_is_a_signal(copy: Path) -> None:
+def test_an_arena_cut_under_an_open_database_is_an_error_and_no_signal(copy: Path) -> None:
     """Truncated in place: every way to a slot says so."""
 
     def cut() -> None:
@@ -107,7 +108,7 @@ def test_an_arena_cut_under_an_open_database_is_a_signal(copy: Path) -> None:
             ]
             for read in reads:
                 read()
-            for kind in KINDS:
+            for kind in (KIND_MAP, KIND_INPUT):
                 found = database.arena(kind, 8).layout
                 file = copy / "arena" / f"{kind}-00008.slots"
                 for size in (found.file_bytes - 1, found.offset(1), found.header, 0):
@@ -119,12 +120,12 @@ def test_an_arena_cut_under_an_open_database_is_a_signal(copy: Path) -> None:
     assert in_child(cut) == 0
 
 
-def test_an_arena_that_was_replaced_gives_other_numbers(whole: Path, copy: Path) -> None:
+def test_a_replaced_arena_never_gives_other_numbers(whole: Path, copy: Path) -> None:
     """Renamed over: who has it mapped reads what was; who opens it later is told that it is another file."""
     with Database(whole) as database:
-        expected = {(k, n): database.slot(k, 1, n) for k in KINDS for n in range(len(database))}
+        expected = {(k, n): database.slot(k, 1, n) for k in (KIND_MAP, KIND_INPUT) for n in range(len(database))}
     with Database(copy) as database:
-        for kind in KINDS:
+        for kind in (KIND_MAP, KIND_INPUT):
             database.arena(kind, 8)
         for file in sorted((copy / "arena").iterdir()):
             other = file.with_name("other")
@@ -140,7 +141,7 @@ def test_an_arena_that_was_replaced_gives_other_numbers(whole: Path, copy: Path)
         Database(copy)
 
 
-def test_a_model_is_served_from_a_file_that_is_gone(
+def test_a_model_over_arenas_that_are_cut_stays_exact(
     bert_database: Path, tiny_bert: str, log_lines: list[str], tmp_path: Path
 ) -> None:
     """A memoized model over arenas that are replaced, then cut: the same answers bit for bit, then exact ones."""

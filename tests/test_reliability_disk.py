@@ -22,8 +22,7 @@ from test_db_tools import MODEL, contents, fill, findings, in_child, memory_dire
 
 from attmemo.db import Database, DatabaseWriter, Provenance
 from attmemo.db import index as db_index
-from attmemo.db import writer as writer_module
-from attmemo.db.format import MANIFEST
+from attmemo.db.files import MANIFEST, named, storing, write_all
 from attmemo.embed import siamese
 from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import DatabaseError, StorageFullError
@@ -47,7 +46,7 @@ class _Fails:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
-def test_a_failing_disk_costs_what_was_published(code: int, forever: bool) -> None:
+def test_a_failing_disk_never_costs_what_was_published(code: int, forever: bool) -> None:
     """EIO or a quota at the i-th call, for every i: an error by name, the last generation whole, and it resumes."""
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", SHORT))
@@ -72,21 +71,21 @@ def test_a_failing_disk_costs_what_was_published(code: int, forever: bool) -> No
         assert set(seen) == {"pwrite", "fdatasync", "fsync", "ftruncate", "replace"}
 
 
-def test_a_second_fsync_makes_lost_pages_published(tmp_path: Path) -> None:
+def test_a_second_fsync_never_publishes_lost_pages(tmp_path: Path) -> None:
     """The kernel tells of a lost write once: after that the writer publishes nothing, however often it is asked."""
     path = fill(tmp_path / "db", SHORT[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer, pytest.MonkeyPatch.context() as patch:
-        writer.add(*sequence(2, 3), Provenance(0, 2))
+        writer.add_maps(*sequence(2, 3), Provenance(0, 2))
         _Fails(patch, 0, errno.EIO)
         for _ in range(3):
             with pytest.raises(DatabaseError, match="Input/output error"):
                 writer.publish()
         with pytest.raises(DatabaseError, match="Input/output error"):
-            writer.add(*sequence(3, 3), Provenance(0, 3))
+            writer.add_maps(*sequence(3, 3), Provenance(0, 3))
     assert sorted(contents(path)) == [(0, 0), (0, 1)]
 
 
-def test_a_disk_full_of_indexes_is_a_traceback(
+def test_a_disk_full_of_indexes_is_an_error_that_leaves_nothing_behind(
     bert_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No room while training writes embedder or an index: said so, nothing lost, nothing left lying about."""
@@ -123,7 +122,7 @@ def test_a_disk_full_of_indexes_is_a_traceback(
     use(path)
 
 
-def test_safetensors_says_otherwise_that_a_disk_is_full(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognised_as_safetensors_reports_it(tmp_path: Path) -> None:
     """What `storing` recognises is what safetensors raises on a disk without room: a small tmpfs of a child's own.
 
     Never on /dev/full: safetensors renames over what it writes, and for root that would be the device.
@@ -132,25 +131,25 @@ def test_safetensors_says_otherwise_that_a_disk_is_full(tmp_path: Path) -> None:
 
     def write() -> None:
         tmpfs.mount("size=64k")
-        with pytest.raises(StorageFullError), writer_module.storing(tmp_path):
+        with pytest.raises(StorageFullError), storing(tmp_path):
             save_file({"x": np.zeros(1 << 20, np.uint8)}, str(tmp_path / "x.safetensors"))
 
     assert in_child(write, first=tmpfs.unshare) == 0
 
 
-def test_a_full_device_is_written_to_for_ever() -> None:
+def test_a_full_device_is_an_error_at_once() -> None:
     """The real thing: /dev/full says ENOSPC at once."""
     fd = os.open("/dev/full", os.O_RDWR)
     try:
         with pytest.raises(OSError, match="No space left") as caught:
-            writer_module._write_all(fd, b"x" * 5000, 0)
-        assert isinstance(writer_module._named(caught.value, Path("/dev")), StorageFullError)
+            write_all(fd, b"x" * 5000, 0)
+        assert isinstance(named(caught.value, Path("/dev")), StorageFullError)
     finally:
         os.close(fd)
 
 
 @pytest.mark.parametrize("most", [0x7FFFF000, (1 << 31) - 1, 1 << 29])
-def test_a_write_above_two_gigabytes_leaves_a_hole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_above_two_gigabytes_leaves_no_hole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux writes at most 2 GiB less a page at once: the rest follows, from where it stopped."""
     size, first = (5 << 30) + 12345, 8192
     written: list[tuple[int, int]] = []
@@ -164,7 +163,7 @@ def test_a_write_above_two_gigabytes_leaves_a_hole(most: int, monkeypatch: pytes
     except (OSError, ValueError) as error:
         pytest.skip(f"no address range of {size} bytes: {error}")
     monkeypatch.setattr(os, "pwrite", pwrite)
-    writer_module._write_all(3, body, first)  # type: ignore[arg-type]
+    write_all(3, body, first)  # type: ignore[arg-type]
     monkeypatch.undo()
     at = first
     for offset, count in written:

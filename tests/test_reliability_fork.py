@@ -22,12 +22,12 @@ def test_a_forked_writer_writes_over_its_parent(tmp_path: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer:
         source = writer.add_source("synthetic.log", "d" * 32)
         for row, length in enumerate(SHORT):
-            writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+            writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
             before = {f: f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
             def child() -> None:
                 with pytest.raises(ForkedHandleError, match="is its fork"):
-                    writer.add(*sequence(9, 5), Provenance(0, 9))
+                    writer.add_maps(*sequence(9, 5), Provenance(0, 9))
                 with pytest.raises(ForkedHandleError, match="is its fork"):
                     writer.publish()
                 writer.close()

@@ -30,7 +30,7 @@ from test_db_tools import (
 from attmemo import memoize
 from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db.catalogue import Catalogue
-from attmemo.db.format import MANIFEST
+from attmemo.db.files import MANIFEST
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, GenerationMismatchError
 from attmemo.profiler.models import load_model
@@ -39,7 +39,7 @@ from attmemo.profiler.train import train_database
 # -- parts of another database or generation
 
 
-def test_an_index_of_another_database_is_searched(bert_database: Path, deberta_database: Path, tmp_path: Path) -> None:
+def test_an_index_of_another_database_is_refused(bert_database: Path, deberta_database: Path, tmp_path: Path) -> None:
     """Same lengths, same generation, same names: told apart by whose they say they are."""
     path = Path(shutil.copytree(bert_database, tmp_path / "db"))
     mine, other = read_manifest(path).embedder, read_manifest(deberta_database).embedder
@@ -52,7 +52,7 @@ def test_an_index_of_another_database_is_searched(bert_database: Path, deberta_d
         assert "train-embedder" in str(caught.value)
 
 
-def test_an_index_of_another_generation_is_searched(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
+def test_an_index_of_another_generation_is_refused(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
     """Trained again, and the files of before put in the place of the new ones: refused; and by `memoize` too."""
     path = Path(shutil.copytree(bert_database, tmp_path / "db"))
     train_database(path, TrainOptions(steps=0, seed=5), profile=False)
@@ -92,7 +92,7 @@ def kill_cycles(cycles: int, seed: int) -> None:
             with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
                 source = writer.add_source("synthetic.log", "d" * 32)
                 for row, length in list(enumerate(lengths))[writer.records :]:
-                    writer.add(*sequence(row, length), Provenance(source, row, row % 2))
+                    writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
                     manifest = writer.publish()
                     told.write(f"{manifest.generation} {manifest.records}\n")
                     told.flush()
@@ -119,7 +119,7 @@ def kill_cycles(cycles: int, seed: int) -> None:
         assert contents(path) == expected
 
 
-def test_a_killed_builder_loses_what_it_acknowledged() -> None:
+def test_a_killed_builder_never_loses_what_it_acknowledged() -> None:
     """25 kills by the clock."""
     kill_cycles(25, seed=23)
 
@@ -225,22 +225,22 @@ def _after_power_cut(events: list[tuple[Any, ...]], keep: Callable[[str], Any], 
         file.write_bytes(old)
 
 
-def test_a_power_cut_leaves_half_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_power_cut_never_leaves_half_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every prefix of a build's writes, the unsynced ones dropped, kept, torn or mixed: what was published opens."""
     lengths = (3, 5, 3)
     with memory_directory() as folder:
         root = folder / "db"
         root.mkdir()
         drive, told = _Drive(root), []
-        append = Catalogue.append
+        put = Catalogue.put
 
-        def appended(self: Catalogue, first: int, records: Any) -> None:
+        def noticed(self: Catalogue, entries: Any) -> None:
             drive.notice()
-            append(self, first, records)
+            put(self, entries)
             drive.notice()
 
         with monkeypatch.context() as patch:
-            patch.setattr(Catalogue, "append", appended)
+            patch.setattr(Catalogue, "put", noticed)
             intercept_writes(patch, drive.call)
             for step in range(len(lengths) + 1):
                 fill(root, lengths[: min(step + 1, 2)] if step < 3 else lengths, every=1)

@@ -119,7 +119,7 @@ for after in (0, 1):
 """
 
 
-def test_a_builder_killed_at_any_system_call_of_anybody_loses_what_it_acknowledged(tmp_path: Path) -> None:
+def test_a_builder_killed_at_any_system_call_never_loses_what_it_acknowledged(tmp_path: Path) -> None:
     """Before the call, and half-way through or after it; then opened, checked, and built to its end."""
     source, killer = tmp_path / "killer.c", tmp_path / "killer.so"
     source.write_text(KILLER)

@@ -73,7 +73,7 @@ class Against(RuleBasedStateMachine):
     def add(self, number: int, length: int) -> None:
         assert self.writer is not None
         row = len(self.published) + len(self.pending)
-        assert self.writer.add(*sequence(number, length), Provenance(self.source, row)) == row
+        assert self.writer.add_maps(*sequence(number, length), Provenance(self.source, row)) == row
         self.pending.append((number, length))
 
     @precondition(lambda self: self.writer is not None)
@@ -111,7 +111,7 @@ class Against(RuleBasedStateMachine):
             writer = DatabaseWriter(self.path, MODEL, "float32")
             source = writer.add_source("synthetic.log", "d" * 32)
             for row, record in enumerate(more, first):
-                writer.add(*sequence(*record), Provenance(source, row))
+                writer.add_maps(*sequence(*record), Provenance(source, row))
             if told:
                 writer.publish()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -29,7 +29,7 @@ def readers_beside_a_builder(readers: int, seconds: float) -> None:
                 row = writer.records
                 while not stop.exists():
                     length = LENGTHS[row % len(LENGTHS)]
-                    writer.add(*sequence(row % 64, length), Provenance(0, row))
+                    writer.add_maps(*sequence(row % 64, length), Provenance(0, row))
                     row += 1
                     writer.publish()
                     time.sleep(0.002)
@@ -59,12 +59,14 @@ def readers_beside_a_builder(readers: int, seconds: float) -> None:
         assert findings(path) == []
 
 
-def test_a_reader_beside_a_builder_reads_a_torn_slot() -> None:
+def test_a_reader_beside_a_builder_never_reads_a_torn_slot() -> None:
     """One builder and four readers, each a process."""
     readers_beside_a_builder(4, 4.0)
 
 
-def test_a_reader_loses_its_index_to_a_second_training(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
+def test_a_reader_keeps_its_index_through_a_second_training(
+    bert_database: Path, tiny_bert: str, tmp_path: Path
+) -> None:
     """A model that is served while its database is trained twice answers as before, bit for bit."""
     path = Path(shutil.copytree(bert_database, tmp_path / "db"))
     files = read_manifest(path).embedder

@@ -17,16 +17,18 @@ import xxhash
 from reliability_tools import GOLDEN, outcome, reseal, use
 from test_db_tools import MODEL, changed, contents, fill, findings, memory_directory, sequence, train_by_hand
 
-from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
-from attmemo.db.format import HEADER_BYTES, MANIFEST, Manifest, check_arena
+from attmemo.db import Database, DatabaseWriter, Provenance, migrate, read_manifest
+from attmemo.db.files import MANIFEST
+from attmemo.db.manifest import Manifest
+from attmemo.db.slots import HEADER_BYTES, check_arena
 from attmemo.embed.siamese import load_embedders
-from attmemo.errors import DatabaseCorruptError
+from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 # -- every bit
 
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "BF16", "F64", "C64", "BOOL", "U4"])
-def test_numbers_of_a_type_that_nobody_here_has_are_read(copy: Path, kind: str) -> None:
+def test_numbers_of_an_unknown_type_are_refused(copy: Path, kind: str) -> None:
     """safetensors knows more types of numbers than numpy, and than older versions of torch: found by forging."""
     for file in sorted(copy.glob("*.safetensors")) + sorted(copy.glob("index-*/*")):
         good = file.read_bytes()
@@ -69,7 +71,7 @@ def flip_every(path: Path, bits: Callable[[int], list[int]]) -> int:
                             if at < HEADER_BYTES:
                                 check_arena(path, database.manifest.uuid, found)
                             else:
-                                seen = next(database.check(), None) is not None
+                                seen = database.check() != []
                         except DatabaseCorruptError:
                             seen = True
                         memory[at] ^= 1 << bit
@@ -83,19 +85,19 @@ def tiny(path: Path) -> Path:
     """One record of one layer."""
     model = dataclasses.replace(MODEL, layers=1, heads=1, hidden=2)
     with DatabaseWriter(path, model, "float32") as writer:
-        writer.add(*sequence(0, 3, model), Provenance(writer.add_source("x", "0" * 32), 0))
+        writer.add_maps(*sequence(0, 3, model), Provenance(writer.add_source("x", "0" * 32), 0))
         writer.publish()
     return path
 
 
-def test_a_bit_is_flipped_and_nobody_sees(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Every byte of the arenas of a tiny database, and every bit of its manifest."""
     generator = random.Random(39)
     with memory_directory() as folder:
         assert flip_every(tiny(folder / "db"), lambda at: [generator.randrange(8)] if at % 8 < 2 else []) > 10_000
 
 
-def test_two_slots_change_places(copy: Path) -> None:
+def test_two_exchanged_slots_are_found(copy: Path) -> None:
     """Of one class, each with its checksum: both are found; of the same record, or of two."""
     (found,) = (c for c in read_manifest(copy).classes if c.name == "map-00003")
     layout = found.layout
@@ -108,10 +110,10 @@ def test_two_slots_change_places(copy: Path) -> None:
     assert findings(copy) == []
 
 
-# -- a database that was written by version 1 of the format
+# -- databases that earlier versions of this library wrote
 
 
-def make_golden(path: Path = GOLDEN) -> None:
+def make_golden(path: Path = GOLDEN / "v2") -> None:
     """Write the database that is kept in the repository. Only to be run for a new version of the format.
 
     Three records of random numbers, random embedders, exact indexes::
@@ -122,6 +124,14 @@ def make_golden(path: Path = GOLDEN) -> None:
     train_by_hand(fill(path, (3, 5, 3)))
     for name in ("catalogue/lock.mdb", "builder.lock"):
         (path / name).unlink()
+
+
+@pytest.fixture(params=["v1", "v2"])
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a database in the repository."""
+    if mmap.PAGESIZE > 4096:
+        pytest.skip("the database was built for pages of 4096 bytes")
+    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / request.param))
 
 
 def digest_of(path: Path) -> str:
@@ -140,15 +150,23 @@ def digest_of(path: Path) -> str:
     return state.hexdigest()
 
 
-def test_a_database_of_version_1_reads_as_something_else(tmp_path: Path) -> None:
-    """The files in the repository, opened by the code of today."""
-    if mmap.PAGESIZE > 4096:
-        pytest.skip("the database was built for pages of 4096 bytes")
-    path = Path(shutil.copytree(GOLDEN, tmp_path / "v1"))
-    manifest = read_manifest(path)
+def test_a_database_of_an_earlier_version_reads_as_it_was_written(golden: Path) -> None:
+    """The files in the repository, opened by the code of today: every number as it was."""
+    manifest = read_manifest(golden)
     assert (manifest.records, manifest.generation, manifest.storage) == (3, 3, "float32")
-    assert digest_of(path) == "fffac35cea8a310443021e95952ddb8c"
-    assert findings(path) == []
-    assert sum(file.stat().st_size for file in GOLDEN.rglob("*") if file.is_file()) < 200_000
-    fill(path, (3, 5, 3, 8))  # and a builder goes on with it
-    assert findings(path) == []
+    assert digest_of(golden) == "fffac35cea8a310443021e95952ddb8c"
+    assert findings(golden) == []
+    assert sum(file.stat().st_size for file in golden.rglob("*") if file.is_file()) < 200_000
+
+
+def test_a_builder_goes_on_with_version_2_and_after_migration_with_version_1(golden: Path) -> None:
+    if read_manifest(golden).version == 1:
+        before = {f: f.read_bytes() for f in sorted(golden.rglob("*")) if f.is_file() and "lock" not in f.name}
+        with pytest.raises(DatabaseError, match="format version 1") as caught:
+            fill(golden, (3, 5, 3, 8))
+        assert caught.value.hint == f"attmemo migrate {golden}"
+        assert {f: f.read_bytes() for f in before} == before
+        assert migrate(golden)
+    fill(golden, (3, 5, 3, 8))
+    assert len(contents(golden)) == 4
+    assert findings(golden) == []

@@ -13,8 +13,11 @@ from helpers import SHORT
 from test_db_tools import MODEL, contents, fill, findings
 
 from attmemo.db import Database, DatabaseWriter, read_manifest
-from attmemo.db.catalogue import Catalogue, Record, extend_digest
-from attmemo.db.format import KINDS, MANIFEST, Manifest, SlotClass, arena_header, slot_shape
+from attmemo.db.catalogue import Catalogue, Record, add_to_digest
+from attmemo.db.files import MANIFEST
+from attmemo.db.kinds import kinds_of_maps
+from attmemo.db.manifest import Manifest
+from attmemo.db.slots import SlotClass, arena_header
 from attmemo.errors import DatabaseError, PageSizeError
 
 
@@ -23,21 +26,18 @@ def synthetic(path: Path, records: int) -> Path:
     model = dataclasses.replace(MODEL, layers=1, heads=1, hidden=2)
     path.mkdir()
     (path / "arena").mkdir()
-    lengths = (3, 5)
-    classes = {}
-    for kind in KINDS:
+    lengths, kinds = (3, 5), kinds_of_maps(model, "float32", {})
+    classes = []
+    for kind in kinds:
         for length in lengths:
-            empty = SlotClass.make(kind, length, slot_shape(kind, length, model), "float32")
-            found = classes[kind, length] = dataclasses.replace(empty, slots=records // 2)
+            found = dataclasses.replace(SlotClass.make(kind, length), places=records // 2)
+            classes.append(found)
             file = path / found.file
             file.write_bytes(arena_header("7" * 32, found))
             os.truncate(file, found.layout.file_bytes)
-    entries = [
-        Record(lengths[n % 2], 0, n, 0, np.full((2, 1), n // 2, np.uint64), np.zeros((2, 1), np.uint64))
-        for n in range(records)
-    ]
-    catalogue = Catalogue(path, len(KINDS), 1, write=True)
-    catalogue.append(0, entries)
+    entries = [(n, Record(lengths[n % 2], 0, n, n // 2, 0, (0, 0)).dump()) for n in range(records)]
+    catalogue = Catalogue(path, write=True)
+    catalogue.put(entries)
     catalogue.close()
     manifest = Manifest(
         uuid="7" * 32,
@@ -45,15 +45,18 @@ def synthetic(path: Path, records: int) -> Path:
         page_size=mmap.PAGESIZE,
         model=model,
         storage="float32",
+        kinds=kinds,
         records=records,
-        records_digest=extend_digest("", entries),
-        classes=tuple(classes.values()),
+        next_id=records,
+        records_digest=add_to_digest(None, entries),
+        places=dict.fromkeys(lengths, records // 2),
+        classes=tuple(classes),
     )
     (path / MANIFEST).write_bytes(manifest.dump())
     return path
 
 
-def test_a_hundred_thousand_records_are_as_many_maps_and_descriptors(tmp_path: Path) -> None:
+def test_a_hundred_thousand_records_need_no_more_maps_and_descriptors(tmp_path: Path) -> None:
     """What a reader holds depends on the number of lengths, not of records."""
     few, many = synthetic(tmp_path / "few", 100), synthetic(tmp_path / "many", 100_000)
 
@@ -74,7 +77,7 @@ def test_a_hundred_thousand_records_are_as_many_maps_and_descriptors(tmp_path: P
     assert held(few) == held(many) == (4, 8)  # Python keeps a descriptor of its own beside each map
 
 
-def test_slots_of_small_pages_are_mapped_on_a_machine_with_large_ones(
+def test_slots_of_small_pages_are_refused_on_a_machine_with_large_ones(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 KiB pages: a database of 4 KiB ones is refused with what to do, one built there opens; here it opens too."""

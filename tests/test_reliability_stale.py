@@ -28,7 +28,7 @@ def _trained_one_step(model: Any) -> None:
     model.eval()
 
 
-def test_a_fine_tuned_model_is_served_old_maps(bert_database: Path, tiny_bert: str) -> None:
+def test_a_fine_tuned_model_is_refused(bert_database: Path, tiny_bert: str) -> None:
     """One step of SGD: refused, and the weights are named."""
     model: Any = load_model(tiny_bert).model
     _trained_one_step(model)
@@ -36,7 +36,7 @@ def test_a_fine_tuned_model_is_served_old_maps(bert_database: Path, tiny_bert: s
         memoize(model, 0.5, bert_database)
 
 
-def test_another_mask_is_served(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
+def test_another_mask_is_refused(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
     """Family, mask kind and number of layers are of the model: each is named."""
     for change, words in (({"mask_kind": "window"}, "mask kind: database window, model"), ({"family": "x"}, "family")):
         path = Path(shutil.copytree(bert_database, tmp_path / next(iter(change))))
@@ -47,7 +47,7 @@ def test_another_mask_is_served(bert_database: Path, tiny_bert: str, tmp_path: P
             memoize(load_model(tiny_bert).model, 0.5, path)
 
 
-def test_another_tokenizer_cuts_the_texts(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(bert_database: Path, tiny_bert: str, tmp_path: Path) -> None:
     """The weights of the build beside another vocabulary: what the command line opens is refused."""
     info = read_manifest(bert_database).model
     assert open_model(info).name == info.name

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from attmemo.cli import bench, build, demo, families, generate, look, measure
+from attmemo.cli.migrate import migrate
 
 HELP = """Serve a transformer's attention maps from a database instead of computing them.
 
@@ -65,6 +66,7 @@ app.command("evaluate")(measure.evaluate)
 app.command("families")(families.families)
 app.command("inspect")(look.inspect)
 app.command("check")(look.check)
+app.command("migrate")(migrate)
 app.add_typer(bench.app, name="bench")
 app.command("generate", context_settings=generate.CONTEXT)(generate.generate)
 app.command("demo")(demo.demo)

@@ -102,7 +102,7 @@ def _check_plot(file: str | None) -> None:
 
 
 def _write_plot(file: str, picture: bytes) -> str:
-    from attmemo.db.format import write_durably
+    from attmemo.db.files import write_durably
 
     try:
         write_durably(Path(file), picture)

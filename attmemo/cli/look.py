@@ -43,7 +43,7 @@ def summarize(database: Database) -> dict[str, Any]:
     manifest = database.manifest
     model = {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")}
     embedder, profile = manifest.embedder, manifest.profile
-    indexed = embedder.records if embedder is not None else 0
+    indexed = 0 if embedder is None else int((database.records.ids < embedder.next_id).sum())
     return {
         "path": str(database.path),
         "generation": manifest.generation,
@@ -93,14 +93,13 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
-        from attmemo.db.format import KINDS
 
-        findings = []
         with Database(db) as database:
-            slots = len(database) * sum(map(database.manifest.layers_kept, KINDS))
-            for finding in database.check(lambda done, total: out.stages("checking slots", done, total)):
-                findings.append(asdict(finding))
-                out.say(f"{finding.where}: {finding.what}")
+            slots = len(database) * sum(kind.layers for kind in database.manifest.known_kinds)
+            found = database.check(lambda done, total: out.stages("checking slots", done, total))
+        findings = [asdict(finding) for finding in found]
+        for finding in found:
+            out.say(f"{finding.where}: {finding.what}")
         out.result({"path": str(db), "slots": slots, "ok": not findings, "findings": findings})
         if findings:
             typer.echo(

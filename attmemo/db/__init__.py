@@ -1,11 +1,14 @@
 """The attention database: format, writer, reader, catalogue and vector index."""
 
 from attmemo.db.catalogue import SPLIT_HELD_OUT, SPLIT_TRAIN
-from attmemo.db.database import Database, Finding, cache_directory, default_path, find_database
-from attmemo.db.format import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
-from attmemo.db.forms import KIND_INPUT, KIND_MAP
+from attmemo.db.database import Database, Finding
+from attmemo.db.files import file_digest, storing
+from attmemo.db.find import cache_directory, default_path, find_database
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
-from attmemo.db.writer import DatabaseWriter, Provenance, storing
+from attmemo.db.kinds import KIND_INPUT, KIND_MAP, SlotKind
+from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
+from attmemo.db.migration import migrate
+from attmemo.db.writer import DatabaseWriter, Provenance
 
 __all__ = [
     "BACKENDS",
@@ -25,9 +28,12 @@ __all__ = [
     "Manifest",
     "ModelInfo",
     "Provenance",
+    "SlotKind",
     "cache_directory",
     "default_path",
+    "file_digest",
     "find_database",
+    "migrate",
     "read_manifest",
     "storing",
 ]

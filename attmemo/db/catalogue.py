@@ -1,8 +1,8 @@
-"""The catalogue: which record has which slots, where each comes from, and what its bytes must hash to.
+"""The catalogue: what each record is, where its slots lie, and what their bytes must hash to.
 
-LMDB, one entry a record: small, transactional, many reader processes. Maps never go into it (values have no
-alignment that a window could map). A reader takes one snapshot into numpy arrays at open and closes the
-environment: lookups then never touch LMDB, and no reader transaction can go stale.
+LMDB, one entry a record: small, transactional, many reader processes; it takes inserts and deletes while others read.
+Slots never go into it (its values have no alignment that a window could map). A reader takes one snapshot into numpy
+arrays at open and closes the environment: lookups then never touch LMDB, and no reader transaction can go stale.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from attmemo.db.format import CATALOGUE
+from attmemo.db.files import CATALOGUE, RESTORE
 from attmemo.db.lmdbfile import check_environment
+from attmemo.db.manifest import Manifest
 from attmemo.errors import DatabaseCorruptError, DatabaseError, StorageFullError
 
-_HEAD = struct.Struct("<IIQB")  # length, source, row, split
-_KEY = struct.Struct(">Q")
+RECORDS: Final = b"r"  # prefix of a record's key; entries with other prefixes are ignored
+_ID = struct.Struct(">Q")
+_FIXED = [("length", "<u4"), ("source", "<u4"), ("row", "<u8"), ("place", "<u8"), ("split", "u1")]
 # An upper bound on the file, not an allocation: LMDB reserves address space and grows the file as it is used.
 _MAP_BYTES = 64 << 30
 _LOCK_BYTES = 8192  # LMDB's reader table for its default of 126 readers
@@ -35,50 +37,59 @@ _ENVIRONMENT = threading.RLock()
 SPLIT_TRAIN = 0
 SPLIT_HELD_OUT = 1
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored sequence.
-
-    ``slots`` and ``checksums`` are indexed ``[kind][layer]``, kinds in the order of `attmemo.db.format.KINDS`.
-    """
+    """One stored sequence; `checksums` has one number for each slot, kind by kind and layer by layer."""
 
     length: int
     source: int
     row: int
+    place: int
     split: int
-    slots: npt.NDArray[np.uint64]  # [kinds, layers]
-    checksums: npt.NDArray[np.uint64]  # [kinds, layers]
+    checksums: tuple[int, ...]
 
     def dump(self) -> bytes:
         """The LMDB value."""
-        both = np.stack([self.slots, self.checksums]).astype("<u8")
-        return _HEAD.pack(self.length, self.source, self.row, self.split) + both.tobytes()
+        fixed = (self.length, self.source, self.row, self.place, self.split, self.checksums)
+        return np.array([fixed], value_type(len(self.checksums))).tobytes()
 
-    @classmethod
-    def parse(cls, raw: bytes, kinds: int, layers: int) -> Record:
-        """Read a value; ValueError if it has another size."""
-        expected = _HEAD.size + 2 * kinds * layers * 8
-        if len(raw) != expected:
-            raise ValueError(f"{len(raw)} bytes, expected {expected}")
-        length, source, row, split = _HEAD.unpack_from(raw)
-        both = np.frombuffer(raw, "<u8", offset=_HEAD.size).reshape(2, kinds, layers)
-        return cls(length, source, row, split, both[0], both[1])
+
+def value_type(slots: int) -> np.dtype[Any]:
+    """The LMDB value of a record with so many slots, as numpy reads it."""
+    return np.dtype([*_FIXED, ("checksums", "<u8", (slots,))])
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All published records as arrays, ``R`` records."""
+    """All published records as arrays, ``R`` records in the order of their ids."""
 
-    lengths: npt.NDArray[np.int64]  # [R]
-    sources: npt.NDArray[np.int64]  # [R]
-    rows: npt.NDArray[np.int64]  # [R]
-    splits: npt.NDArray[np.int64]  # [R]
-    slots: npt.NDArray[np.int64]  # [R, kinds, layers]
-    checksums: npt.NDArray[np.uint64]  # [R, kinds, layers]
+    ids: Ints  # [R], ascending; gaps are records that are gone
+    lengths: Ints  # [R]
+    sources: Ints  # [R]
+    rows: Ints  # [R]
+    places: Ints  # [R]
+    splits: Ints  # [R]
+    checksums: npt.NDArray[np.uint64]  # [R, slots of a record]
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, ids: list[int], values: npt.NDArray[Any]) -> Snapshot:
+        """The snapshot of values of `value_type`; ValueError for a number that no array of numpy can index."""
+        if len(values) and max(int(values[name].max()) for name in ("row", "place")) >= 1 << 62:
+            raise ValueError("a record has an impossible row or place")
+        length, source, row, place, split = (values[name].astype(np.int64) for name, _ in _FIXED)
+        return cls(np.array(ids, np.int64), length, source, row, place, split, values["checksums"])
+
+    def record(self, position: int) -> Record:
+        """One record, by its position in the snapshot."""
+        columns = (self.lengths, self.sources, self.rows, self.places, self.splits)
+        length, source, row, place, split = (int(column[position]) for column in columns)
+        return Record(length, source, row, place, split, tuple(self.checksums[position].tolist()))
 
 
 class Catalogue:
@@ -88,10 +99,8 @@ class Catalogue:
     ----------
     path : Path
         Database directory.
-    kinds, layers : int
-        Shape of every entry.
     write : bool
-        Open for appending; creates it if needed.
+        Open for writing; creates it if needed.
     check : bool
         Look at the file's structure first, without which a damaged file would end the process. A builder that holds
         the lock need not look twice.
@@ -104,22 +113,20 @@ class Catalogue:
         It cannot be opened.
     """
 
-    def __init__(self, path: Path, kinds: int, layers: int, *, write: bool = False, check: bool = True) -> None:
+    def __init__(self, path: Path, *, write: bool = False, check: bool = True) -> None:
         self._path = path / CATALOGUE
-        self._kinds, self._layers = kinds, layers
         file = self._path / "data.mdb"
         if not write and not file.is_file():
             raise DatabaseCorruptError(
-                f"{self._path} is missing: the records cannot be found without their catalogue.",
-                "restore the database from a copy, or build it again with attmemo build-database",
+                f"{self._path} is missing: the records cannot be found without their catalogue.", RESTORE
             )
         if check and (not write or file.exists()):
             try:
                 check_environment(file)
             except ValueError as error:
-                raise self._corrupt(str(error)) from error
+                raise self.corrupt(str(error)) from error
             except OSError as error:
-                raise self._corrupt(f"it cannot be read: {error.strerror}") from error
+                raise self.corrupt(f"it cannot be read: {error.strerror}") from error
         _ENVIRONMENT.acquire()
         try:
             self._env = self._open(write)
@@ -137,17 +144,15 @@ class Catalogue:
             self._path.mkdir(exist_ok=True)
             self._reserve_lock()
             return lmdb.open(str(self._path), **options)
+        options |= {"readonly": True, "create": False}
         try:
             self._reserve_lock()
-        except OSError:
-            return lmdb.open(str(self._path), readonly=True, create=False, lock=False, **options)
-        try:
-            return lmdb.open(str(self._path), readonly=True, create=False, **options)
-        except lmdb.ReadonlyError:
-            return lmdb.open(str(self._path), readonly=True, create=False, lock=False, **options)
+            return lmdb.open(str(self._path), **options)
+        except (OSError, lmdb.ReadonlyError):
+            return lmdb.open(str(self._path), lock=False, **options)
         except lmdb.Error as error:
             if "Read-only" in str(error) or "Permission" in str(error):
-                return lmdb.open(str(self._path), readonly=True, create=False, lock=False, **options)
+                return lmdb.open(str(self._path), lock=False, **options)
             raise
 
     def _reserve_lock(self) -> None:
@@ -159,8 +164,23 @@ class Catalogue:
         finally:
             os.close(fd)
 
-    def append(self, first: int, records: Sequence[Record]) -> None:
-        """Store records under consecutive ids in one durable transaction.
+    def entries(self, prefix: bytes = RECORDS) -> Iterator[tuple[int, bytes]]:
+        """Ids and values of all entries with this prefix, in the order of ids."""
+        try:
+            with self._env.begin() as transaction:
+                cursor = transaction.cursor()
+                if not cursor.set_range(prefix):
+                    return
+                for key, raw in cursor:
+                    if not key.startswith(prefix):
+                        return
+                    if len(key) == len(prefix) + _ID.size:
+                        yield _ID.unpack_from(key, len(prefix))[0], bytes(raw)
+        except lmdb.Error as error:
+            raise self._named(error) from error
+
+    def put(self, entries: Iterable[tuple[int, bytes]]) -> None:
+        """Store records under their ids in one durable transaction.
 
         Raises
         ------
@@ -169,79 +189,55 @@ class Catalogue:
         """
         try:
             with self._env.begin(write=True) as transaction:
-                for offset, record in enumerate(records):
-                    transaction.put(_KEY.pack(first + offset), record.dump())
+                for number, raw in entries:
+                    transaction.put(RECORDS + _ID.pack(number), raw)
         except lmdb.Error as error:
             raise self._named(error) from error
 
-    def truncate(self, records: int) -> None:
-        """Remove entries that were never published."""
+    def delete(self, first: int = 0, prefix: bytes = RECORDS) -> None:
+        """Remove the entries with this prefix whose ids are not below `first`."""
         try:
             with self._env.begin(write=True) as transaction:
                 cursor = transaction.cursor()
-                found = cursor.set_range(_KEY.pack(records))
-                while found:
+                found = cursor.set_range(prefix + _ID.pack(first))
+                while found and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + _ID.size:
                     found = cursor.delete()
         except lmdb.Error as error:
             raise self._named(error) from error
 
-    def entries(self, records: int, digest: str | None = None) -> Iterator[tuple[int, Record]]:
-        """The first `records` entries in order.
+    def snapshot(self, manifest: Manifest) -> Snapshot:
+        """The records that a manifest of version 2 counts.
 
         Raises
         ------
         DatabaseCorruptError
-            An entry is missing or has the wrong size; or, after the last one, they do not have the digest.
+            They are not as many as it says, have another digest, or one of them is malformed.
         """
-        expected = 0
-        state = b""
+        expected = value_type(sum(kind.layers for kind in manifest.kinds))
+        gone = set(manifest.removed)
+        entries = [(n, raw) for n, raw in self.entries() if n < manifest.next_id and n not in gone]
+        for number, raw in entries:
+            if len(raw) != expected.itemsize:
+                raise self.corrupt(f"record {number} has {len(raw)} bytes, expected {expected.itemsize}")
+        if len(entries) != manifest.records:
+            raise self.corrupt(f"it holds {len(entries)} records, the manifest says {manifest.records}")
+        digest = add_to_digest(None, entries)
+        if digest != manifest.records_digest:
+            raise self.corrupt(f"its records have digest {digest}, expected {manifest.records_digest}")
         try:
-            with self._env.begin() as transaction:
-                for key, raw in transaction.cursor():
-                    if expected == records:
-                        break
-                    if len(key) != _KEY.size or _KEY.unpack(key)[0] != expected:
-                        raise self._corrupt(f"record {expected} of {records} is missing")
-                    raw = bytes(raw)
-                    state = _chain(state, raw)
-                    try:
-                        record = Record.parse(raw, self._kinds, self._layers)
-                    except ValueError as error:
-                        raise self._corrupt(f"record {expected}: {error}") from error
-                    yield expected, record
-                    expected += 1
-        except lmdb.Error as error:
-            raise self._named(error) from error
-        if expected != records:
-            raise self._corrupt(f"it holds {expected} records, the manifest says {records}")
-        if digest is not None and state.hex() != digest:
-            raise self._corrupt(f"its records have digest {state.hex()[:16]}…, expected {digest[:16]}…")
-
-    def snapshot(self, records: int, digest: str | None = None) -> Snapshot:
-        """The first `records` entries as arrays."""
-        held = int(self._env.stat()["entries"])
-        if held < records:  # before there is memory for as many as a damaged manifest likes
-            raise self._corrupt(f"it holds {held} records, the manifest says {records}")
-        heads = np.zeros((records, 4), np.int64)
-        slots = np.zeros((records, self._kinds, self._layers), np.int64)
-        checksums = np.zeros((records, self._kinds, self._layers), np.uint64)
-        for number, record in self.entries(records, digest):
-            if record.row >= 1 << 62 or int(record.slots.max(initial=0)) >= 1 << 62:
-                raise self._corrupt(f"record {number} has an impossible row or slot number")
-            heads[number] = record.length, record.source, record.row, record.split
-            slots[number] = record.slots
-            checksums[number] = record.checksums
-        return Snapshot(heads[:, 0], heads[:, 1], heads[:, 2], heads[:, 3], slots, checksums)
+            values = np.frombuffer(b"".join(raw for _, raw in entries), expected)
+            return Snapshot.of([number for number, _ in entries], values)
+        except ValueError as error:
+            raise self.corrupt(str(error)) from error
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
         _ENVIRONMENT.release()
 
-    def _corrupt(self, why: str) -> DatabaseCorruptError:
-        return DatabaseCorruptError(
-            f"{self._path}: {why}.", "restore the database from a copy, or build it again with attmemo build-database"
-        )
+    def corrupt(self, why: str) -> DatabaseCorruptError:
+        """The error for a damaged catalogue."""
+        return DatabaseCorruptError(f"{self._path}: {why}.", RESTORE)
 
     def _named(self, error: Exception) -> DatabaseError:
         text = str(error)
@@ -255,17 +251,23 @@ class Catalogue:
         if isinstance(
             error, lmdb.CorruptedError | lmdb.InvalidError | lmdb.PageNotFoundError | lmdb.VersionMismatchError
         ):
-            return self._corrupt(f"LMDB says {text}")
+            return self.corrupt(f"LMDB says {text}")
         return DatabaseError(f"{self._path}: LMDB says {text}.", "attmemo check " + str(self._path.parent))
 
 
-def extend_digest(digest: str, records: Iterable[Record]) -> str:
-    """Digest of a catalogue's entries after more of them were appended; the digest of none is empty."""
-    state = bytes.fromhex(digest)
-    for record in records:
-        state = _chain(state, record.dump())
-    return state.hex()
+def read_records(path: Path, manifest: Manifest) -> Snapshot:
+    """The records of a generation, of any version that this library reads."""
+    with closing(Catalogue(path)) as catalogue:
+        if manifest.version == 1:
+            from attmemo.db.version1 import snapshot
+
+            return snapshot(catalogue, manifest)
+        return catalogue.snapshot(manifest)
 
 
-def _chain(state: bytes, raw: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(state + raw)
+def add_to_digest(digest: str | None, entries: Iterable[tuple[int, bytes]]) -> str:
+    """The digest of records after more were added: a sum, so neither the order nor a later removal matters."""
+    total = 0 if digest is None else int(digest, 16)
+    for number, raw in entries:
+        total += xxhash.xxh3_128_intdigest(_ID.pack(number) + raw)
+    return f"{total % (1 << 128):032x}"

@@ -10,21 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from attmemo.db import format as fmt
-from attmemo.db.catalogue import Catalogue, Snapshot
-from attmemo.db.format import KINDS, Manifest, SlotClass
-from attmemo.db.forms import KIND_INPUT, KIND_MAP, unpack
+from attmemo.db.catalogue import Snapshot, read_records
+from attmemo.db.files import MANIFEST, RESTORE, file_digest
+from attmemo.db.forms import unpack
 from attmemo.db.index import LayerIndex
+from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP
+from attmemo.db.manifest import EmbedderRef, FileRef, Manifest, read_manifest
+from attmemo.db.slots import HEADER_BYTES, SlotClass, check_arena, slot_checksum
 from attmemo.errors import (
     DatabaseCorruptError,
     DatabaseError,
-    DatabaseNotFoundError,
     EmbedderMissingError,
     GenerationMismatchError,
     PageSizeError,
@@ -47,7 +49,8 @@ class Database:
     """A published generation of an attention database, opened for reading.
 
     Opening checks the manifest, the size and header of every arena file, the catalogue, and the digests of the
-    derived files; it reads no slot. `check` reads every one.
+    derived files; it reads no slot. `check` reads every one. Kinds of slots that this library does not know are
+    ignored, and so are their files.
 
     Parameters
     ----------
@@ -64,12 +67,14 @@ class Database:
     path : Path
     manifest : Manifest
     records : Snapshot
-        Lengths, provenance, slots and checksums of all records, as arrays.
+        Ids, lengths, provenance, places and checksums of all records, as arrays. "A record" is a position in them.
 
     Raises
     ------
     DatabaseNotFoundError, FormatVersionError, DatabaseCorruptError, DatabaseTruncatedError, PageSizeError
         The first rule that is broken.
+    ValueError
+        There is no such residency.
     """
 
     def __init__(
@@ -78,26 +83,30 @@ class Database:
         residency: Residency = "page-cache",
         progress: Progress | None = None,
     ) -> None:
+        if residency not in get_args(Residency):
+            raise ValueError(f"residency must be one of {', '.join(get_args(Residency))}; got {residency!r}")
         self.path = Path(path)
         self.residency: Residency = residency
-        self.manifest: Manifest = fmt.read_manifest(self.path)
         self._arenas: dict[str, Arena] = {}
         self._indexes: dict[int, LayerIndex] = {}
         self._opening = threading.Lock()
         self._closed = False
+        self.manifest: Manifest = read_manifest(self.path)
         if self.manifest.page_size % page_size():
             raise PageSizeError(
                 f"{self.path} was built for pages of {self.manifest.page_size} bytes; these have {page_size()}.",
                 "build it again on a machine with these pages",
             )
-        self._classes = {(c.kind, c.length): c for c in self.manifest.classes}
+        self.records: Snapshot = self._read_records()
         for found in self.manifest.classes:
-            fmt.check_arena(self.path, self.manifest.uuid, found)
-        catalogue = Catalogue(self.path, len(KINDS), self.manifest.model.layers)
-        try:
-            self.records: Snapshot = catalogue.snapshot(self.manifest.records, self.manifest.records_digest)
-        finally:
-            catalogue.close()
+            check_arena(self.path, self.manifest.uuid, found)
+        self._kinds = {kind.name: kind for kind in self.manifest.known_kinds}
+        self._classes = {(c.kind.name, c.length): c for c in self.manifest.classes}
+        self._first = {}  # kind -> its first checksum in a record
+        before = 0
+        for kind in self.manifest.kinds:
+            self._first[kind.name] = before
+            before += kind.layers
         self._check_references()
         if residency == "hugepages":
             self._load(progress)
@@ -124,23 +133,37 @@ class Database:
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
     def slots_of(self, kind: str, layer: int, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Slot numbers of a kind and layer for record ids."""
-        found: npt.NDArray[np.int64] = self.records.slots[records, KINDS.index(kind), layer]
+        """Slot numbers of a kind and layer for records.
+
+        Raises
+        ------
+        DatabaseError
+            A record keeps no slot of this kind and layer.
+        """
+        layers = self.manifest.layers_kept(kind)
+        if not 0 <= layer < layers:
+            kept = ", ".join(f"{found.name} (layers 0 to {found.layers - 1})" for found in self._kinds.values())
+            raise DatabaseError(
+                f"{self.path} keeps no slots of kind {kind!r} and layer {layer}.", f"ask for one of: {kept}"
+            )
+        found: npt.NDArray[np.int64] = self.records.places[records] * layers + layer
         return found
 
     def arena(self, kind: str, length: int) -> Arena:
-        """The arena of a slot class, opened at the first use."""
+        """The arena of a kind and length, opened at the first use; DatabaseError if there is none."""
         found = self._classes.get((kind, length))
         if found is None:
-            raise KeyError(f"no record of {length} tokens")
+            raise DatabaseError(
+                f"{self.path} has no record of {length} tokens with slots of kind {kind!r}.",
+                f"attmemo inspect {self.path} lists lengths; the kinds are {', '.join(self._kinds)}",
+            )
         arena = self._arenas.get(found.name)
         if arena is None:
             with self._opening:
                 self._check_open()
                 arena = self._arenas.get(found.name)
                 if arena is None:
-                    # Inputs are read by training only, never while serving: they stay in the page cache.
-                    residency: Residency = self.residency if kind == KIND_MAP else "page-cache"
+                    residency: Residency = self.residency if FORMS[kind].served else "page-cache"
                     arena = self._open_arena(found, residency)
         return arena
 
@@ -157,11 +180,21 @@ class Database:
         return self.view(KIND_INPUT, layer, record).float()
 
     def view(self, kind: str, layer: int, record: int) -> Tensor:
-        """A slot where it lies, without a copy. To be read only: the pages are, and a store ends the process."""
-        length = int(self.records.lengths[record])
-        mapping = self.arena(kind, length).mapping
+        """A slot where it lies, without a copy. To be read only: the pages are, and a store ends the process.
+
+        Raises
+        ------
+        DatabaseError
+            There is no such record, kind or layer; or the database was closed.
+        """
+        if not 0 <= record < len(self):
+            raise DatabaseError(
+                f"{self.path} has no record {record}.", f"its {len(self)} records are numbered from 0"
+            )
+        slot = int(self.slots_of(kind, layer, np.array(record)))
+        mapping = self.arena(kind, int(self.records.lengths[record])).mapping
         mapping.check_whole()
-        return mapping.slot(int(self.records.slots[record, KINDS.index(kind), layer]))
+        return mapping.slot(slot)
 
     def index(self, layer: int) -> LayerIndex:
         """The index of a layer, or of the once-per-sequence lookup (-1), loaded at the first use.
@@ -184,17 +217,12 @@ class Database:
                     if ref is None:
                         raise EmbedderMissingError(f"{self.path} has no index for layer {layer}.", self._train())
                     dimension = int(embedder.report.get("dimension", 128))
-                    found = LayerIndex.load(self.derived(ref), dimension, embedder.backend, embedder.records)
-                    for length in found.lengths:
-                        if (self.records.lengths[found.records_of(length)] != length).any():
-                            raise DatabaseCorruptError(
-                                f"{self.path / ref.file}: names a record of another length than {length}.",
-                                self._train(),
-                            )
+                    file = self.derived(ref)
+                    found = LayerIndex.load(file, dimension, embedder.backend, self.records, embedder.next_id)
                     self._indexes[layer] = found
         return found
 
-    def embedder_ref(self) -> fmt.EmbedderRef:
+    def embedder_ref(self) -> EmbedderRef:
         """Where the trained embedder is; EmbedderMissingError if it was never trained."""
         if self.manifest.embedder is None:
             raise EmbedderMissingError(
@@ -203,11 +231,11 @@ class Database:
             )
         return self.manifest.embedder
 
-    def derived(self, ref: fmt.FileRef) -> Path:
+    def derived(self, ref: FileRef) -> Path:
         """Path of a derived file, its digest checked: nothing parses bytes that the builder did not write."""
         file = self.path / ref.file
         try:
-            digest = fmt.file_digest(file)
+            digest = file_digest(file)
         except OSError as error:
             raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._train()) from error
         if digest != ref.digest:
@@ -217,52 +245,20 @@ class Database:
             )
         return file
 
-    def check(self, progress: Progress | None = None) -> Iterator[Finding]:
-        """Read everything: every slot's checksum, its padding, every reference, every derived file.
+    def check(self, progress: Progress | None = None) -> list[Finding]:
+        """Read everything: every slot's checksum, its padding, every derived file.
 
         Parameters
         ----------
         progress : callable, optional
             Called with (slots done, slots in total).
 
-        Yields
-        ------
-        Finding
-            In the order found; none if the database is whole.
+        Returns
+        -------
+        list of Finding
+            In the order found; empty if the database is whole.
         """
-        kept = {kind: self.manifest.layers_kept(kind) for kind in KINDS}
-        total, done = len(self) * sum(kept.values()), 0
-        for record in range(len(self)):
-            length = int(self.records.lengths[record])
-            for k, kind in enumerate(KINDS):
-                found = self._classes[(kind, length)]
-                arena = self.arena(kind, length)
-                for layer in range(kept[kind]):
-                    slot = int(self.records.slots[record, k, layer])
-                    where = f"{found.file}, slot {slot} (record {record}, layer {layer})"
-                    arena.mapping.check_whole()
-                    payload = arena.slot_bytes(slot)
-                    checksum = fmt.slot_checksum(self.manifest.uuid, found.name, slot, payload)
-                    if checksum != int(self.records.checksums[record, k, layer]):
-                        yield Finding(where, "the bytes do not match their checksum")
-                done += kept[kind]
-                if progress is not None:
-                    progress(done, total)
-        for found in self.manifest.classes:
-            yield from self._check_padding(found)
-        embedder = self.manifest.embedder
-        if embedder is not None:
-            for ref in (embedder.weights, *embedder.indexes.values()):
-                try:
-                    self.derived(ref)
-                except DatabaseCorruptError as error:
-                    yield Finding(ref.file, error.what)
-            for name in embedder.indexes:
-                with suppress(DatabaseCorruptError):  # a wrong digest is already reported
-                    try:
-                        self.index(int(name))
-                    except EmbedderMissingError as error:
-                        yield Finding(f"index {name}", error.what)
+        return [*self._check_slots(progress), *self._check_padding(), *self._check_derived()]
 
     # -- do
 
@@ -293,9 +289,20 @@ class Database:
 
     # -- inside
 
+    def _read_records(self) -> Snapshot:
+        """The records of the manifest; of a later one, if a builder has published since it was read."""
+        while True:
+            try:
+                return read_records(self.path, self.manifest)
+            except DatabaseCorruptError:
+                again = read_manifest(self.path)
+                if again.generation == self.manifest.generation:
+                    raise
+                self.manifest = again
+
     def _load(self, progress: Progress | None) -> None:
-        """Open every arena of maps, which loads it, and say once where they could not be had as asked."""
-        classes = [found for found in self.manifest.classes if found.kind == KIND_MAP]
+        """Open every arena that serving reads, which loads it; say once where memory could not be had as asked."""
+        classes = [found for found in self.manifest.classes if FORMS[found.kind.name].served]
         total, done = sum(found.layout.file_bytes for found in classes), 0
         notices = []
         for found in classes:
@@ -311,7 +318,7 @@ class Database:
 
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
         arena = Arena(self.path / found.file, found.layout, residency, progress)
-        fmt.check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
+        check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
         self._arenas[found.name] = arena
         return arena
 
@@ -319,7 +326,7 @@ class Database:
         if self._closed:
             raise DatabaseError(f"{self.path} was closed", f"open it again: Database({str(self.path)!r})")
 
-    def _check_generation(self, ref: fmt.FileRef) -> None:
+    def _check_generation(self, ref: FileRef) -> None:
         """If a derived file says whose it is, and it is not the one that is named: say that instead of a digest."""
         file = self.path / ref.file
         try:
@@ -335,53 +342,68 @@ class Database:
         named = "".join(filter(str.isdecimal, ref.file.split("/")[0])).lstrip("0")
         if "generation" in owner and owner["generation"] != named:
             raise GenerationMismatchError(
-                f"{file} was written for generation {owner['generation'][:20]}, expected {named}: {fmt.MANIFEST} "
+                f"{file} was written for generation {owner['generation'][:20]}, expected {named}: {MANIFEST} "
                 "names another file of this name.",
                 self._train(),
             )
 
     def _check_references(self) -> None:
-        records = self.records
+        records, manifest = self.records, self.manifest
         for length in np.unique(records.lengths).tolist():
-            rows = records.lengths == length
-            for k, kind in enumerate(KINDS):
-                found = self._classes.get((kind, length))
-                if found is None:
-                    raise self._corrupt(f"a record has {length} tokens, but there are no {kind} slots of that length")
-                slots = records.slots[rows, k, : self.manifest.layers_kept(kind)]
-                if int(slots.max()) >= found.slots:
-                    raise self._corrupt(f"a record names a slot beyond the {found.slots} of {found.name}")
-                if len(np.unique(slots)) != slots.size:
-                    raise self._corrupt(f"two records name the same slot of {found.name}")
-        if len(records) and records.sources.max() >= max(1, len(self.manifest.sources)):
+            places = records.places[records.lengths == length]
+            if length not in manifest.places:
+                raise self._corrupt(f"a record has {length} tokens, but there are no slots of that length")
+            if int(places.max()) >= manifest.places[length]:
+                raise self._corrupt(f"a record is beyond the {manifest.places[length]} places of length {length}")
+            if len(np.unique(places)) != len(places):
+                raise self._corrupt(f"two records have the same place of length {length}")
+        if len(records) and records.sources.max() >= max(1, len(manifest.sources)):
             raise self._corrupt("a record names a data source that is not listed")
-        for found in self.manifest.classes:
-            layers = self.manifest.layers_kept(found.kind)
-            if found.slots % layers:
-                raise self._corrupt(f"{found.name} has {found.slots} slots, not a multiple of {layers} layers")
-        embedder = self.manifest.embedder
-        if embedder is not None and embedder.records > len(records):
-            raise self._corrupt(f"the index covers {embedder.records} records of {len(records)}")
 
-    def _check_padding(self, found: SlotClass) -> Iterator[Finding]:
-        spare = found.stride - found.layout.nbytes
-        with (self.path / found.file).open("rb") as stream:
-            stream.seek(fmt.HEADER_BYTES)
-            gap = found.header - fmt.HEADER_BYTES
-            if stream.read(gap).count(0) != gap:
-                yield Finding(found.file, "the bytes between the header and the first slot are not zero")
-            if not spare:
-                return
-            for slot in range(found.slots):
-                stream.seek(found.layout.offset(slot) + found.layout.nbytes)
-                if stream.read(spare).count(0) != spare:
-                    yield Finding(f"{found.file}, slot {slot}", "the padding behind the slot is not zero")
+    def _check_slots(self, progress: Progress | None) -> Iterator[Finding]:
+        total, done = len(self) * sum(kind.layers for kind in self._kinds.values()), 0
+        for record, length in enumerate(self.records.lengths.tolist()):
+            for kind in self._kinds.values():
+                found, arena = self._classes[(kind.name, length)], self.arena(kind.name, length)
+                for layer in range(kind.layers):
+                    slot = int(self.records.places[record]) * kind.layers + layer
+                    arena.mapping.check_whole()
+                    checksum = slot_checksum(self.manifest.uuid, found.name, slot, arena.slot_bytes(slot))
+                    if checksum != int(self.records.checksums[record, self._first[kind.name] + layer]):
+                        where = f"{found.file}, slot {slot} (record {record}, layer {layer})"
+                        yield Finding(where, "the bytes do not match their checksum")
+                done += kind.layers
+                if progress is not None:
+                    progress(done, total)
+
+    def _check_padding(self) -> Iterator[Finding]:
+        for found in self.manifest.classes:
+            layout, spare = found.layout, found.stride - found.layout.nbytes
+            with (self.path / found.file).open("rb") as stream:
+                stream.seek(HEADER_BYTES)
+                gap = found.header - HEADER_BYTES
+                if stream.read(gap).count(0) != gap:
+                    yield Finding(found.file, "the bytes between the header and the first slot are not zero")
+                for slot in range(found.slots if spare else 0):
+                    stream.seek(layout.offset(slot) + layout.nbytes)
+                    if stream.read(spare).count(0) != spare:
+                        yield Finding(f"{found.file}, slot {slot}", "the padding behind the slot is not zero")
+
+    def _check_derived(self) -> Iterator[Finding]:
+        embedder = self.manifest.embedder
+        if embedder is None:
+            return
+        for ref in (embedder.weights, *embedder.indexes.values()):
+            try:
+                self.derived(ref)
+            except DatabaseCorruptError as error:
+                yield Finding(ref.file, error.what)
+        for name in embedder.indexes:
+            with suppress(DatabaseCorruptError):  # a wrong digest is already reported
+                self.index(int(name))
 
     def _corrupt(self, why: str) -> DatabaseCorruptError:
-        return DatabaseCorruptError(f"{self.path}: {why}.", self._restore())
-
-    def _restore(self) -> str:
-        return "restore the database from a copy, or build it again with attmemo build-database"
+        return DatabaseCorruptError(f"{self.path}: {why}.", RESTORE)
 
     def _train(self) -> str:
         return f"attmemo train-embedder {self.path}"
@@ -390,44 +412,3 @@ class Database:
 def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
     """The progress of one arena as a part of that of all."""
     return None if progress is None else lambda done, _: progress(before + done, total)
-
-
-def cache_directory() -> Path:
-    """Where databases are looked for by fingerprint: ``$ATTMEMO_CACHE``, or the user's cache directory."""
-    from platformdirs import user_cache_path
-
-    chosen = os.environ.get("ATTMEMO_CACHE")
-    return Path(chosen) if chosen else user_cache_path("attmemo", appauthor=False) / "databases"
-
-
-def find_database(fingerprint: str) -> Path:
-    """The database of a model in the cache directory, the one with most records if there are several.
-
-    Raises
-    ------
-    DatabaseNotFoundError
-        There is none for this fingerprint.
-    """
-    folder = cache_directory()
-    best: tuple[int, Path] | None = None
-    for file in sorted(folder.glob(f"*/{fmt.MANIFEST}")):
-        try:
-            manifest = fmt.read_manifest(file.parent)
-        except DatabaseError:  # damaged, or of another version: not the one we look for
-            continue
-        if manifest.model.fingerprint == fingerprint and (best is None or manifest.records > best[0]):
-            best = manifest.records, file.parent
-    if best is None:
-        raise DatabaseNotFoundError(
-            f"no database for this model (fingerprint {fingerprint[:12]}…) in {folder}.",
-            "attmemo build-database --model … --data …, or pass database=PATH",
-        )
-    return best[1]
-
-
-def default_path(fingerprint: str) -> Path:
-    """Where a database is built when the user names no place: found again by `find_database`."""
-    return cache_directory() / fingerprint[:16]
-
-
-__all__ = ["Database", "Finding", "cache_directory", "default_path", "find_database"]

@@ -1,14 +1,13 @@
-"""How numbers are stored: the type of each kind of slot, and maps in fewer bytes.
+"""How numbers are stored: types of slots, and maps in fewer bytes.
 
 A map's row is a probability distribution, and most of its entries are small. The 8-bit form stores
 ``q = round(top * cbrt(p / max(row)))`` and reads ``p = q^3 / sum(q^3)``: the root spends its steps where the entries
-are, rows sum to one by construction, and no scale is kept beside them. Which of 255 to 248 is the `top` of a row is
-tried out: whichever loses least. Similarity of a map to its 8-bit self, in the mean over real maps of six logs: .9980
-to .9985 (with 255 for all .9977 to .9981; square root .9971 to .9985, fourth root .9976 to .9982, linear with a scale
-per row .987 to .996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
+are, rows sum to one by construction, and no scale is kept beside them. Each row takes the `top` of 255 to 248 that
+loses least. Similarity of a map to its 8-bit form, in the mean over real maps of six logs: .9980 to .9985 (with 255
+for all rows .9977 to .9981; square root .9971 to .9985, fourth root .9976 to .9982, linear with a scale per row .987
+to .996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
 
-`native/map_product.c` multiplies with either without making the map in memory first; `unpack` is its oracle, and what
-training and reports look at.
+`native/map_product.c` multiplies with both forms where they lie. `unpack` is its oracle; training and reports use it.
 """
 
 from __future__ import annotations
@@ -19,35 +18,27 @@ from typing import Final
 import torch
 from torch import Tensor
 
-KIND_MAP: Final = "map"  # a layer's attention map over valid tokens, [heads, n, n] as it is stored
-KIND_INPUT: Final = "input"  # the hidden states that entered the layer, [n, hidden]
-
 TYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "uint8": torch.uint8,
     "float8_e4m3": torch.float8_e4m3fn,
+    "int32": torch.int32,
 }
 """Number types that a slot may have, by the name in the manifest."""
 
 TOPS: Final = range(255, 247, -1)
-"""What a row's greatest probability may be stored as. A reader need not know: rows are divided by their sum."""
+"""The greatest probability of a row is stored as one of these. A reader divides rows by their sum."""
 
 STORAGE: Final = {
     "float32": ("float32", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "float16": ("float16", "float16"),
-    # Hidden states are read by training and indexing only; three bits of mantissa are lost in the mean over a map's
-    # worth of them.
+    # Only training and indexing read hidden states: the loss of mantissa disappears in their means.
     "uint8": ("uint8", "float8_e4m3"),
 }
-"""What a database may be asked to store in: the types of maps and of hidden states."""
-
-
-def map_shape(heads: int, length: int, causal: bool) -> tuple[int, ...]:
-    """Shape of a stored map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` if only the lower triangle is stored."""
-    return (heads, length * (length + 1) // 2) if causal else (heads, length, length)
+"""Choices of storage: the types of maps and of hidden states."""
 
 
 def length_of(shape: tuple[int, ...]) -> int:
@@ -55,17 +46,12 @@ def length_of(shape: tuple[int, ...]) -> int:
     return (math.isqrt(8 * shape[-1] + 1) - 1) // 2 if len(shape) == 2 else shape[-1]
 
 
-def type_of(kind: str, storage: str) -> str:
-    """Name in `TYPES` of what slots of a kind hold in a database stored as `storage`."""
-    return STORAGE[storage][0 if kind == KIND_MAP else 1]
-
-
-def pack(apm: Tensor, kind: str, causal: bool) -> Tensor:
+def pack(apm: Tensor, dtype: str, causal: bool) -> Tensor:
     """A map ``[h, n, n]`` as it is stored in a type of `TYPES`; contiguous, on the CPU."""
     apm = apm.detach().to("cpu")
-    if TYPES[kind] == torch.uint8:
+    if TYPES[dtype] == torch.uint8:
         apm = _to_roots(apm.to(torch.float32))
-    apm = apm.to(TYPES[kind])
+    apm = apm.to(TYPES[dtype])
     if causal:
         rows, columns = torch.tril_indices(apm.shape[-1], apm.shape[-1])
         apm = apm[:, rows, columns]

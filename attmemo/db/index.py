@@ -1,12 +1,11 @@
-"""Nearest-neighbour search over embeddings: one index per layer and token length.
+"""Nearest-neighbour search over embeddings: per layer, one index for each token length or one for all records.
 
 faiss HNSW by default, hnswlib behind the same face, and an exact flat search that is the oracle of both and serves
-lengths with few records. An index is derived data: it is rebuilt from the records by `attmemo train-embedder`, and it
-only proposes; the record decides. A layer's indexes travel in one safetensors container, whose digest is checked
-before anything parses a byte of it.
+lengths with few records. An index is derived data: `attmemo train-embedder` rebuilds it from the records. All indexes
+of a layer lie in one safetensors container, whose digest is checked before anything parses a byte of it.
 
-A digest that fits says who wrote a file's bytes only if nobody wrote the manifest anew, and neither library validates
-all that it loads. So faiss gets to see a graph after every link in it was checked, and hnswlib only vectors.
+A digest proves nothing if the manifest was forged too, and neither library validates all that it loads. So every link
+of a graph is checked before faiss sees the graph, and hnswlib gets only vectors.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from attmemo.db.catalogue import Snapshot
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 Backend = Literal["faiss", "hnswlib", "flat"]
@@ -34,10 +34,12 @@ EXACT_BELOW: Final = 2000
 
 _RECHECKED = 8  # candidates beside those asked for whose distance is computed anew
 
+ALL: Final = "all"  # key of an index over records of any length
 _FLAT, _GRAPH = "flat", "index"  # what an entry of the container holds
 
 Vectors = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+Key = int | Literal["all"]
 
 
 class VectorIndex(Protocol):
@@ -187,103 +189,125 @@ def load_index(raw: npt.NDArray[np.uint8], dimension: int, backend: Backend) -> 
 
 
 class LayerIndex:
-    """All indexes of one layer, by token length; positions are translated to record ids here.
+    """All indexes of one layer; what they find is translated to records here.
 
     Parameters
     ----------
-    indexes : mapping of length to (VectorIndex, ids)
-        ``ids[position]`` is the record.
+    indexes : mapping of key to (VectorIndex, records)
+        The key is a token length, or `ALL` for one index over records of any length. ``records[position]`` is the
+        record, -1 for one that is gone.
     """
 
-    def __init__(self, indexes: Mapping[int, tuple[VectorIndex, Ids]]) -> None:
+    def __init__(self, indexes: Mapping[Key, tuple[VectorIndex, Ids]]) -> None:
         self._indexes = dict(indexes)
 
     @property
     def lengths(self) -> frozenset[int]:
         """Token lengths that can be found."""
-        return frozenset(self._indexes)
-
-    def records_of(self, length: int) -> Ids:
-        """The records that are found under a token length, in the order of their vectors."""
-        return self._indexes[length][1]
+        return frozenset(key for key in self._indexes if isinstance(key, int))
 
     @classmethod
-    def build(cls, vectors: Vectors, lengths: Ids, backend: Backend, longest: int | None = None) -> LayerIndex:
-        """Index record embeddings ``[R, d]``, records numbered by position, by their token lengths ``[R]``.
+    def build(
+        cls, vectors: Vectors, lengths: Ids | None, backend: Backend, longest: int | None = None
+    ) -> LayerIndex:
+        """Index record embeddings ``[R, d]``, records numbered by position.
 
-        Records longer than `longest` are left out.
+        Parameters
+        ----------
+        vectors : float32 array, shape [R, d]
+        lengths : int64 array, shape [R], optional
+            Token lengths: records are found by others of their length only. None: one index over all records.
+        backend : {"faiss", "hnswlib", "flat"}
+        longest : int, optional
+            Records with more tokens are left out.
         """
-        found: dict[int, tuple[VectorIndex, Ids]] = {}
-        for length in np.unique(lengths).tolist():
-            if longest is not None and length > longest:
-                continue
-            ids = np.flatnonzero(lengths == length).astype(np.int64)
-            found[length] = build_index(vectors[ids], backend if len(ids) >= EXACT_BELOW else "flat"), ids
-        return cls(found)
+        if lengths is None:
+            groups: dict[Key, Ids] = {ALL: np.arange(len(vectors), dtype=np.int64)}
+        else:
+            kept = (n for n in np.unique(lengths).tolist() if longest is None or n <= longest)
+            groups = {n: np.flatnonzero(lengths == n).astype(np.int64) for n in kept}
+        return cls(
+            {
+                key: (build_index(vectors[found], backend if len(found) >= EXACT_BELOW else "flat"), found)
+                for key, found in groups.items()
+            }
+        )
 
-    def search(self, length: int, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
-        """Record ids and distances ``[q, k]`` among records of this length; id -1 where there is none."""
-        found = self._indexes.get(length)
+    def search(self, key: Key, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
+        """Records and distances ``[q, k]`` under a key; record -1 where there is none."""
+        found = self._indexes.get(key)
         if found is None:
             return np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
-        index, ids = found
+        index, records = found
         order, distances = index.search(queries, k)
-        return np.where(order < 0, -1, ids[order]), distances.astype(np.float32)
+        return np.where(order < 0, -1, records[order]), distances.astype(np.float32)
 
-    def save(self, file: Path, owner: Mapping[str, str] | None = None) -> None:
-        """Write the container; `owner` says whose it is, for messages."""
+    def save(self, file: Path, ids: Ids, owner: Mapping[str, str] | None = None) -> None:
+        """Write the container. `ids` are the ids of all records; `owner` says whose the file is, for messages."""
         tensors: dict[str, npt.NDArray[Any]] = {}
-        for length, (index, ids) in self._indexes.items():
-            tensors[f"{length}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
-            tensors[f"{length}.ids"] = ids
+        for key, (index, records) in self._indexes.items():
+            tensors[f"{key}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
+            tensors[f"{key}.ids"] = ids[records]
         save_file(tensors, str(file), dict(owner or {}))
 
     @classmethod
-    def load(cls, file: Path, dimension: int, backend: str, records: int) -> LayerIndex:
-        """Read the container; record ids beyond `records` are refused.
+    def load(cls, file: Path, dimension: int, backend: str, records: Snapshot, next_id: int) -> LayerIndex:
+        """Read the container; ids that are not below `next_id` are refused.
 
         Raises
         ------
         DatabaseCorruptError
-            The container is not one, or names records that do not exist.
+            The container is not one, or names records that never were, or one of another length.
         DatabaseError
             The backend is not installed.
         """
-        again = f"attmemo train-embedder {file.parent.parent}"
+
+        def corrupt(why: str) -> DatabaseCorruptError:
+            return DatabaseCorruptError(f"{file}: {why}", f"attmemo train-embedder {file.parent.parent}")
+
         if backend not in BACKENDS:
-            raise DatabaseCorruptError(f"{file}: unknown index backend {backend!r}", again)
+            raise corrupt(f"unknown index backend {backend!r}")
         try:
             tensors = load_file(str(file))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             # AttributeError: a type of number that safetensors knows and numpy does not, such as F8_E4M3.
-            raise DatabaseCorruptError(f"{file}: not an index container: {error}", again) from error
-        found: dict[int, tuple[VectorIndex, Ids]] = {}
+            raise corrupt(f"not an index container: {error}") from error
+        found: dict[Key, tuple[VectorIndex, Ids]] = {}
         for name, raw in tensors.items():
-            length, _, part = name.partition(".")
+            text, _, part = name.partition(".")
             if part not in (_FLAT, _GRAPH):
                 continue
-            ids = tensors.get(f"{length}.ids")
-            if not length.isdecimal() or raw.dtype != np.uint8 or raw.ndim != 1:
-                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", again)
+            ids = tensors.get(f"{text}.ids")
+            if not (text == ALL or text.isdecimal()) or raw.dtype != np.uint8 or raw.ndim != 1:
+                raise corrupt(f"malformed entry {name!r}")
             if ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
-                raise DatabaseCorruptError(f"{file}: malformed entry {name!r}", again)
-            if int(length) in found:
-                raise DatabaseCorruptError(f"{file}: two indexes for length {length}", again)
-            if ids.min() < 0 or ids.max() >= records:
-                raise DatabaseCorruptError(f"{file}: names record {ids.max()} of {records}", again)
+                raise corrupt(f"malformed entry {name!r}")
+            key: Key = ALL if text == ALL else int(text)
+            if key in found:
+                raise corrupt(f"two indexes for length {text}")
+            if ids.min() < 0 or ids.max() >= next_id:
+                raise corrupt(f"names record {ids.max()} of {next_id}")
             if len(np.unique(ids)) != len(ids):
-                raise DatabaseCorruptError(f"{file}: names a record of length {length} twice", again)
+                raise corrupt(f"names a record of length {text} twice")
             try:
                 index = load_index(raw, dimension, "flat" if part == _FLAT else backend)  # type: ignore[arg-type]
             except ValueError as error:
-                raise DatabaseCorruptError(f"{file}: {error}", again) from error
+                raise corrupt(str(error)) from error
             if len(index) != len(ids):
-                raise DatabaseCorruptError(
-                    f"{file}: {len(index)} vectors of length {length} for {len(ids)} records",
-                    again,
-                )
-            found[int(length)] = index, ids
+                raise corrupt(f"{len(index)} vectors of length {text} for {len(ids)} records")
+            positions = _positions(ids, records.ids)
+            if key != ALL and (records.lengths[positions[positions >= 0]] != key).any():
+                raise corrupt(f"names a record of another length than {text}")
+            found[key] = index, positions
         return cls(found)
+
+
+def _positions(ids: Ids, known: Ids) -> Ids:
+    """Where ids lie in the ascending array of known ones; -1 for ids that are gone."""
+    if not len(known):
+        return np.full(len(ids), -1, np.int64)
+    places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[places] == ids, places, -1).astype(np.int64)
 
 
 def _padded(order: Ids, distances: npt.NDArray[Any], k: int) -> tuple[Ids, Vectors]:

@@ -23,7 +23,8 @@ _MAGIC, _VERSION, _NONE = 0xBEEFC0DE, 1, 0xFFFFFFFFFFFFFFFF
 _BRANCH, _LEAF, _OVERFLOW, _IS_META = 1, 2, 4, 8
 _BIG_DATA = 1
 _INTEGER_KEY = 8
-_KEY_BYTES = 8
+_FREE_KEY = (8, 8)  # bytes of a key in the tree of free pages: least and most
+_MAIN_KEY = (1, 511)
 _DEEPEST = 32  # LMDB's cursors have no room for more
 _TRIES = 50
 
@@ -67,10 +68,10 @@ class _Environment:
         free, main = self.trees
         if free[1] != _INTEGER_KEY or main[1] != 0:
             raise ValueError(f"trees of kinds {free[1]} and {main[1]}")
-        for _ in self.entries(main):
+        for _ in self.entries(main, *_MAIN_KEY):
             pass
         unused: set[int] = set()
-        for value in self.entries(free):
+        for value in self.entries(free, *_FREE_KEY):
             # An entry of the tree of free pages: how many, then their numbers.
             pages = struct.unpack_from(f"<{len(value) // 8}Q", value)
             if not pages or len(value) % 8 or pages[0] != len(pages) - 1:
@@ -113,7 +114,7 @@ class _Environment:
             raise ValueError(f"page {number} is out of range, or in use twice")
         self.seen.add(number)
 
-    def entries(self, tree: tuple[int, ...]) -> Iterator[bytes]:
+    def entries(self, tree: tuple[int, ...], least: int, most: int) -> Iterator[bytes]:
         """The values of a tree, every page on the way checked."""
         _, _, depth, _, _, _, _, root = tree
         if root == _NONE:
@@ -140,10 +141,10 @@ class _Environment:
                 low, high, flag, key = _NODE.unpack_from(self.data, start + node)
                 end = node + _NODE.size + key
                 if flags == _BRANCH:
-                    if key != _KEY_BYTES and (place or key):  # the first key of a branch may be left out
+                    if not least <= key <= most and (place or key):  # the first key of a branch may be left out
                         raise ValueError(f"page {number} has a key of {key} bytes")
                     below.append((low | high << 16 | flag << 32, level + 1))
-                elif key != _KEY_BYTES or flag not in (0, _BIG_DATA):
+                elif not least <= key <= most or flag not in (0, _BIG_DATA):
                     raise ValueError(f"page {number} has a key of {key} bytes, or flags {flag}")
                 elif flag == _BIG_DATA:
                     end += 8

@@ -1,42 +1,35 @@
 """Building a database: append records, publish generations, resume after any interruption.
 
 Order of a publication: slots are written and synced, then the catalogue transaction, then the manifest is replaced.
-A crash before the last step leaves the previous generation; whatever it left behind is cut off when the builder
-comes back.
+A crash before the last step leaves the previous generation; the next builder cuts off what lies behind it.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from attmemo.db import format as fmt
-from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, extend_digest
-from attmemo.db.format import KINDS, EmbedderRef, Manifest, ModelInfo, SlotClass, Source
-from attmemo.db.forms import KIND_INPUT, KIND_MAP, STORAGE, TYPES, pack, type_of, unpack
-from attmemo.errors import (
-    DatabaseCorruptError,
-    DatabaseError,
-    DatabaseLockedError,
-    ForkedHandleError,
-    StorageFullError,
-)
+from attmemo.db import files
+from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, Snapshot, add_to_digest, read_records
+from attmemo.db.files import BuilderLock, named, storing
+from attmemo.db.forms import STORAGE, TYPES, unpack
+from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
+from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, Source, read_manifest, write_manifest
+from attmemo.db.slots import SlotClass, arena_header, check_arena, slot_checksum
+from attmemo.errors import DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
+from attmemo.fingerprint import check_fields
 from attmemo.mmap import page_size
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OPTIONS = {"storage": "--dtype", "inputs": "--inputs", "max_length": "--max-length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,65 +49,68 @@ class DatabaseWriter:
     path : Path
         Database directory; created if absent.
     model : ModelInfo
-        The model whose maps are stored. An existing database must have the same fingerprint.
+        The model whose records are stored. An existing database must have the same fingerprint.
     storage : str
         One of `attmemo.db.forms.STORAGE`.
     settings : mapping
         What the build was asked for, kept in the manifest; a resumed build must ask for the same.
+    kinds : sequence of SlotKind, optional
+        What a record keeps. Default: maps and hidden states, as `kinds_of_maps` gives them.
+    when_full : str
+        The next step that a message names if the disk is full; commands name their own options.
 
     Raises
     ------
     DatabaseLockedError
         Another process is building it.
     DatabaseError
-        The directory holds something else, or a database of another model or with other settings.
+        The directory holds something else, or a database of another model, with other settings or of version 1.
     """
 
-    def __init__(self, path: Path, model: ModelInfo, storage: str, settings: Mapping[str, Any] | None = None) -> None:
-        self.path = path
-        self._files: dict[str, int] = {}
-        self._pending: list[Record] = []
-        self._lock_fd = -1
-        self._pid = os.getpid()
-        self._entries: list[Record] = []  # published ones, read when somebody asks for one
-        self._lost: OSError | None = None  # what the kernel said when it could not write something down
+    def __init__(
+        self,
+        path: Path,
+        model: ModelInfo,
+        storage: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        kinds: Sequence[SlotKind] | None = None,
+        when_full: str = files.WHEN_FULL,
+    ) -> None:
         if storage not in STORAGE:
             raise ValueError(f"storage must be one of {', '.join(STORAGE)}, got {storage!r}")
+        self.path, self._when_full = path, when_full
+        self._files: dict[str, int] = {}
+        self._pending: list[Record] = []
+        self._lock: BuilderLock | None = None
+        self._pid = os.getpid()
+        self._published: Snapshot | None = None  # read when a published record is asked for
+        self._lost: OSError | None = None  # the error of a write that the system could not make durable
+        asked = Manifest(
+            uuid=uuid.uuid4().hex,
+            generation=0,
+            page_size=page_size(),
+            model=model,
+            storage=storage,
+            kinds=tuple(kinds or kinds_of_maps(model, storage, settings or {})),
+            settings=dict(settings or {}),
+        )
         try:
-            if path.exists() and not path.is_dir():
-                raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
-            if path.is_dir() and not (path / fmt.MANIFEST).exists() and not _is_begun(path):
-                raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
-            fresh = not path.exists()
-            (path / fmt.ARENA).mkdir(parents=True, exist_ok=True)
-            if fresh:
-                fmt.sync_directory(path.parent)
-            self._lock()
-            if (path / fmt.MANIFEST).exists():
-                self._manifest = self._resume(model, storage, dict(settings or {}))
-            else:
-                self._manifest = Manifest(
-                    uuid=uuid.uuid4().hex,
-                    generation=0,
-                    page_size=page_size(),
-                    model=model,
-                    storage=storage,
-                    records=0,
-                    records_digest="",
-                    settings=dict(settings or {}),
-                )
-                # Nothing was ever published: what a killed builder began may not even be whole.
-                for name in ("data.mdb", "lock.mdb"):
-                    (path / fmt.CATALOGUE / name).unlink(missing_ok=True)
-            with self._catalogue(check=True) as catalogue:
-                catalogue.truncate(self._manifest.records)
-        except OSError as error:
-            self._unlock()
-            raise _named(error, path) from error
+            with storing(path, when_full):
+                self._manifest = self._begin(asked)
+                with self._catalogue(check=True) as catalogue:
+                    catalogue.delete(self._manifest.next_id)
         except BaseException:
             self._unlock()
             raise
         self._classes = {c.name: c for c in self._manifest.classes}
+        self._places = dict(self._manifest.places)
+
+    @classmethod
+    def reopen(cls, path: Path, *, when_full: str = files.WHEN_FULL) -> DatabaseWriter:
+        """The writer of a database that exists, with all that it was built with."""
+        found = read_manifest(path)
+        return cls(path, found.model, found.storage, found.settings, kinds=found.kinds, when_full=when_full)
 
     # -- ask
 
@@ -134,20 +130,21 @@ class DatabaseWriter:
         return sum(found.layout.file_bytes for found in self._classes.values())
 
     def stored_rows(self) -> dict[int, set[int]]:
-        """Data rows already stored, by source number: what a resumed build skips."""
+        """Data rows already published, by source number: what a resumed build skips."""
         rows: dict[int, set[int]] = {}
-        with self._catalogue() as catalogue:
-            for _, record in catalogue.entries(self._manifest.records, self._manifest.records_digest):
-                rows.setdefault(record.source, set()).add(record.row)
+        if self._manifest.generation:
+            found = read_records(self.path, self._manifest)
+            for source, row in zip(found.sources.tolist(), found.rows.tolist(), strict=True):
+                rows.setdefault(source, set()).add(row)
         return rows
 
     def cost(self, length: int) -> int:
         """Bytes that one more record of this length will take."""
         total = 0
-        for kind in KINDS:
+        for kind in self._manifest.kinds:
             found = self._class(kind, length)
             header = 0 if found.name in self._classes else found.header
-            total += found.stride * self._manifest.layers_kept(kind) + header
+            total += found.stride * kind.layers + header
         return total
 
     def maps(self, record: int) -> list[Tensor]:
@@ -168,55 +165,51 @@ class DatabaseWriter:
         self._manifest = replace(self._manifest, sources=(*self._manifest.sources, Source(name, digest)))
         return len(self._manifest.sources) - 1
 
-    def add(self, maps: Sequence[Tensor], inputs: Sequence[Tensor], provenance: Provenance) -> int:
-        """Store one sequence: a map ``[heads, n, n]`` and the hidden states ``[n, hidden]`` of every layer.
+    def add_maps(self, maps: Sequence[Tensor], inputs: Sequence[Tensor], provenance: Provenance) -> int:
+        """`add` for a map ``[heads, n, n]`` and hidden states ``[n, hidden]`` of every layer; keeps what is asked."""
+        kept = inputs[: self._manifest.layers_kept(KIND_INPUT)]
+        return self.add({KIND_MAP: maps, KIND_INPUT: kept}, int(maps[0].shape[-1]), provenance)
+
+    def add(self, slots: Mapping[str, Sequence[Tensor]], length: int, provenance: Provenance) -> int:
+        """Store one sequence of `length` valid tokens: for each kind of the database, a tensor for each layer.
 
         Returns
         -------
         int
-            The record's id; it becomes visible with `publish`.
+            The record's position; it becomes visible with `publish`.
 
         Raises
         ------
+        ValueError
+            A kind is missing, or a tensor has another shape than its kind. Nothing is stored.
         DatabaseCorruptError
-            A map is not one: values outside [0, 1], not finite, or rows that do not sum to 1. Or a hidden state is
-            not finite in the storage type. Nothing is stored.
+            A tensor is not of its kind: a map whose rows do not sum to 1, a number that is not finite in the storage
+            type. Nothing is stored.
         StorageFullError
             The disk is full; what was published stays.
         """
         self._check_process()
-        model = self._manifest.model
-        length = int(maps[0].shape[-1])
-        if len(maps) != model.layers or len(inputs) != model.layers:
-            raise ValueError(f"expected {model.layers} maps and inputs, got {len(maps)} and {len(inputs)}")
-        causal = model.mask_kind == fmt.CAUSAL
-        for layer, (apm, hidden) in enumerate(zip(maps, inputs, strict=True)):
-            _check_map(apm, layer, provenance, causal)
-            if layer < self._manifest.layers_kept(KIND_INPUT):
-                _check_input(hidden, layer, provenance, self._manifest.storage)
-        slots = np.zeros((len(KINDS), model.layers), np.uint64)
-        checksums = np.zeros((len(KINDS), model.layers), np.uint64)
+        kinds = self._manifest.kinds
+        if slots.keys() != {kind.name for kind in kinds}:
+            raise ValueError(f"expected slots of the kinds {[k.name for k in kinds]}, got {sorted(slots)}")
+        payloads = [_payloads(slots[kind.name], kind, length, provenance) for kind in kinds]
+        place = self._places.get(length, 0)
+        checksums: list[int] = []
         grown: dict[str, SlotClass] = {}
-        for k, (kind, tensors) in enumerate(zip(KINDS, (maps, inputs), strict=True)):
-            expected = (model.heads, length, length) if kind == KIND_MAP else (length, model.hidden)
+        for kind, bodies in zip(kinds, payloads, strict=True):
             found = self._class(kind, length)
-            body = bytearray()
-            kept = self._manifest.layers_kept(kind)
-            for layer, tensor in enumerate(tensors[:kept]):
-                if tuple(tensor.shape) != expected:
-                    raise ValueError(f"{kind} of layer {layer} has shape {tuple(tensor.shape)}, expected {expected}")
-                payload = _payload(pack(tensor, found.dtype, causal) if kind == KIND_MAP else tensor, found)
-                slot = found.slots + layer
-                slots[k, layer] = slot
-                checksums[k, layer] = fmt.slot_checksum(self._manifest.uuid, found.name, slot, payload)
-                body += payload
-                body += bytes(found.stride - len(payload))
-            self._write(found, bytes(body))
-            grown[found.name] = replace(found, slots=found.slots + kept)
-        record = Record(length, provenance.source, provenance.row, provenance.split, slots, checksums)
+            for slot, body in enumerate(bodies, place * kind.layers):
+                checksums.append(slot_checksum(self._manifest.uuid, found.name, slot, body))
+            self._write(found, b"".join(body.ljust(found.stride, b"\0") for body in bodies))
+            grown[found.name] = replace(found, places=place + 1)
+        record = Record(length, provenance.source, provenance.row, place, provenance.split, tuple(checksums))
         # Only now, with every kind written: a full disk half-way leaves the counts as they were. And in one statement:
-        # Ctrl-C falls before it or behind it, so no slot is ever counted without its record.
-        self._classes, self._pending = self._classes | grown, [*self._pending, record]
+        # Ctrl-C falls before it or behind it, so no place is ever counted without its record.
+        self._classes, self._places, self._pending = (
+            self._classes | grown,
+            self._places | {length: place + 1},
+            [*self._pending, record],
+        )
         return self.records - 1
 
     def publish(self, **changes: Any) -> Manifest:
@@ -228,34 +221,37 @@ class DatabaseWriter:
             Manifest fields to replace (``embedder``, ``profile``, ``tuning``).
         """
         self._check_process()
+        before = self._manifest
+        entries = [(number, record.dump()) for number, record in enumerate(self._pending, before.next_id)]
         try:
             for fd in self._files.values():
                 os.fdatasync(fd)
-            fmt.sync_directory(self.path / fmt.ARENA)
+            files.sync_directory(self.path / files.ARENA)
             embedder = changes.get("embedder")
             if isinstance(embedder, EmbedderRef):
                 for ref in (embedder.weights, *embedder.indexes.values()):
-                    fmt.sync_file(self.path / ref.file)
-            if self._pending:
+                    files.sync_file(self.path / ref.file)
+            if entries:
                 with self._catalogue() as catalogue:
-                    catalogue.append(self._manifest.records, self._pending)
-                fmt.sync_directory(self.path / fmt.CATALOGUE)
+                    catalogue.put(entries)
+                files.sync_directory(self.path / files.CATALOGUE)
             # The manifest names files and directories: their names must not be lost by what it survives.
-            fmt.sync_directory(self.path)
-            digest = self._manifest.records_digest
+            files.sync_directory(self.path)
             following = replace(
-                self._manifest,
+                before,
                 records=self.records,
-                records_digest=None if digest is None else extend_digest(digest, self._pending),
+                next_id=before.next_id + len(entries),
+                records_digest=add_to_digest(before.records_digest, entries),
+                places=self._places,
                 classes=tuple(self._classes[name] for name in sorted(self._classes)),
                 **changes,
             )
             # One statement again: after Ctrl-C a second publication must not append the same records twice.
-            self._manifest, self._pending = fmt.write_manifest(self.path, following), []
+            self._manifest, self._pending = write_manifest(self.path, following), []
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in files.FULL:
                 self._lost = error
-            raise _named(error, self.path) from error
+            raise named(error, self.path, self._when_full) from error
         return self._manifest
 
     def close(self) -> None:
@@ -275,13 +271,35 @@ class DatabaseWriter:
 
     # -- inside
 
-    def _read(self, kind: str, record: int) -> Iterator[Tensor]:
+    def _begin(self, asked: Manifest) -> Manifest:
+        """Take the lock; the manifest to go on from."""
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
+        fresh = not path.exists()
+        begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
+        published = (path / files.MANIFEST).exists()
+        if not (fresh or published) and not {entry.name for entry in path.iterdir()} <= begun:
+            raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+        (path / files.ARENA).mkdir(parents=True, exist_ok=True)
+        if fresh:
+            files.sync_directory(path.parent)
+        self._lock = BuilderLock(path)
+        if (path / files.MANIFEST).exists():
+            return _resume(path, asked)
+        # Nothing was ever published: what a killed builder began may not even be whole.
+        for name in ("data.mdb", "lock.mdb"):
+            (path / files.CATALOGUE / name).unlink(missing_ok=True)
+        return asked
+
+    def _read(self, name: str, record: int) -> Iterator[Tensor]:
         """Slots of a record as they are stored, layer by layer."""
         entry = self._entry(record)
+        (kind,) = (kind for kind in self._manifest.kinds if kind.name == name)
         found = self._class(kind, entry.length)
-        layout = found.layout
+        layout, first = found.layout, entry.place * kind.layers
         with (self.path / found.file).open("rb", buffering=0) as stream:
-            for slot in entry.slots[KINDS.index(kind), : self._manifest.layers_kept(kind)].tolist():
+            for slot in range(first, first + kind.layers):
                 raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
                 yield torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape)
 
@@ -289,10 +307,9 @@ class DatabaseWriter:
         published = self._manifest.records
         if record >= published:
             return self._pending[record - published]
-        if record >= len(self._entries):  # since the last time, more were published
-            with self._catalogue() as catalogue:
-                self._entries = [e for _, e in catalogue.entries(published, self._manifest.records_digest)]
-        return self._entries[record]
+        if self._published is None or record >= len(self._published):  # since the last time, more were published
+            self._published = read_records(self.path, self._manifest)
+        return self._published.record(record)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -302,161 +319,96 @@ class DatabaseWriter:
             )
         if self._lost is not None:
             # After a failed fsync the kernel may call pages clean that it never wrote: a second one would succeed.
-            raise _named(self._lost, self.path)
+            raise named(self._lost, self.path, self._when_full)
 
     def _catalogue(self, check: bool = False) -> closing[Catalogue]:
         # Opened for each use: LMDB must not be open twice in a process, and a trainer reads what it holds the lock of.
-        return closing(Catalogue(self.path, len(KINDS), self._manifest.model.layers, write=True, check=check))
+        return closing(Catalogue(self.path, write=True, check=check))
 
-    def _resume(self, model: ModelInfo, storage: str, settings: dict[str, Any]) -> Manifest:
-        manifest = fmt.read_manifest(self.path)
-        from_disk, asked = manifest.model, model
-        if from_disk.fingerprint != asked.fingerprint:
-            raise DatabaseError(
-                f"{self.path} was built for another model ({from_disk.name}, {from_disk.fingerprint[:12]}…; "
-                f"asked: {asked.name}, {asked.fingerprint[:12]}…).",
-                "choose another --output, or the model it was built for",
-            )
-        old = {"storage": manifest.storage, "max_length": from_disk.max_length, **manifest.settings}
-        new = {"storage": storage, "max_length": asked.max_length, **settings}
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                raise DatabaseError(
-                    f"{self.path} was built with {key} = {old.get(key)!r}; asked: {new.get(key)!r}.",
-                    "ask for the same, or choose another --output",
-                )
-        if manifest.page_size != page_size():
-            raise DatabaseError(
-                f"{self.path} was built for pages of {manifest.page_size} bytes, this machine has {page_size()}.",
-                "append on a machine like the one that built it, or build a new database here",
-            )
-        for found in manifest.classes:  # appending to a short file would fill the gap with zeros, and hide it
-            fmt.check_arena(self.path, manifest.uuid, found)
-        if not (self.path / fmt.CATALOGUE / "data.mdb").exists():
-            Catalogue(self.path, len(KINDS), manifest.model.layers).close()  # says that it is missing
-        return manifest
-
-    def _class(self, kind: str, length: int) -> SlotClass:
-        name = f"{kind}-{length:05d}"
-        found = self._classes.get(name)
-        if found is None:
-            model = self._manifest.model
-            dtype = type_of(kind, self._manifest.storage)
-            found = SlotClass.make(kind, length, fmt.slot_shape(kind, length, model), dtype)
-        return found
+    def _class(self, kind: SlotKind, length: int) -> SlotClass:
+        return self._classes.get(f"{kind.name}-{length:05d}") or SlotClass.make(kind, length)
 
     def _write(self, found: SlotClass, body: bytes) -> None:
-        layout = found.layout
-        try:
+        """Write slots behind those of a class."""
+        end = found.layout.file_bytes
+        with storing(self.path, self._when_full):
             fd = self._files.get(found.name)
             if fd is None:
                 fd = os.open(self.path / found.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:
                     if found.slots == 0:
                         os.ftruncate(fd, 0)
-                        _write_all(fd, fmt.arena_header(self._manifest.uuid, found), 0)
+                        files.write_all(fd, arena_header(self._manifest.uuid, found), 0)
                     else:
-                        os.ftruncate(fd, layout.file_bytes)  # slots that a killed builder never published
+                        os.ftruncate(fd, end)  # slots that a killed builder never published
                 except BaseException:
                     os.close(fd)  # the next attempt begins with the header again
                     raise
                 self._files[found.name] = fd
             # pwrite, not a store through a mapping: a full disk is then an error code and not a signal.
-            _write_all(fd, body, layout.file_bytes)
-        except OSError as error:
-            raise _named(error, self.path) from error
-
-    def _lock(self) -> None:
-        file = self.path / fmt.LOCK
-        self._lock_fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            raise DatabaseLockedError(
-                f"{self.path} is being written by another process (pid {holder}).", "wait for it to finish, or stop it"
-            ) from error
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+            files.write_all(fd, body, end)
 
     def _unlock(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)  # flock goes with the descriptor
-            self._lock_fd = -1
+        if self._lock is not None:
+            self._lock.release()
 
 
-def _is_begun(path: Path) -> bool:
-    """Whether a directory holds only what a builder makes before its first publication."""
-    return {entry.name for entry in path.iterdir()} <= {fmt.ARENA, fmt.CATALOGUE, fmt.LOCK, fmt.MANIFEST + ".tmp"}
-
-
-def _check_input(hidden: Tensor, layer: int, provenance: Provenance, storage: str) -> None:
-    # Through float32: a type without infinity has its own way of saying so, and no isfinite.
-    if bool(torch.isfinite(hidden.to(TYPES[type_of(KIND_INPUT, storage)]).float()).all()):
-        return
-    raise DatabaseCorruptError(
-        f"row {provenance.row} of the data, layer {layer}: the hidden states are not finite in {storage}; "
-        "nothing was stored.",
-        "store in a type of wider range: --dtype bfloat16 or float32",
-    )
-
-
-def _payload(tensor: Tensor, found: SlotClass) -> bytes:
-    return tensor.detach().to("cpu", TYPES[found.dtype]).contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _check_map(apm: Tensor, layer: int, provenance: Provenance, causal: bool) -> None:
-    if causal and bool(torch.triu(apm, 1).any()):
-        raise DatabaseCorruptError(
-            f"row {provenance.row} of the data, layer {layer}: the model is causal, but its attention looks ahead; "
-            "nothing was stored.",
-            "this is a fault of the adapter; leave the model unmemoized",
+def _resume(path: Path, asked: Manifest) -> Manifest:
+    """The manifest on the disk, if a builder that asks for this one may go on with it."""
+    manifest = read_manifest(path)
+    if manifest.version == 1:
+        raise DatabaseError(
+            f"{path} has format version 1, which this attmemo reads and does not write.", f"attmemo migrate {path}"
         )
-    sums = apm.float().sum(-1)
-    # A row of 512 bfloat16 probabilities sums to 1 within 2 %; a map that is none is far off.
-    if bool(torch.isfinite(sums).all()) and bool((apm >= 0).all()) and float((sums - 1).abs().max()) < 0.05:
-        return
-    raise DatabaseCorruptError(
-        f"row {provenance.row} of the data, layer {layer}: the model's attention is not a probability matrix "
-        f"(row sums from {float(sums.min()):.3g} to {float(sums.max()):.3g}); nothing was stored.",
-        "check the model in this precision; bfloat16 or float32 often cures an overflow",
-    )
-
-
-def _write_all(fd: int, body: bytes, offset: int) -> None:
-    view = memoryview(body)
-    while view:
-        written = os.pwrite(fd, view, offset)  # may be short, above 2 GiB always is
-        view, offset = view[written:], offset + written
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Files that others write for a database directory: what their writing fails with becomes an error of ours."""
-    try:
-        yield
-    except SafetensorError as error:
-        text = str(error)
-        full = "No space left" in text or "os error 28" in text or "quota" in text
-        raise _named(OSError(errno.ENOSPC if full else errno.EIO, text), path) from error
-    except OSError as error:
-        raise _named(error, path) from error
-
-
-def _named(error: OSError, path: Path) -> DatabaseError:
-    if error.errno in _FULL:
+    if manifest.model.fingerprint != asked.model.fingerprint:
+        what = f"{path} was built for another model ({manifest.model.name}; asked: {asked.model.name})."
         try:
-            room = os.statvfs(path)
-            free = f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB free"
-        except OSError:
-            free = "no space left"
-        return StorageFullError(
-            f"{path}: the disk is full ({free}). What was published stays.",
-            "free space and run the same command again, it resumes; or use --max-bytes or --limit",
+            check_fields(manifest.model.fields, asked.model.fields, path)
+        except StaleDatabaseError as error:
+            what = error.what
+        raise StaleDatabaseError(what, "choose another --output, or the model it was built for")
+    old, new = _asked_for(manifest), _asked_for(asked)
+    for key in [*_OPTIONS, *sorted(old.keys() | new.keys())]:  # the user's options first: others follow from them
+        if old.get(key) != new.get(key):
+            name = _OPTIONS.get(key, key)
+            raise DatabaseError(
+                f"{path} was built with {name} {old.get(key)}; asked: {new.get(key)}.",
+                "ask for the same, or choose another --output",
+            )
+    if manifest.kinds != asked.kinds or manifest.known_kinds != manifest.kinds:
+        raise DatabaseError(
+            f"{path} keeps the kinds {', '.join(k.name for k in manifest.kinds)}; this build would write others.",
+            "append with the version that wrote it, or choose another --output",
         )
-    return DatabaseError(
-        f"{path}: {error.strerror or error}. What was published stays.",
-        "see whether the disk is sound (dmesg) and run the same command again, it resumes",
-    )
+    if manifest.page_size != asked.page_size:
+        raise DatabaseError(
+            f"{path} was built for pages of {manifest.page_size} bytes, this machine has {asked.page_size}.",
+            "append on a machine like the one that built it, or build a new database here",
+        )
+    for found in manifest.classes:  # appending to a short file would fill the gap with zeros, and hide it
+        check_arena(path, manifest.uuid, found)
+    if not (path / files.CATALOGUE / "data.mdb").exists():
+        Catalogue(path).close()  # raises: it is missing
+    return manifest
+
+
+def _asked_for(manifest: Manifest) -> dict[str, Any]:
+    fixed = {"storage": manifest.storage, "max_length": manifest.model.max_length, "inputs": "all"}
+    return fixed | manifest.settings
+
+
+def _payloads(tensors: Sequence[Tensor], kind: SlotKind, length: int, provenance: Provenance) -> list[bytes]:
+    """The bytes of all slots of a kind, checked."""
+    if len(tensors) != kind.layers:
+        raise ValueError(f"expected {kind.layers} slots of kind {kind.name}, got {len(tensors)}")
+    form, found = FORMS[kind.name], []
+    for layer, tensor in enumerate(tensors):
+        try:
+            stored = form.store(tensor, kind)
+        except DatabaseCorruptError as error:
+            where = f"row {provenance.row} of the data, layer {layer}"
+            raise DatabaseCorruptError(f"{where}: {error.what}; nothing was stored.", error.hint) from error
+        if tuple(stored.shape) != kind.shape_for(length) or stored.dtype != TYPES[kind.dtype]:
+            raise ValueError(f"{kind.name} of layer {layer} has shape {tuple(tensor.shape)}, expected {kind.shape}")
+        found.append(stored.contiguous().view(torch.uint8).numpy().tobytes())
+    return found

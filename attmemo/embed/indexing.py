@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attmemo.db import SEQUENCE, Database, EmbedderRef, FileRef, LayerIndex, storing
-from attmemo.db.format import file_digest
+from attmemo.db import SEQUENCE, Database, EmbedderRef, FileRef, LayerIndex, file_digest, storing
 from attmemo.embed.siamese import save_embedders
 from attmemo.embed.stored import embed_records
 from attmemo.embed.training import Progress, Trained
@@ -74,13 +73,14 @@ def _build_indexes(database: Database, trained: Trained, weights: Path, folder: 
         vectors = np.zeros((len(database), found.embedder.dimension), np.float32)
         vectors[reached] = embed_records(database, layer, reached, [found.embedder])[0]
         file = folder / f"{'sequence' if layer == SEQUENCE else f'layer-{layer:03d}'}.safetensors"
-        LayerIndex.build(vectors, lengths, trained.options.backend, longest).save(file, owner)
+        index = LayerIndex.build(vectors, lengths, trained.options.backend, longest)
+        index.save(file, database.records.ids, owner)
         indexes[str(layer)] = FileRef(str(file.relative_to(database.path)), file_digest(file))
     tell("indexes", len(trained.layers), len(trained.layers))
     return EmbedderRef(
         weights=FileRef(weights.name, file_digest(weights)),
         backend=trained.options.backend,
-        records=len(database),
+        next_id=database.manifest.next_id,
         indexes=indexes,
         calibration={
             str(layer): {str(key): curve.to_dict() for key, curve in found.calibrations.items()}

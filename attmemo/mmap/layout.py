@@ -11,7 +11,7 @@ import torch
 from attmemo.mmap.pages import page_size, round_up
 
 CACHE_LINE = 64
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32)
 """Storage types a slot may have; the 8-bit ones are for quantized records."""
 
 

@@ -23,6 +23,7 @@ _DLPACK = {
     torch.bfloat16: (4, 16),
     torch.int8: (0, 8),
     torch.uint8: (1, 8),
+    torch.int32: (0, 32),
     torch.float8_e4m3fn: (1, 8),  # has a code of its own only since 2025: shown as bytes, and seen as what they are
 }
 """DLPack's code and bits of the types in `DTYPES`."""

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db import KIND_MAP
-from attmemo.db.format import SlotClass
+from attmemo.db import KIND_MAP, SlotKind
 from attmemo.db.forms import TYPES, pack, unpack
+from attmemo.db.slots import SlotClass
 from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.machine import conditions
@@ -232,7 +232,7 @@ def bench_gather(
     shape, kind = (heads, length, length), TYPES[dtype]
     wide = torch.float32 if kind == torch.uint8 else kind
     # As in a database: where slots begin decides which pages a window over them can have.
-    layout = SlotClass.make(KIND_MAP, length, shape, dtype).layout.with_slots(2 * batch)
+    layout = SlotClass.make(SlotKind(KIND_MAP, 1, dtype, shape), length).layout.with_slots(2 * batch)
     nbytes = batch * layout.nbytes
     there_bytes = nbytes // kind.itemsize * wide.itemsize
     generator = torch.Generator().manual_seed(SEED)

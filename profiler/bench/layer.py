@@ -276,8 +276,8 @@ def _build_database(path: Path, model: nn.Module, storage: str, inputs: Mapping[
     starts = range(0, rows, batch)
     parts = ({name: tensor[start : start + batch] for name, tensor in inputs.items()} for start in starts)
     build_from_inputs(model, parts, path, storage=storage, inputs="all", name="random inputs")
-    with Database(path) as database, DatabaseWriter(path, database.manifest.model, storage) as writer:
-        # Any embedding will do here; the time of embedding and searching counts.
+    with Database(path) as database, DatabaseWriter.reopen(path) as writer:
+        # Where the sequences go is all the same here; that something is embedded and searched is not.
         trained = train(database, TrainOptions(steps=0))
         writer.publish(embedder=build_indexes(database, trained), profile=None, tuning=None)
 

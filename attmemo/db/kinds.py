@@ -1,0 +1,154 @@
+"""Kinds of slots: what a record keeps, and how each kind is checked before it is stored.
+
+The manifest lists the kinds of its database. This version of the library knows the kinds in `FORMS`; a reader ignores
+all others. A new kind of reuse adds its kinds to `FORMS`; the format stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from attmemo.db.forms import STORAGE, TYPES, pack
+from attmemo.errors import DatabaseCorruptError
+from attmemo.fields import Field
+
+if TYPE_CHECKING:
+    from attmemo.db.manifest import ModelInfo
+
+KIND_MAP: Final = "map"  # the attention map of a layer over the valid tokens
+KIND_INPUT: Final = "input"  # the hidden states that entered the layer
+LENGTH: Final = "n"
+TRIANGLE: Final = "n(n+1)/2"
+CAUSAL: Final = "causal"  # mask kind of a model whose maps are lower triangles
+INPUTS: Final = ("all", "first")  # setting: the layers whose hidden states are kept
+
+
+@dataclass(frozen=True)
+class SlotKind:
+    """One kind of slot.
+
+    Parameters
+    ----------
+    name : str
+        Lower-case letters, digits and dashes.
+    layers : int
+        Slots of the kind in a record: one for each of the layers 0 to ``layers - 1``, or 1 for a whole sequence.
+    dtype : str
+        Type of number, for known kinds a name of `attmemo.db.forms.TYPES`.
+    shape : tuple of int or str
+        Shape of a slot for n valid tokens: positive numbers, and the words ``"n"`` and ``"n(n+1)/2"``.
+    """
+
+    name: str
+    layers: int
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def shape_for(self, n: int) -> tuple[int, ...]:
+        """Shape of a slot of a sequence of n valid tokens."""
+        words = {LENGTH: n, TRIANGLE: n * (n + 1) // 2}
+        return tuple(size if isinstance(size, int) else words[size] for size in self.shape)
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of a slot of a sequence of n valid tokens."""
+        return math.prod(self.shape_for(n)) * TYPES[self.dtype].itemsize
+
+    @classmethod
+    def read(cls, field: Field, model: ModelInfo, storage: str) -> SlotKind:
+        """Read one entry of the manifest; DatabaseCorruptError if it is malformed, or no variant of a known kind."""
+        sizes = field["shape"].items()
+        if not 0 < len(sizes) < 9:
+            field["shape"].refuse("1 to 8 sizes")
+        found = cls(
+            name=field["name"].text("[a-z][a-z0-9-]{0,30}"),
+            layers=field["layers"].integer(1, 4096),
+            dtype=field["dtype"].text("[a-z0-9_]{1,30}"),
+            shape=tuple(
+                size.text(among=(LENGTH, TRIANGLE)) if isinstance(size.value, str) else size.integer(1, 1 << 32)
+                for size in sizes
+            ),
+        )
+        form = FORMS.get(found.name)
+        if form is not None and found not in form.variants(model, storage):
+            field.refuse(" or ".join(map(str, form.variants(model, storage))))
+        return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """What this library knows of a kind.
+
+    Parameters
+    ----------
+    variants : callable
+        What a kind of this name may be, for a model and a word of `attmemo.db.forms.STORAGE`.
+    store : callable
+        The tensor to store for a given one. Raises DatabaseCorruptError for a tensor that must not become a record.
+    served : bool
+        Whether slots are read while a model is served; only such kinds are loaded into 2 MiB pages.
+    """
+
+    variants: Callable[[ModelInfo, str], tuple[SlotKind, ...]]
+    store: Callable[[Tensor, SlotKind], Tensor]
+    served: bool = False
+
+
+def kinds_of_maps(model: ModelInfo, storage: str, settings: Mapping[str, Any]) -> tuple[SlotKind, ...]:
+    """The kinds of a database that serves maps; `settings` may hold ``inputs``, one of `INPUTS`."""
+    (of_maps,), inputs = _map_kinds(model, storage), _input_kinds(model, storage)
+    return of_maps, inputs[INPUTS.index(settings.get("inputs", "all"))]
+
+
+def _map_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    causal = model.mask_kind == CAUSAL
+    shape = (model.heads, TRIANGLE) if causal else (model.heads, LENGTH, LENGTH)
+    return (SlotKind(KIND_MAP, model.layers, STORAGE[storage][0], shape),)
+
+
+def _input_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    shape, dtype = (LENGTH, model.hidden), STORAGE[storage][1]
+    return tuple(SlotKind(KIND_INPUT, layers, dtype, shape) for layers in (model.layers, 1))
+
+
+def _store_map(apm: Tensor, kind: SlotKind) -> Tensor:
+    causal = TRIANGLE in kind.shape
+    if apm.dim() != 3 or apm.shape[-1] != apm.shape[-2]:
+        raise ValueError(f"a map has shape [heads, n, n], not {tuple(apm.shape)}")
+    if causal and bool(torch.triu(apm, 1).any()):
+        raise DatabaseCorruptError(
+            "the model is causal, but its attention looks ahead",
+            "this is a fault of the adapter; leave the model unmemoized",
+        )
+    sums = apm.float().sum(-1)
+    # A row of 512 bfloat16 probabilities sums to 1 within 2 %; a tensor that is no map is far off.
+    if not (bool(torch.isfinite(sums).all()) and bool((apm >= 0).all()) and float((sums - 1).abs().max()) < 0.05):
+        raise DatabaseCorruptError(
+            f"the model's attention is not a probability matrix (row sums from {float(sums.min()):.3g} to "
+            f"{float(sums.max()):.3g})",
+            "check the model in this precision; bfloat16 or float32 often cures an overflow",
+        )
+    return pack(apm, kind.dtype, causal)
+
+
+def _store_input(hidden: Tensor, kind: SlotKind) -> Tensor:
+    stored = hidden.detach().to("cpu", TYPES[kind.dtype]).contiguous()
+    # Through float32: float8 has no infinity and no isfinite.
+    if not bool(torch.isfinite(stored.float()).all()):
+        raise DatabaseCorruptError(
+            f"the hidden states are not finite in {kind.dtype}",
+            "store in a type of wider range: --dtype bfloat16 or float32",
+        )
+    return stored
+
+
+FORMS: Final[dict[str, Form]] = {
+    KIND_MAP: Form(_map_kinds, _store_map, served=True),
+    KIND_INPUT: Form(_input_kinds, _store_input),
+}
+"""The kinds that this library knows, by name."""

@@ -1,0 +1,301 @@
+"""The manifest: everything that a reader must know before it opens another file, and how each field is checked.
+
+    MANIFEST.json        the commit point: replaced by write-to-temporary, fsync, rename, fsync of the directory
+    arena/*.slots        one file per kind and length: fixed-stride slots behind a header (`slots.py`)
+    catalogue/           LMDB: record id -> length, origin, place, checksums (`catalogue.py`)
+    embedder-N.safetensors, index-N/    derived from the records; rebuilt by `attmemo train-embedder`
+
+A builder appends slots and catalogue entries beyond the counts of the manifest and then publishes new counts. A reader
+does not see anything beyond the counts, and the next builder overwrites it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from attmemo.db.files import MANIFEST, RESTORE, write_durably
+from attmemo.db.forms import STORAGE
+from attmemo.db.kinds import FORMS, SlotKind
+from attmemo.db.slots import SlotClass
+from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
+from attmemo.fields import Field
+
+FORMAT: Final = "attmemo-database"
+VERSION: Final = 2
+READABLE: Final = (1, 2)
+MAX_BYTES: Final = 256 << 20
+SEQUENCE: Final = -1  # the "layer" of the once-per-sequence embedder and index
+EMPTY_DIGEST: Final = "0" * 32
+DIGEST: Final = "[0-9a-f]{32}"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model a database belongs to."""
+
+    name: str
+    family: str
+    mask_kind: str
+    layers: int
+    heads: int
+    hidden: int
+    dtype: str
+    max_length: int
+    fingerprint: str
+    fields: dict[str, str]
+    tokenizer: str | None
+
+    @classmethod
+    def read(cls, data: Field) -> ModelInfo:
+        """Read the field `model` of a manifest."""
+        tokenizer = data.get("tokenizer")
+        return cls(
+            name=data["name"].text(),
+            family=data["family"].text(),
+            mask_kind=data["mask_kind"].text(),
+            layers=data["layers"].integer(1, 4096),
+            heads=data["heads"].integer(1, 4096),
+            hidden=data["hidden"].integer(1, 1 << 20),
+            dtype=data["dtype"].text(),
+            max_length=data["max_length"].integer(1, 1 << 24),
+            fingerprint=data["fingerprint"].text(),
+            fields={name: value.text() for name, value in data["fields"].members().items()},
+            tokenizer=None if tokenizer is None else tokenizer.text(),
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data file that was read."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """A derived file and what it must contain."""
+
+    file: str
+    digest: str
+
+    @classmethod
+    def read(cls, data: Field) -> FileRef:
+        """Read a reference. The file lies in the database directory, under a name of this format; never elsewhere."""
+        return cls(data["file"].text(r"[a-z0-9-]+(/[a-z0-9-]+)?\.safetensors"), data["digest"].text())
+
+
+@dataclass(frozen=True)
+class EmbedderRef:
+    """The trained embedder and its indexes; the indexes name records with ids below `next_id`."""
+
+    weights: FileRef
+    backend: str
+    next_id: int
+    indexes: dict[str, FileRef]  # layer number as text ("-1": once per sequence) -> container
+    calibration: dict[str, Any]
+    report: dict[str, Any]
+
+    @classmethod
+    def read(cls, data: Field, model: ModelInfo, next_id: Field) -> EmbedderRef:
+        """Read the field `embedder` of a manifest; `next_id` is its field of that meaning."""
+        report = data["report"]
+        if "dimension" in report.object():
+            report["dimension"].integer(1, 1 << 16)
+        indexes = data["indexes"].members()
+        for index in indexes.values():
+            index.key(SEQUENCE, model.layers - 1)
+        return cls(
+            weights=FileRef.read(data["weights"]),
+            backend=data["backend"].text(),
+            next_id=next_id.integer(),
+            indexes={name: FileRef.read(index) for name, index in indexes.items()},
+            calibration=data["calibration"].object(),
+            report=report.object(),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One published generation."""
+
+    uuid: str
+    generation: int
+    page_size: int
+    model: ModelInfo
+    storage: str
+    kinds: tuple[SlotKind, ...]  # all that are listed, known to this library or not
+    records: int = 0
+    next_id: int = 0  # ids of records are below, also those of records that are gone
+    records_digest: str | None = EMPTY_DIGEST  # of the catalogue; None only in version 1: not checked
+    removed: tuple[int, ...] = ()  # ids that the catalogue may still hold, and that are no records any more
+    places: dict[int, int] = field(default_factory=dict)  # length -> number of places
+    classes: tuple[SlotClass, ...] = ()  # those of known kinds
+    sources: tuple[Source, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    embedder: EmbedderRef | None = None
+    profile: dict[str, Any] | None = None
+    tuning: dict[str, Any] | None = None
+    version: int = VERSION
+
+    @property
+    def known_kinds(self) -> tuple[SlotKind, ...]:
+        """The kinds that this library reads."""
+        return tuple(kind for kind in self.kinds if kind.name in FORMS)
+
+    def layers_kept(self, kind: str) -> int:
+        """Slots that a record has of a kind, one for each of the first so many layers; 0 if it keeps none."""
+        return next((found.layers for found in self.known_kinds if found.name == kind), 0)
+
+    def dump(self) -> bytes:
+        """The manifest as bytes, with its own checksum on the last line."""
+        body = {"format": FORMAT} | asdict(self)
+        del body["classes"], body["places"]
+        body["lengths"] = [
+            {
+                "length": length,
+                "places": places,
+                "arenas": {
+                    c.kind.name: {"stride": c.stride, "header": c.header} for c in self.classes if c.length == length
+                },
+            }
+            for length, places in sorted(self.places.items())
+        ]
+        text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False)
+        return f"{text}\n{_checksum(text)}\n".encode()
+
+    @classmethod
+    def parse(cls, raw: bytes, path: Path) -> Manifest:
+        """Read and check a manifest of any version that this library reads.
+
+        Raises
+        ------
+        FormatVersionError
+            Another version of the format.
+        DatabaseCorruptError
+            Anything else that is not as `dump` writes it; the message names the first field that is wrong.
+        """
+        try:
+            text, checksum, rest = raw.decode().rsplit("\n", 2)
+        except ValueError as error:
+            raise DatabaseCorruptError(f"{path}: not a manifest: no checksum line.", RESTORE) from error
+        if rest or checksum != _checksum(text):
+            raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", RESTORE)
+        body = Field.parse(text, str(path), RESTORE)
+        if body["format"].value != FORMAT:
+            body["format"].refuse(repr(FORMAT))
+        version = body.object().get("version")
+        if version not in READABLE or isinstance(version, bool):
+            raise FormatVersionError(
+                f"{path} has format version {version!r}; this attmemo reads versions 1 and {VERSION}.",
+                "build the database again with this version, or use the version that wrote it",
+            )
+        if version == 1:
+            from attmemo.db.version1 import parse
+
+            return parse(body)
+        return _parse(body)
+
+
+def _parse(body: Field) -> Manifest:
+    model, page = ModelInfo.read(body["model"]), read_page_size(body)
+    storage = body["storage"].text(among=STORAGE)
+    kinds = tuple(SlotKind.read(item, model, storage) for item in body["kinds"].items())
+    if len({kind.name for kind in kinds}) != len(kinds):
+        body["kinds"].refuse("each kind once")
+    records, next_id = body["records"].integer(), body["next_id"].integer()
+    removed = tuple(item.integer(high=next_id - 1) for item in body["removed"].items())
+    places: dict[int, int] = {}
+    classes: list[SlotClass] = []
+    for item in body["lengths"].items():
+        length, count = item["length"].integer(1, 1 << 24), item["places"].integer(1, 1 << 40)
+        if length in places:
+            item["length"].refuse("each length once")
+        places[length] = count
+        arenas = item["arenas"]
+        classes += (SlotClass.read(arenas[k.name], k, length, count, page) for k in kinds if k.name in FORMS)
+    if records > min(next_id, sum(places.values())):
+        body["records"].refuse(f"at most {next_id} ids and {sum(places.values())} places")
+    found = Manifest(
+        kinds=kinds,
+        records=records,
+        next_id=next_id,
+        records_digest=body["records_digest"].text(DIGEST),
+        removed=removed,
+        places=places,
+        classes=tuple(sorted(classes, key=lambda found: found.name)),
+        **read_rest(body, model),
+        page_size=page,
+        model=model,
+    )
+    embedder = body.get("embedder")
+    if embedder is None:
+        return found
+    if embedder["next_id"].integer() > next_id:
+        embedder["next_id"].refuse(f"at most {next_id}")
+    return replace(found, embedder=EmbedderRef.read(embedder, model, embedder["next_id"]))
+
+
+def read_page_size(body: Field) -> int:
+    """The field `page_size`: a power of two."""
+    page = body["page_size"].integer(512, 1 << 30)
+    if page & (page - 1):
+        body["page_size"].refuse("a power of two")
+    return page
+
+
+def read_rest(body: Field, model: ModelInfo) -> dict[str, Any]:
+    """Fields that all versions of the format have in common."""
+    profile, tuning = body.get("profile"), body.get("tuning")
+    return {
+        "uuid": body["uuid"].text(DIGEST),
+        "generation": body["generation"].integer(),
+        "storage": body["storage"].text(),
+        "sources": tuple(Source(s["name"].text(), s["digest"].text()) for s in body["sources"].items()),
+        "settings": body["settings"].object(),
+        "profile": None if profile is None else profile.object(),
+        "tuning": None if tuning is None else tuning.object(),
+    }
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The published manifest of a database directory.
+
+    Raises
+    ------
+    DatabaseNotFoundError
+        There is no directory, or no manifest in it.
+    DatabaseCorruptError, FormatVersionError
+        See `Manifest.parse`.
+    """
+    file = path / MANIFEST
+    try:
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            raise DatabaseCorruptError(f"{file}: {size} bytes long, at most {MAX_BYTES} expected.", RESTORE)
+        return Manifest.parse(file.read_bytes(), file)
+    except FileNotFoundError as error:
+        what = f"has no {MANIFEST}, so it is not a database" if path.is_dir() else "does not exist"
+        raise DatabaseNotFoundError(
+            f"{path} {what}.", "name a database, or build one: attmemo build-database --model … --data …"
+        ) from error
+    except NotADirectoryError as error:
+        raise DatabaseNotFoundError(f"{path} is a file; a database is a directory.", "give the directory") from error
+    except OSError as error:
+        raise DatabaseError(f"cannot read {file}: {error.strerror}", f"check who may read it: ls -l {file}") from error
+
+
+def write_manifest(path: Path, manifest: Manifest) -> Manifest:
+    """Publish the next generation: the one write that makes everything before it visible."""
+    following = replace(manifest, generation=manifest.generation + 1)
+    write_durably(path / MANIFEST, following.dump())
+    return following
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
