@@ -1,7 +1,6 @@
 """The controls that a similarity search has to beat: the mean map of the length, a random map of the length.
 
-Served to the very sequences and layers that memoization serves, so that only the map differs; and the exact-duplicate
-cache, which serves nothing but inputs it has seen.
+Served to the very sequences and layers that memoization serves, so that only the map differs.
 """
 
 from __future__ import annotations
@@ -85,29 +84,3 @@ def serving_control(engine: Engine, name: str) -> Iterator[None]:
     finally:
         engine.maps.close()
         engine.maps = before
-
-
-def duplicate_share(database: Database, first_inputs: Iterator[Tensor]) -> float:
-    """Share of texts whose input to the first layer is stored already: what an exact-duplicate cache would serve.
-
-    Parameters
-    ----------
-    first_inputs : iterator of Tensor
-        Hidden states entering the first layer, ``[n, H]``, one per text.
-    """
-    stored: dict[int, list[int]] = {}
-    for record, length in enumerate(database.records.lengths.tolist()):
-        stored.setdefault(length, []).append(record)
-    stacks: dict[int, Tensor] = {}
-    hits = total = 0
-    for hidden in first_inputs:
-        total += 1
-        length = hidden.shape[0]
-        if length not in stored:
-            continue
-        if length not in stacks:
-            stacks[length] = torch.stack([database.input(0, r)[:, :8] for r in stored[length]])
-        # Eight channels of every token tell texts apart; storage rounds, hence a tolerance.
-        near = (stacks[length] - hidden[None, :, :8].float()).abs().amax((1, 2))
-        hits += bool((near < 2e-2).any())
-    return hits / total if total else 0.0

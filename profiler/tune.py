@@ -27,7 +27,7 @@ from attmemo.perfmodel import NEVER as NEVER_NEAR
 from attmemo.perfmodel import choose_from_counts, choose_policy, choose_threshold, sequences_needed, split_halves
 from attmemo.profiler.answers import Batch, ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
-from attmemo.profiler.models import LoadedModel, Tokens
+from attmemo.profiler.models import Answer, LoadedModel, Tokens
 from attmemo.profiler.open import open_model, open_texts
 
 Progress = Callable[[str, int, int], None]
@@ -51,6 +51,8 @@ class TuneOptions:
     allow_uncertified: bool = False
     seed: int = 0
     model: str | None = None
+    pooling: str | None = None
+    answer: Answer | None = None
 
 
 def tune(
@@ -77,7 +79,7 @@ def tune(
     tell = progress or (lambda what, done, total: None)
     with Database(path) as database:
         database.embedder_ref()
-        loaded = open_model(database.manifest.model, options.model)
+        loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
         asked = open_texts(loaded, database, files, options.text_column, None, options.limit)
         if not asked.tokens:
             raise TuningError("there is no text to tune on.", "check the files and --text-column")
@@ -94,6 +96,8 @@ def tune(
         "budget": options.budget,
         "confidence": options.confidence,
         "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
+        "pooling": loaded.pooling,
+        "in_database": asked.in_database,
         "data": [Path(file).name for file in files],
         "digests": [digest(file) for file in files],
     }
