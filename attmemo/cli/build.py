@@ -105,9 +105,8 @@ def build_database(
     attmemo build-database --model ./model --data monday.log tuesday.log --output DB
     attmemo build-database --model org/name --data tickets.csv --text-column body --max-bytes 20GiB
     """
-    stopped = "interrupted; what was captured is published, the same command resumes"
-    with output(json, quiet, stopped) as out:
-        from attmemo.profiler.build import BuildOptions
+    with output(json, quiet, "interrupted before anything was stored; the same command starts again") as out:
+        from attmemo.profiler.build import BuildOptions, check_place
         from attmemo.profiler.build import build_database as build
         from attmemo.profiler.data import read_texts
         from attmemo.profiler.models import load_model
@@ -115,9 +114,15 @@ def build_database(
         files = data_files(data, more)
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
         options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
+        check_place(destination, max_bytes)  # a large model takes minutes to load
         out.say(f"Loading {model}")
         loaded = load_model(model, model_dtype, device)
-        done = build(loaded, files, destination, options, lambda done, total: out.stages("capturing", done, total))
+
+        def tell(done: int, total: int) -> None:
+            out.interrupted = "interrupted; what was captured is published, the same command resumes"
+            out.stages("capturing", done, total)
+
+        done = build(loaded, files, destination, options, tell)
         out.say(f"{done.path}")
         out.say(
             f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "

@@ -439,8 +439,10 @@ def read_manifest(path: Path) -> Manifest:
         raw = file.read_bytes()
     except FileNotFoundError as error:
         what = "has no MANIFEST.json, so it is not a database" if path.is_dir() else "does not exist"
+        foreign = path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir()
+        place = "OTHER_PLACE" if foreign else path
         raise DatabaseNotFoundError(
-            f"{path} {what}.", f"attmemo build-database --model … --data … --output {path}"
+            f"{path} {what}.", f"attmemo build-database --model … --data … --output {place}"
         ) from error
     except NotADirectoryError as error:
         raise DatabaseNotFoundError(f"{path} is a file; a database is a directory.", "give the directory") from error
