@@ -70,11 +70,7 @@ class Tokens:
 
 
 def load_model(
-    name: str,
-    dtype: str = "float32",
-    device: str = "cpu",
-    pooling: str | None = None,
-    answer: Answer | None = None,
+    name: str, dtype: str = "float32", device: str = "cpu", pooling: str | None = None, answer: Answer | None = None
 ) -> LoadedModel:
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 

@@ -108,7 +108,5 @@ def open_texts(
         )
     kept = [item for item in tokens if item.row not in inside]
     return Asked(
-        [rows[item.row] for item in kept],
-        [replace(item, row=place) for place, item in enumerate(kept)],
-        len(inside),
+        [rows[item.row] for item in kept], [replace(item, row=place) for place, item in enumerate(kept)], len(inside)
     )

@@ -29,8 +29,7 @@ EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is 
 
 def build_database(
     model: Annotated[
-        str,
-        typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False),
+        str, typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False)
     ],
     data: Data,
     more: MoreData = None,
@@ -78,8 +77,7 @@ def build_database(
         typer.Option(help="What the model computes in; serve it in the same precision."),
     ] = "float32",
     max_bytes: Annotated[
-        int,
-        typer.Option(metavar="SIZE", parser=parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"),
+        int, typer.Option(metavar="SIZE", parser=parse_size, help="Stop before the database is larger: 8GiB, 500MB, …")
     ] = EIGHT_GIB,
     device: Annotated[Literal["cpu"], typer.Option(help="Where the model runs.")] = "cpu",
     batch_size: BatchSize = 16,

@@ -140,8 +140,7 @@ def evaluate(
     ] = True,
     sweep: Annotated[bool, typer.Option(help="Also measure speed and quality at other thresholds.")] = True,
     exhaustive: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Texts on which to find the best record there is; 0: none."),
+        int, typer.Option(metavar="N", min=0, help="Texts on which to find the best record there is; 0: none.")
     ] = 200,
     min_cosine: MinCosine = 0.98,
     pooling: Pooling = None,

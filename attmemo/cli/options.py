@@ -109,8 +109,7 @@ Data = Annotated[
     ),
 ]
 MoreData = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="FILE", help="More data files, after --data.", show_default=False),
+    list[Path] | None, typer.Argument(metavar="FILE", help="More data files, after --data.", show_default=False)
 ]
 TextColumn = Annotated[
     str | None,
