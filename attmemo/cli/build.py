@@ -187,12 +187,8 @@ def show_layers(out: Output, layers: dict[str, dict[str, Any]]) -> None:
     rows = []
     for layer, report in sorted(layers.items(), key=lambda item: int(item[0])):
         kept = "trained" if report.get("trained_kept") else "principal"
+        name = "per sequence" if layer == "-1" else layer
         rows.append(
-            (
-                "per sequence" if layer == "-1" else layer,
-                cell(report.get(f"held_out_similarity_{kept}")),
-                kept,
-                cell(int(report.get("held_out", 0))),
-            )
+            (name, cell(report.get(f"held_out_similarity_{kept}")), kept, cell(int(report.get("held_out", 0))))
         )
     out.table("Similarity of the record found", ("layer", "mean", "embedder", "held-out texts"), rows)
