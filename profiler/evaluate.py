@@ -155,15 +155,8 @@ def _describe(
     return {
         "schema": "attmemo.evaluate/1",
         "notes": notes,
-        "database": {
-            "path": str(database.path),
-            "records": len(database),
-            "bytes": database.bytes,
-            "model": info.name,
-            "family": info.family,
-            "layers": info.layers,
-            "heads": info.heads,
-        },
+        "database": {"path": str(database.path), "records": len(database), "bytes": database.bytes, "model": info.name}
+        | {key: getattr(info, key) for key in ("family", "layers", "heads")},
         "data": {
             "files": [Path(f).name for f in files],
             "sequences": len(lengths),

@@ -25,15 +25,7 @@ _MEANS: Final = {"classifier": "another class", "language-model": "another first
 
 @dataclass
 class Judge:
-    """The exact model's answers, and what is told of others beside them.
-
-    Attributes
-    ----------
-    exact : Tensor
-        Of `ask`, by row.
-    labels : Tensor, optional
-        Class numbers, -1 where the model does not know one.
-    """
+    """The exact model's answers, by row, and the labels if there are any: other answers are compared with these."""
 
     loaded: LoadedModel
     prepared: Sequence[Batch]
@@ -59,25 +51,14 @@ class Judge:
             "accuracy_memoized": self._accuracy(given),
         }
         if kind == "language-model":
-            moved = harm(kind, exact, given)
-            return values | {
-                "total_variation_mean": float(moved.mean()),
-                "total_variation_p99": float(moved.quantile(0.99)),
-            }
+            return values | _spread("total_variation", harm(kind, exact, given))
         if exact.ndim == 1:
             return values
         if kind == "classifier":
-            distance = (exact - given).norm(dim=1)
-            values |= {
-                "logit_distance_mean": float(distance.mean()),
-                "logit_distance_p99": float(distance.quantile(0.99)),
-            }
+            values |= _spread("logit_distance", (exact - given).norm(dim=1))
         near = cosine(exact, given)
-        return values | {
-            "cosine_mean": float(near.mean()),
-            "cosine_p1": float(near.quantile(0.01)),
-            "cosine_min": float(near.min()),
-        }
+        lowest = {"cosine_p1": float(near.quantile(0.01)), "cosine_min": float(near.min())}
+        return values | {"cosine_mean": float(near.mean())} | lowest
 
     def sample(self, sequences: int) -> Judge:
         """The same of some of the batches, no more than about so many sequences."""
@@ -96,6 +77,10 @@ class Judge:
         return float((given.argmax(1) == self.labels)[known].float().mean())
 
 
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    return {f"{name}_mean": float(values.mean()), f"{name}_p99": float(values.quantile(0.99))}
+
+
 def read_labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor | None:
     """Class numbers of the labels, -1 where the model does not know one; None without a column of labels.
 
@@ -107,9 +92,9 @@ def read_labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor
     if column is None:
         return None
     if loaded.kind != "classifier":
+        gives = GIVES[loaded.kind]
         raise DataError(
-            f"the model gives {GIVES[loaded.kind]}, not classes, so there is nothing to compare column {column!r} "
-            "with.",
+            f"the model gives {gives}, not classes, so there is nothing to compare column {column!r} with.",
             "leave --label-column out; answers are compared with the exact model's in any case",
         )
     known = loaded.labels
@@ -142,16 +127,11 @@ def try_controls(judge: Judge, handle: Memoization, found: dict[str, Any], dupli
 
 
 def _control(name: str, hit_rate: float, quality: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "hit_rate": hit_rate,
-        "agreement": quality["agreement"],
-        "accuracy": quality["accuracy_memoized"],
-        "cosine_mean": quality.get("cosine_mean"),
-        "logit_distance_mean": quality.get("logit_distance_mean"),
-        "total_variation_mean": quality.get("total_variation_mean"),
-        "perplexity": quality.get("perplexity_memoized"),
+    row = {
+        key: quality.get(key) for key in ("agreement", "cosine_mean", "logit_distance_mean", "total_variation_mean")
     }
+    accuracy, surprise = quality["accuracy_memoized"], quality.get("perplexity_memoized")
+    return {"name": name, "hit_rate": hit_rate, **row, "accuracy": accuracy, "perplexity": surprise}
 
 
 def sweep_thresholds(judge: Judge, handle: Memoization, tell: Progress) -> list[dict[str, Any]]:
@@ -164,20 +144,10 @@ def sweep_thresholds(judge: Judge, handle: Memoization, tell: Progress) -> list[
         handle.enable()  # the timing of the threshold before may have ended with the exact path
         handle.reset_stats()
         quality = judge.compare(ask(judge.loaded, judge.prepared))
-        hit_rate = handle.stats()["hit_rate"]
-        surprise = judge.perplexity()[0]
+        row = {"threshold": threshold, "gate": "off", "hit_rate": handle.stats()["hit_rate"]}
+        row |= {key: quality.get(key) for key in ("agreement", "changed", "cosine_mean")}
+        row["perplexity"] = judge.perplexity()[0]
         spent = time_passes(judge.loaded, judge.prepared, {"exact": handle.disable, "memoized": handle.enable}, 1)
-        found.append(
-            {
-                "threshold": threshold,
-                "gate": "off",
-                "hit_rate": hit_rate,
-                "speedup": spent["exact"][0] / spent["memoized"][0],
-                "agreement": quality["agreement"],
-                "changed": quality["changed"],
-                "cosine_mean": quality.get("cosine_mean"),
-                "perplexity": surprise,
-            }
-        )
+        found.append(row | {"speedup": spent["exact"][0] / spent["memoized"][0]})
     tell("threshold sweep", len(SWEEP), len(SWEEP))
     return found

@@ -42,9 +42,8 @@ def time_paths(
             notes.append(f"torch.compile could not be timed: {str(error).splitlines()[0][:200]}")
         else:
             paths["compile"] = lambda: compiled
-    spent = time_passes(
-        loaded, prepared, paths, repeats, lambda done: tell("timing", done, repeats), handle.reset_stats
-    )
+    tick = lambda done: tell("timing", done, repeats)  # noqa: E731
+    spent = time_passes(loaded, prepared, paths, repeats, tick, handle.reset_stats)
     handle.enable()
     runs = repeats * sum(len(batch) for batch, _ in prepared)
     per_sequence = {name: 1e3 * median(seconds) * repeats / runs for name, seconds in spent.items()}
