@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 
 from attmemo import Database, DataError, memoize
+from attmemo.adapters import adapter_for, encoder_of
 from attmemo.db import KIND_MAP, DatabaseWriter
 from attmemo.embed.train import TrainOptions
 from attmemo.errors import AttmemoError, EmbedderMissingError, TuningError
@@ -25,10 +28,10 @@ from attmemo.profiler.capture import Capture
 from attmemo.profiler.controls import CONTROLS, MeanMaps, RandomMaps, serving_control
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import LoadedModel, batches, collate, load_model, tokenize
+from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, load_model, tokenize
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.report import write_report
-from attmemo.profiler.stored import stored_texts
+from attmemo.profiler.stored import first_inputs, stored_texts
 from attmemo.profiler.timing import time_passes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
@@ -513,6 +516,18 @@ class TestStoredTexts:
         assert len(inside) < 40, "a digit makes another text"
         assert not any(module._forward_pre_hooks for module in loaded.model.modules())
 
+    @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.kind == "tokens"])
+    def test_are_told_by_what_a_build_stores_of_them_in_every_family(self, family: str) -> None:
+        model = encoder_of(FAMILIES[family].make()).eval()
+        tokenizer = SimpleNamespace(pad_token_id=0, model_input_names=["input_ids"])
+        loaded = LoadedModel(family, model, tokenizer, "encoder", "float32")
+        items = [Tokens(row, torch.randint(5, 110, (9,)).tolist(), None) for row in range(3)]
+        adapter, sites = adapter_for(model)
+        with Capture(model, adapter, sites) as capture:
+            expected = capture.run(collate(loaded, items)).inputs[0]
+        assert torch.allclose(torch.stack(list(first_inputs(loaded, items))), expected, atol=1e-5)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
     def test_are_left_out_and_counted(
         self, bert_database: Path, service_log: Path, later: dict[str, Path], tmp_path: Path
     ) -> None:
@@ -641,7 +656,7 @@ class TestCapture:
     def test_gives_what_each_layer_saw_and_made_and_leaves_the_model_alone(
         self, request: pytest.FixtureRequest, log_lines: list[str], family: str
     ) -> None:
-        from attmemo.adapters import adapter_for, check_adapter
+        from attmemo.adapters import check_adapter
 
         loaded = load_model(request.getfixturevalue(f"tiny_{family}"))
         adapter, sites = adapter_for(loaded.model)
@@ -664,7 +679,6 @@ class TestCapture:
 
     def test_of_padding_in_front_is_refused(self, loaded: LoadedModel, log_lines: list[str]) -> None:
         from attmemo import UnsupportedModelError
-        from attmemo.adapters import adapter_for
 
         adapter, sites = adapter_for(loaded.model)
         inputs = collate(loaded, sorted(tokenize(loaded, log_lines[:30], 96), key=len)[::29])
