@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -122,7 +121,7 @@ def check_place(path: Path | None, max_bytes: int | None) -> None:
     Raises
     ------
     AttmemoError
-        The place is a file, holds something else, or cannot be written; or the bytes hold no record.
+        The place is a file or holds something else, or the bytes hold no record.
     """
     if max_bytes is not None and max_bytes < page_size():
         raise StorageFullError(f"--max-bytes {max_bytes} does not hold a single record.", "allow more bytes")
@@ -132,9 +131,6 @@ def check_place(path: Path | None, max_bytes: int | None) -> None:
         raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
     if path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir():
         raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise DatabaseError(f"--output {path} cannot be written.", "name a place in a directory that can be written")
 
 
 class _Build:

@@ -500,6 +500,14 @@ class TestBadInput:
         assert "--json" in refuse("inspect", database, "--json", tmp_path / "none" / "x.json")
         assert "--json" in refuse("inspect", database, "--json", tmp_path)
 
+    def test_a_report_that_cannot_be_written_is_refused_first(
+        self, database: Path, logs: dict[str, Path], tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        for place in (tmp_path / "file", tmp_path / "file" / "below"):
+            said = refuse("evaluate", database, "--data", logs["ask"], "--model", tmp_path / "none", "--report", place)
+            assert "--report" in said
+
 
 class TestErrors:
     def test_what_nobody_expected(self, monkeypatch: pytest.MonkeyPatch, database: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import Output, cell, output, size
+from attmemo.cli.files import check_directory
 from attmemo.cli.options import (
     BatchSize,
     Data,
@@ -113,6 +114,8 @@ def build_database(
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
         options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
         check_place(destination, max_bytes)  # a large model takes minutes to load
+        if destination is not None:
+            check_directory("--output", destination)
         out.say(f"Loading {model}")
         loaded = load_model(model, model_dtype, device)
 

@@ -48,6 +48,21 @@ def check_writable(name: str, path: Path) -> None:
         raise _unwritable(name, path, "permission denied")
 
 
+def check_directory(name: str, path: Path) -> None:
+    """Refuse a directory that cannot be written, or cannot be made.
+
+    Raises
+    ------
+    AttmemoError
+        It, or the nearest of its parents that there is, is no directory or may not be written.
+    """
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise _unwritable(name, path, f"{place} is no directory")
+    if not os.access(place, os.W_OK):
+        raise _unwritable(name, path, f"{place} may not be written")
+
+
 def write_whole(name: str, path: Path, text: str) -> None:
     """Write a file beside its place and put it there, so that a full disk leaves the older one, and no part of it.
 

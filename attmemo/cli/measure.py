@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from attmemo.cli.console import Output, cell, output
+from attmemo.cli.files import check_directory
 from attmemo.cli.options import (
     BatchSize,
     Data,
@@ -167,6 +168,8 @@ def evaluate(
         from attmemo.profiler.evaluate import evaluate as run
         from attmemo.profiler.report import write_report
 
+        if report is not None:
+            check_directory("--report", report)
         layers = read_manifest(db).model.layers
         chosen = parse_threshold(threshold)
         if isinstance(chosen, list) and len(chosen) != layers:
