@@ -140,7 +140,7 @@ def harm(kind: str, exact: Tensor, given: Tensor) -> Tensor:
     if exact.ndim == 1:
         return (exact != given).float()
     if kind == "language-model":
-        parts = zip(exact.split(1024), given.split(1024), strict=True)
+        parts = zip(torch.split(exact, 1024), torch.split(given, 1024), strict=True)
         return torch.cat([_variation_of_lists(one, other) for one, other in parts])
     if kind == "classifier":
         return 0.5 * (exact.softmax(1) - given.softmax(1)).abs().sum(1)
