@@ -613,7 +613,7 @@ class TestPooling:
             (("Pooling",), {"pooling_mode_weightedmean_tokens": True}, "weightedmean_tokens"),
         ):
             self.save(encoder, modules, **modes)
-            with pytest.raises(DataError, match=f"{said}.*--pooling mean"):
+            with pytest.raises(DataError, match=f"(?s){said}.*--pooling mean"):
                 evaluate(tmp_path / "db", [later["ask"]], QUICK)
 
     def test_asked_for_is_used_and_noted(

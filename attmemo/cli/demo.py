@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from attmemo.cli.console import Output, output, size
-from attmemo.cli.measure import show_result
+from attmemo.cli.measure import show_result, show_tuning
 from attmemo.cli.options import Json, Quiet
 
 
@@ -42,7 +42,7 @@ def demo(
 def _show(out: Output, found: dict[str, Any], destination: Path) -> None:
     build = found["build"]
     out.say(f"{build['records']:,} lines in the database ({size(build['bytes'])}); {found['seconds']:.0f} s in all")
-    out.say(str(found["tuning"]["sentence"]))
+    show_tuning(out, found["tuning"])
     show_result(out, found["evaluation"])
     out.say(f"Report: {found['report']}")
     out.say()
