@@ -381,4 +381,4 @@ def _sequences(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _is_traced() -> bool:
     """Whether a tracer or an exporter records this call. A compiler that breaks its graph here does not count."""
-    return torch.jit.is_tracing() or _is_exporting()
+    return bool(torch.jit.is_tracing()) or _is_exporting()  # type: ignore[attr-defined, no-untyped-call]

@@ -32,7 +32,7 @@ class Hook:
 
     def insert(self) -> None:
         """Stand in front of the module's `forward`."""
-        self.module.forward = self  # type: ignore[assignment]
+        self.module.forward = self
 
     def remove(self) -> None:
         """Put back the `forward` from before. A `forward` that was put around this one since stays in place."""

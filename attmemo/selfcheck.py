@@ -19,7 +19,7 @@ from attmemo.adapters import Adapter, Rows, Site, Spans
 from attmemo.adapters.base import by_module
 from attmemo.adapters.check import QUANTIZED, TOLERANCE, UNKNOWN, context_from_maps, is_exact
 from attmemo.db import KIND_MAP
-from attmemo.db.forms import pack, type_of, unpack
+from attmemo.db.forms import pack, unpack
 from attmemo.engine import Engine
 from attmemo.errors import AdapterCheckError, AttmemoError
 from attmemo.plan import Plan, Share
@@ -51,8 +51,8 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
     host = adapter.host(model)
     inputs, lengths = _doubled(*adapter.sample(model))
     hits = (0, 3) if len(lengths) == 4 else (0,)  # one of each length
-    manifest = engine.database.manifest
-    form, training = type_of(KIND_MAP, manifest.storage), [module for module in model.modules() if module.training]
+    form = next(kind.dtype for kind in engine.database.manifest.known_kinds if kind.name == KIND_MAP)
+    training = [module for module in model.modules() if module.training]
     before = reuse.source
     try:
         model.eval()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from attmemo.db import DatabaseWriter
 from attmemo.similarity import similarity_score
 
 CANDIDATES = 4  # records compared in full
@@ -26,26 +26,38 @@ _SEED = 20240229
 LEFT_OUT = "left-out.json"
 """What a builder notes beside the database; no reader asks for it."""
 
-Maps = Callable[[int], Sequence[Tensor]]
-
 
 class Admission:
-    """Remembers what was stored, and says whether something is new.
+    """Remembers what was stored and what was left out, and says whether something is new.
+
+    The rows left out are noted beside the database, so that a resumed build need not ask the model again. The note is
+    no part of the database: where it is missing, torn or another database's, the rows are asked anew. It is saved
+    after a publication, since before it the record that stands for a row may yet be lost.
 
     Parameters
     ----------
     threshold : float
         Similarity score (Eq. 1) that every layer's map must reach for a record to stand for the sequence.
-    maps_of : callable
-        Maps ``[h, n, n]`` of all layers of a stored record, by its number.
+    writer : DatabaseWriter
+        Of the database; its records are remembered.
     """
 
-    def __init__(self, threshold: float, maps_of: Maps) -> None:
-        self._threshold, self._maps_of = threshold, maps_of
+    def __init__(self, threshold: float, writer: DatabaseWriter) -> None:
+        self._threshold, self._writer = threshold, writer
         self._narrow: Tensor | None = None  # [H, p]
         self._mix: dict[int, Tensor] = {}  # length -> [d, n p]
         self._vectors: dict[int, Tensor] = {}  # length -> [room, d]
         self._records: dict[int, list[int]] = defaultdict(list)
+        for record in range(writer.records):
+            self.remember(record, writer.first_input(record))
+        self._note = writer.path / LEFT_OUT
+        self._left_out: dict[tuple[str, float], set[int]] = defaultdict(set)  # (digest of the file, threshold) -> rows
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            found = json.loads(self._note.read_text(encoding="utf-8"))
+            if found["database"] == writer.manifest.uuid:
+                self._left_out |= {
+                    (str(e["source"]), float(e["admit"])): {int(row) for row in e["rows"]} for e in found["left_out"]
+                }
 
     def admits(self, maps: Sequence[Tensor], first_input: Tensor) -> bool:
         """Whether no stored record has nearly these maps: ``[h, n, n]`` by layer, hidden states ``[n, H]``."""
@@ -55,7 +67,7 @@ class Admission:
             return True
         distances = (self._vectors[length][: len(records)] - self._project(first_input)).norm(dim=1)
         for place in distances.topk(min(CANDIDATES, len(records)), largest=False).indices.tolist():
-            pairs = zip(maps, self._maps_of(records[place]), strict=True)
+            pairs = zip(maps, self._writer.maps(records[place]), strict=True)
             if all(float(similarity_score(new, old)) >= self._threshold for new, old in pairs):
                 return False
         return True
@@ -73,6 +85,29 @@ class Admission:
         vectors[len(records)] = self._project(first_input)
         records.append(record)
 
+    def left_out(self, source: str, row: int) -> bool:
+        """Whether a row of the file with this digest was left out before, at this score or a higher one."""
+        return any(
+            row in rows for (of, admit), rows in self._left_out.items() if of == source and admit >= self._threshold
+        )
+
+    def leave_out(self, source: str, row: int) -> None:
+        """A row of the file with this digest was not stored."""
+        self._left_out[source, self._threshold].add(row)
+
+    def save(self) -> None:
+        """Write the note; an error of the disk only costs the next build some time."""
+        if not self._left_out:
+            return
+        entries = [
+            {"source": source, "admit": admit, "rows": sorted(rows)}
+            for (source, admit), rows in self._left_out.items()
+        ]
+        fresh = self._note.with_suffix(".tmp")
+        with suppress(OSError):
+            fresh.write_text(json.dumps({"database": self._writer.manifest.uuid, "left_out": entries}), "utf-8")
+            os.replace(fresh, self._note)
+
     def _project(self, hidden: Tensor) -> Tensor:
         """Hidden states ``[n, H]`` in ``[d]`` numbers that keep distances, roughly.
 
@@ -85,53 +120,3 @@ class Admission:
             generator = torch.Generator().manual_seed(_SEED + length)
             self._mix[length] = torch.randn(_DIMENSIONS, length * _CHANNELS, generator=generator)
         return self._mix[length] @ (hidden.float() @ self._narrow).flatten()
-
-
-class LeftOut:
-    """The rows that were found in the database already, nearly, so that a resumed build need not ask the model again.
-
-    A note of the builder, not a part of the database: where it is missing, torn or another database's, the rows are
-    asked anew. It is written after a publication, since before it the record that stands for a row may yet be lost.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-        The database.
-    uuid : str
-        Its own.
-    threshold : float
-        Rows left out at this similarity score or a higher one count.
-    """
-
-    def __init__(self, path: Path, uuid: str, threshold: float) -> None:
-        self._file, self._uuid, self._threshold = path / LEFT_OUT, uuid, threshold
-        self._rows: dict[tuple[str, float], set[int]] = defaultdict(set)  # (digest of the file, threshold) -> rows
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-            if found["database"] == uuid:
-                self._rows |= {
-                    (str(e["source"]), float(e["admit"])): {int(row) for row in e["rows"]} for e in found["left_out"]
-                }
-
-    def __contains__(self, row: tuple[str, int]) -> bool:
-        """Whether a row, (digest of its file, number), was left out at such a score."""
-        source, number = row
-        return any(
-            number in rows for (of, admit), rows in self._rows.items() if of == source and admit >= self._threshold
-        )
-
-    def add(self, source: str, row: int) -> None:
-        """Note a row of the file with this digest."""
-        self._rows[source, self._threshold].add(row)
-
-    def save(self) -> None:
-        """Write the note; an error of the disk only costs the next build some time."""
-        if not self._rows:
-            return
-        entries = [
-            {"source": source, "admit": admit, "rows": sorted(rows)} for (source, admit), rows in self._rows.items()
-        ]
-        fresh = self._file.with_suffix(".tmp")
-        with suppress(OSError):
-            fresh.write_text(json.dumps({"database": self._uuid, "left_out": entries}), encoding="utf-8")
-            os.replace(fresh, self._file)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from attmemo.db import Database
-from attmemo.engine import Lookup
+from attmemo.embed.lookup import LookupName
 from attmemo.memoization import Memoization, memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 
 Batch = tuple[list[Tokens], dict[str, Tensor]]
+KEPT: Final = 32  # tokens of a language model's answer
 
 
 def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int) -> list[Batch]:
@@ -31,7 +31,7 @@ def ask(
     after: Callable[[list[Tokens]], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Answers of all texts, in the order of rows: ``[Q, C]`` or ``[Q, V]`` (logits), ``[Q, H]`` (unit embeddings).
+    """Answers of all texts, in the order of rows, as far as comparing them needs.
 
     Parameters
     ----------
@@ -39,14 +39,22 @@ def ask(
         Called after each batch, with its texts.
     progress : callable, optional
         Called with the number of texts done.
+
+    Returns
+    -------
+    Tensor
+        As `answers` gives them, for all texts; of a language model the `KEPT` likeliest tokens and their probabilities
+        ``[Q, K, 2]``: logits of the whole vocabulary would take gigabytes.
     """
     out: Tensor | None = None
     total, done = sum(len(batch) for batch, _ in prepared), 0
     with torch.inference_mode():
         for batch, inputs in prepared:
             given = answers(loaded, inputs)
+            if loaded.kind == "language-model":
+                given = likeliest(given)
             if out is None:
-                out = torch.zeros(total, given.shape[1])
+                out = given.new_zeros(total, *given.shape[1:])
             out[[item.row for item in batch]] = given
             if after is not None:
                 after(batch)
@@ -56,8 +64,16 @@ def ask(
     return torch.zeros(0, 1) if out is None else out
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest tokens of logits ``[B, V]`` and their probabilities ``[B, K, 2]``, the likeliest first."""
+    found = logits.softmax(1).topk(min(KEPT, logits.shape[1]))
+    return torch.stack([found.indices.float(), found.values], 2)  # a float32 holds numbers up to 16.7 million exactly
+
+
 @contextmanager
-def serving(loaded: LoadedModel, database: Database, lookup: Lookup, *, gate: bool = False) -> Iterator[Memoization]:
+def serving(
+    loaded: LoadedModel, database: Database, lookup: LookupName, *, gate: bool = False
+) -> Iterator[Memoization]:
     """The model memoized while inside, at threshold 0; bare afterwards."""
     memoize(loaded.model, 0.0, database, lookup=lookup, gate=gate)
     try:
@@ -104,7 +120,11 @@ def perplexity(loaded: LoadedModel, prepared: Sequence[Batch], most: int = 1 << 
 
 def changed(kind: str, exact: Tensor, given: Tensor, min_cosine: float) -> Tensor:
     """Which answers differ: another class or next token, or an embedding with a cosine to the exact one below that."""
-    if kind != "encoder":
+    if exact.ndim == 1:
+        return exact != given
+    if kind == "language-model":
+        return exact[:, 0, 0] != given[:, 0, 0]
+    if kind == "classifier":
         return exact.argmax(1) != given.argmax(1)
     return cosine(exact, given) < min_cosine
 
@@ -115,47 +135,24 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def harm(kind: str, exact: Tensor, given: Tensor) -> Tensor:
-    """How far answers are apart, continuous: total variation of the probabilities, or one minus the cosine."""
-    if kind != "encoder":
+    """How far answers are apart, from 0: total variation of the probabilities, or one minus the cosine.
+
+    Of next tokens only the likeliest are known: a token outside a list counts as impossible there.
+    """
+    if exact.ndim == 1:
+        return (exact != given).float()
+    if kind == "language-model":
+        parts = zip(torch.split(exact, 1024), torch.split(given, 1024), strict=True)
+        return torch.cat([_variation_of_lists(one, other) for one, other in parts])
+    if kind == "classifier":
         return 0.5 * (exact.softmax(1) - given.softmax(1)).abs().sum(1)
     return 1.0 - cosine(exact, given)
 
 
-def time_passes(
-    loaded: LoadedModel,
-    prepared: Sequence[Batch],
-    paths: dict[str, Callable[[], nn.Module | None]],
-    repeats: int,
-    tick: Callable[[], None] | None = None,
-    started: Callable[[], None] | None = None,
-) -> dict[str, list[float]]:
-    """Seconds of a pass over all batches, per path and repeat, interleaved batch by batch.
-
-    Parameters
-    ----------
-    paths : dict of callable
-        Called before a path's turn; switches it on, and returns the model to ask (None: `loaded.model`).
-        The order alternates from batch to batch, so that no path always runs on the other's warm caches.
-    tick : callable, optional
-        Called after each repeat.
-    started : callable, optional
-        Called once, after the uncounted round and before the first that counts.
-    """
-    spent = {name: [0.0] * repeats for name in paths}
-    names = list(paths)
-    with torch.inference_mode():
-        for name in names:  # once around, uncounted
-            answers(loaded, prepared[0][1], paths[name]())
-        if started is not None:
-            started()
-        for repeat in range(repeats):
-            for turn, (_, inputs) in enumerate(prepared):
-                shift = (turn + repeat) % len(names)
-                for name in names[shift:] + names[:shift]:
-                    model = paths[name]()
-                    start = time.perf_counter()
-                    answers(loaded, inputs, model)
-                    spent[name][repeat] += time.perf_counter() - start
-            if tick is not None:
-                tick()
-    return spent
+def _variation_of_lists(one: Tensor, other: Tensor) -> Tensor:
+    """Total variation of distributions of which lists ``[Q, K, 2]`` of tokens and probabilities are known."""
+    p, q = one[..., 1], other[..., 1]
+    both = one[:, :, None, 0] == other[:, None, :, 0]
+    found = (both * q[:, None, :]).sum(2)  # the other's probabilities of the tokens of the one
+    alone = q.sum(1) - found.sum(1)
+    return 0.5 * ((p - found).abs().sum(1) + alone + (p.sum(1) - q.sum(1)).abs())

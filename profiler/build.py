@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
 from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
-from attmemo.errors import AttmemoError, DataError, StorageFullError
+from attmemo.db.files import ARENA
+from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
-from attmemo.profiler.admit import Admission, LeftOut
-from attmemo.profiler.capture import Capture
+from attmemo.mmap import page_size
+from attmemo.profiler.admit import Admission
+from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
-from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
+from attmemo.profiler.models import LoadedModel, batches, collate, greatest_length, tokenize
+from attmemo.reuse.maps import Maps
 
 PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost
 CHUNK = 256  # rows tokenized, sorted by length and captured together
@@ -84,90 +87,142 @@ def build_database(
     storage, settings = resolve_storage(info.dtype, options.storage, options.inputs)
     rows = read_texts(files, text_column=options.text_column, limit=options.limit)
     total = count_rows(files, limit=options.limit)
-    added = skipped = held = done = alike = 0
-    stopped = None
     with DatabaseWriter(path, info, storage, settings, when_full=_WHEN_FULL) as writer:
-        known = writer.stored_rows()
-        admission = None if options.admit is None else Admission(options.admit, writer.maps)
-        if admission is not None:
-            for record in range(writer.records):
-                admission.remember(record, writer.first_input(record))
-        digests = {str(f): digest(f) for f in files}
-        numbers = {str(f): writer.add_source(Path(f).name, digests[str(f)]) for f in files}
-        left_out = None if options.admit is None else LeftOut(path, writer.manifest.uuid, options.admit)
-        published = time.monotonic()
-
-        def publish() -> None:
-            writer.publish()
-            if left_out is not None:
-                left_out.save()
-
+        build = _Build(writer, files, options)
         try:
             with Capture(loaded.model, adapter, sites) as capture:
-                while stopped is None and (chunk := list(islice(rows, CHUNK))):
-                    fresh, before = [], alike
-                    for row in chunk:
-                        rows_of = known.setdefault(numbers[row.source], set())
-                        if row.row in rows_of:
-                            continue
-                        rows_of.add(row.row)  # the same file may have been given twice
-                        was_alike = left_out is not None and (digests[row.source], row.row) in left_out
-                        if was_alike and _split(numbers[row.source], row.row, options.held_out) != SPLIT_HELD_OUT:
-                            alike += 1
-                        else:
-                            fresh.append(row)
-                    skipped += len(chunk) - len(fresh) - (alike - before)
-                    done += len(chunk) - len(fresh)
-                    for batch in batches(_tokens(loaded, fresh, max_length), options.batch_size):
+                while build.stopped is None and (chunk := list(islice(rows, CHUNK))):
+                    fresh = build.choose(chunk)
+                    tokens = tokenize(loaded, [row.text for row in fresh], max_length)
+                    for batch in batches(tokens, options.batch_size):
                         captured = capture.run(collate(loaded, batch))
-                        for item, (maps, hidden) in zip(batch, captured, strict=True):
-                            if (
-                                options.max_bytes is not None
-                                and writer.stored_bytes + writer.cost(len(item)) > options.max_bytes
-                            ):
-                                stopped = f"--max-bytes {options.max_bytes} reached"
-                                break
-                            row = fresh[item.row]
-                            split = _split(numbers[row.source], row.row, options.held_out)
-                            # Held-out texts are all kept: without those that have a near record the others would make
-                            # every prediction look worse than it is.
-                            if (
-                                admission is not None
-                                and split != SPLIT_HELD_OUT
-                                and not admission.admits(maps, hidden[0])
-                            ):
-                                alike += 1
-                                if left_out is not None:
-                                    left_out.add(digests[row.source], row.row)
-                                continue
-                            record = writer.add_maps(maps, hidden, Provenance(numbers[row.source], row.row, split))
-                            if admission is not None:
-                                admission.remember(record, hidden[0])
-                            added += 1
-                            held += split == SPLIT_HELD_OUT
-                        done += len(batch)
-                        if progress is not None:
-                            progress(min(done, total), total)
-                        if stopped is not None:
+                        if not build.store([fresh[item.row] for item in batch], captured):
                             break
-                        if time.monotonic() - published > PUBLISH_SECONDS:
-                            publish()
-                            published = time.monotonic()
+                        if progress is not None:
+                            progress(build.done, total)
+                        build.publish(now=False)
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
             if writer.records > writer.manifest.records:
-                publish()
+                build.publish()
             raise
-        if stopped is not None and writer.records == 0:
+        if build.stopped is not None and writer.records == 0:
             raise StorageFullError(
                 f"--max-bytes {options.max_bytes} does not hold a single record.", "allow more bytes"
             )
         if writer.records == 0:
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
-        publish()
-        spent = time.monotonic() - start
-        return BuildResult(path, writer.records, added, skipped, held, writer.stored_bytes, spent, stopped, alike)
+        build.publish()
+        return build.result(time.monotonic() - start)
+
+
+def check_place(path: Path | None, max_bytes: int | None) -> None:
+    """Refuse a place or a size that no database can have, before a model is loaded. `DatabaseWriter` checks more.
+
+    Raises
+    ------
+    AttmemoError
+        The place is a file or holds something else, or the bytes hold no record.
+    """
+    if max_bytes is not None and max_bytes < page_size():
+        raise StorageFullError(f"--max-bytes {max_bytes} does not hold a single record.", "allow more bytes")
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
+    if path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir():
+        raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+
+
+class _Build:
+    """One run of a build: which rows are new, which of them are stored, and how many there were of each."""
+
+    def __init__(self, writer: DatabaseWriter, files: Sequence[str | Path], options: BuildOptions) -> None:
+        self._writer, self._options = writer, options
+        self._known = writer.stored_rows()  # rows by source: stored, or chosen in this run
+        self._digests = {str(f): digest(f) for f in files}
+        self._numbers = {name: writer.add_source(Path(name).name, found) for name, found in self._digests.items()}
+        self._admission = None if options.admit is None else Admission(options.admit, writer)
+        self._published = time.monotonic()
+        self.added = self.skipped = self.held_out = self.alike = 0
+        self.stopped: str | None = None
+
+    @property
+    def done(self) -> int:
+        """Rows that were dealt with."""
+        return self.added + self.skipped + self.alike
+
+    def choose(self, chunk: Sequence[Row]) -> list[Row]:
+        """The rows that the model has to be asked about; the others are counted."""
+        fresh = []
+        for row in chunk:
+            known = self._known.setdefault(self._numbers[row.source], set())
+            if row.row in known:
+                self.skipped += 1
+                continue
+            known.add(row.row)  # the same file may have been given twice
+            admission = self._judges(row)
+            if admission is not None and admission.left_out(self._digests[row.source], row.row):
+                self.alike += 1
+            else:
+                fresh.append(row)
+        return fresh
+
+    def store(self, rows: Sequence[Row], captured: Captured) -> bool:
+        """Store a batch; False: it was not stored to its end, because there is no more room."""
+        most, writer = self._options.max_bytes, self._writer
+        for row, (maps, hidden) in zip(rows, captured, strict=True):
+            if most is not None and writer.stored_bytes + writer.cost(len(hidden[0])) > most:
+                self.stopped = f"--max-bytes {most} reached"
+                return False
+            admission = self._judges(row)
+            if admission is not None and not admission.admits(maps, hidden[0]):
+                admission.leave_out(self._digests[row.source], row.row)
+                self.alike += 1
+                continue
+            split = self._split(row)
+            provenance = Provenance(self._numbers[row.source], row.row, split)
+            record = writer.add(Maps.slots(hidden, maps), len(hidden[0]), provenance)
+            if self._admission is not None:
+                self._admission.remember(record, hidden[0])
+            self.added += 1
+            self.held_out += split == SPLIT_HELD_OUT
+        return True
+
+    def publish(self, now: bool = True) -> None:
+        """Publish what was stored; if not `now`, then only when a crash would cost too much."""
+        if not now and time.monotonic() - self._published <= PUBLISH_SECONDS:
+            return
+        self._writer.publish()
+        if self._admission is not None:
+            self._admission.save()
+        self._published = time.monotonic()
+
+    def result(self, seconds: float) -> BuildResult:
+        """What was done."""
+        w = self._writer
+        return BuildResult(
+            w.path,
+            w.records,
+            self.added,
+            self.skipped,
+            self.held_out,
+            w.stored_bytes,
+            seconds,
+            self.stopped,
+            self.alike,
+        )
+
+    def _split(self, row: Row) -> int:
+        return _split(self._numbers[row.source], row.row, self._options.held_out)
+
+    def _judges(self, row: Row) -> Admission | None:
+        """What may leave a row out. Held-out rows are all kept.
+
+        Without those that have a near record the others would make every prediction look worse than it is.
+        """
+        return None if self._split(row) == SPLIT_HELD_OUT else self._admission
 
 
 def build_from_inputs(
@@ -213,27 +268,26 @@ def build_from_inputs(
         raise AttmemoError("the model is being served: its maps would be another text's.", "attmemo.unmemoize(model)")
     adapter, sites = adapter_for(model)
     check_adapter(adapter, model, sites)
-    first = None
     with ExitStack() as stack:
         capture = stack.enter_context(Capture(model, adapter, sites))
+        writer = None
         row = 0
         for batch in batches:
             captured = capture.run(dict(batch))
-            if first is None:
+            if writer is None:
                 longest = int(getattr(adapter.host(model).config, "max_position_embeddings", 0) or 0)
                 length = max(longest, captured.inputs[0].shape[1])
                 info = describe(model, adapter, sites, name, length, None)
-                path = output or default_path(info.fingerprint)
                 kind, settings = resolve_storage(info.dtype, storage, inputs)
-                writer = stack.enter_context(DatabaseWriter(path, info, kind, settings))
-                first = writer.add_source(name, f"rows from {writer.records}")
+                writer = DatabaseWriter(output or default_path(info.fingerprint), info, kind, settings)
+                source = stack.enter_context(writer).add_source(name, f"rows from {writer.records}")
             for maps, hidden in captured:
-                writer.add_maps(maps, hidden, Provenance(first, row, _split(0, row, held_out)))
+                writer.add(Maps.slots(hidden, maps), len(hidden[0]), Provenance(source, row, _split(0, row, held_out)))
                 row += 1
-        if first is None:
+        if writer is None:
             raise DataError("there is no input to build from.", "give at least one batch")
         writer.publish()
-    return path
+        return writer.path
 
 
 def describe(
@@ -268,10 +322,6 @@ def resolve_storage(dtype: str, storage: str, inputs: str) -> tuple[str, dict[st
     if inputs == "auto":
         inputs = "first" if storage == "uint8" else "all"
     return storage, {} if inputs == "all" else {"inputs": inputs}
-
-
-def _tokens(loaded: LoadedModel, rows: Sequence[Row], max_length: int) -> list[Tokens]:
-    return tokenize(loaded, [row.text for row in rows], max_length) if rows else []
 
 
 def _split(source: int, row: int, held_out: float) -> int:

@@ -1,7 +1,6 @@
 """The controls that a similarity search has to beat: the mean map of the length, a random map of the length.
 
-Served to the very sequences and layers that memoization serves, so that only the map differs; and the exact-duplicate
-cache, which serves nothing but inputs it has seen.
+Served to the very sequences and layers that memoization serves, so that only the map differs.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 from attmemo.db import Database
 from attmemo.engine import Engine
 from attmemo.mmap import Batch
+from attmemo.reuse.maps import Maps
 from attmemo.reuse.source import Ints, MapSource, StoredMaps
 
 MEAN_OF = 64  # records that a mean map averages
@@ -79,35 +79,12 @@ CONTROLS: dict[str, Callable[[Database], MapSource]] = {"mean map": MeanMaps, "r
 @contextmanager
 def serving_control(engine: Engine, name: str) -> Iterator[None]:
     """Serve a control's maps instead of the records' while inside; lookups stay real."""
-    before, engine.reuse.source = engine.reuse.source, CONTROLS[name](engine.database)
+    maps = engine.reuse
+    if not isinstance(maps, Maps):
+        raise ValueError(f"there are no controls for reuse of {maps.name}")
+    before, maps.source = maps.source, CONTROLS[name](engine.database)
     try:
         yield
     finally:
-        engine.reuse.source.close()
-        engine.reuse.source = before
-
-
-def duplicate_share(database: Database, first_inputs: Iterator[Tensor]) -> float:
-    """Share of texts whose input to the first layer is stored already: what an exact-duplicate cache would serve.
-
-    Parameters
-    ----------
-    first_inputs : iterator of Tensor
-        Hidden states entering the first layer, ``[n, H]``, one per text.
-    """
-    stored: dict[int, list[int]] = {}
-    for record, length in enumerate(database.records.lengths.tolist()):
-        stored.setdefault(length, []).append(record)
-    stacks: dict[int, Tensor] = {}
-    hits = total = 0
-    for hidden in first_inputs:
-        total += 1
-        length = hidden.shape[0]
-        if length not in stored:
-            continue
-        if length not in stacks:
-            stacks[length] = torch.stack([database.input(0, r)[:, :8] for r in stored[length]])
-        # Eight channels of every token tell texts apart; storage rounds, hence a tolerance.
-        near = (stacks[length] - hidden[None, :, :8].float()).abs().amax((1, 2))
-        hits += bool((near < 2e-2).any())
-    return hits / total if total else 0.0
+        maps.source.close()
+        maps.source = before

@@ -1,8 +1,8 @@
 """Read the user's text, row by row, from lines, CSV, TSV, JSON lines or Parquet.
 
 `read_texts` checks every file before the first row is read, then streams: memory does not grow with the
-size of a file. Whatever is wrong with a file is a `DataError` that names it; no exception of pandas,
-pyarrow or json escapes.
+size of a file. Whatever is wrong with a file is a `DataError` that names it; no exception of pyarrow, csv
+or json escapes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import difflib
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 import xxhash
@@ -36,7 +36,7 @@ _SAMPLE_ROWS = 1000
 _CHUNK_ROWS = 4096
 _BLOCK_BYTES = 1 << 20
 
-# What a text file must not begin with: read as UTF-8 these would give rows of garbage, not an error.
+# What a text file must not begin with: the message of the first bad line would not say what it is.
 _NOT_UTF8 = {
     b"\x1f\x8b": ("gzip data", "decompress it first: gunzip FILE"),
     b"\x28\xb5\x2f\xfd": ("zstd data", "decompress it first: unzstd FILE"),
@@ -48,8 +48,8 @@ _NOT_UTF8 = {
 
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.0+)?")
 
-Cells = Iterator[tuple[int, Any, Any]]
-"""What a format yields: row number (from 0), text cell and label cell, as stored."""
+Cells = Iterator[tuple[int, list[Any]]]
+"""What a format yields: row number (from 0) and the cells of the columns asked for, as stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,7 @@ class Row:
 class _Format:
     """How one suffix is read. `layout` maps each column's name to what it holds; None: a row is a line."""
 
-    cells: Callable[[Path, str, str | None], Cells]
-    count: Callable[[Path], Iterator[int]]
+    cells: Callable[[Path, list[str]], Cells]
     layout: Callable[[Path], dict[str, str]] | None = None
     header_lines: int = 0
     repair: str = "check that the file can be opened and is complete"
@@ -108,15 +107,12 @@ def read_texts(
     limit : int, optional
         Stop after this many rows over all files.
 
-    Returns
-    -------
-    iterator of Row
-
     Raises
     ------
     DataError
         At the call: no files, a missing, empty or unknown file, no such column, a column that is not text.
-        While iterating: a malformed row, a value that is not text, a file without a non-blank row.
+        While iterating: a malformed row, bytes that are not UTF-8, a value that is not text, a file without a
+        non-blank row.
     """
     names = _as_list(files)
     paths = [Path(name) for name in names]
@@ -130,10 +126,10 @@ def read_texts(
             "leave the column options out, or give a file with columns: .csv, .tsv, .jsonl or .parquet",
         )
     plans = [
-        (str(name), form, *_choose_columns(path, form, text_column, label_column))
+        (str(name), form, _choose_columns(path, form, text_column, label_column))
         for name, path, form in zip(names, paths, formats, strict=True)
     ]
-    rows = (row for source, form, text, label in plans for row in _rows(source, form, text, label))
+    rows = (row for source, form, columns in plans for row in _rows(source, form, columns))
     return islice(rows, limit)
 
 
@@ -142,8 +138,6 @@ def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
 
     Parameters
     ----------
-    files : sequence of str or Path
-        As in `read_texts`.
     limit : int, optional
         Stop counting at this many.
 
@@ -160,28 +154,20 @@ def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
     total = 0
     for path in map(Path, _as_list(files)):
         form = _check_file(path)
-        rows = -form.header_lines
         with _as_data_error(path, form.repair):
-            for block in form.count(path):
-                rows += block
-                if limit is not None and total + rows >= limit:
-                    return limit
-        total += max(rows, 0)
+            if form.layout is _parquet_layout:
+                with pq.ParquetFile(path) as file:
+                    total += file.metadata.num_rows
+            else:
+                most = None if limit is None else limit - total + form.header_lines
+                total += max(0, sum(1 for _ in islice(_lines(path), most)) - form.header_lines)
+        if limit is not None and total >= limit:
+            return limit
     return total
 
 
 def digest(path: str | Path) -> str:
-    """Digest a file's bytes, to recognise the same source when a build is resumed.
-
-    Parameters
-    ----------
-    path : str or Path
-        Any file.
-
-    Returns
-    -------
-    str
-        XXH3 128-bit digest, 32 hexadecimal digits.
+    """Digest a file's bytes (XXH3, 32 hexadecimal digits), to recognise the same source when a build is resumed.
 
     Raises
     ------
@@ -189,8 +175,8 @@ def digest(path: str | Path) -> str:
         The file is missing or cannot be read.
     """
     state = xxhash.xxh3_128()
-    with _as_data_error(Path(path), "check the path and its permissions"):
-        for block in _blocks(Path(path)):
+    with _as_data_error(Path(path), "check the path and its permissions"), Path(path).open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
             state.update(block)
     return state.hexdigest()
 
@@ -212,9 +198,8 @@ def _as_data_error(path: Path, repair: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}", repair) from error
-    except (ValueError, pa.ArrowException) as error:
-        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
-        raise DataError(f"{path}: malformed {path.suffix} file: {reason}", repair) from error
+    except (ValueError, csv.Error, pa.ArrowException) as error:
+        raise DataError(f"{path}: malformed {path.suffix} file: {str(error).strip()}", repair) from error
 
 
 def _check_file(path: Path) -> _Format:
@@ -223,6 +208,11 @@ def _check_file(path: Path) -> _Format:
     with _as_data_error(path, "check the path and its permissions"):
         if path.is_dir():
             raise DataError(f"{path}: is a directory, expected a file", f"pass its files, e.g. {path / '*.jsonl'}")
+        if str(path) == "-" or (path.exists() and not path.is_file()):
+            raise DataError(
+                f"{path}: standard input and pipes are not supported, expected a file: it is read more than once",
+                "write the data to a file first: … > data.log",
+            )
         if not path.exists():
             raise DataError(f"{path}: no such file", _similar_file(path))
         form = FORMATS.get(path.suffix.lower())
@@ -247,15 +237,18 @@ def _similar_file(path: Path) -> str:
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
-def _choose_columns(path: Path, form: _Format, text: str | None, label: str | None) -> tuple[str, str | None]:
-    """The text and label columns of one file, given or guessed."""
+# -- columns
+
+
+def _choose_columns(path: Path, form: _Format, text: str | None, label: str | None) -> list[str]:
+    """The text column of one file, given or guessed, and perhaps the label's; none if a row is a line."""
     if form.layout is None:
         if label is not None:
             raise DataError(
                 f"{path}: each line is one text, so there is no label column {label!r}",
                 "give labelled data as .csv, .tsv, .jsonl or .parquet",
             )
-        return "", None
+        return []
     with _as_data_error(path, form.repair):
         holds = form.layout(path)
     headed = form.header_lines > 0
@@ -269,7 +262,7 @@ def _choose_columns(path: Path, form: _Format, text: str | None, label: str | No
             f"{path}: column {text!r} holds {holds[text]}, expected text; the columns are {_listing(holds)}",
             "name the column that holds the text: --text-column NAME",
         )
-    return text, label
+    return [text] if label is None else [text, label]
 
 
 def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, headed: bool) -> str:
@@ -321,30 +314,33 @@ def _shorten(name: str) -> str:
     return repr(name if len(name) <= 60 else name[:57] + "...")
 
 
-def _rows(source: str, form: _Format, text_column: str, label_column: str | None) -> Iterator[Row]:
+# -- rows
+
+
+def _rows(source: str, form: _Format, columns: list[str]) -> Iterator[Row]:
     """The non-blank rows of one file."""
     path = Path(source)
     seen = kept = 0
     with _as_data_error(path, form.repair):
-        cells = form.cells(path, text_column, label_column)
-        for seen, (row, text, label) in enumerate(cells, start=1):  # noqa: B007  # counted for the error below
+        for seen, (row, cells) in enumerate(form.cells(path, columns), start=1):  # noqa: B007  # for the error below
+            text, *labels = cells
             if text is None:
                 continue
             if not isinstance(text, str):
                 raise DataError(
-                    f"{path}, data row {row} (from 0): column {text_column!r} holds {_kind(text)} "
+                    f"{path}, data row {row} (from 0): column {columns[0]!r} holds {_kind(text)} "
                     f"({_shorten(str(text))}), expected text",
                     "name the column that holds the text, --text-column NAME, or repair the row",
                 )
             if not text.strip():
                 continue
             kept += 1
-            yield Row(_encodable(text), _as_label(path, row, label), source, row)
+            yield Row(_encodable(text), _as_label(path, row, labels[0]) if labels else None, source, row)
     if not kept:
-        where = f" in column {text_column!r}" if text_column else ""
+        where = f" in column {columns[0]!r}" if columns else ""
         raise DataError(
             f"{path}: no non-blank rows, expected at least one; {seen} blank{where}",
-            "check how the file was written" + (", or name another --text-column" if text_column else ""),
+            "check how the file was written" + (", or name another --text-column" if columns else ""),
         )
 
 
@@ -387,86 +383,76 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            yield block
-
-
-def _count_lines(path: Path) -> Iterator[int]:
-    last = b"\n"
-    for block in _blocks(path):
-        yield block.count(b"\n")
-        last = block[-1:]
-    yield int(last != b"\n")
+# -- formats
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        for line in file:
-            yield line.removesuffix("\n").removesuffix("\r")
+    """The lines of a text file, with their ends.
 
-
-def _line_cells(path: Path, text_column: str, label_column: str | None) -> Cells:
-    for row, line in enumerate(_lines(path)):
-        yield row, line, None
-
-
-def _delimited(path: Path, options: Mapping[str, Any], rows: int | None = None) -> Iterator[pd.DataFrame]:
-    """Chunks of a CSV or TSV, its header as row 0, every cell a str.
-
-    The header is read as data, and its width given as `names`, because only then does pandas refuse each row
-    that is too long; otherwise it takes the cells of the first as an index, or drops them.
+    Not with ``errors="replace"``: a file of noise would give rows of noise, and a database of them.
     """
-    common = {
-        "header": None,
-        "index_col": False,
-        "dtype": object,
-        "na_filter": False,
-        "skip_blank_lines": False,
-        "encoding": "utf-8-sig",
-        "encoding_errors": "replace",
-        **options,
-    }
-    width = pd.read_csv(path, nrows=1, **common).shape[1]
-    size = _CHUNK_ROWS if rows is None else min(rows, _CHUNK_ROWS)
-    with pd.read_csv(path, names=list(range(width)), nrows=rows, chunksize=size, **common) as reader:
-        for chunk in reader:
-            if options.get("lineterminator") == "\n":
-                chunk[width - 1] = chunk[width - 1].str.removesuffix("\r")
-            yield chunk
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number:,}: not UTF-8 ({error.reason} at byte {error.start})",
+                    f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} > NEW{path.suffix}; "
+                    "or leave such bytes out: iconv -c -f UTF-8 -t UTF-8",
+                ) from error
+            if "\0" in line:
+                raise DataError(f"{path}, line {number:,}: holds a zero byte, so it is not text", "check the file")
+            yield line
 
 
-def _delimited_layout(path: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    sample = pd.concat(list(_delimited(path, options, rows=_SAMPLE_ROWS + 1)), ignore_index=True)
+def _line_cells(path: Path, columns: list[str]) -> Cells:
+    return ((row, [_without_end(line)]) for row, line in enumerate(_lines(path)))
+
+
+def _without_end(line: str) -> str:
+    return line.removesuffix("\n").removesuffix("\r")
+
+
+def _table(path: Path, tabs: bool) -> Iterator[list[str]]:
+    """The rows of a CSV or TSV, its header first; all as wide as the header, a longer one is refused."""
+    csv.field_size_limit(sys.maxsize)  # its default refuses cells of more than 128 KiB
+    # strict: without it a quote that is never closed takes the rest of the file into one cell.
+    reader = (
+        (_without_end(line).split("\t") for line in _lines(path)) if tabs else csv.reader(_lines(path), strict=True)
+    )
+    width = None
+    for line, cells in enumerate(reader, 1):
+        width = len(cells) if width is None else width
+        if len(cells) > width:
+            raise ValueError(f"Expected {width} fields in line {line}, saw {len(cells)}")
+        yield cells + [""] * (width - len(cells))
+
+
+def _table_layout(path: Path, tabs: bool) -> dict[str, str]:
+    header, *rows = islice(_table(path, tabs), _SAMPLE_ROWS + 1)
     holds: dict[str, str] = {}
-    for number, name in enumerate(sample.iloc[0].tolist()):
-        holds.setdefault(name, _kind_of_strings(sample.iloc[1:, number]))
-    if len(sample) == 1 or not any(holds):
+    for number, name in enumerate(header):
+        holds.setdefault(name, _kind_of_strings([cells[number] for cells in rows if cells[number].strip()]))
+    if not rows or not any(holds):
         raise DataError(f"{path}: no non-blank rows under the header, expected one", "check how the file was written")
     return holds
 
 
-def _kind_of_strings(cells: pd.Series[Any]) -> str:
-    cells = cells[cells.str.strip() != ""]
-    if cells.empty:
+def _kind_of_strings(cells: Sequence[str]) -> str:
+    if not cells:
         return "nothing"
-    if pd.to_numeric(cells, errors="coerce").notna().all():
-        return "numbers"
-    return "true/false" if cells.str.lower().isin(["true", "false"]).all() else "text"
+    with suppress(ValueError):
+        if not any(math.isnan(float(cell)) for cell in cells):
+            return "numbers"
+    return "true/false" if all(cell.lower() in ("true", "false") for cell in cells) else "text"
 
 
-def _delimited_cells(path: Path, text_column: str, label_column: str | None, options: Mapping[str, Any]) -> Cells:
-    header: list[str] = []
-    row = -1
-    for chunk in _delimited(path, options):
-        header = header or chunk.iloc[0].tolist()
-        texts = chunk[header.index(text_column)].tolist()
-        labels = [None] * len(texts) if label_column is None else chunk[header.index(label_column)].tolist()
-        for text, label in zip(texts, labels, strict=True):
-            if row >= 0:
-                yield row, text, label
-            row += 1
+def _table_cells(path: Path, columns: list[str], tabs: bool) -> Cells:
+    rows = _table(path, tabs)
+    header = next(rows)
+    places = [header.index(name) for name in columns]
+    return ((row, [cells[place] for place in places]) for row, cells in enumerate(rows))
 
 
 def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -490,16 +476,12 @@ def _json_layout(path: Path) -> dict[str, str]:
             seen.setdefault(name, set()).add(_kind(cell))
     if not seen:
         raise DataError(f"{path}: no non-blank rows, expected at least one object", "check how the file was written")
-    holds = {}
-    for name, kinds in seen.items():
-        kinds = kinds - {"nothing"} or kinds
-        holds[name] = next(iter(kinds)) if len(kinds) == 1 else "mixed values"
-    return holds
+    kinds = {name: found - {"nothing"} or found for name, found in seen.items()}
+    return {name: next(iter(found)) if len(found) == 1 else "mixed values" for name, found in kinds.items()}
 
 
-def _json_cells(path: Path, text_column: str, label_column: str | None) -> Cells:
-    for row, value in _json_objects(path):
-        yield row, value.get(text_column), None if label_column is None else value.get(label_column)
+def _json_cells(path: Path, columns: list[str]) -> Cells:
+    return ((row, [value.get(name) for name in columns]) for row, value in _json_objects(path))
 
 
 def _parquet_layout(path: Path) -> dict[str, str]:
@@ -522,49 +504,34 @@ def _kind_of_arrow(kind: Any) -> str:
     return "nothing" if pa.types.is_null(kind) else str(kind)
 
 
-def _parquet_cells(path: Path, text_column: str, label_column: str | None) -> Cells:
+def _parquet_cells(path: Path, columns: list[str]) -> Cells:
     row = 0
     with pq.ParquetFile(path) as file:
-        columns = [text_column] if label_column is None else [text_column, label_column]
         for batch in file.iter_batches(batch_size=_CHUNK_ROWS, columns=columns):
-            texts = batch.column(batch.schema.names.index(text_column)).to_pylist()
-            labels = [None] * len(texts)
-            if label_column is not None:
-                labels = batch.column(batch.schema.names.index(label_column)).to_pylist()
-            for text, label in zip(texts, labels, strict=True):
-                yield row, text, label
+            found = [batch.column(batch.schema.names.index(name)).to_pylist() for name in columns]
+            for cells in zip(*found, strict=True):
+                yield row, list(cells)
                 row += 1
 
 
-def _count_parquet(path: Path) -> Iterator[int]:
-    with pq.ParquetFile(path) as file:
-        yield file.metadata.num_rows
+def _table_format(tabs: bool, repair: str) -> _Format:
+    return _Format(partial(_table_cells, tabs=tabs), partial(_table_layout, tabs=tabs), 1, repair)
 
 
-def _delimited_format(options: Mapping[str, Any], repair: str) -> _Format:
-    cells = partial(_delimited_cells, options=options)
-    return _Format(cells, _count_lines, partial(_delimited_layout, options=options), header_lines=1, repair=repair)
-
-
-_LINES = _Format(_line_cells, _count_lines)
-_JSON = _Format(_json_cells, _count_lines, _json_layout)
+_LINES = _Format(_line_cells)
+_JSON = _Format(_json_cells, _json_layout)
 
 FORMATS: Mapping[str, _Format] = {
     ".txt": _LINES,
     ".log": _LINES,
-    ".csv": _delimited_format(
-        {"sep": ","},
+    ".csv": _table_format(
+        False,
         'put texts that hold a comma, a quote or a newline in "..."; if tabs separate the cells, name the file .tsv',
     ),
-    ".tsv": _delimited_format(
-        {"sep": "\t", "quoting": csv.QUOTE_NONE, "lineterminator": "\n"},
-        "a TSV cell holds no tab and no newline; keep such texts in .csv or .jsonl",
-    ),
+    ".tsv": _table_format(True, "a TSV cell holds no tab and no newline; keep such texts in .csv or .jsonl"),
     ".jsonl": _JSON,
     ".json": _JSON,
-    ".parquet": _Format(
-        _parquet_cells, _count_parquet, _parquet_layout, repair="check that the file is complete, or write it again"
-    ),
+    ".parquet": _Format(_parquet_cells, _parquet_layout, repair="check that the file is complete, or write it again"),
 }
 
 SUFFIXES = tuple(FORMATS)

@@ -23,8 +23,8 @@ from torch import Tensor
 from attmemo.adapters import Site, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
+from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import Trained
-from attmemo.engine import Lookup
 from attmemo.machine import conditions
 from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
@@ -162,7 +162,7 @@ def _time_exact(loaded: LoadedModel, inputs: list[dict[str, Tensor]]) -> list[fl
 
 
 def _time_served(
-    loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]], lookup: Lookup, *, half: bool = False
+    loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]], lookup: LookupName, *, half: bool = False
 ) -> dict[str, list[float]]:
     """Milliseconds per layer, ``ms_serve``, ``ms_lookup`` and ``ms_misses``, on records of this length.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.loading import load_pretrained
+from attmemo.profiler.pooling import own_pooling, pool
 
+Answer = Callable[[Any, Tensor], Tensor]
+"""What an application makes of a model's output and the attention mask ``[B, L]``: embeddings ``[B, D]`` or classes
+``[B]``."""
+CHARACTERS: Final = 32  # for each token that is wanted, before a text is cut: no text of words has so long ones
 _PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
+GIVES: Final = {"classifier": "classes", "language-model": "next tokens", "encoder": "embeddings"}
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -25,7 +31,11 @@ class LoadedModel:
     ----------
     kind : str
         ``"classifier"`` (answers are labels), ``"language-model"`` (answers are next tokens) or ``"encoder"`` (answers
-        are embeddings, mean-pooled). Of an encoder-decoder without a classifier, `model` is the encoder alone.
+        are embeddings). Of an encoder-decoder without a classifier, `model` is the encoder alone.
+    pooling : str, optional
+        How an encoder's hidden states become its embedding. None: as its own configuration says (`own_pooling`).
+    answer : callable, optional
+        Makes the answers instead. The kind of such a model is ``"encoder"``, and its pooling ``"function"``.
     """
 
     name: str
@@ -33,6 +43,8 @@ class LoadedModel:
     tokenizer: Any
     kind: str
     dtype: str
+    pooling: str | None = None
+    answer: Answer | None = None
 
     @property
     def labels(self) -> dict[str, int]:
@@ -53,10 +65,13 @@ class Tokens:
         return len(self.ids)
 
 
-def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+def load_model(
+    name: str, dtype: str = "float32", device: str = "cpu", pooling: str | None = None, answer: Answer | None = None
+) -> LoadedModel:
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 
-    Of a model with a decoder beside its encoder the latter is loaded: its database serves both.
+    Of a model with a decoder beside its encoder the latter is loaded: its database serves both. For `pooling` and
+    `answer` see `LoadedModel`.
 
     Raises
     ------
@@ -94,7 +109,9 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Loaded
             f"{type(model).__name__} does not say which module its head is (get_output_embeddings is None).",
             "save the bare decoder without its head: its answers are then embeddings",
         )
-    return LoadedModel(name, model, loaded.tokenizer, kind, dtype)
+    if answer is not None:
+        kind, pooling = "encoder", "function"
+    return LoadedModel(name, model, loaded.tokenizer, kind, dtype, pooling, answer)
 
 
 def kind_of(config: Any) -> str:
@@ -109,16 +126,32 @@ def kind_of(config: Any) -> str:
 
 def tokenize(loaded: LoadedModel, texts: Sequence[str], max_length: int, first_row: int = 0) -> list[Tokens]:
     """Token ids of texts, cut to `max_length`, without padding."""
-    if not texts:
-        return []  # the tokenizer raises an IndexError
-    encoded = loaded.tokenizer(list(texts), truncation=True, max_length=max_length)
-    segments = encoded.get("token_type_ids")
+    ids, segments = _encode(loaded, texts, max_length, CHARACTERS * max_length)
     # A tokenizer that adds no special tokens makes nothing of some texts, and a model cannot be asked nothing.
     empty = [next((n for n in (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_id) if n is not None), 0)]
     return [
-        Tokens(first_row + i, ids or empty, segments[i] if segments is not None and ids else None)
-        for i, ids in enumerate(encoded["input_ids"])
+        Tokens(first_row + i, own or empty, parts if own else None)
+        for i, (own, parts) in enumerate(zip(ids, segments, strict=True))
     ]
+
+
+def _encode(
+    loaded: LoadedModel, texts: Sequence[str], max_length: int, most: int | None
+) -> tuple[list[list[int]], list[list[int] | None]]:
+    """Ids and segments of texts, of which at first no more than `most` characters are read."""
+    if not texts:
+        return [], []  # the tokenizer raises an IndexError
+    if loaded.tokenizer.truncation_side != "right":
+        most = None
+    encoded = loaded.tokenizer([text[:most] for text in texts], truncation=True, max_length=max_length)
+    ids = list(encoded["input_ids"])
+    segments = list(encoded.get("token_type_ids") or [None] * len(ids))
+    if most is not None:
+        # Too few tokens from so many characters (blanks, or one endless word): then the whole text counts.
+        for place, text in enumerate(texts):
+            if len(text) > most and len(ids[place]) < max_length:
+                (ids[place],), (segments[place],) = _encode(loaded, [text], max_length, None)
+    return ids, segments
 
 
 def greatest_length(loaded: LoadedModel, asked: int | None) -> int:
@@ -207,7 +240,7 @@ class NextToken(nn.Module):
 
 
 def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
-    """What the user gets, float32.
+    """What the application reads, float32.
 
     Parameters
     ----------
@@ -217,9 +250,24 @@ def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | N
     Returns
     -------
     Tensor
-        Logits ``[B, C]`` of classes; logits ``[B, V]`` of the token behind the last valid one; or mean-pooled
-        embeddings of unit length ``[B, H]``.
+        Logits ``[B, C]`` of classes; logits ``[B, V]`` of the token behind the last valid one; embeddings of unit
+        length ``[B, H]``; or what `loaded.answer` gives, classes ``[B]`` or embeddings ``[B, D]``.
+
+    Raises
+    ------
+    AttmemoError
+        `loaded.answer` gives something else.
     """
+    mask = inputs["attention_mask"]
+    if loaded.answer is not None:
+        given = loaded.answer((loaded.model if model is None else model)(**inputs), mask)
+        if not isinstance(given, Tensor) or given.ndim not in (1, 2) or len(given) != len(mask):
+            raise AttmemoError(
+                f"answer= gave {tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__} for a "
+                f"batch of {len(mask)} texts.",
+                "give a tensor of embeddings [B, D] or of classes [B]",
+            )
+        return given if given.ndim == 1 else given.float()
     if loaded.kind == "language-model":
         asked = NextToken(loaded.model) if model is None else model
         try:
@@ -232,7 +280,6 @@ def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | N
     if loaded.kind == "classifier":
         logits: Tensor = output.logits
         return logits.float()
-    hidden: Tensor = output.last_hidden_state
-    mask = inputs["attention_mask"].unsqueeze(-1)
-    pooled = (hidden.float() * mask).sum(1) / mask.sum(1)
-    return nn.functional.normalize(pooled, dim=-1)
+    if loaded.pooling is None:
+        loaded.pooling = own_pooling(loaded.name)
+    return nn.functional.normalize(pool(output.last_hidden_state, mask, loaded.pooling), dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attmemo.adapters import adapter_for
@@ -11,29 +11,55 @@ from attmemo.db import Database, ModelInfo
 from attmemo.errors import DataError, StaleDatabaseError
 from attmemo.fingerprint import check_fields, model_fields, tokenizer_digest
 from attmemo.profiler.data import Row, digest, read_texts
-from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
+from attmemo.profiler.models import GIVES, Answer, LoadedModel, Tokens, load_model, tokenize
+from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.stored import stored_texts
 
 
 @dataclass
 class Asked:
-    """Texts to ask a model, tokenized; ``tokens[i].row == i``."""
+    """Texts to ask a model, tokenized; ``tokens[i].row == i``.
+
+    Attributes
+    ----------
+    in_database : int
+        Texts that were left out, because the database holds them.
+    """
 
     rows: list[Row]
     tokens: list[Tokens]
+    in_database: int = 0
+
+    @property
+    def note(self) -> str | None:
+        """What to say about texts that were left out."""
+        if not self.in_database:
+            return None
+        total = self.in_database + len(self.tokens)
+        return f"{self.in_database:,} of the {total:,} texts are in the database; they were left out"
 
 
-def open_model(info: ModelInfo, name: str | None = None) -> LoadedModel:
+def open_model(
+    info: ModelInfo, name: str | None = None, pooling: str | None = None, answer: Answer | None = None
+) -> LoadedModel:
     """The model of a database, in the precision it was built in, checked against the fingerprint.
+
+    Parameters
+    ----------
+    name : str, optional
+        Where it is now; default: where it was at the build.
+    pooling, answer
+        See `LoadedModel`; the pooling of an encoder is known afterwards.
 
     Raises
     ------
     DataError
-        It is not where it was at the build.
+        It is not where it was at the build, or its configuration asks for a pooling that is not computed here.
     StaleDatabaseError
         It, or its tokenizer, is another one.
     """
     try:
-        loaded = load_model(name or info.name, info.dtype)
+        loaded = load_model(name or info.name, info.dtype, pooling=pooling, answer=answer)
     except DataError as error:
         raise DataError(error.what, "give its place with --model") from error
     adapter, _ = adapter_for(loaded.model)
@@ -43,6 +69,10 @@ def open_model(info: ModelInfo, name: str | None = None) -> LoadedModel:
             "the database was built for another tokenizer than the one beside this model.",
             "load the tokenizer of the build, or build a database: attmemo build-database --model … --data …",
         )
+    if loaded.kind == "encoder":
+        loaded.pooling = loaded.pooling or own_pooling(loaded.name)
+    elif pooling is not None:
+        raise DataError(f"the model gives {GIVES[loaded.kind]}, so there is nothing to pool.", "leave --pooling out")
     return loaded
 
 
@@ -54,14 +84,14 @@ def open_texts(
     label_column: str | None,
     limit: int | None,
 ) -> Asked:
-    """Texts to ask, refused if they are the very file that the database was built from.
+    """Texts to ask, without those that the database holds: a record would find itself, and every number would flatter.
 
     Raises
     ------
     DataError
-        The data cannot be read, or was already stored: a record would find itself, and every number would flatter.
+        The data cannot be read, or holds nothing that is not in the database.
     """
-    known = {source.digest: source.name for source in database.manifest.sources}
+    known = {source.digest for source in database.manifest.sources}
     for file in files:
         if Path(file).is_file() and digest(file) in known:
             raise DataError(
@@ -69,4 +99,14 @@ def open_texts(
                 "give data that is not in the database",
             )
     rows = list(read_texts(files, text_column=text_column, label_column=label_column, limit=limit))
-    return Asked(rows, tokenize(loaded, [row.text for row in rows], database.manifest.model.max_length))
+    tokens = tokenize(loaded, [row.text for row in rows], database.manifest.model.max_length)
+    inside = stored_texts(loaded, database, tokens)
+    if inside and len(inside) == len(rows):
+        raise DataError(
+            f"all {len(rows):,} texts are in the database; each would find itself.",
+            "give data that is not in the database",
+        )
+    kept = [item for item in tokens if item.row not in inside]
+    return Asked(
+        [rows[item.row] for item in kept], [replace(item, row=place) for place, item in enumerate(kept)], len(inside)
+    )

@@ -24,14 +24,15 @@ from torch import Tensor
 
 from attmemo.db import SEQUENCE, Database, DatabaseWriter
 from attmemo.embed import Calibration
-from attmemo.engine import Engine, Lookup
+from attmemo.embed.lookup import LookupName
+from attmemo.engine import Engine
 from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.memoization import Memoization
 from attmemo.perfmodel.policy import NEVER, propose, split_halves
 from attmemo.perfmodel.tuner import Candidate, Outcome, changes_allowed, choose, sequences_needed
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
-from attmemo.profiler.models import LoadedModel, Tokens
+from attmemo.profiler.models import Answer, LoadedModel, Tokens
 from attmemo.profiler.open import open_model, open_texts
 
 Progress = Callable[[str, int, int], None]
@@ -51,11 +52,13 @@ class TuneOptions:
     text_column: str | None = None
     limit: int | None = None
     batch_size: int = 32
-    lookup: Lookup = "sequence"
+    lookup: LookupName = "sequence"
     min_cosine: float = 0.98
     allow_uncertified: bool = False
     seed: int = 0
     model: str | None = None
+    pooling: str | None = None
+    answer: Answer | None = None
 
 
 def tune(
@@ -85,8 +88,9 @@ def tune(
     needed = sequences_needed(options.budget, options.confidence)
     with Database(path) as database:
         database.embedder_ref()
-        loaded = open_model(database.manifest.model, options.model)
-        tokens = open_texts(loaded, database, files, options.text_column, None, options.limit).tokens
+        loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
+        asked = open_texts(loaded, database, files, options.text_column, None, options.limit)
+        tokens = asked.tokens
         if not tokens:
             raise TuningError("there is no text to tune on.", "check the files and --text-column")
         judged: Sequence[Tokens] = tokens
@@ -118,6 +122,8 @@ def tune(
         "needed": needed,
         "lookup": options.lookup,
         "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
+        "pooling": loaded.pooling,
+        "in_database": asked.in_database,
         "data": [Path(file).name for file in files],
         "digests": [digest(file) for file in files],
     }
@@ -213,7 +219,7 @@ class _Trial:
 
 
 def _candidates(
-    lookup: Lookup, curves: Sequence[Calibration], policies: Sequence[Sequence[float]] | None
+    lookup: LookupName, curves: Sequence[Calibration], policies: Sequence[Sequence[float]] | None
 ) -> list[Candidate]:
     """What is tested, the strictest first: nothing served, then policies or fixed values."""
     if lookup == "layer":

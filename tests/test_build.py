@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from attmemo.db import KIND_INPUT, KIND_MAP, SPLIT_HELD_OUT, SPLIT_TRAIN, Database
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, DataError, StorageFullError
 from attmemo.profiler import build as build_module
-from attmemo.profiler.build import BuildOptions, BuildResult, Progress, build_database
+from attmemo.profiler.build import BuildOptions, BuildResult, Progress, build_database, check_place
 from attmemo.profiler.models import LoadedModel, collate, load_model, tokenize
 
 LINES = 60
@@ -89,7 +91,7 @@ def _same(one: Path, two: Path) -> bool:
 # -- what is stored
 
 
-def test_what_is_stored_is_not_what_the_model_does(straight: Path, loaded: LoadedModel, log: Path) -> None:
+def test_what_is_stored_is_what_the_model_does(straight: Path, loaded: LoadedModel, log: Path) -> None:
     """Every record, layer and head against the model's own attentions for that line alone."""
     texts = log.read_text().split("\n")
     eager = load_model(loaded.name)
@@ -108,7 +110,7 @@ def test_what_is_stored_is_not_what_the_model_does(straight: Path, loaded: Loade
                 torch.testing.assert_close(hidden, output.hidden_states[layer][0], atol=2e-5, rtol=1e-4)
 
 
-def test_padding_is_stored(straight: Path, loaded: LoadedModel, log: Path) -> None:
+def test_no_padding_is_stored(straight: Path, loaded: LoadedModel, log: Path) -> None:
     """A record has the length of its tokens, whatever batch it was in."""
     texts = log.read_text().split("\n")
     with Database(straight) as database:
@@ -118,14 +120,14 @@ def test_padding_is_stored(straight: Path, loaded: LoadedModel, log: Path) -> No
         assert max(database.lengths) <= 48
 
 
-def test_held_out_rows_are_neighbours_of_training_rows(straight: Path) -> None:
+def test_held_out_rows_are_whole_stretches(straight: Path) -> None:
     """Stretches of 20 rows, decided by the row alone: a resumed build agrees, and no near copy is on both sides."""
     with Database(straight) as database:
         for row, split in zip(database.records.rows.tolist(), database.records.splits.tolist(), strict=True):
             assert split == (SPLIT_HELD_OUT if 40 <= row < 60 else SPLIT_TRAIN)
 
 
-def test_auto_storage_loses_a_models_precision(tiny_bert: str, log: Path, tmp_path: Path) -> None:
+def test_auto_storage_follows_the_models_precision(tiny_bert: str, log: Path, tmp_path: Path) -> None:
     """float16 for a float32 model, bfloat16 for a bfloat16 one."""
     for dtype, storage in (("float32", "float16"), ("bfloat16", "bfloat16")):
         path = tmp_path / dtype
@@ -140,7 +142,7 @@ def test_auto_storage_loses_a_models_precision(tiny_bert: str, log: Path, tmp_pa
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_ctrl_c_loses_what_was_computed(
+def test_ctrl_c_publishes_what_was_computed(
     loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int
 ) -> None:
     """KeyboardInterrupt from the progress bar: all that was stored is published, and the same command completes."""
@@ -162,7 +164,9 @@ def test_ctrl_c_loses_what_was_computed(
     assert _same(path, straight)
 
 
-def test_ctrl_c_again_and_again(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
+def test_ctrl_c_again_and_again_still_completes(
+    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path
+) -> None:
     """Interrupted after every single batch: each run gets a little further, and the end is the same."""
     path, runs = tmp_path / "db", 0
 
@@ -180,7 +184,9 @@ def test_ctrl_c_again_and_again(loaded: LoadedModel, log: Path, straight: Path, 
     assert _same(path, straight)
 
 
-def test_any_failure_loses_what_was_computed(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
+def test_any_failure_publishes_what_was_computed(
+    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path
+) -> None:
     """An error nobody expected, in the middle: published like Ctrl-C, and raised on."""
     path, calls = tmp_path / "db", 0
 
@@ -199,7 +205,9 @@ def test_any_failure_loses_what_was_computed(loaded: LoadedModel, log: Path, str
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_killed_build_starts_over(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int) -> None:
+def test_a_killed_build_goes_on_from_what_was_published(
+    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int
+) -> None:
     """SIGKILL in the middle: the batches published before are there, and are not computed again."""
     path = tmp_path / "db"
 
@@ -223,7 +231,7 @@ def test_a_killed_build_starts_over(loaded: LoadedModel, log: Path, straight: Pa
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("at", [0, 1, 40, 120])
-def test_a_full_disk_loses_what_was_published(
+def test_a_full_disk_keeps_what_was_published(
     loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ENOSPC at some write: said so, and what to do; the batches published before open; the same command resumes."""
@@ -252,7 +260,7 @@ def test_a_full_disk_loses_what_was_published(
 # -- more data
 
 
-def test_the_same_command_adds_rows(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
+def test_the_same_command_again_adds_nothing(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
     """Run again on the same file, under whatever name: nothing is added, nothing is computed."""
     path = Path(shutil.copytree(straight, tmp_path / "db"))
     before = contents(path)
@@ -262,7 +270,7 @@ def test_the_same_command_adds_rows(loaded: LoadedModel, log: Path, straight: Pa
     assert contents(path) == before
 
 
-def test_one_file_given_twice_is_stored_twice(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
+def test_one_file_given_twice_is_stored_once(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
     """A file and its copy in one command: each row once."""
     again = Path(shutil.copy(log, tmp_path / "renamed.log"))
     result = _build(loaded, [log, log, again], tmp_path / "db")
@@ -270,7 +278,7 @@ def test_one_file_given_twice_is_stored_twice(loaded: LoadedModel, log: Path, st
     assert _same(tmp_path / "db", straight)
 
 
-def test_a_second_file_replaces_the_first(
+def test_a_second_file_is_added_to_the_first(
     loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, log_lines: list[str]
 ) -> None:
     """Appending: only the new file's rows, under their own source; the old records keep every byte."""
@@ -288,7 +296,9 @@ def test_a_second_file_replaces_the_first(
     assert findings(path) == []
 
 
-def test_a_limit_counts_from_the_last_row(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
+def test_a_limit_is_of_the_data_and_not_of_a_run(
+    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path
+) -> None:
     """--limit is of the data, not of a run: a larger one later adds the rest."""
     path = tmp_path / "db"
     assert _build(loaded, [log], path, limit=10).added == 10
@@ -302,7 +312,7 @@ def test_a_limit_counts_from_the_last_row(loaded: LoadedModel, log: Path, straig
 # -- other settings
 
 
-def test_another_build_goes_into_it(
+def test_a_build_with_other_settings_is_refused(
     loaded: LoadedModel, tiny_deberta: str, tiny_bert: str, log: Path, straight: Path, tmp_path: Path
 ) -> None:
     """Another storage type, length, model or precision: refused by name, and the database stays as it was."""
@@ -318,20 +328,37 @@ def test_another_build_goes_into_it(
     assert contents(path) == before
 
 
-def test_more_positions_than_the_model_has(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
+def test_more_positions_than_the_model_has_are_refused(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
     """--max-length beyond the model: an error, not an index error deep inside it."""
     with pytest.raises(AttmemoError, match="--max-length 4096 is more than the model's 96 positions"):
         _build(loaded, [log], tmp_path / "db", max_length=4096)
     assert not (tmp_path / "db").exists()
 
 
+def test_a_very_long_line_is_cut_before_it_is_tokenized(loaded: LoadedModel) -> None:
+    """20 MB in one line took half a minute. Blanks and endless words are no tokens, or few: then more is read."""
+    words, seen = "error in block 17 ", []
+    inner = loaded.tokenizer
+
+    class Watched:
+        truncation_side, bos_token_id, eos_token_id = "right", None, None
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            seen.append(max(map(len, texts)))
+            return inner(texts, **options)
+
+    watched = replace(loaded, tokenizer=Watched())
+    texts = [words * 100_000, "short", " " * 9_000 + words, "x" * 9_000 + " " + words]
+    expected = [inner(text[:20_000], truncation=True, max_length=16)["input_ids"] for text in texts]
+    assert [item.ids for item in tokenize(watched, texts, 16)] == expected
+    assert max(seen) < 20_000
+
+
 # -- the limit in bytes
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.99])
-def test_the_byte_limit_is_exceeded(
-    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, share: float
-) -> None:
+def test_the_byte_limit_is_kept(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, share: float) -> None:
     """--max-bytes: stops before it, says so, leaves a whole database that goes on with more room."""
     with Database(straight) as database:
         most = int(database.bytes * share)
@@ -348,7 +375,7 @@ def test_the_byte_limit_is_exceeded(
     assert _same(path, straight)
 
 
-def test_a_limit_below_one_record(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
+def test_a_limit_below_one_record_is_refused(loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path) -> None:
     """Nothing fits: an error, nothing is published, and the same folder takes a build with more room."""
     path = tmp_path / "db"
     with pytest.raises(StorageFullError, match="--max-bytes 5000 does not hold a single record"):
@@ -358,10 +385,26 @@ def test_a_limit_below_one_record(loaded: LoadedModel, log: Path, straight: Path
     assert _same(path, straight)
 
 
+@pytest.mark.parametrize("kind", ["file", "foreign", "bytes"])
+def test_an_impossible_place_or_size_is_refused_without_a_model(tmp_path: Path, kind: str) -> None:
+    """Loading a large model takes minutes. A database that was begun, or is not there yet, is a place."""
+    place = tmp_path / "db"
+    check_place(place, 1 << 20)
+    (place / "arena").mkdir(parents=True)
+    check_place(place, 1 << 20)
+    if kind == "foreign":
+        (place / "arena").rename(place / "photos")
+    elif kind == "file":
+        place = tmp_path / "a.txt"
+        place.touch()
+    with pytest.raises(DatabaseError, match={"bytes": "--max-bytes 10"}.get(kind, "--output")):
+        check_place(place, 10 if kind == "bytes" else None)
+
+
 # -- what cannot be built
 
 
-def test_a_broken_model_is_stored(tiny_bert: str, log: Path, tmp_path: Path) -> None:
+def test_a_broken_model_is_refused(tiny_bert: str, log: Path, tmp_path: Path) -> None:
     """Weights that overflow to NaN: the model is refused, nothing is stored."""
     broken = load_model(tiny_bert)
     weights: nn.Parameter = broken.model.get_parameter("bert.encoder.layer.1.attention.self.query.weight")
@@ -372,7 +415,7 @@ def test_a_broken_model_is_stored(tiny_bert: str, log: Path, tmp_path: Path) -> 
     assert not (tmp_path / "db" / "MANIFEST.json").exists()
 
 
-def test_a_file_without_text_makes_a_database(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_file_without_text_makes_no_database(loaded: LoadedModel, tmp_path: Path) -> None:
     """Missing, empty, blank: a DataError, before a database is begun or with none published."""
     for name, body in (("empty.log", ""), ("blank.log", "\n \n\n")):
         (tmp_path / name).write_text(body)
@@ -383,7 +426,7 @@ def test_a_file_without_text_makes_a_database(loaded: LoadedModel, tmp_path: Pat
     assert not (tmp_path / "db" / "MANIFEST.json").exists()
 
 
-def test_the_model_is_left_changed(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
+def test_the_model_is_left_as_it_was(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
     """Capturing hooks into the model and asks it for its maps: afterwards, also after Ctrl-C, it is as before."""
     inputs = collate(loaded, tokenize(loaded, ["error in block 17", "ok"], 48))
     before = [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in loaded.model.named_modules()]

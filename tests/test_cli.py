@@ -223,6 +223,8 @@ class TestOptions:
             ("tune db", "--data"),
             ("tune db --data a --budget 1", "--budget"),
             ("tune db --data a --budget 1%", "--budget"),
+            ("tune db --data a --budget 0", "above 0"),
+            ("tune db --data a --pooling max", "--pooling"),
             ("tune db --data a --confidence 0", "--confidence"),
             ("tune db --data a --lookup both", "--lookup"),
             ("tune db --data a --min-cosine 2", "--min-cosine"),
@@ -329,6 +331,7 @@ class TestBuild:
         assert process.returncode == 130
         assert "interrupted; what was captured is published, the same command resumes" in stderr
         assert "Traceback" not in stderr
+        assert "Exception ignored" not in stderr
         assert succeed("check", path).endswith("all checksums match\n")
         with Database(path) as database:
             before = len(database)
@@ -337,6 +340,52 @@ class TestBuild:
         found = json.loads(succeed(*args, "--limit", str(before + 300), "--json", "-"))
         assert found["skipped"] == before
         assert found["records"] == before + 300
+
+    def test_control_c_before_anything_is_stored_says_so(
+        self, tmp_path: Path, tiny_bert: str, service_log: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from attmemo.profiler import models
+
+        def interrupt(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(models, "load_model", interrupt)
+        result = attmemo("build-database", "--model", tiny_bert, "--data", service_log, "--output", tmp_path / "db")
+        assert result.exit_code == 130
+        assert "interrupted before anything was stored" in result.stderr
+        assert not (tmp_path / "db").exists()
+
+    def test_a_second_control_c_does_not_spoil_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While the interpreter ends, a library's farewell would show a traceback."""
+        from attmemo.cli import app as module
+
+        def interrupted() -> None:
+            raise SystemExit(130)
+
+        monkeypatch.setattr(module, "app", interrupted)
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            with pytest.raises(SystemExit):
+                module.main()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @pytest.mark.parametrize("kind", ["file", "foreign", "bytes"])
+    def test_a_place_that_cannot_be_is_refused_before_the_model_is_loaded(
+        self, tmp_path: Path, service_log: Path, kind: str
+    ) -> None:
+        place = tmp_path / "place"
+        if kind == "file":
+            place.touch()
+        elif kind == "foreign":
+            place.mkdir()
+            (place / "letter.txt").touch()
+        said = refuse(
+            "build-database", "--model", tmp_path / "no-model", "--data", service_log, "--output", place,
+            "--max-bytes", "10" if kind == "bytes" else "1GiB",
+        )  # fmt: skip
+        assert "--max-bytes 10" in said if kind == "bytes" else "choose another --output" in said
 
 
 class TestBadInput:
@@ -368,6 +417,15 @@ class TestBadInput:
         assert said in stderr
         assert name in stderr
         assert not (tmp_path / "new").exists()
+
+    def test_data_from_standard_input(self, tmp_path: Path, tiny_bert: str) -> None:
+        for name in ("-", "/dev/stdin"):
+            said = refuse("build-database", "--model", tiny_bert, "--output", tmp_path / "db", "--data", name)
+            assert "write the data to a file first" in said
+
+    def test_a_directory_of_other_things_is_not_proposed_for_a_database(self, tmp_path: Path) -> None:
+        (tmp_path / "letter.txt").touch()
+        assert f"--output {tmp_path}\n" not in refuse("inspect", tmp_path)
 
     def test_a_missing_model(self, tmp_path: Path, service_log: Path) -> None:
         stderr = refuse("build-database", "--model", tmp_path / "none", "--data", service_log)
@@ -441,6 +499,14 @@ class TestBadInput:
     def test_a_json_file_that_cannot_be_written_is_refused_first(self, database: Path, tmp_path: Path) -> None:
         assert "--json" in refuse("inspect", database, "--json", tmp_path / "none" / "x.json")
         assert "--json" in refuse("inspect", database, "--json", tmp_path)
+
+    def test_a_report_that_cannot_be_written_is_refused_first(
+        self, database: Path, logs: dict[str, Path], tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        for place in (tmp_path / "file", tmp_path / "file" / "below"):
+            said = refuse("evaluate", database, "--data", logs["ask"], "--model", tmp_path / "none", "--report", place)
+            assert "--report" in said
 
 
 class TestErrors:
@@ -576,6 +642,22 @@ class TestWork:
 
 
 class TestConsole:
+    def test_a_full_disk_leaves_the_json_that_was_there(
+        self, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place = tmp_path / "x.json"
+        place.write_text("before")
+        real = Path.write_text
+
+        def full(self: Path, text: str, *args: Any, **options: Any) -> int:
+            real(self, text[:5], *args, **options)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(Path, "write_text", full)
+        assert "No space left" in refuse("inspect", database, "--json", place)
+        assert place.read_text() == "before"
+        assert {file.name for file in tmp_path.iterdir()} == {"x.json", "db"}
+
     def test_numbers_that_json_does_not_have(self, capsys: pytest.CaptureFixture[str]) -> None:
         with console.output("-", quiet=True) as out:
             out.result({"a": [float("nan"), 1.5, {"b": float("inf")}], 3: Path("x")})

@@ -53,7 +53,7 @@ def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 class TestRun:
     def test_ends_with_a_table_a_report_and_what_to_do_next(self, made: tuple[Path, str]) -> None:
         output, said = made
-        for shown in ("Served from memory", "Speed-up", "Cosine, mean", "Changed answers", "Threshold", "mean map"):
+        for shown in ("Hit rate", "Speed-up", "Cosine, mean", "Same answer", "Threshold", "mean map"):
             assert shown in said
         assert f"Report: {output / 'report' / 'report.html'}" in said
         assert (output / "report" / "report.html").stat().st_size > 10_000

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attmemo import Database, UnsupportedModelError, memoize, unmemoize
-from attmemo.profiler.answers import ask, changed, perplexity, prepare, serving
+from attmemo.profiler.answers import KEPT, ask, changed, harm, likeliest, perplexity, prepare, serving
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.measure import _inputs, _run
@@ -77,19 +77,42 @@ def _loaded(request: pytest.FixtureRequest, places: dict[str, str]) -> LoadedMod
 
 
 class TestAnswers:
-    def test_are_the_logits_behind_the_last_valid_token(self, loaded: LoadedModel, log_lines: list[str]) -> None:
+    def test_are_the_likeliest_tokens_behind_the_last_valid_one(
+        self, loaded: LoadedModel, log_lines: list[str]
+    ) -> None:
         assert loaded.kind == "language-model"
         assert loaded.tokenizer.pad_token_id is None
         assert loaded.labels == {}
         tokens = tokenize(loaded, log_lines[:9], LONGEST)
         assert len({len(item) for item in tokens}) > 1
         given = ask(loaded, prepare(loaded, tokens, 4))
-        assert given.shape == (9, VOCABULARY)
         model: Any = loaded.model
         for item in tokens:
             with torch.inference_mode():
-                alone = model(torch.tensor([item.ids])).logits[0, -1]
-            assert torch.allclose(given[item.row], alone, atol=1e-4)
+                alone = model(torch.tensor([item.ids])).logits[0, -1].softmax(0)
+            assert int(given[item.row, 0, 0]) == int(alone.argmax())
+            assert torch.allclose(given[item.row, :, 1], alone[given[item.row, :, 0].long()], atol=1e-4)
+
+    def test_are_kept_without_the_logits_of_the_whole_vocabulary(
+        self, loaded: LoadedModel, log_lines: list[str]
+    ) -> None:
+        """10,000 texts and 128,000 tokens would be 5 GB, twice."""
+        given = ask(loaded, prepare(loaded, tokenize(loaded, log_lines[:9], LONGEST), 4))
+        assert given.shape == (9, KEPT, 2)
+        assert given.untyped_storage().nbytes() == 9 * KEPT * 2 * 4
+
+    def test_are_compared_by_what_is_kept_of_them(self) -> None:
+        """Total variation, which a list of the likeliest tokens knows but for the others' probabilities."""
+        torch.manual_seed(0)
+        logits = 4 * torch.randn(2, 1500, 200)
+        logits[1, :500] = logits[0, :500]
+        exact, given = logits
+        kept = likeliest(exact), likeliest(given)
+        assert torch.equal(changed("language-model", *kept, 0.98), exact.argmax(1) != given.argmax(1))
+        whole = 0.5 * (exact.softmax(1) - given.softmax(1)).abs().sum(1)
+        told = harm("language-model", *kept)
+        assert torch.allclose(told[:500], torch.zeros(500), atol=1e-6)
+        assert float((told - whole).abs().max()) < 0.1
 
     def test_need_the_head_for_one_token_a_text_and_no_cache(self, loaded: LoadedModel, log_lines: list[str]) -> None:
         seen = []
@@ -127,7 +150,7 @@ class TestAnswers:
             assert torch.equal(answers(loaded, inputs, NextToken(other.model)), expected)
 
     def test_change_when_another_token_comes_first(self) -> None:
-        exact, given = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[0.0, 9.0], [0.0, 0.1]])
+        exact, given = map(likeliest, torch.tensor([[[1.0, 2.0], [3.0, 0.0]], [[0.0, 9.0], [0.0, 0.1]]]))
         assert changed("language-model", exact, given, 0.98).tolist() == [False, True]
 
     def test_of_a_text_without_tokens_are_those_behind_the_beginning(self, places: dict[str, str]) -> None:
@@ -232,9 +255,7 @@ class TestTheWholeWay:
         assert "first tokens" in result["verdict"]
         assert f"perplexity {quality['perplexity_memoized']:.4g}" in result["verdict"]
 
-    def test_what_evaluation_tells_is_what_the_user_gets(
-        self, tuned: tuple[str, Path], logs: dict[str, Path]
-    ) -> None:
+    def test_what_evaluation_tells_is_what_the_user_gets(self, tuned: tuple[str, Path], logs: dict[str, Path]) -> None:
         model, path = tuned
         options = EvaluateOptions(gate=False, repeats=1, limit=40, exhaustive=0, sweep=False, controls=False)
         result = evaluate(path, [logs["ask"]], options)
@@ -253,7 +274,7 @@ class TestTheWholeWay:
         item = tokens[0]
         with torch.inference_mode():
             served = bare(torch.tensor([item.ids])).logits[0, -1]
-        assert int(served.argmax()) == int(given[0].argmax())
+        assert int(served.argmax()) == int(given[0, 0, 0])
         unmemoize(loaded.model)
 
     def test_its_own_texts_keep_their_perplexity(self, tuned: tuple[str, Path], logs: dict[str, Path]) -> None:

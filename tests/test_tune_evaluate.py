@@ -5,28 +5,35 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 
 from attmemo import Database, DataError, memoize
+from attmemo.adapters import adapter_for, encoder_of
 from attmemo.db import KIND_MAP, DatabaseWriter
 from attmemo.embed.training import TrainOptions
-from attmemo.errors import EmbedderMissingError, TuningError
+from attmemo.errors import AttmemoError, EmbedderMissingError, TuningError
 from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
-from attmemo.profiler.answers import ask, changed, cosine, harm, prepare, time_passes
+from attmemo.profiler.answers import ask, changed, cosine, harm, prepare
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.capture import Capture
-from attmemo.profiler.controls import CONTROLS, MeanMaps, RandomMaps, duplicate_share, serving_control
+from attmemo.profiler.controls import CONTROLS, MeanMaps, RandomMaps, serving_control
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import LoadedModel, batches, collate, load_model, tokenize
+from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, load_model, tokenize
+from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.report import write_report
+from attmemo.profiler.stored import first_inputs, stored_texts
+from attmemo.profiler.timing import time_passes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 
@@ -319,6 +326,7 @@ class TestEvaluate:
         assert rates[0] == pytest.approx(result["hit_rate"])  # the same threshold, asked without a gate
         assert rates[1] > 0.0, "the model was still disabled by the timing of the threshold before"
         assert all(row["agreement"] + row["changed"] == pytest.approx(1.0) for row in rows)
+        assert {row["gate"] for row in rows} == {"off"}, "it must not be taken for the deployed path"
 
     def test_a_report_can_be_made_of_it(self, result: dict[str, Any], tmp_path: Path) -> None:
         page, plot, numbers = write_report(result, tmp_path)
@@ -414,6 +422,26 @@ class TestEvaluate:
         found = evaluate(path, [later["ask"]], options)
         assert {row["gate"] for row in found["layers"]} <= {"on", "off"}
         assert all(row["why"] for row in found["layers"])
+
+    def test_measures_the_path_that_is_deployed_and_the_sweep_says_that_it_does_not(
+        self, bert_database: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """Where a hit costs more than exact attention, the gate leaves every call alone: so does the evaluation."""
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        train_database(path, TrainOptions(steps=0, backend="flat"))
+        with Database(path) as database:
+            manifest = database.manifest
+        profile: dict[str, Any] = json.loads(json.dumps(manifest.profile))
+        for costs in profile["costs"]:
+            costs["exact"] = dict.fromkeys(costs["exact"], 0.0)
+        with DatabaseWriter(path, manifest.model, manifest.storage, manifest.settings) as writer:
+            writer.publish(profile=profile)
+        options = replace(QUICK, gate=True, sweep=True, controls=False, exhaustive=0)
+        found = evaluate(path, [later["ask"]], options)
+        assert (found["hit_rate"], found["quality"]["changed"]) == (0.0, 0.0)
+        assert found["conditions"]["gate"] == "on"
+        assert found["sweep"][0]["hit_rate"] > 0.0
+        assert {row["gate"] for row in found["sweep"]} == {"off"}
 
 
 def write_csv(file: Path, texts: list[str], labels: list[str]) -> None:
@@ -519,24 +547,159 @@ class TestControls:
                         )
             control.close()
 
-    def test_duplicates_are_counted_by_what_enters_the_first_layer(
-        self, loaded: LoadedModel, bert_database: Path, log_lines: list[str]
+
+class TestStoredTexts:
+    """Texts that are in the database would find themselves, and every number would flatter."""
+
+    @pytest.mark.parametrize("storage", ["float32", "uint8"])
+    def test_are_known_as_the_model_sees_them_and_no_others_are(
+        self, loaded: LoadedModel, service_log: Path, log_lines: list[str], storage: str, tmp_path: Path
     ) -> None:
-        fresh = list(generate_log(10, seed=1234))
-        with Database(bert_database) as database:
+        build_database(loaded, [service_log], tmp_path / "db", BuildOptions(48, limit=60, storage=storage))
+        digits = [f"{line[:-1]}{'1' if line[-1] != '1' else '2'}" for line in log_lines[:20]]
+        texts = [*log_lines[:20], *digits, "no such thing", log_lines[3].upper()]
+        with Database(tmp_path / "db") as database:
+            tokens = tokenize(loaded, texts, 48)
+            known = {tuple(item.ids) for item in tokenize(loaded, log_lines[:60], 48)}
+            inside = stored_texts(loaded, database, tokens)
+        assert inside == {item.row for item in tokens if tuple(item.ids) in known}
+        assert inside >= {*range(20), 41}, "the tokenizer does not see capitals"
+        assert len(inside) < 40, "a digit makes another text"
+        assert not any(module._forward_pre_hooks for module in loaded.model.modules())
 
-            def share(texts: list[str]) -> float:
-                items = tokenize(loaded, texts, 48)
-                base: Any = loaded.model.base_model
-                with torch.inference_mode():
-                    return duplicate_share(
-                        database, (base.embeddings(input_ids=torch.tensor([item.ids]))[0] for item in items)
-                    )
+    @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.kind == "tokens"])
+    def test_are_told_by_what_a_build_stores_of_them_in_every_family(self, family: str) -> None:
+        model = encoder_of(FAMILIES[family].make()).eval()
+        tokenizer = SimpleNamespace(pad_token_id=0, model_input_names=["input_ids"])
+        loaded = LoadedModel(family, model, tokenizer, "encoder", "float32")
+        items = [Tokens(row, torch.randint(5, 110, (9,)).tolist(), None) for row in range(3)]
+        adapter, sites = adapter_for(model)
+        with Capture(model, adapter, sites) as capture:
+            expected = capture.run(collate(loaded, items)).inputs[0]
+        assert torch.allclose(torch.stack(list(first_inputs(loaded, items))), expected, atol=1e-5)
+        assert not any(module._forward_pre_hooks for module in model.modules())
 
-            assert share(log_lines[:12]) == 1.0
-            assert share([]) == 0.0
-            assert share(["no such thing"]) == 0.0
-            assert share([*log_lines[:5], *fresh[:5]]) <= 0.9
+    def test_are_left_out_and_counted(
+        self, bert_database: Path, service_log: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """A log that grew since the build is the ordinary case, and the certificate would be too good."""
+        path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+        fresh = later["ask"].read_text()
+        (tmp_path / "fresh.log").write_text(fresh)
+        (tmp_path / "grown.log").write_text("".join(service_log.read_text().splitlines(True)[:40]) + fresh)
+        options = EvaluateOptions(**QUICK.__dict__ | {"limit": None, "controls": False})
+        alone, grown = (evaluate(path, [tmp_path / f"{name}.log"], options) for name in ("fresh", "grown"))
+        assert grown["data"]["in_database"] == alone["data"]["in_database"] + 40
+        for key in ("hit_rate", "quality"):
+            assert grown[key] == alone[key]
+        assert any("are in the database; they were left out" in note for note in grown["notes"])
+        tuned = tune(path, [tmp_path / "grown.log"], TuneOptions(budget=0.5))
+        assert tuned["in_database"] == grown["data"]["in_database"]
+        assert tuned["total"] == grown["data"]["sequences"]
+
+    def test_alone_are_refused(self, bert_database: Path, service_log: Path, tmp_path: Path) -> None:
+        (tmp_path / "part.log").write_text("".join(service_log.read_text().splitlines(True)[:30]))
+        for call in (
+            lambda: tune(bert_database, [tmp_path / "part.log"], TuneOptions()),
+            lambda: evaluate(bert_database, [tmp_path / "part.log"], QUICK),
+        ):
+            with pytest.raises(DataError, match="all 30 texts are in the database"):
+                call()
+
+
+class TestPooling:
+    """An embedding is judged as the application reads it."""
+
+    @pytest.fixture
+    def encoder(self, tiny_bert: str, tmp_path: Path) -> Path:
+        """A bare encoder, saved as sentence-transformers does but for its modules."""
+        loaded = load_model(tiny_bert)
+        loaded.model.base_model.save_pretrained(tmp_path / "encoder")  # type: ignore[operator,union-attr]
+        loaded.tokenizer.save_pretrained(tmp_path / "encoder")
+        return tmp_path / "encoder"
+
+    @staticmethod
+    def save(folder: Path, modules: Sequence[str], **modes: object) -> None:
+        """Write the configuration of sentence-transformers."""
+        steps = [
+            {
+                "idx": n,
+                "name": str(n),
+                "path": f"{n}_{name}" if n else "",
+                "type": f"sentence_transformers.models.{name}",
+            }
+            for n, name in enumerate(("Transformer", *modules))
+        ]
+        (folder / "modules.json").write_text(json.dumps(steps))
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
+
+    @pytest.mark.parametrize("pooling", ["mean", "cls", "max", "lasttoken"])
+    def test_is_that_of_the_models_own_configuration(self, encoder: Path, log_lines: list[str], pooling: str) -> None:
+        mode = pooling if pooling == "lasttoken" else f"{pooling}_token" + "s" * (pooling != "cls")
+        self.save(encoder, ("Pooling", "Normalize"), **{f"pooling_mode_{mode}": True, "pooling_mode_other": False})
+        loaded = load_model(str(encoder))
+        items = tokenize(loaded, log_lines[:5], 48)
+        given = ask(loaded, prepare(loaded, items, 5))
+        assert loaded.pooling == pooling
+        for item in items:
+            with torch.inference_mode():
+                states = loaded.model(torch.tensor([item.ids])).last_hidden_state[0]
+            pooled = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0), "lasttoken": states[-1]}
+            expected = torch.nn.functional.normalize(pooled[pooling], dim=0)
+            assert torch.allclose(given[item.row], expected, atol=1e-5)
+
+    def test_is_the_mean_where_nothing_is_said(self, encoder: Path) -> None:
+        assert own_pooling(str(encoder)) == "mean"
+        self.save(encoder, ("Pooling",), pooling_mode="cls")
+        assert own_pooling(str(encoder)) == "cls", "the newer spelling"
+
+    def test_that_is_not_computed_here_is_refused_when_it_is_asked_for(
+        self, encoder: Path, service_log: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        build_database(load_model(str(encoder)), [service_log], tmp_path / "db", BuildOptions(48, limit=40))
+        for modules, modes, said in (
+            (("Pooling", "Dense"), {"pooling_mode_mean_tokens": True}, "the layers Dense"),
+            (("Pooling",), {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}, "cls_token, max_token"),
+            (("Pooling",), {"pooling_mode_weightedmean_tokens": True}, "weightedmean_tokens"),
+        ):
+            self.save(encoder, modules, **modes)
+            with pytest.raises(DataError, match=f"(?s){said}.*--pooling mean"):
+                evaluate(tmp_path / "db", [later["ask"]], QUICK)
+
+    def test_asked_for_is_used_and_noted(
+        self, encoder: Path, service_log: Path, later: dict[str, Path], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "db"
+        build_database(load_model(str(encoder)), [service_log], path, BuildOptions(48, limit=200))
+        train_database(path, TrainOptions(steps=0), profile=False)
+        found = {}
+        for pooling in ("mean", "cls"):
+            tuned = tune(path, [later["tune"]], TuneOptions(0.5, pooling=pooling))
+            with Database(path) as database:
+                assert database.manifest.tuning is not None
+                assert database.manifest.tuning["pooling"] == tuned["pooling"] == pooling
+            found[pooling] = evaluate(path, [later["ask"]], replace(QUICK, pooling=pooling, controls=False))
+            assert found[pooling]["conditions"]["pooling"] == pooling
+        assert found["mean"]["quality"]["cosine_mean"] != found["cls"]["quality"]["cosine_mean"]
+
+    def test_of_a_model_that_gives_no_embeddings_is_refused(self, bert_database: Path, later: dict[str, Path]) -> None:
+        with pytest.raises(DataError, match="gives classes, so there is nothing to pool"):
+            evaluate(bert_database, [later["ask"]], replace(QUICK, pooling="cls"))
+
+    def test_may_be_a_function_of_the_output_and_the_mask(self, bert_database: Path, later: dict[str, Path]) -> None:
+        by_class, by_vector = (
+            evaluate(bert_database, [later["ask"]], replace(QUICK, answer=answer, threshold=0.0))
+            for answer in (lambda output, mask: output.logits.argmax(1), lambda output, mask: output.logits[:, :3])
+        )
+        stock = evaluate(bert_database, [later["ask"]], replace(QUICK, threshold=0.0, controls=False))
+        assert by_class["quality"]["changed"] == stock["quality"]["changed"] > 0.0
+        assert by_class["quality"]["changed_means"] == "another class"
+        assert by_class["conditions"]["pooling"] == "function"
+        assert 0.0 < by_vector["quality"]["cosine_mean"] < 1.0
+        assert by_vector["quality"]["changed_means"] == "cosine below 0.98"
+        with pytest.raises(AttmemoError, match=r"embeddings .* or of classes"):
+            evaluate(bert_database, [later["ask"]], replace(QUICK, answer=lambda output, mask: 1))
 
 
 class TestCapture:
@@ -544,7 +707,7 @@ class TestCapture:
     def test_gives_what_each_layer_saw_and_made_and_leaves_the_model_alone(
         self, request: pytest.FixtureRequest, log_lines: list[str], family: str
     ) -> None:
-        from attmemo.adapters import adapter_for, check_adapter
+        from attmemo.adapters import check_adapter
 
         loaded = load_model(request.getfixturevalue(f"tiny_{family}"))
         adapter, sites = adapter_for(loaded.model)
@@ -567,7 +730,6 @@ class TestCapture:
 
     def test_of_padding_in_front_is_refused(self, loaded: LoadedModel, log_lines: list[str]) -> None:
         from attmemo import UnsupportedModelError
-        from attmemo.adapters import adapter_for
 
         adapter, sites = adapter_for(loaded.model)
         inputs = collate(loaded, sorted(tokenize(loaded, log_lines[:30], 96), key=len)[::29])

@@ -7,6 +7,7 @@ Nothing here or in the modules imported here loads torch: commands import what t
 from __future__ import annotations
 
 import os
+import signal
 from typing import Annotated
 
 import typer
@@ -78,4 +79,9 @@ def main() -> None:
     # while the thread that it waits for is not running: small operations then took up to 40 times as long. After
     # 10,000 rounds, some 30 microseconds, it sleeps; on idle cores that costs nothing. Read when torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    app()
+    try:
+        app()
+    except SystemExit as ended:
+        if ended.code == 130:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would only spoil the farewell
+        raise

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import Output, cell, output, size
+from attmemo.cli.files import check_directory
 from attmemo.cli.options import (
     BatchSize,
     Data,
@@ -29,8 +30,7 @@ EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is 
 
 def build_database(
     model: Annotated[
-        str,
-        typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False),
+        str, typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False)
     ],
     data: Data,
     more: MoreData = None,
@@ -78,8 +78,7 @@ def build_database(
         typer.Option(help="What the model computes in; serve it in the same precision."),
     ] = "float32",
     max_bytes: Annotated[
-        int,
-        typer.Option(metavar="SIZE", parser=parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"),
+        int, typer.Option(metavar="SIZE", parser=parse_size, help="Stop before the database is larger: 8GiB, 500MB, …")
     ] = EIGHT_GIB,
     device: Annotated[Literal["cpu"], typer.Option(help="Where the model runs.")] = "cpu",
     batch_size: BatchSize = 16,
@@ -105,9 +104,8 @@ def build_database(
     attmemo build-database --model ./model --data monday.log tuesday.log --output DB
     attmemo build-database --model org/name --data tickets.csv --text-column body --max-bytes 20GiB
     """
-    stopped = "interrupted; what was captured is published, the same command resumes"
-    with output(json, quiet, stopped) as out:
-        from attmemo.profiler.build import BuildOptions
+    with output(json, quiet, "interrupted before anything was stored; the same command starts again") as out:
+        from attmemo.profiler.build import BuildOptions, check_place
         from attmemo.profiler.build import build_database as build
         from attmemo.profiler.data import read_texts
         from attmemo.profiler.models import load_model
@@ -115,9 +113,17 @@ def build_database(
         files = data_files(data, more)
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
         options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
+        check_place(destination, max_bytes)  # a large model takes minutes to load
+        if destination is not None:
+            check_directory("--output", destination)
         out.say(f"Loading {model}")
         loaded = load_model(model, model_dtype, device)
-        done = build(loaded, files, destination, options, lambda done, total: out.stages("capturing", done, total))
+
+        def tell(done: int, total: int) -> None:
+            out.interrupted = "interrupted; what was captured is published, the same command resumes"
+            out.stages("capturing", done, total)
+
+        done = build(loaded, files, destination, options, tell)
         out.say(f"{done.path}")
         out.say(
             f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "
@@ -184,12 +190,8 @@ def show_layers(out: Output, layers: dict[str, dict[str, Any]]) -> None:
     rows = []
     for layer, report in sorted(layers.items(), key=lambda item: int(item[0])):
         kept = "trained" if report.get("trained_kept") else "principal"
+        name = "per sequence" if layer == "-1" else layer
         rows.append(
-            (
-                "per sequence" if layer == "-1" else layer,
-                cell(report.get(f"held_out_similarity_{kept}")),
-                kept,
-                cell(int(report.get("held_out", 0))),
-            )
+            (name, cell(report.get(f"held_out_similarity_{kept}")), kept, cell(int(report.get("held_out", 0))))
         )
     out.table("Similarity of the record found", ("layer", "mean", "embedder", "held-out texts"), rows)

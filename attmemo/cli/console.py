@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from attmemo.errors import AttmemoError, StorageFullError
+from attmemo.cli.files import check_writable, write_whole
+from attmemo.errors import AttmemoError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,17 +85,20 @@ class Output:
         Where `result` writes; ``"-"`` is standard output.
     quiet : bool
         No text, no progress.
+    interrupted : str
+        What Ctrl-C leaves behind, in a sentence; a command says so anew when that changes.
     """
 
-    def __init__(self, json_file: str | None, quiet: bool) -> None:
+    def __init__(self, json_file: str | None, quiet: bool, interrupted: str = "interrupted") -> None:
         self.stages: Progress = Stages(quiet)
+        self.interrupted = interrupted
         self.quiet = quiet
         self._json = json_file
         self._console: Console | None = None
 
     def say(self, text: str = "") -> None:
         """Print a line as it is; a command or path in it can be copied."""
-        self._close_bar()
+        self.close()
         self._to().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
@@ -116,42 +120,23 @@ class Output:
         self._to().print(table)
 
     def result(self, value: Mapping[str, Any]) -> None:
-        """Write the result where ``--json`` says, if it was given.
-
-        Raises
-        ------
-        AttmemoError
-            The file cannot be written.
-        """
+        """Write the result where ``--json`` says, if it was given; an error leaves an older file whole."""
         if self._json is None:
             return
-        self._close_bar()
+        self.close()
         text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
         if self._json == "-":
             typer.echo(text)
             return
-        try:
-            Path(self._json).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(self._json, error.strerror or str(error)) from error
+        write_whole("--json", Path(self._json), text + "\n")
 
     def check(self) -> None:
         """Refuse a JSON file that cannot be written, before the work and not after it."""
-        if self._json is None or self._json == "-":
-            return
-        path = Path(self._json)
-        if path.is_dir():
-            raise _unwritable(self._json, "it is a directory")
-        if not path.parent.is_dir():
-            raise _unwritable(self._json, f"there is no directory {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise _unwritable(self._json, "permission denied")
+        if self._json is not None and self._json != "-":
+            check_writable("--json", Path(self._json))
 
     def close(self) -> None:
         """Leave the progress bar's line."""
-        self._close_bar()
-
-    def _close_bar(self) -> None:
         if isinstance(self.stages, Stages):
             self.stages.close()
 
@@ -172,9 +157,9 @@ def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted")
     Parameters
     ----------
     interrupted : str
-        What Ctrl-C leaves behind, in a sentence.
+        See `Output`.
     """
-    out = Output(json_file, quiet)
+    out = Output(json_file, quiet, interrupted)
     try:
         out.check()
         yield out
@@ -182,7 +167,7 @@ def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted")
         raise
     except KeyboardInterrupt:
         out.close()
-        typer.echo(interrupted, err=True)
+        typer.echo(out.interrupted, err=True)
         raise typer.Exit(130) from None
     except Exception as error:
         out.close()
@@ -196,23 +181,18 @@ def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted")
 
 def describe(error: Exception) -> str:
     """What went wrong and what to do next, without a traceback."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full and isinstance(error, OSError):
-        where = f" at {error.filename}" if error.filename else ""
-        return describe(
-            StorageFullError(f"the disk is full{where}; what was published stays.", "free space and run it again")
-        )
-    if isinstance(error, AttmemoError):
-        return f"{error.what}\n  Next: {error.hint or 'see --help of this command'}"
-    if isinstance(error, OSError) and error.strerror:
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return f"{what}\n  Next: check the path and its permissions; {TRACEBACK}=1 shows where it happened"
     lines = str(error).strip().splitlines()
-    said = f": {lines[0]}" if lines else ""
-    return (
-        f"unexpected {type(error).__name__}{said}\n"
-        f"  Next: run it again with {TRACEBACK}=1 and report what it shows; nothing already published is lost"
-    )
+    what = f"unexpected {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+    following = f"run it again with {TRACEBACK}=1 and report what it shows; nothing already published is lost"
+    if isinstance(error, AttmemoError):
+        what, following = error.what, error.hint or "see --help of this command"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" at {error.filename}" if error.filename else ""
+        what, following = f"the disk is full{where}; what was published stays.", "free space and run it again"
+    elif isinstance(error, OSError) and error.strerror:
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        following = f"check the path and its permissions; {TRACEBACK}=1 shows where it happened"
+    return f"{what}\n  Next: {following}"
 
 
 def size(count: float) -> str:
@@ -241,10 +221,6 @@ def cell(value: object) -> str:
 
 def _is_number(text: str) -> bool:
     return text[:1].isdigit() or text[:1] in "-–.+" or not text
-
-
-def _unwritable(file: str, why: str) -> AttmemoError:
-    return AttmemoError(f"--json {file} cannot be written: {why}.", "name a file in a directory that can be written")
 
 
 def _finite(value: Any) -> Any:

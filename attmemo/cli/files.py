@@ -40,8 +40,54 @@ def check_writable(name: str, path: Path) -> None:
     AttmemoError
         It is a directory, there is none for it, or it may not be written.
     """
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise AttmemoError(f"{name} {path} cannot be written.", "name a file in a directory that can be written")
+    if path.is_dir():
+        raise _unwritable(name, path, "it is a directory")
+    if not path.parent.is_dir():
+        raise _unwritable(name, path, f"there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _unwritable(name, path, "permission denied")
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Refuse a directory that cannot be written, or cannot be made.
+
+    Raises
+    ------
+    AttmemoError
+        It, or the nearest of its parents that there is, is no directory or may not be written.
+    """
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise _unwritable(name, path, f"{place} is no directory")
+    if not os.access(place, os.W_OK):
+        raise _unwritable(name, path, f"{place} may not be written")
+
+
+def write_whole(name: str, path: Path, text: str) -> None:
+    """Write a file beside its place and put it there, so that a full disk leaves the older one, and no part of it.
+
+    Raises
+    ------
+    AttmemoError
+        It cannot be written; `name` is what the user knows it by.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")  # a pipe, or /dev/null
+            return
+        path = path.resolve()  # a link stays a link
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            os.replace(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(name, path, error.strerror or str(error)) from error
+
+
+def _unwritable(name: str, path: Path, why: str) -> AttmemoError:
+    return AttmemoError(f"{name} {path} cannot be written: {why}.", "name a file in a directory that can be written")
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -121,14 +121,8 @@ def histogram(lengths: Mapping[int, int]) -> list[tuple[str, str, str]]:
         start = first + (length - first) // width * width
         counts[start] = counts.get(start, 0) + count
     most = max(counts.values())
-    return [
-        (
-            f"{start}–{min(start + width - 1, last)}" if width > 1 else str(start),
-            "█" * max(1, round(_BAR * count / most)),
-            f"{count:,}",
-        )
-        for start, count in sorted(counts.items())
-    ]
+    names = {start: f"{start}–{min(start + width - 1, last)}" if width > 1 else str(start) for start in counts}
+    return [(names[start], "█" * max(1, round(_BAR * n / most)), f"{n:,}") for start, n in sorted(counts.items())]
 
 
 def _show(out: Output, found: dict[str, Any]) -> None:
@@ -164,11 +158,9 @@ def _show(out: Output, found: dict[str, Any]) -> None:
     rates = found["hit_rates"]
     if rates and rates["held_out"]:
         title = f"Held-out texts that would be served, of {rates['held_out']} (by length: --json)"
-        shares = [f"{100 * share:.0f} %" for share in rates["by_layer"]]
+        rows = enumerate(zip(rates["thresholds"], rates["by_layer"], strict=True))
         out.table(
-            title,
-            ("layer", "threshold", "served"),
-            [(cell(n), f"{t:.3f}", s) for n, (t, s) in enumerate(zip(rates["thresholds"], shares, strict=True))],
+            title, ("layer", "threshold", "served"), [(cell(n), f"{t:.3f}", f"{100 * s:.0f} %") for n, (t, s) in rows]
         )
     if found["tuning"]:
         show_tuning(out, found["tuning"])

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from attmemo.cli.console import Output, cell, output
+from attmemo.cli.files import check_directory
 from attmemo.cli.options import (
     BatchSize,
     Data,
@@ -20,10 +21,12 @@ from attmemo.cli.options import (
     MinCosine,
     ModelPlace,
     MoreData,
+    Pooling,
     Quiet,
     Residency,
     TextColumn,
     check_threshold,
+    choose,
     data_files,
     parse_share,
     parse_threshold,
@@ -48,6 +51,7 @@ def tune(
         Lookup, typer.Option(help="One lookup per sequence, whose record serves all layers, or one in every layer.")
     ] = "sequence",
     min_cosine: MinCosine = 0.98,
+    pooling: Pooling = None,
     model: ModelPlace = None,
     allow_uncertified: Annotated[
         bool,
@@ -62,31 +66,23 @@ def tune(
 ) -> None:
     """Choose the threshold for a budget.
 
-    Finds the one that serves most from memory while no more answers change than the budget allows. The texts must not
-    be in the database, and should be like those that will be served. The choice is stored in the database:
-    `attmemo evaluate` and attmemo.memoize(model) use it as threshold auto.
+    Finds the one that serves most from memory while no more answers change than the budget allows. Texts that are in
+    the database are left out; the others should be like those that will be served. The choice is stored in the
+    database: `attmemo evaluate` and attmemo.memoize(model) use it as threshold auto.
 
     \b
     attmemo tune DB --data today.log --budget 0.01 --confidence 0.95
     """
+    values = locals()
     with output(json, quiet, "interrupted; the database is as it was") as out:
         from attmemo.profiler.tune import TuneOptions
         from attmemo.profiler.tune import tune as run
 
-        options = TuneOptions(
-            budget=budget,
-            confidence=confidence,
-            text_column=text_column,
-            limit=limit,
-            batch_size=batch_size,
-            lookup=lookup,
-            min_cosine=min_cosine,
-            allow_uncertified=allow_uncertified,
-            seed=seed,
-            model=model,
-        )
+        options = choose(TuneOptions, values)
         tuning = run(db, data_files(data, more), options, out.stages)
         show_tuning(out, tuning)
+        if tuning["in_database"]:
+            out.say(f"Note: {tuning['in_database']:,} more texts are in the database; they were left out")
         place = shlex.quote(str(db))
         if not tuning["certified"] and not allow_uncertified:
             out.say("Next: more texts, a larger --budget, or --allow-uncertified to go by what was observed")
@@ -145,10 +141,10 @@ def evaluate(
     ] = True,
     sweep: Annotated[bool, typer.Option(help="Also measure speed and quality at other thresholds.")] = True,
     exhaustive: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Texts on which to find the best record there is; 0: none."),
+        int, typer.Option(metavar="N", min=0, help="Texts on which to find the best record there is; 0: none.")
     ] = 200,
     min_cosine: MinCosine = 0.98,
+    pooling: Pooling = None,
     gate: Annotated[bool, typer.Option(help="Let the performance model leave alone what would not pay.")] = True,
     fetch: Fetch = "auto",
     residency: Residency = "page-cache",
@@ -165,36 +161,22 @@ def evaluate(
     attmemo evaluate DB --data tomorrow.log --report report
     attmemo evaluate DB --data test.csv --text-column body --label-column class --threshold 0.95
     """
+    values = locals()
     with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
         from attmemo.db import read_manifest
         from attmemo.profiler.evaluate import EvaluateOptions
         from attmemo.profiler.evaluate import evaluate as run
         from attmemo.profiler.report import write_report
 
+        if report is not None:
+            check_directory("--report", report)
         layers = read_manifest(db).model.layers
         chosen = parse_threshold(threshold)
         if isinstance(chosen, list) and len(chosen) != layers:
             raise AttmemoError(
                 f"--threshold gives {len(chosen)} scores, the model has {layers} layers.", f"give one, or {layers}"
             )
-        options = EvaluateOptions(
-            text_column=text_column,
-            label_column=label_column,
-            limit=limit,
-            batch_size=batch_size,
-            threshold=chosen,
-            lookup=lookup,
-            gate=gate,
-            fetch=fetch,
-            residency=residency,
-            repeats=repeats,
-            compile=compile,
-            controls=controls,
-            sweep=sweep,
-            exhaustive=exhaustive,
-            min_cosine=min_cosine,
-            model=model,
-        )
+        options = choose(EvaluateOptions, values | {"threshold": chosen})
         result = run(db, data_files(data, more), options, out.stages)
         written = write_report(result, report) if report is not None else []
         show_result(out, result)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Options = TypeVar("Options", bound=DataclassInstance)
 
 Lookup = Literal["sequence", "layer"]
 Threshold = float | list[float] | Literal["auto"]
@@ -50,24 +57,30 @@ def check_threshold(text: str) -> str:
 
 def parse_share(text: str) -> float:
     """A share strictly between 0 and 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
+    share = _number(text)
     if not 0.0 < share < 1.0:
-        raise typer.BadParameter(f"{text!r} is not a share between 0 and 1; 1 % is 0.01.")
+        raise typer.BadParameter(f"{text!r} is not a share above 0 and below 1; 1 % is 0.01.")
     return share
 
 
 def parse_cosine(text: str) -> float:
     """A cosine above -1 and at most 1."""
-    try:
-        cosine = float(text)
-    except ValueError:
-        cosine = math.nan
+    cosine = _number(text)
     if not -1.0 < cosine <= 1.0:
-        raise typer.BadParameter(f"{text!r} is not a cosine between -1 and 1.")
+        raise typer.BadParameter(f"{text!r} is not a cosine above -1 and at most 1.")
     return cosine
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def choose(options: type[Options], values: Mapping[str, Any]) -> Options:
+    """A dataclass of options from the values of a command's parameters that have the names of its fields."""
+    return options(**{field.name: values[field.name] for field in fields(options) if field.name in values})
 
 
 def check_database(path: Path) -> Path:
@@ -96,8 +109,7 @@ Data = Annotated[
     ),
 ]
 MoreData = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="FILE", help="More data files, after --data.", show_default=False),
+    list[Path] | None, typer.Argument(metavar="FILE", help="More data files, after --data.", show_default=False)
 ]
 TextColumn = Annotated[
     str | None,
@@ -123,6 +135,14 @@ MinCosine = Annotated[
         parser=parse_cosine,
         help="For a model that gives embeddings: an answer counts as changed when its cosine to the exact one "
         "is below this. Unused for a classifier, where the predicted class decides.",
+    ),
+]
+Pooling = Annotated[
+    Literal["mean", "cls"] | None,
+    typer.Option(
+        help="For a model that gives embeddings: how your application makes one of the hidden states.  "
+        "[default: as the model's own configuration says, else the mean]",
+        show_default=False,
     ),
 ]
 Fetch = Annotated[

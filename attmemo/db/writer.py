@@ -166,12 +166,13 @@ class DatabaseWriter:
         return len(self._manifest.sources) - 1
 
     def add_maps(self, maps: Sequence[Tensor], inputs: Sequence[Tensor], provenance: Provenance) -> int:
-        """`add` for a map ``[heads, n, n]`` and hidden states ``[n, hidden]`` of every layer; keeps what is asked."""
-        kept = inputs[: self._manifest.layers_kept(KIND_INPUT)]
-        return self.add({KIND_MAP: maps, KIND_INPUT: kept}, int(maps[0].shape[-1]), provenance)
+        """`add` for a map ``[heads, n, n]`` and hidden states ``[n, hidden]`` of every layer."""
+        return self.add({KIND_MAP: maps, KIND_INPUT: inputs}, int(maps[0].shape[-1]), provenance)
 
     def add(self, slots: Mapping[str, Sequence[Tensor]], length: int, provenance: Provenance) -> int:
         """Store one sequence of `length` valid tokens: for each kind of the database, a tensor for each layer.
+
+        Layers beyond those that a kind keeps are ignored.
 
         Returns
         -------
@@ -192,7 +193,7 @@ class DatabaseWriter:
         kinds = self._manifest.kinds
         if slots.keys() != {kind.name for kind in kinds}:
             raise ValueError(f"expected slots of the kinds {[k.name for k in kinds]}, got {sorted(slots)}")
-        payloads = [_payloads(slots[kind.name], kind, length, provenance) for kind in kinds]
+        payloads = [_payloads(slots[kind.name][: kind.layers], kind, length, provenance) for kind in kinds]
         place = self._places.get(length, 0)
         checksums: list[int] = []
         grown: dict[str, SlotClass] = {}

@@ -37,7 +37,8 @@ class Reuse(Protocol):
     ) -> tuple[Any, float]:
         """Compute all other sequences by `exact`; what `forward` returns, and the seconds that `exact` took."""
 
-    def slots(self, inputs: Sequence[Tensor], maps: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
+    @staticmethod
+    def slots(inputs: Sequence[Tensor], maps: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
         """What a record keeps of one captured sequence: tensors of each kind of slot, by layer."""
 
     def close(self) -> None:

@@ -129,7 +129,8 @@ class Maps:
         spent = perf_counter() - start
         return self.adapter.pack(module, output, call), spent
 
-    def slots(self, inputs: Sequence[Tensor], maps: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
+    @staticmethod
+    def slots(inputs: Sequence[Tensor], maps: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
         """A map ``[heads, n, n]`` of each layer, and the hidden states ``[n, hidden]`` that entered the layers."""
         return {KIND_MAP: maps, KIND_INPUT: inputs}
 

@@ -19,8 +19,8 @@ from attmemo.adapters.projections import share_heads
 from attmemo.db import KIND_MAP, Database, DatabaseWriter
 from attmemo.db.forms import STORAGE, TYPES
 from attmemo.embed.indexing import build_indexes
+from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import TrainOptions, train
-from attmemo.engine import Lookup
 from attmemo.errors import AttmemoError
 from attmemo.machine import conditions
 from attmemo.memoization import Memoization, memoize, unmemoize
@@ -105,7 +105,7 @@ def bench_layer(
     layers: int = 2,
     repeats: int = 5,
     compile: bool = False,
-    lookups: Sequence[Lookup] = ("sequence", "layer"),
+    lookups: Sequence[LookupName] = ("sequence", "layer"),
     storage: str = "auto",
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",

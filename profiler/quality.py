@@ -1,0 +1,153 @@
+"""What serving does to the answers: changes, accuracy and perplexity, beside controls and other thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from attmemo.errors import DataError
+from attmemo.memoization import Memoization
+from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
+from attmemo.profiler.controls import CONTROLS, serving_control
+from attmemo.profiler.models import GIVES, LoadedModel
+from attmemo.profiler.open import Asked
+from attmemo.profiler.timing import time_passes
+
+Progress = Callable[[str, int, int], None]
+SWEEP: Final = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+SWEEP_SEQUENCES: Final = 400
+_MEANS: Final = {"classifier": "another class", "language-model": "another first token"}
+
+
+@dataclass
+class Judge:
+    """The exact model's answers, by row, and the labels if there are any: other answers are compared with these."""
+
+    loaded: LoadedModel
+    prepared: Sequence[Batch]
+    exact: Tensor
+    labels: Tensor | None
+    min_cosine: float
+
+    def perplexity(self) -> tuple[float | None, int]:
+        """Of a language model as it is now, and of how many tokens; None of one that is none."""
+        language = self.loaded.kind == "language-model"
+        return perplexity(self.loaded, self.prepared) if language else (None, 0)
+
+    def compare(self, given: Tensor) -> dict[str, Any]:
+        """How answers differ from the exact ones, JSON-able."""
+        kind, exact = self.loaded.kind, self.exact
+        share = float(changed(kind, exact, given, self.min_cosine).float().mean())
+        means = "another class" if exact.ndim == 1 else _MEANS.get(kind, f"cosine below {self.min_cosine:g}")
+        values = {
+            "agreement": 1.0 - share,
+            "changed": share,
+            "changed_means": means,
+            "accuracy_exact": self._accuracy(exact),
+            "accuracy_memoized": self._accuracy(given),
+        }
+        if kind == "language-model":
+            return values | _spread("total_variation", harm(kind, exact, given))
+        if exact.ndim == 1:
+            return values
+        if kind == "classifier":
+            values |= _spread("logit_distance", (exact - given).norm(dim=1))
+        near = cosine(exact, given)
+        lowest = {"cosine_p1": float(near.quantile(0.01)), "cosine_min": float(near.min())}
+        return values | {"cosine_mean": float(near.mean())} | lowest
+
+    def sample(self, sequences: int) -> Judge:
+        """The same of some of the batches, no more than about so many sequences."""
+        some = self.prepared[:: max(1, len(self.exact) // sequences)]
+        rows = [item.row for batch, _ in some for item in batch]
+        where = {row: place for place, row in enumerate(rows)}
+        renumbered = [([replace(item, row=where[item.row]) for item in batch], inputs) for batch, inputs in some]
+        labels = None if self.labels is None else self.labels[rows]
+        return replace(self, prepared=renumbered, exact=self.exact[rows], labels=labels)
+
+    def _accuracy(self, given: Tensor) -> float | None:
+        """Share of right answers among the texts whose label the model knows."""
+        if self.labels is None:
+            return None
+        known = self.labels >= 0
+        return float((given.argmax(1) == self.labels)[known].float().mean())
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    return {f"{name}_mean": float(values.mean()), f"{name}_p99": float(values.quantile(0.99))}
+
+
+def read_labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor | None:
+    """Class numbers of the labels, -1 where the model does not know one; None without a column of labels.
+
+    Raises
+    ------
+    DataError
+        The model gives no classes, or knows none of the labels.
+    """
+    if column is None:
+        return None
+    if loaded.kind != "classifier":
+        gives = GIVES[loaded.kind]
+        raise DataError(
+            f"the model gives {gives}, not classes, so there is nothing to compare column {column!r} with.",
+            "leave --label-column out; answers are compared with the exact model's in any case",
+        )
+    known = loaded.labels
+    classes = range(int(loaded.model.config.num_labels))  # type: ignore[union-attr,arg-type]
+    labels = [row.label for row in asked.rows]
+    numbers = [known.get(str(label), label if isinstance(label, int) and label in classes else -1) for label in labels]
+    if all(number < 0 for number in numbers):
+        raise DataError(
+            f"no label of column {column!r} is one of the model's; seen {labels[0]!r}, "
+            f"expected one of {', '.join(list(known)[:5])}…",
+            "check --label-column",
+        )
+    return torch.tensor(numbers)
+
+
+def try_controls(judge: Judge, handle: Memoization, found: dict[str, Any], duplicates: float, tell: Progress) -> Any:
+    """Rows of a table: the memoized model, the controls in its place, and a cache of exact duplicates."""
+    rows = [_control("memoized", found["hit_rate"], found["quality"])]
+    for step, name in enumerate(CONTROLS):
+        tell("controls", step, len(CONTROLS))
+        handle.reset_stats()
+        with serving_control(handle.engine, name):
+            quality = judge.compare(ask(judge.loaded, judge.prepared))
+            hit_rate = handle.stats()["hit_rate"]
+            rows.append(_control(name, hit_rate, quality | {"perplexity_memoized": judge.perplexity()[0]}))
+    tell("controls", len(CONTROLS), len(CONTROLS))
+    # It changes nothing, and serves the texts that were left out.
+    duplicate = {"name": "duplicate cache", "hit_rate": duplicates, "agreement": 1.0, "accuracy": None}
+    return [*rows, duplicate | {"cosine_mean": 1.0}]
+
+
+def _control(name: str, hit_rate: float, quality: dict[str, Any]) -> dict[str, Any]:
+    row = {
+        key: quality.get(key) for key in ("agreement", "cosine_mean", "logit_distance_mean", "total_variation_mean")
+    }
+    accuracy, surprise = quality["accuracy_memoized"], quality.get("perplexity_memoized")
+    return {"name": name, "hit_rate": hit_rate, **row, "accuracy": accuracy, "perplexity": surprise}
+
+
+def sweep_thresholds(judge: Judge, handle: Memoization, tell: Progress) -> list[dict[str, Any]]:
+    """Speed and quality at one threshold for all layers, on a sample. The handle is to have no gate."""
+    judge = judge.sample(SWEEP_SEQUENCES)
+    found = []
+    for number, threshold in enumerate(SWEEP):
+        tell("threshold sweep", number, len(SWEEP))
+        handle.engine.set_thresholds([threshold] * handle.engine.layers)
+        handle.enable()  # the timing of the threshold before may have ended with the exact path
+        handle.reset_stats()
+        quality = judge.compare(ask(judge.loaded, judge.prepared))
+        row = {"threshold": threshold, "gate": "off", "hit_rate": handle.stats()["hit_rate"]}
+        row |= {key: quality.get(key) for key in ("agreement", "changed", "cosine_mean")}
+        row["perplexity"] = judge.perplexity()[0]
+        spent = time_passes(judge.loaded, judge.prepared, {"exact": handle.disable, "memoized": handle.enable}, 1)
+        found.append(row | {"speedup": spent["exact"][0] / spent["memoized"][0]})
+    tell("threshold sweep", len(SWEEP), len(SWEEP))
+    return found

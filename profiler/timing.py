@@ -1,0 +1,125 @@
+"""End-to-end time of the memoized model and of the exact paths, interleaved batch by batch in one run."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from attmemo.memoization import Memoization
+from attmemo.profiler.answers import Batch
+from attmemo.profiler.models import LoadedModel, NextToken, answers
+
+Progress = Callable[[str, int, int], None]
+Path = Callable[[], nn.Module | None]
+"""Switches a way of asking on, and returns the model to ask; None: the one that was loaded."""
+
+
+def time_paths(
+    loaded: LoadedModel,
+    handle: Memoization,
+    prepared: Sequence[Batch],
+    repeats: int,
+    tell: Progress,
+    compiling: bool = False,
+) -> tuple[dict[str, Any], list[str]]:
+    """Milliseconds a sequence of every path, where the memoized one spends them, and what could not be timed.
+
+    The handle is enabled afterwards, and has counted the timed passes alone.
+    """
+    paths: dict[str, Path] = {"stock": handle.disable, "memoized": handle.enable}
+    notes = []
+    if compiling:
+        handle.disable()
+        try:
+            compiled = _compile(loaded, prepared, tell)
+        except (RuntimeError, OSError) as error:  # no C++ compiler, or a model that cannot be traced
+            notes.append(f"torch.compile could not be timed: {str(error).splitlines()[0][:200]}")
+        else:
+            paths["compile"] = lambda: compiled
+    tick = lambda done: tell("timing", done, repeats)  # noqa: E731
+    spent = time_passes(loaded, prepared, paths, repeats, tick, handle.reset_stats)
+    handle.enable()
+    runs = repeats * sum(len(batch) for batch, _ in prepared)
+    per_sequence = {name: 1e3 * median(seconds) * repeats / runs for name, seconds in spent.items()}
+    memoized_ms = per_sequence.pop("memoized")
+    best = min(per_sequence, key=lambda name: per_sequence[name])
+    ratios = sorted(a / b for a, b in zip(spent[best], spent["memoized"], strict=True))
+    return {
+        "exact_ms": per_sequence,
+        "best_exact": best,
+        "memoized_ms": memoized_ms,
+        "speedup": median(ratios),
+        "speedup_low": ratios[0],
+        "speedup_high": ratios[-1],
+        "per": "sequence",
+        "parts_ms": _parts(handle, 1e3 * sum(spent["memoized"]), runs),
+    }, notes
+
+
+def _parts(handle: Memoization, total: float, runs: int) -> dict[str, float]:
+    """Where the memoized model spends its milliseconds. Parts are summed over all passes, so they make up the mean."""
+    rows = handle.stats()["layers"]
+    names = {"lookup": "ms_lookup", "fetch_and_av": "ms_serve", "misses_in_mixed_batches": "ms_misses"}
+    parts = {part: sum(row[key] for row in rows) / runs for part, key in names.items()}
+    return parts | {"other": max(0.0, total / runs - sum(parts.values()))}
+
+
+def time_passes(
+    loaded: LoadedModel,
+    prepared: Sequence[Batch],
+    paths: dict[str, Path],
+    repeats: int,
+    tick: Callable[[int], None] | None = None,
+    started: Callable[[], None] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of a pass over all batches, per path and repeat, interleaved batch by batch.
+
+    Parameters
+    ----------
+    paths : dict of callable
+        The order alternates from batch to batch, so that no path always runs on the other's warm caches.
+    tick : callable, optional
+        Called with the number of repeats done.
+    started : callable, optional
+        Called once, after the uncounted round and before the first that counts.
+    """
+    spent = {name: [0.0] * repeats for name in paths}
+    names = list(paths)
+    tick = tick or (lambda done: None)
+    with torch.inference_mode():
+        for name in names:  # once around, uncounted
+            answers(loaded, prepared[0][1], paths[name]())
+        if started is not None:
+            started()
+        for repeat in range(repeats):
+            tick(repeat)
+            for turn, (_, inputs) in enumerate(prepared):
+                shift = (turn + repeat) % len(names)
+                for name in names[shift:] + names[:shift]:
+                    model = paths[name]()
+                    start = time.perf_counter()
+                    answers(loaded, inputs, model)
+                    spent[name][repeat] += time.perf_counter() - start
+    tick(repeats)
+    return spent
+
+
+def _compile(loaded: LoadedModel, prepared: Sequence[Batch], tell: Progress) -> nn.Module:
+    """The exact model under torch.compile, warmed up on every shape that will be asked."""
+    plain = copy.deepcopy(loaded.model)
+    asked = NextToken(plain) if loaded.kind == "language-model" else plain
+    compiled: nn.Module = torch.compile(asked)  # type: ignore[assignment]
+    shapes = {tuple(inputs["input_ids"].shape): inputs for _, inputs in prepared}
+    with torch.inference_mode():
+        for step, inputs in enumerate(shapes.values()):
+            tell("compiling", step, len(shapes))
+            for _ in range(2):
+                answers(loaded, inputs, compiled)
+    tell("compiling", len(shapes), len(shapes))
+    return compiled
