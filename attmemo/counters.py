@@ -35,8 +35,10 @@ class Counters:
         self.ineligible: Counter[str] = Counter()  # sequences times layers, by reason
         self.failures: Counter[str] = Counter()  # sequences times layers, by the error's text
 
-    def call(self, layer: int, plan: Plan, sequences: int) -> None:
-        """One call of one layer."""
+    def call(
+        self, layer: int, plan: Plan, sequences: int, serve: float = 0.0, exact: float = 0.0, saved: float = 0.0
+    ) -> None:
+        """One call of one layer: seconds of serving and of the misses, and milliseconds saved by the cost model."""
         with self._lock:
             if not plan.eligible:
                 self.ineligible[plan.reason or ""] += sequences
@@ -48,27 +50,20 @@ class Counters:
             if share is not None:
                 stats.hits += len(share.sequences)
                 stats.predicted += share.predicted
+                stats.serve_seconds += serve
+                stats.exact_seconds += exact
+                stats.saved_ms += saved
 
-    def spent(
-        self, layer: int, *, lookup: float = 0.0, serve: float = 0.0, exact: float = 0.0, saved: float = 0.0
-    ) -> None:
-        """Time of one call: seconds, and milliseconds that the cost model says were saved."""
+    def looked_up(self, layer: int, seconds: float) -> None:
+        """Time of one lookup."""
         with self._lock:
-            stats = self.layers[layer]
-            stats.lookup_seconds += lookup
-            stats.serve_seconds += serve
-            stats.exact_seconds += exact
-            stats.saved_ms += saved
+            self.layers[layer].lookup_seconds += seconds
 
-    def failure(self, layer: int, what: str, error: Exception, plan: Plan | None, sequences: int) -> bool:
-        """An error that leaves sequences exact; hits of `plan` are taken back. True if the error is a new one."""
+    def failure(self, what: str, error: Exception, sequences: int) -> bool:
+        """An error that leaves sequences exact. True if the error is a new one."""
         text = str(error).splitlines()
         reason = f"{what} ({type(error).__name__}: {text[0] if text else ''})"
         with self._lock:
-            share = None if plan is None else plan.layers.get(layer)
-            if share is not None:
-                self.layers[layer].hits -= len(share.sequences)
-                self.layers[layer].predicted -= share.predicted
             new = reason not in self.failures
             if new and len(self.failures) >= _MOST_FAILURES:
                 reason, new = f"{what} ({type(error).__name__})", False

@@ -40,7 +40,7 @@ from attmemo.errors import AttmemoError, DatabaseError
 from attmemo.guard import Threshold
 from attmemo.machine import conditions
 from attmemo.perfmodel import Gate, Profile
-from attmemo.plan import Ints, Plan, Share
+from attmemo.plan import Plan, Share
 from attmemo.reuse import Exact, Reuse
 from attmemo.watch import CHANGED, Watch
 
@@ -50,6 +50,7 @@ _LOG = logging.getLogger("attmemo")
 _FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError)
 
 TRACED = "the model is traced or exported: stored maps would become constants"
+_UNREADABLE, _NO_LOOKUP = Plan("maps could not be read"), Plan("the lookup failed")
 _BY_HAND = Plan("a layer that stands for several was called by hand", eligible=False)
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in torch 2.6
 
@@ -147,29 +148,26 @@ class Engine:
 
         `sites` holds the one layer that the module is, or all layers that share the module.
         """
-        site = self._site(sites)
-        if site is None:
-            self.counters.call(0, _BY_HAND, _sequences(args, kwargs))
+        site = sites[0] if len(sites) == 1 else self._turn(sites)
+        plan, call = (_BY_HAND, None) if site is None else self._decide(site, args, kwargs)
+        share = plan.layers.get(site.layer) if site is not None else None
+        if site is None or share is None or call is None or plan.spans is None:
+            self.counters.call(0 if site is None else site.layer, plan, _sequences(args, kwargs))
             return exact(*args, **kwargs)
-        layer = site.layer
-        plan, call = self._decide(site, args, kwargs)
-        self.counters.call(layer, plan, _sequences(args, kwargs))
-        share = plan.layers.get(layer)
-        if share is None or call is None or plan.spans is None:
-            return exact(*args, **kwargs)
+        batch, padded = call.hidden.shape[:2]
         start = perf_counter()
         try:
             served = self.reuse.serve(site, call, plan.spans, share)
         except _FAILURES as error:
-            self._failed(layer, "maps could not be read", error, plan, len(share.sequences))
+            self.counters.call(site.layer, _UNREADABLE, batch)
+            self._failed(site.layer, _UNREADABLE, error, len(share.sequences))
             return exact(*args, **kwargs)
         serving = perf_counter() - start
         output, spent = self.reuse.join(site, call, share, served, exact, (args, kwargs))
-        batch, padded = call.hidden.shape[:2]
         saved = 0.0
         if self.profile is not None:
-            saved = self.profile.exact_ms(layer, batch, padded) - 1e3 * (perf_counter() - start)
-        self.counters.spent(layer, serve=serving, exact=spent, saved=saved)
+            saved = self.profile.exact_ms(site.layer, batch, padded) - 1e3 * (perf_counter() - start)
+        self.counters.call(site.layer, plan, batch, serving, spent, saved)
         return output
 
     def _decide(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Call | None]:
@@ -189,8 +187,8 @@ class Engine:
             try:
                 plan = self._plan(site.layer, call, spans)
             except _FAILURES as error:
-                plan = Plan("the lookup failed")
-                self._failed(site.layer, plan.reason or "", error, None, len(spans.lengths))
+                plan = _NO_LOOKUP
+                self._failed(site.layer, plan, error, len(spans.lengths))
             plan = self._kept(plan)
         if plan.spans is not None and plan.spans != spans:
             return Plan("the mask differs from the first layer's", eligible=False), None
@@ -219,39 +217,35 @@ class Engine:
             return Plan("a lookup does not pay")
         start = perf_counter()
         found = self.index.find(owner, spans.to_front(call.hidden), lengths)
-        self.counters.spent(layer, lookup=perf_counter() - start)
-        near = {other: self.threshold.near(other, found.distances) for other in layers}
-        pays = {
-            other: bool(len(some)) and verdict.pays(other, [lengths[place] for place in some.tolist()])
-            for other, some in near.items()
-        }
-        self.gate.record(verdict, sum(len(near[other]) for other in layers if pays[other]) / len(layers))
-        rows: dict[bytes, Rows] = {}  # layers that miss the same sequences share the rows taken out of the mask
-        shares = {other: self._share(other, found, near[other], rows) for other in layers if pays[other]}
-        return Plan(
-            None if shares else "no record is near enough",
-            spans=spans,
-            found=found,
-            layers=shares,
-            declined={other: len(near[other]) for other in layers if not pays[other]},
-        )
+        self.counters.looked_up(layer, perf_counter() - start)
+        shares: dict[int, Share] = {}
+        declined: dict[int, int] = {}
+        missed: dict[bytes, Rows] = {}  # layers that miss the same sequences share the rows taken out of the mask
+        for other in layers:
+            near = self.threshold.near(other, found.distances)
+            if not len(near):
+                continue
+            if not verdict.pays(other, [lengths[place] for place in near.tolist()]):
+                declined[other] = len(near)
+                continue
+            key = near.tobytes()
+            if key not in missed:
+                missed[key] = Rows.without(len(lengths), near)
+            predicted = self.threshold.predicted(other, found.distances[near])
+            shares[other] = Share(near, found.records[near], missed[key], predicted)
+        self.gate.record(verdict, sum(len(share.sequences) for share in shares.values()) / len(layers))
+        reason = None if shares else "no record is near enough"
+        return Plan(reason, spans=spans, found=found, layers=shares, declined=declined)
 
-    def _share(self, layer: int, found: Found, sequences: Ints, rows: dict[bytes, Rows]) -> Share:
-        batch = len(found.records)
-        missed = rows.setdefault(sequences.tobytes(), Rows.without(batch, sequences))
-        predicted = self.threshold.predicted(layer, found.distances[sequences])
-        return Share(sequences, found.records[sequences], missed, predicted)
-
-    def _failed(self, layer: int, what: str, error: Exception, plan: Plan | None, sequences: int) -> None:
-        if self.counters.failure(layer, what, error, plan, sequences):
-            _LOG.warning("attmemo: %s, layer %d stays exact: %s", what, layer, error, exc_info=_LOG.isEnabledFor(10))
+    def _failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
+        if self.counters.failure(str(plan.reason), error, sequences):
+            debug = _LOG.isEnabledFor(logging.DEBUG)
+            _LOG.warning("attmemo: %s, layer %d stays exact: %s", plan.reason, layer, error, exc_info=debug)
 
     # -- reading a call
 
-    def _site(self, sites: Sequence[Site]) -> Site | None:
-        """The layer that this call of a module is. If several share the module, only a forward can count its calls."""
-        if len(sites) == 1:
-            return sites[0]
+    def _turn(self, sites: Sequence[Site]) -> Site | None:
+        """Which of the layers that share a module is called; only a forward of the model can count the calls."""
         forward, key = self._forward, id(sites[0].module)
         turn = forward.turns[key]
         forward.turns[key] += 1

@@ -64,9 +64,9 @@ class ModelHook(Hook):
         self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active or _is_exporting():
-            return self.__wrapped__(*args, **kwargs)
         compiled = torch.compiler.is_compiling()
+        if not self.active or (compiled and _is_exporting()):
+            return self.__wrapped__(*args, **kwargs)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         (self._begin_unseen if compiled else self._begin)(self.module, given)
         try:
@@ -80,19 +80,14 @@ class LayerHook(Hook):
 
     def __init__(self, owner: object, engine: Engine, sites: Sequence[Site]) -> None:
         super().__init__(owner, sites[0].module)
-        exact = self.__wrapped__
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return engine.attend(sites, exact, args, kwargs)
-
-        self._forward, self._forward_unseen = forward, _unseen(forward)
+        self._sites = sites
+        self._attend, self._attend_unseen = engine.attend, _unseen(engine.attend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active or _is_exporting():
+        compiled = torch.compiler.is_compiling()
+        if not self.active or (compiled and _is_exporting()):
             return self.__wrapped__(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self._forward_unseen(*args, **kwargs)
-        return self._forward(*args, **kwargs)
+        return (self._attend_unseen if compiled else self._attend)(self._sites, self.__wrapped__, args, kwargs)
 
 
 def _is_exporting() -> bool:

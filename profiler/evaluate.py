@@ -125,7 +125,9 @@ def evaluate(
 
 def _served(handle: Memoization) -> dict[str, Any]:
     """What the memoized model did: its thresholds, and the counters by layer."""
-    keys = ["layer", "threshold", "sequences", "queries", "hits", "hit_rate", "mean_predicted_similarity", "gate", "why"]
+    keys = (
+        "layer", "threshold", "sequences", "queries", "hits", "hit_rate", "mean_predicted_similarity", "gate", "why"
+    )  # fmt: skip
     stats = handle.stats()
     scores = list(handle.threshold)
     return {

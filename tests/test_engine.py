@@ -137,10 +137,10 @@ def hit_rows(model: Any, inputs: Inputs) -> list[list[bool]]:
     engine = handle_of(model).engine
     count, seen = engine.counters.call, {}
 
-    def watched(layer: int, plan: Any, sequences: int) -> None:
+    def watched(layer: int, plan: Any, sequences: int, *rest: float) -> None:
         share = plan.layers.get(layer)
         seen[layer] = [share is not None and place in share.sequences for place in range(sequences)]
-        count(layer, plan, sequences)
+        count(layer, plan, sequences, *rest)
 
     engine.counters.call = watched  # type: ignore[method-assign]
     try:
@@ -775,7 +775,7 @@ class TestWhereNothingCanHit:
         inputs = case.inputs([*case.stored[:3], case.short[0]])
         model, exact = case.serve(0.0), case.model()
         handle = handle_of(model)
-        monkeypatch.setattr(handle.engine.gate, "hopeless", True)
+        monkeypatch.setattr(type(handle.engine.gate), "hopeless", True)
 
         def read(*_: Any) -> None:
             raise AssertionError("the call was read")
