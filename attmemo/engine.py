@@ -304,7 +304,7 @@ class Engine:
         self._forget()
         positions = given.get("position_ids") if self.adapter.rotary else None
         forward.given = _Given(self._refusal(model, given), positions)
-        if self.gate.hopeless and forward.given.reason is None:
+        if self.gate.hopeless and self._forced is None and forward.given.reason is None:
             forward.plan = Plan("no stored record of any length reaches the threshold")  # not even a mask is read
 
     def end_forward(self) -> None:

@@ -61,7 +61,7 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
             stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}
             reuse.source = HeldMaps(stored)
             with ExitStack() as stack:
-                check = _Check(adapter, lengths, hits, stored, _allowed(model))
+                check = _Check(adapter, engine, lengths, hits, stored, _allowed(model))
                 for group in by_module(sites):
                     exact = group[0].module.forward
                     hook = group[0].module.register_forward_hook(check.hook(group, exact), with_kwargs=True)
@@ -70,10 +70,8 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
                 handle.enable()
                 stack.callback(handle.disable)
                 host(**inputs, **({"use_cache": True} if adapter.causal else {}))
-        served = [layer.hits for layer in engine.counters.layers]
-        if min(served) != len(hits):
-            reasons = list(engine.counters.failures) or list(engine.counters.ineligible) or ["no reason was counted"]
-            raise AdapterCheckError(f"layer {served.index(min(served))} cannot be served: {reasons[0]}.", UNKNOWN)
+        if check.seen != len(sites):
+            raise AdapterCheckError(f"{check.seen} of {len(sites)} layers are called in a forward.", UNKNOWN)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         if isinstance(error, AttmemoError):
             raise
@@ -139,12 +137,14 @@ class _Check:
     def __init__(
         self,
         adapter: Adapter,
+        engine: Engine,
         lengths: Sequence[int],
         hits: Sequence[int],
         stored: Mapping[tuple[int, int], Tensor],
         allowed: float,
     ) -> None:
-        self._adapter, self._stored, self._allowed = adapter, stored, allowed
+        self._adapter, self._engine, self._stored, self._allowed = adapter, engine, stored, allowed
+        self.seen = 0
         self._lengths, self._hits = lengths, hits
 
     def hook(self, sites: Sequence[Site], exact: Any) -> Any:
@@ -156,7 +156,11 @@ class _Check:
         return compare
 
     def _layer(self, site: Site, exact: Any, args: Any, kwargs: Any, returned: Any) -> None:
-        adapter, module = self._adapter, site.module
+        adapter, module, counters = self._adapter, site.module, self._engine.counters
+        self.seen += 1
+        if counters.layers[site.layer].hits != len(self._hits):
+            reasons = [*counters.failures, *counters.ineligible, "no reason was counted"]
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be served: {reasons[0]}.", UNKNOWN)
         # The call has filled its cache by now: the plain path runs without one.
         given = adapter.named(args, kwargs)
         given |= {adapter.cache_name: None} if adapter.cache_name in given else {}

@@ -176,20 +176,21 @@ def apply(weights: dict[str, nn.Parameter], masks: dict[str, Tensor]) -> None:
 def decide(loaded: LoadedModel, database: Database, tokens: list[Tokens], size: int) -> dict[str, Any]:
     """Answers ``[Q, C]`` in batches of one size, and which layers served each sequence, from which record.
 
-    What served is read off the engine itself: the rows that it accepted, call by call.
+    What served is read off the engine itself: the plan that every call followed.
     """
     model: Any = loaded.model
     engine = model.attmemo.engine
     served = np.full((engine.layers, len(tokens)), -1, np.int64)
     now: list[Tokens] = []
-    accept = engine._accept
+    count = engine.counters.call
 
-    def watched(layer: int, found: Any, *rest: Any) -> Any:
-        rows = accept(layer, found, *rest)
-        served[layer, [now[row].row for row in rows.tolist()]] = found.records[rows]
-        return rows
+    def watched(layer: int, plan: Any, *rest: Any) -> None:
+        share = plan.layers.get(layer)
+        if share is not None:
+            served[layer, [now[place].row for place in share.sequences.tolist()]] = share.records
+        count(layer, plan, *rest)
 
-    engine._accept = watched
+    engine.counters.call = watched
     try:
         given = []
         order = []
@@ -199,7 +200,7 @@ def decide(loaded: LoadedModel, database: Database, tokens: list[Tokens], size: 
             given.append(ask(loaded, [(renumbered, batch[1])]))
             order += [item.row for item in batch[0]]
     finally:
-        del engine._accept
+        del engine.counters.call
     answers = torch.cat(given)
     return {"answers": answers[torch.tensor(order).argsort()], "served": served}
 

@@ -192,7 +192,7 @@ class TestPruned:
         path = make_database(model, inputs, tmp_path)
         asked = inputs_of(FAMILIES[name], [9, 7, 12, 11, 16, 9, 12, 9], seed=4)
         asked["input_ids"][:3] = torch.where(asked["attention_mask"][:3] > 0, inputs["input_ids"][[0, 3, 1]], 0)
-        memoize(model, threshold=0.5, database=path, gate=False)
+        memoize(model, threshold=0.4, database=path, gate=False)
         found = []
         for size in (1, 3, 8):
             model.attmemo.reset_stats()
