@@ -14,10 +14,7 @@ _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @functools.cache
 def has_native_bfloat16() -> bool | None:
-    """Whether the processor multiplies bfloat16 natively; None if unknown.
-
-    On a processor that does not, transformers is many times slower in bfloat16 than in float32.
-    """
+    """Whether the processor multiplies bfloat16 natively; None if unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

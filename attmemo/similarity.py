@@ -1,9 +1,7 @@
-"""The similarity score of two attention maps (the paper's Eq. 1).
+"""The similarity score of two attention maps: AttMEMO (arXiv 2301.09262), Eq. 1, after arXiv 2110.06821.
 
-Source: AttMEMO (arXiv 2301.09262), Eq. 1. The measure goes back to the total variation distance of attention rows in
-"Reuse Transformers" (arXiv 2110.06821). The paper does not define the normaliser. Here it is the number of rows, so a
-score is one minus the total variation distance of two probability distributions, averaged over heads and rows: 1 for
-equal maps, 0 for maps with disjoint support.
+A score is one minus the total variation distance of two rows, averaged over heads and rows: 1 for equal maps, 0 for
+maps with disjoint support. The paper does not define the normaliser; here it is the number of rows.
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ def similarity_score(a: Tensor, b: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Scores in [0, 1], shape ``[...]``, float32.
-
-    Raises
-    ------
-    ValueError
-        If the maps are not square or their last three dimensions differ.
+        Scores in [0, 1], shape ``[...]``, float32. ValueError if the maps are not square or their shapes differ.
     """
     if a.shape[-3:] != b.shape[-3:] or a.dim() < 3 or a.shape[-1] != a.shape[-2]:
         raise ValueError(f"maps must share [heads, n, n]; seen {tuple(a.shape)} and {tuple(b.shape)}")
@@ -38,18 +31,7 @@ def similarity_score(a: Tensor, b: Tensor) -> Tensor:
 
 
 def similarity_matrix(queries: Tensor, records: Tensor) -> Tensor:
-    """Scores of every query map with every record map: the exhaustive search that judges an index.
-
-    Parameters
-    ----------
-    queries, records : Tensor
-        Maps, shapes ``[q, heads, n, n]`` and ``[r, heads, n, n]``.
-
-    Returns
-    -------
-    Tensor
-        Scores, shape ``[q, r]``, float32.
-    """
+    """Scores ``[q, r]``, float32, of maps ``[q, heads, n, n]`` and ``[r, heads, n, n]``: an exhaustive search."""
     if queries.shape[1:] != records.shape[1:]:
         raise ValueError(f"maps must share [heads, n, n]; seen {tuple(queries.shape)} and {tuple(records.shape)}")
     rows = queries.shape[1] * queries.shape[2]

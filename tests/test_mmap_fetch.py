@@ -409,7 +409,7 @@ def test_a_window_that_the_kernel_refuses_half_way_is_never_read(
         slots = [8, 6, 4, 2, 0, 7, 5, 3, 1] * 4
         refused = 0
         for room in (3, 5, 11, 30, 60):
-            fetcher = MapFetcher(populate=False)
+            fetcher = MapFetcher()
             fetcher._limit = 1 << 30  # a budget that is wrong
             with fetcher.fetch(arena, range(SLOTS)):
                 pass

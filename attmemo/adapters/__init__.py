@@ -1,8 +1,4 @@
-"""Model families: one small adapter each, recognised by the structure of the modules, not by class names.
-
-To add a family, write one file with an `Adapter` and list it in `ADAPTERS`. README.md beside this file has a worked
-example. `check` proves an adapter on the model itself.
-"""
+"""Model families: one small adapter each, recognised by the structure of the modules, not by class names."""
 
 from __future__ import annotations
 
@@ -32,23 +28,10 @@ from attmemo.adapters.whisper import WhisperAdapter
 from attmemo.errors import UnsupportedModelError
 
 ADAPTERS: tuple[Adapter, ...] = (
-    BertAdapter(),
-    AlbertAdapter(),
-    DistilBertAdapter(),
-    MPNetAdapter(),
-    DebertaAdapter(),
-    DebertaV2Adapter(),
-    ModernBertAdapter(),
-    RotaryEncoderAdapter(),
-    ViTAdapter(),
-    BartAdapter(),
-    T5Adapter(),
-    WhisperAdapter(),
-    GPT2Adapter(),
-    GPTNeoAdapter(),
-    OPTAdapter(),
-    LlamaAdapter(),
-)
+    BertAdapter(), AlbertAdapter(), DistilBertAdapter(), MPNetAdapter(), DebertaAdapter(), DebertaV2Adapter(),
+    ModernBertAdapter(), RotaryEncoderAdapter(), ViTAdapter(), BartAdapter(), T5Adapter(), WhisperAdapter(),
+    GPT2Adapter(), GPTNeoAdapter(), OPTAdapter(), LlamaAdapter(),
+)  # fmt: skip
 
 _REPLACED = "projections are not plain linear layers"
 
@@ -56,13 +39,7 @@ __all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for"
 
 
 def encoder_of(model: Any) -> nn.Module:
-    """The transformers model inside the user's object (a model, a pipeline, or a sentence-transformers wrapper).
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the object holds no transformers model.
-    """
+    """The transformers model inside a model, pipeline or sentence-transformers wrapper, or UnsupportedModelError."""
     if hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module):
         return model
     for name in ("auto_model", "model", "_orig_mod"):
@@ -78,13 +55,7 @@ def encoder_of(model: Any) -> nn.Module:
 
 
 def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
-    """The adapter for this model, and the model's attention layers.
-
-    Raises
-    ------
-    UnsupportedModelError
-        No adapter fits; the message says why. Nothing was changed.
-    """
+    """The adapter for this model and its attention layers; or UnsupportedModelError, which says why none fits."""
     seen = []
     for adapter in ADAPTERS:
         sites, replaced = adapter.sites(model), adapter.replaced(model)

@@ -1,8 +1,4 @@
-"""Encoders of BART and related models: mBART, Marian, Pegasus, M2M-100, Blenderbot.
-
-The same class also computes self- and cross-attention of the decoder, which stay exact. Only the encoder is memoized;
-`generate` calls it once.
-"""
+"""Encoders of BART and related models; the decoder, whose attention has the same class, stays exact."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from attmemo.adapters.base import Adapter, encoder_part, takes
+from attmemo.adapters.base import Adapter, takes
 
 
 class BartAdapter(Adapter):
@@ -19,19 +15,10 @@ class BartAdapter(Adapter):
     family = "bart"
     models: ClassVar[tuple[str, ...]] = ("BART", "mBART", "Marian", "Pegasus", "M2M-100")
     limits = "the decoder stays exact"
+    part, layers = "encoder", "encoder_layers"
     out = "out_proj"
-
-    def host(self, model: nn.Module) -> nn.Module:
-        return encoder_part(model)
-
-    def depth(self, model: nn.Module) -> int | None:
-        return getattr(getattr(self.host(model), "config", None), "encoder_layers", None)
+    audio: ClassVar[bool] = False  # Whisper's: its keys have no bias, and its inputs are not tokens
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)
-        return plain and takes(module, "key_value_states") and not self.is_audio(module)
-
-    @staticmethod
-    def is_audio(module: nn.Module) -> bool:
-        """Whether the module is Whisper's: its keys have no bias, and its inputs are not tokens."""
-        return takes(module, "output_attentions")
+        return plain and takes(module, "key_value_states") and takes(module, "output_attentions") == self.audio

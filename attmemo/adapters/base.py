@@ -1,7 +1,4 @@
-"""The adapter protocol: what the engine must know about the attention of one family.
-
-An adapter is data and a few small methods, one file per family. The engine itself never looks inside a module.
-README.md beside this file shows the shapes and how to add a family.
+"""What the engine must know about the attention of one family: README.md beside this file shows how to add one.
 
 Shapes: B sequences of padded length L, hidden size H, h heads of width d (V may have fewer: grouped heads), n valid
 tokens in a sequence.
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.masks import Spans, read_mask
-from attmemo.adapters.projections import are_linear, is_linear
+from attmemo.adapters.projections import is_linear
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -64,18 +61,10 @@ class Call:
 
 
 class Rows:
-    """Some sequences of a batch, to be cut out of a call's arguments.
-
-    Parameters
-    ----------
-    batch : int
-        B, the number of sequences.
-    rows : array of int
-        Places of the sequences to take.
-    """
+    """Some sequences of a batch of B, at the places `rows`, to be cut out of a call's arguments."""
 
     def __init__(self, batch: int, rows: npt.NDArray[np.int64]) -> None:
-        self.batch, self.rows = batch, rows
+        self.batch = batch
         self.index = torch.from_numpy(rows)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -107,53 +96,28 @@ class Adapter:
 
     The defaults fit a module of transformers 5 that has one linear layer each for Q, K and V, calls the attention
     interface, has an output projection, and returns ``(output, map)``. An adapter of such a family is only data.
-
-    Attributes
-    ----------
-    family : str
-        Name shown to users and stored in a database.
-    models : tuple of str
-        Models that are known to work, for messages.
-    limits : str
-        What is refused or stays exact in this family, for messages.
-    projections : tuple of str
-        Names of the linear layers of Q, K and V; empty if one layer computes all three.
-    out : str or None
-        Name of the output projection; None if the module has none.
-    heads, width : str
-        Names of the attributes that hold the number of heads and their width. `heads` may be None if the output
-        projection gives the number.
-    marks : tuple of str
-        Extra attributes that identify modules of this family.
-    causal : bool
-        A token sees itself and the tokens before it. Maps are stored as lower triangles.
-    rotary : bool
-        The attention itself uses positions, not the hidden states. Only consecutive positions can be served.
-    parameters : tuple of str
-        Names of the arguments of `forward` that callers give by position.
-    mask_name, cache_name : str
-        Names of the arguments for the mask and for the key-value cache.
-    harmless : frozenset of str
-        Extra arguments that cannot change a map.
     """
 
-    family: ClassVar[str]
-    models: ClassVar[tuple[str, ...]]
-    limits: ClassVar[str] = ""
-    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
-    out: ClassVar[str | None] = "o_proj"
-    heads: ClassVar[str | None] = None
-    width: ClassVar[str] = "head_dim"
-    marks: ClassVar[tuple[str, ...]] = ()
-    causal: ClassVar[bool] = False
-    rotary: ClassVar[bool] = False
-    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")
-    mask_name: ClassVar[str] = "attention_mask"
-    cache_name: ClassVar[str] = "past_key_values"
-    harmless: ClassVar[frozenset[str]] = frozenset()
-    # Arguments that belong to the layer, not to the batch; and arguments that all layers share.
-    unbatched: ClassVar[frozenset[str]] = frozenset({"cache_position"})
+    family: ClassVar[str]  # name shown to users and stored in a database
+    models: ClassVar[tuple[str, ...]]  # known to work, for messages
+    limits: ClassVar[str] = ""  # what is refused or stays exact, for messages
+    part: ClassVar[str | None] = None  # the child of the base model that calls all layers, if there is one
+    layers: ClassVar[str] = "num_hidden_layers"  # name of the number of layers in the configuration
+    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")  # empty if one layer computes all three
+    out: ClassVar[str | None] = "o_proj"  # the output projection; None if it is not in the module
+    heads: ClassVar[str | None] = None  # attribute with the number of heads; None: the output projection gives it
+    width: ClassVar[str] = "head_dim"  # attribute with the width of a head
+    marks: ClassVar[tuple[str, ...]] = ()  # extra attributes that identify modules of this family
+    causal: ClassVar[bool] = False  # a token sees itself and those before; maps are stored as lower triangles
+    rotary: ClassVar[bool] = False  # the attention itself uses positions: only consecutive ones can be served
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # of `forward`, given by position
+    mask_name: ClassVar[str] = "attention_mask"  # the argument with the mask
+    cache_name: ClassVar[str] = "past_key_values"  # the argument with the key-value cache
+    harmless: ClassVar[frozenset[str]] = frozenset()  # extra arguments that cannot change a map
+    unbatched: ClassVar[frozenset[str]] = frozenset({"cache_position"})  # belong to the layer, not to the batch
+    # Arguments that all layers share.
     shared: ClassVar[frozenset[str]] = frozenset({"attention_mask", "position_embeddings", "position_ids"})
+    maps_on_request: ClassVar[bool] = False  # `output_attentions` gives maps; if False, the eager implementation does
 
     @property
     def mask_kind(self) -> str:
@@ -164,14 +128,11 @@ class Adapter:
 
     def sites(self, model: nn.Module) -> list[Site]:
         """Self-attention modules in layer order, found by structure; empty for a model of another family."""
-        found, parts = self._built_alike(model), self._parts()
-        return number([(name, module) for name, module in found if are_linear(module, *parts)])
+        found = self._built_alike(model)
+        return number([one for one in found if all(is_linear(getattr(one[1], part)) for part in self._parts())])
 
     def replaced(self, model: nn.Module) -> str | None:
-        """Projections that are not plain linear layers, in modules that otherwise fit this family, for messages.
-
-        A family with a fused projection names it itself, in `refusal`.
-        """
+        """Projections that are not plain linear layers, in modules that otherwise fit; `refusal` names fused ones."""
         if not self.projections:
             return None
         kinds: dict[str, set[str]] = {}
@@ -207,13 +168,14 @@ class Adapter:
         """Drop copies of a module's weights, which may have changed."""
 
     def host(self, model: nn.Module) -> nn.Module:
-        """The part of the model whose `forward` calls all of the sites."""
-        return getattr(model, "base_model", model)
+        """The part of the model whose `forward` calls all of the sites; it may have been loaded alone."""
+        base: nn.Module = getattr(model, "base_model", model)
+        inner = None if self.part is None else getattr(base, self.part, None)
+        return inner if isinstance(inner, nn.Module) else base
 
     def depth(self, model: nn.Module) -> int | None:
         """The number of sites that the model must have; None if its configuration does not say."""
-        count = getattr(self.host(model), "config", None)
-        return getattr(count, "num_hidden_layers", None)
+        return getattr(getattr(self.host(model), "config", None), self.layers, None)
 
     # -- reading a call
 
@@ -225,9 +187,8 @@ class Adapter:
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "hidden states are not [batch, length, hidden]"
-        for name in _CROSS:
-            if given.get(name) is not None:
-                return "cross-attention"
+        if any(given.get(name) is not None for name in _CROSS):
+            return "cross-attention"
         if given.get("output_attentions"):
             return "output_attentions"
         for name, value in given.items():
@@ -276,8 +237,7 @@ class Adapter:
     def spans(self, module: nn.Module, mask: Any, batch: int, length: int) -> Spans | None:
         """Where the valid tokens of each sequence lie; None if the mask is not the family's own mask with padding.
 
-        Padding on the left is allowed for decoders only. An encoder may pool the first place, and a hit computes
-        nothing for padding.
+        Padding on the left is for decoders only: an encoder may pool the first place, and a hit leaves padding out.
         """
         spans = read_mask(mask, batch, length, self.causal, self.window(module))
         return None if spans is not None and spans.left and not self.causal else spans
@@ -322,7 +282,9 @@ class Adapter:
                 return cache
             return value if name in self.unbatched else rows.of(value, name in self.shared)
 
-        taken = tuple(take(name, value) for name, value in _named(self.parameters, args))
+        # arguments beyond the names get an empty name
+        named = zip_longest(self.parameters[: len(args)], args, fillvalue="")
+        taken = tuple(take(name, value) for name, value in named)
         return taken, {name: take(name, value) for name, value in kwargs.items()}
 
     def shape(self, module: nn.Module) -> tuple[int, int]:
@@ -338,9 +300,11 @@ class Adapter:
     def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
         """Inside, calls of `host` with the yielded keyword arguments make the layers return their maps.
 
-        Only the eager implementation returns a map. Layers read the setting at each call, so it is switched for the
-        time of the capture and then restored.
+        Layers read their implementation at each call, so it is switched for the time of the capture.
         """
+        if self.maps_on_request:
+            yield {"output_attentions": True}
+            return
         host = self.host(model)
         found = {id(module.config): module.config for module in host.modules() if hasattr(module, "config")}
         configs: list[Any] = [config for config in found.values() if hasattr(config, "_attn_implementation")]
@@ -354,20 +318,12 @@ class Adapter:
                 config._attn_implementation = implementation
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
-        """A small batch for `host` and its lengths, for the self-check.
-
-        Nothing is drawn at random, because the user may have seeded the generator. Ids are from all over the
-        vocabulary; special tokens may be among them, and to a layer they are like all others.
-        """
+        """A small batch for `host` and its lengths, for the self-check; not random: the user may have seeded torch."""
         vocabulary = int(getattr(self.host(model).config, "vocab_size", 100))
         rows, longest = len(CHECK_LENGTHS), max(CHECK_LENGTHS)
         ids = (torch.arange(rows * longest).view(rows, longest) * 7919 + vocabulary // 3) % vocabulary
         mask = torch.arange(longest)[None] < torch.tensor(CHECK_LENGTHS)[:, None]
         return {"input_ids": ids, "attention_mask": mask.long()}, list(CHECK_LENGTHS)
-
-
-def _named(names: Sequence[str], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    return list(zip_longest(names[: len(args)], args, fillvalue=""))  # arguments beyond the names get an empty name
 
 
 def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -378,8 +334,7 @@ def layers_named(model: nn.Module, attributes: Sequence[str]) -> list[tuple[str,
 def by_length(config: Any) -> str | None:
     """Why the rotary positions give maps that are valid in one batch only; None if they do not."""
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [part for part in (scaling, *scaling.values()) if isinstance(part, dict)]
-    for part in parts:
+    for part in (part for part in (scaling, *scaling.values()) if isinstance(part, dict)):
         kind = part.get("rope_type", part.get("type"))
         if kind in _BY_LENGTH:
             return f"its rotary positions depend on the length of the batch (rope_type {kind!r})"
@@ -407,10 +362,3 @@ def by_module(sites: Sequence[Site]) -> list[list[Site]]:
     for site in sites:
         groups.setdefault(id(site.module), []).append(site)
     return list(groups.values())
-
-
-def encoder_part(model: nn.Module) -> nn.Module:
-    """The encoder of a model with a decoder, or of a model whose encoder was loaded alone."""
-    base: nn.Module = getattr(model, "base_model", model)
-    inner = getattr(base, "encoder", None)
-    return inner if isinstance(inner, nn.Module) else base

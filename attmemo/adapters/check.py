@@ -19,19 +19,9 @@ QUANTIZED = 5e-2  # int8 activations: the scale of a tensor depends on all of it
 
 
 def context_from_maps(adapter: Adapter, module: nn.Module, tokens: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
-    """The plain hit path: A·V, one sequence at a time. The oracle of the engine's faster one.
+    """The plain hit path, the oracle of the engine's faster one: A·V, one sequence at a time, ``[n, h * d]`` each.
 
-    Parameters
-    ----------
-    tokens : Tensor
-        Valid tokens of all sequences, packed, ``[sum n, H]``.
-    maps : sequence of Tensor
-        One map per sequence, ``[h, n, n]``.
-
-    Returns
-    -------
-    list of Tensor
-        Contexts, ``[n, h * d]`` each.
+    `tokens` are the valid ones of all sequences, packed, ``[sum n, H]``; each sequence has a map ``[h, n, n]``.
     """
     heads, width = adapter.shape(module)
     values = share_heads(adapter.value(module, tokens), heads, width)
@@ -48,17 +38,8 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     """Run a tiny padded batch through the exact model and reproduce every layer's output from its own map.
 
     Layers are compared as they run, so that no more than one map is held. Of decoders also the keys are compared that
-    a hit would put into a key-value cache.
-
-    Returns
-    -------
-    float
-        The greatest absolute difference seen, relative to the largest output value.
-
-    Raises
-    ------
-    AdapterCheckError
-        Names the first layer that is not reproduced; nothing has been changed.
+    a hit would put into a key-value cache. Returns the greatest absolute difference, relative to the largest output
+    value. Raises `AdapterCheckError`, which names the first layer that is not reproduced; nothing has been changed.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     allowed = TOLERANCE.get(dtype, 1e-5) if is_exact(model) else QUANTIZED

@@ -7,8 +7,6 @@ padding mask, ``[B, 1, L, L]``. Rows of padding are fully masked (uniform maps),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ class DisentangledAdapter(Adapter):
     unbatched = frozenset({"relative_pos", "rel_embeddings"})
     out = None
     heads, width = "num_attention_heads", "attention_head_size"
+    maps_on_request = True
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
         if kwargs.get("query_states") is not None or (len(args) > 3 and args[3] is not None):
@@ -41,10 +40,6 @@ class DisentangledAdapter(Adapter):
         if not isinstance(mask, Tensor) or mask.shape != (batch, 1, length, length):
             return None
         return super().spans(module, mask.bool(), batch, length)
-
-    @contextmanager
-    def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        yield {"output_attentions": True}
 
 
 class DebertaV2Adapter(DisentangledAdapter):

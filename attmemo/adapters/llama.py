@@ -28,8 +28,7 @@ class LlamaAdapter(Adapter):
         return plain and takes(module, "position_embeddings", "past_key_values")
 
     def refusal(self, model: nn.Module) -> str | None:
-        reason = super().refusal(model)
-        if reason is not None:
+        if (reason := super().refusal(model)) is not None:
             return reason
         if getattr(self.host(model).config, "clip_qkv", None) is not None:
             return "it clamps Q, K and V (clip_qkv)"

@@ -1,8 +1,7 @@
 """Reading attention masks: where the valid tokens lie, and whether only padding is masked.
 
-A stored map covers valid tokens only, and serves only calls in which the same tokens see each other. So the whole mask
-is compared with the mask that the family's layers get for these tokens. A mask that differs in one bit (packed
-sequences, the user's own mask) keeps the call exact.
+The whole mask is compared with the mask that the family's layers get for these tokens. A mask that differs in one
+bit (packed sequences, the user's own mask) keeps the call exact.
 """
 
 from __future__ import annotations
@@ -45,31 +44,18 @@ def spans_of(valid: Tensor) -> Spans | None:
 
 
 def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: int | None = None) -> Spans | None:
-    """Spans of a mask that transformers made.
+    """Spans of a mask that transformers made; None for any other mask.
 
-    Parameters
-    ----------
-    mask : Tensor or None
-        ``[B or 1, 1, L or 1, L]``: boolean (True attends), or numbers added to scores (0 attends, the type's lowest
-        value does not). None: no padding.
-    causal : bool
-        Whether a token sees only itself and the tokens before it.
-    window : int, optional
-        Sliding attention: how far a token sees. Causal: `window` tokens back, itself included; otherwise
-        ``window - 1`` tokens to each side.
-
-    Returns
-    -------
-    Spans or None
-        None for any other mask.
+    `mask` is ``[B or 1, 1, L or 1, L]``: boolean (True attends), or numbers added to scores (0 attends, the type's
+    lowest value does not); None: no padding. `window` is how far a token sees in sliding attention: itself and
+    ``window - 1`` tokens back, if not `causal` also ahead.
     """
     if mask is None:
         return Spans([length] * batch) if window is None or window >= length else None
     if not isinstance(mask, Tensor):  # a BlockMask of flex attention
         return None
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[-1] != length or mask.shape[0] not in (1, batch):
-        return None
-    if mask.shape[-2] not in (1, length):
+    rows, heads, queries, keys = mask.shape if mask.dim() == 4 else (0, 0, 0, 0)
+    if rows not in (1, batch) or heads != 1 or queries not in (1, length) or keys != length:
         return None
     if mask.shape[-2] == 1 or mask.stride(-2) == 0:  # the same for all queries: read one
         mask = mask[:, :, :1]
@@ -109,11 +95,8 @@ def consecutive(positions: Tensor | None, spans: Spans, length: int) -> bool:
     steps = positions.diff() == 1  # [B or 1, L - 1]
     if bool(steps.all()):
         return True
-    for row, n in zip(steps.expand(len(spans.lengths), -1), spans.lengths, strict=True):
-        inside = row[length - n :] if spans.left else row[: n - 1]
-        if not bool(inside.all()):
-            return False
-    return True
+    rows = zip(steps.expand(len(spans.lengths), -1), spans.lengths, strict=True)
+    return all(bool((row[length - n :] if spans.left else row[: n - 1]).all()) for row, n in rows)
 
 
 def _allowed(mask: Tensor) -> Tensor | None:

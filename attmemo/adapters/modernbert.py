@@ -31,8 +31,7 @@ class ModernBertAdapter(Adapter):
         ])
 
     def refusal(self, model: nn.Module) -> str | None:
-        reason = super().refusal(model)
-        if reason is not None:
+        if (reason := super().refusal(model)) is not None:
             return reason
         for site in self.sites(model):
             if not is_plain(site.module.Wqkv) or not is_linear(site.module.Wo):

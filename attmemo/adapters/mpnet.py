@@ -6,8 +6,6 @@ module return its map; without this argument the module returns a tuple of one v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,10 +25,7 @@ class MPNetAdapter(Adapter):
     out = "o"
     heads, width = "num_attention_heads", "attention_head_size"
     marks = ("all_head_size",)
+    maps_on_request = True
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         return (output,)
-
-    @contextmanager
-    def capturing(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        yield {"output_attentions": True}

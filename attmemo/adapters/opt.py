@@ -12,14 +12,10 @@ class OPTAdapter(Adapter):
 
     family = "opt"
     models = ("OPT",)
+    part = "decoder"
     causal = True
     out = "out_proj"
     parameters = ("hidden_states", "past_key_values", "attention_mask", "output_attentions")
-
-    def host(self, model: nn.Module) -> nn.Module:
-        base = super().host(model)
-        inner = getattr(base, "decoder", None)
-        return inner if isinstance(inner, nn.Module) else base
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = bool(getattr(module, "is_causal", False)) and hasattr(module, "enable_bias")

@@ -15,17 +15,8 @@ _TOKENWISE = {
 
 
 def is_linear(projection: object) -> bool:
-    """Whether it is a plain linear layer, or its int8 form.
-
-    A wrapper around a linear layer does not count: a low-rank adapter can be switched, and a hook can move weights,
-    after the database was built.
-    """
+    """Whether it is a plain linear layer, or its int8 form. A wrapper does not count: it may be switched later."""
     return (type(projection).__module__, type(projection).__name__) in _TOKENWISE
-
-
-def are_linear(module: nn.Module, *names: str) -> bool:
-    """Whether all these attributes of a module are linear, by `is_linear`."""
-    return all(is_linear(getattr(module, name)) for name in names)
 
 
 def is_plain(projection: object) -> bool:
@@ -55,11 +46,8 @@ class Slices:
         self._kept.pop(module, None)
 
     def of(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """The part of the weight as it is now.
-
-        Inference tensors have no version counter, so their address must do. The address alone is not enough, because a
-        new weight may lie where a deleted weight was.
-        """
+        """The part of the weight as it is now."""
+        # Inference tensors have no version, so their address must do; a new weight may lie where a deleted one was.
         state = weakref.ref(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
         kept = self._kept.get(module)
         if kept is None or kept[0][0]() is not weight or kept[0][1:] != state[1:]:

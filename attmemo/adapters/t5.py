@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Adapter, Call, encoder_part, takes
+from attmemo.adapters.base import Adapter, Call, takes
 
 
 class T5Adapter(Adapter):
@@ -19,6 +19,7 @@ class T5Adapter(Adapter):
     family = "t5"
     models = ("T5", "mT5", "Flan-T5")
     limits = "the decoder stays exact; UMT5 is refused"
+    part, layers = "encoder", "num_layers"
     parameters = ("hidden_states", "mask", "key_value_states", "position_bias", "past_key_values")
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})
@@ -26,12 +27,6 @@ class T5Adapter(Adapter):
     projections = ("q", "k", "v")
     out = "o"
     heads, width = "n_heads", "key_value_proj_dim"
-
-    def host(self, model: nn.Module) -> nn.Module:
-        return encoder_part(model)
-
-    def depth(self, model: nn.Module) -> int | None:
-        return getattr(getattr(self.host(model), "config", None), "num_layers", None)
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         return not getattr(module, "is_decoder", True) and takes(module, "position_bias", "mask")

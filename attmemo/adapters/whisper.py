@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.bart import BartAdapter
-from attmemo.adapters.base import takes
 
 
 class WhisperAdapter(BartAdapter):
@@ -16,11 +15,7 @@ class WhisperAdapter(BartAdapter):
 
     family = "whisper"
     models = ("Whisper",)
-    limits = "the decoder stays exact"
-
-    def is_one(self, name: str, module: nn.Module) -> bool:
-        plain = not getattr(module, "is_decoder", True) and not getattr(module, "is_causal", True)
-        return plain and takes(module, "key_value_states") and self.is_audio(module)
+    audio = True
 
     def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
         host: Any = self.host(model)

@@ -1,11 +1,7 @@
-"""Attention over a key-value cache, read in place: the C kernel and its oracle in plain torch.
+"""Attention over a key-value cache, read in place: `native/cache_attention.c` and its oracle in plain torch.
 
-Both first store the new keys and values, then attend, for B sequences of different lengths. `attend` is
-`native/cache_attention.c`: it neither gathers nor unpacks the cache, except a few hundred rows at a time in the
-processor's own cache. `attend_in_torch` takes one sequence after the other, slowly and on any device; the other
-implementations are compared with it. `attmemo.fastseq.ops` specifies the operator.
-
-Shapes: B sequences, N new tokens in all, H query heads, Hk key heads, D elements of a head, P pages of a sequence.
+Both store the new keys and values, then attend, for B sequences of different lengths; `attmemo.fastseq.ops` specifies
+the operator. Shapes: N new tokens in all, H query heads, Hk key heads, D elements of a head, P pages of a sequence.
 Every intermediate of the oracle is float32, with one exception: the specification quantises in the type of the keys.
 All implementations store the same bits.
 """
@@ -60,49 +56,15 @@ def attend(
     is_alibi: bool = False,
     isa: str = "",
 ) -> torch.Tensor:
-    """Store new keys and values in the cache, then attend over the cache.
+    """Store new keys and values ``[N, Hk, D]`` in the cache, then attend over it: ``[N, H, D]`` in the query's type.
 
-    Parameters
-    ----------
-    query : Tensor, shape [N, H, D]
-        float32, float16 or bfloat16.
-    key, value : Tensor, shape [N, Hk, D]
-        Of the query's type.
-    cache : Tensor, shape [2, rows, Hk, D]
-        Keys and values of one layer, a view; ``[2, rows, Hk, D / 2]`` with 4 bits. Written.
-    scale : Tensor or None, shape [2, rows, Hk, D / group]
-        Scales of a quantised cache. Written.
-    mask : Tensor or None, shape [1 or H, N, >= kvstarts[B]]
-        Added to the scores.
-    indices : tuple of int64 arrays
-        See `Indices`. Entries of `cachestarts` are rows of the cache.
-    quant_bit : int
-        0, 8 or 4.
-    page_size : int
-        Tokens of a page; ignored without pages.
-    decoding_batches : int
-        This many sequences, the first ones, have no causal mask.
-    is_causal, is_alibi : bool
-        Hide later keys; add linear biases, which hide later keys too.
-    isa : str
-        One of `instruction_sets`; empty: the best.
+    `query` is ``[N, H, D]``, `cache` ``[2, rows, Hk, D]`` (``D / 2`` with 4 bits), `scale` of a quantised cache
+    ``[2, rows, Hk, D / group]``, `mask` ``[1 or H, N, >= kvstarts[B]]``, added to the scores. Cache and scale are
+    written. Entries of `cachestarts` are rows of the cache. The first `decoding_batches` sequences have no causal
+    mask; linear biases hide later keys too. `isa` is one of `instruction_sets`; empty: the best.
 
-    Returns
-    -------
-    Tensor, shape [N, H, D]
-        In the query's type.
-
-    Raises
-    ------
-    ValueError
-        If unchecked indices lead outside the cache. Nothing was written.
-    MemoryError
-        If there is no memory for a few hundred rows for each thread.
-
-    Notes
-    -----
-    The output of a sequence depends neither on the other sequences nor on the number of threads. Work is shared among
-    torch's own threads, as many as `torch.get_num_threads` says.
+    The output of a sequence depends neither on the others nor on the number of threads, which are torch's own.
+    ValueError: indices lead outside the cache; nothing was written. MemoryError: none for a few hundred rows a thread.
     """
     output = torch.empty(query.shape, dtype=query.dtype, device="cpu")
     tokens, heads, width = query.shape
@@ -144,10 +106,7 @@ def are_sound(
     max_kvlen: int | None,
     mask_columns: int | None,
 ) -> bool:
-    """Whether indices agree with each other, with the limits and with a cache of `rows` rows; in microseconds.
-
-    None: no such limit.
-    """
+    """Whether indices agree with each other, with the limits (None: none) and with a cache of `rows` rows."""
     new, keys, columns = (-1 if limit is None else limit for limit in (max_seqlen, max_kvlen, mask_columns))
     sizes = (tokens, rows, *_pages(indices[2], page_size), decoding_batches, new, keys, columns)
     return native.is_sound(indices, sizes)
@@ -240,8 +199,7 @@ def quantize(numbers: torch.Tensor, quant_bit: int, quant_group: int) -> tuple[t
     """Codes (int8) and scales of groups of the last axis; symmetric, in the type of `numbers`.
 
     The scale is ``max(amax / 127, 1e-5)``, with 4 bits ``max(amax / 7, 1e-5)``. The quotient is rounded to the type,
-    then half to even. A group with NaN or infinity gets such a scale, and code 0 where the quotient is NaN: the group
-    reads back as NaN.
+    then half to even. A group with NaN or infinity reads back as NaN.
     """
     most = 2 ** (quant_bit - 1) - 1
     groups = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // quant_group, quant_group)

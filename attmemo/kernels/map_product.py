@@ -1,9 +1,7 @@
 """A·V with the maps read where they lie in the arena: the fourth way, which fetches nothing.
 
-The others hand out tensors and leave the product to torch, which wants one type and one contiguous tensor: maps in
-half precision are converted, maps that lie apart are multiplied one by one, products are transposed into place. The C
-code does all of it in one pass over the stored bytes. Fetch and product of 21 float16 maps of 4 x 128 x
-128, in turns on two cores: 0.62 ms, against 1.13 ms for views and `torch.matmul`.
+Torch wants one type and one contiguous tensor. The C code takes one pass over the stored bytes: 21 float16 maps of
+4 x 128 x 128 take 0.62 ms on two cores, against 1.13 ms for views and `torch.matmul`.
 """
 
 from __future__ import annotations
@@ -24,17 +22,10 @@ Ints = npt.NDArray[np.int64]
 
 
 def is_direct(shape: tuple[int, ...], dtype: torch.dtype, values: torch.dtype) -> bool:
-    """Whether this kernel multiplies such maps faster than torch does.
+    """Whether this kernel multiplies maps of this shape and type by V of the type `values` faster than torch does.
 
-    Torch multiplies maps and values of the same half precision in the matrix unit. Torch would have to convert maps
-    of another type and to expand triangles: this kernel reads both where they lie.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Of one stored map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for a lower triangle.
-    dtype, values : torch.dtype
-        Types of the stored maps and of V.
+    Torch multiplies maps and values of the same half precision in the matrix unit, but must convert maps of another
+    type and expand triangles ``[h, n (n + 1) / 2]``.
     """
     if dtype not in _FORMS or values not in _VALUES:
         return False
@@ -54,40 +45,13 @@ def multiply(
 ) -> None:
     """``context[rows[i], :n] = A_i V_i`` for maps A_i that lie in memory; what lies behind n becomes zero.
 
-    Parameters
-    ----------
-    maps : buffer
-        Memory that holds the maps, for example a mapped file.
-    offsets : array of int, shape [g]
-        First byte of each map in `maps`.
-    shape : tuple of int
-        Of one map: ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for a lower triangle.
-    dtype : torch.dtype
-        Of the maps: float32, float16, bfloat16, or uint8 for numbers in proportion to their cubes
-        (`attmemo.db.forms`).
-    length : int
-        Tokens n.
-    values : Tensor
-        V of all sequences, ``[N, h * d]``, contiguous; float32, bfloat16 or float16. Sums are float32. With values in
-        bfloat16 the kernel may round maps to bfloat16, as the model's own softmax does (`native/map_product_amx.h`).
-    starts : array of int, shape [g]
-        First row of each sequence in `values`; the kernel reads n rows from there.
-    context : Tensor
-        ``[B, L, h * d]``, contiguous, of the type of `values`, L >= n. Written.
-    rows : array of int, shape [g]
-        Which of the B each product goes to; none twice.
+    Map i begins at byte ``offsets[i]`` of `maps`, with `shape` ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for a lower
+    triangle; uint8 holds numbers in proportion to their cubes (`attmemo.db.forms`). V_i are n rows from ``starts[i]``
+    of `values` ``[N, h * d]``, contiguous; `context` is ``[B, L, h * d]``, of the same type, L >= n. No row twice.
 
-    Raises
-    ------
-    ValueError
-        If shapes or types do not fit; nothing was written.
-    MemoryError
-        If there is no memory for a few rows.
-
-    Notes
-    -----
-    The result of a sequence depends neither on the others nor on the number of threads. Work is shared among torch's
-    own threads, as many as `torch.get_num_threads` says.
+    Sums are float32; with values in bfloat16 the kernel may round maps to bfloat16, as the model's own softmax does. A
+    result depends neither on the other sequences nor on the number of threads, which are torch's own. ValueError:
+    shapes or types do not fit, nothing was written. MemoryError: none for a few rows.
     """
     if len(offsets) == 0:
         return
@@ -140,9 +104,8 @@ def multiply(
 
 def _bits(numbers: torch.Tensor) -> npt.NDArray[np.generic]:
     """The memory of a tensor; numpy has no bfloat16."""
-    array: npt.NDArray[np.generic] = (
-        numbers.view(torch.int16) if numbers.dtype == torch.bfloat16 else numbers
-    ).numpy()
+    numbers = numbers.view(torch.int16) if numbers.dtype == torch.bfloat16 else numbers
+    array: npt.NDArray[np.generic] = numbers.numpy()
     return array
 
 

@@ -13,32 +13,14 @@ from torch import Tensor
 
 from attmemo.kernels import _ngram
 
-_FORMS = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float64",
-}
+_FORMS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 
 
 def banned_mask(scores: Tensor, tokens: Tensor, text: Tensor, size: int) -> Tensor:
-    """Where `ban_ngrams` writes -inf, in plain torch.
+    """Where `ban_ngrams` writes -inf in `scores` ``[R, V]``, in plain torch: bool ``[R, V]``.
 
-    Parameters
-    ----------
-    scores : Tensor
-        ``[R, V]``; only the shape and the device count.
-    tokens : Tensor
-        int64 ``[R, T]``: the tokens of each sequence so far. The last ``size - 1`` tokens begin the next n-gram.
-    text : Tensor
-        int64 ``[R / k, S]``: the texts with the banned n-grams, each for k consecutive sequences (beams).
-    size : int
-        n, at least 1.
-
-    Returns
-    -------
-    Tensor
-        bool ``[R, V]``.
+    `tokens` int64 ``[R, T]`` are those of each sequence so far; the last ``size - 1`` begin the next n-gram. `text`
+    int64 ``[R / k, S]`` has the banned n-grams, a row for k consecutive sequences (beams). `size` is at least 1.
     """
     rows, columns = scores.shape
     if tokens.shape[1] < size - 1 or text.shape[1] < size or rows == 0:
@@ -67,14 +49,9 @@ def takes(scores: Tensor, tokens: Tensor, text: Tensor) -> bool:
 
 
 def ban_ngrams(scores: Tensor, tokens: Tensor, text: Tensor, size: int) -> None:
-    """Set banned scores to -inf, in place, for tensors that the kernel `takes`.
+    """Set the scores in `banned_mask` to -inf, in place, for tensors that the kernel `takes`.
 
-    Parameters are those of `banned_mask`; `scores` is float32, float16, bfloat16 or float64.
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit; nothing was written.
+    Raises ValueError if shapes do not fit; nothing was written.
     """
     # numpy has no bfloat16. The kernel only needs the width of a score.
     items = scores.view(torch.int16) if scores.dtype == torch.bfloat16 else scores

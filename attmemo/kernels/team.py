@@ -18,10 +18,7 @@ _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*$")
 def join_torch(use_team: Callable[[str], bool]) -> bool:
     """Give an extension the OpenMP library in torch's wheel, or the only one there is; False: one thread works.
 
-    Parameters
-    ----------
-    use_team : callable
-        The extension's: takes a path, tells whether the library is loaded and of use.
+    `use_team` is the extension's: it takes a path and tells whether the library is loaded and of use.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

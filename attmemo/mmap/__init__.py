@@ -15,23 +15,7 @@ from attmemo.mmap.pages import HUGE_PAGE, map_count, max_map_count, page_size, r
 from attmemo.mmap.window import Window
 
 __all__ = [
-    "CACHE_LINE",
-    "DTYPES",
-    "HUGE_PAGE",
-    "Arena",
-    "Batch",
-    "CopyFetcher",
-    "Fetcher",
-    "FetcherName",
-    "MapFetcher",
-    "Residency",
-    "SlotLayout",
-    "Slots",
-    "ViewFetcher",
-    "Window",
-    "choose_fetcher",
-    "map_count",
-    "max_map_count",
-    "page_size",
-    "round_up",
-]
+    "CACHE_LINE", "DTYPES", "HUGE_PAGE", "Arena", "Batch", "CopyFetcher", "Fetcher", "FetcherName", "MapFetcher",
+    "Residency", "SlotLayout", "Slots", "ViewFetcher", "Window", "choose_fetcher", "map_count", "max_map_count",
+    "page_size", "round_up",
+]  # fmt: skip

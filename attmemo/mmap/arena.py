@@ -6,13 +6,13 @@ the bytes mean; it checks that they are there.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, SupportsIndex
 
 import numpy as np
@@ -22,7 +22,6 @@ import torch
 from attmemo.errors import DatabaseError, DatabaseNotFoundError, DatabaseTruncatedError, PageSizeError
 from attmemo.mmap import hugepages, pages
 from attmemo.mmap.layout import SlotLayout
-from attmemo.mmap.tensor import slots_over
 
 LOOKED_AT = 8
 """Slots that are looked at to learn what pages a page cache has."""
@@ -32,12 +31,7 @@ Slots = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 
 
 class _Descriptor:
-    """A file descriptor that is closed when its last user is gone, not earlier.
-
-    A number closed while another thread is about to map it may by then be another file.
-    """
-
-    __slots__ = ("fd",)
+    """A file descriptor, closed with its last user: a number closed earlier may be another file in another thread."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -50,23 +44,8 @@ class Mapping:
     """The file of an open arena: descriptor, mapping and table of slots. It never changes.
 
     A fetch takes the mapping once and works on it, so closing the arena in another thread cannot pull the file from
-    under it. The pages stay mapped until the last tensor over them is gone.
-
-    Parameters
-    ----------
-    descriptor : _Descriptor
-        The file, open for reading.
-    layout : SlotLayout
-        How its slots lie.
-    path : pathlib.Path
-        For messages.
-    copy_bytes : int, optional
-        Size of the file if it is a sealed copy in huge pages: mapped whole, populated, never checked again.
-
-    Raises
-    ------
-    DatabaseTruncatedError, PageSizeError, DatabaseError
-        See `Arena`.
+    under it. The pages stay mapped until the last tensor over them is gone. `copy_bytes` is the size of a sealed copy
+    in huge pages: mapped whole, populated, never checked again.
     """
 
     def __init__(self, descriptor: _Descriptor, layout: SlotLayout, path: Path, copy_bytes: int | None = None) -> None:
@@ -74,7 +53,7 @@ class Mapping:
         self.path = path
         self.fd = descriptor.fd
         self.slots = layout.slots
-        self._descriptor = descriptor
+        self._descriptor = descriptor  # closes with this object
         self.sealed = copy_bytes is not None
         self.check_whole()
         self.huge_bytes = 0
@@ -92,13 +71,11 @@ class Mapping:
                 raise DatabaseError(
                     f"cannot map {path} ({nbytes} bytes): {error}", "check the limit on addresses: ulimit -v"
                 ) from error
-            memory = np.frombuffer(self._map, np.uint8)  # keeps the mapping from being closed under a tensor
-            address = memory.ctypes.data
-            self._table = slots_over(address, layout.slots, layout, memory, layout.header)
+            self._table = _table(self._map, layout)
         # Only hugetlbfs and tmpfs mounted with huge= announce such blocks.
         if self.sealed or os.fstat(self.fd).st_blksize >= pages.HUGE_PAGE:
             self._map[layout.header]
-            self._page_bytes, self.huge_bytes = pages.huge_mapping(address, nbytes)
+            self._page_bytes, self.huge_bytes = pages.huge_mapping(self._address, nbytes)
         elif layout.stride % pages.HUGE_PAGE == layout.header % pages.HUGE_PAGE == 0:
             # The page cache of ext4, xfs and btrfs may have huge pages too, since Linux 6.x; it announces nothing.
             # What is not in memory yet is read in such pieces if asked, and slots are at least that large.
@@ -140,10 +117,7 @@ class Mapping:
         return np.frombuffer(self.memory, np.uint8).ctypes.data
 
     def _look(self) -> int:
-        """Size of the pages in the page cache, from `LOOKED_AT` slots: huge if most of those are.
-
-        Not asked when the arena is opened: slots must be read for it, and a database has hundreds of arenas.
-        """
+        """Size of the pages in the page cache, from a few slots. Not asked at opening: slots are read for it."""
         self.check_whole()
         huge = 0
         looked_at = {number * self.slots // LOOKED_AT for number in range(LOOKED_AT)}
@@ -163,12 +137,8 @@ class Mapping:
     def check_whole(self) -> None:
         """Ask the file system whether the file still reaches to its last slot (a microsecond).
 
-        Reading a mapped page that the file no longer has ends the process with SIGBUS. This narrows the gap to a
-        moment; it cannot close it, which is why published arenas are never shortened.
-
-        Raises
-        ------
-        DatabaseTruncatedError
+        Reading a mapped page that the file no longer has ends the process with SIGBUS. The check narrows the gap to a
+        moment and cannot close it: published arenas are never shortened. Raises `DatabaseTruncatedError`.
         """
         if self.sealed:
             return
@@ -194,71 +164,54 @@ class Mapping:
         return memoryview(self._map)[start : start + self.layout.nbytes]
 
     def indices(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Slot numbers as int64 [count], every one of them checked.
-
-        Raises
-        ------
-        IndexError
-            If one is negative or not below the number of slots.
-        ValueError
-            If they are not a flat sequence of integers.
-        """
+        """Checked slot numbers, int64 [count]. IndexError: no such slot; ValueError: no flat sequence of integers."""
         index = np.asarray(slots)
         if index.ndim == 1 and index.size == 0:
             return np.empty(0, np.int64)
         if index.ndim != 1 or index.dtype.kind not in "iu":
             raise ValueError(f"slots must be a flat sequence of integers, not {index.dtype} of shape {index.shape}")
-        for extreme in (index.min(), index.max()):
-            if not 0 <= int(extreme) < self.slots:
-                raise self._out_of_range(int(extreme))
+        for extreme in (int(index.min()), int(index.max())):
+            if not 0 <= extreme < self.slots:
+                raise self._out_of_range(extreme)
         return index.astype(np.int64, copy=False)
 
     def offsets(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Byte offsets in the file `fd` of checked slot numbers."""
-        # No overflow: the last slot was checked to lie inside the file, and file sizes are 63-bit.
+        """Byte offsets in the file of checked slot numbers; no overflow: the last slot lies inside the file."""
         return self.layout.header + indices * self.layout.stride
 
     def _out_of_range(self, index: object) -> IndexError:
         return IndexError(f"slot {index} does not exist: {self.path} has {self.slots} slots, from 0")
 
 
+def _table(mapped: mmap.mmap, layout: SlotLayout) -> torch.Tensor:
+    """All slots of a mapped file as a tensor [slots, *shape]; no copy, and no look at the memory.
+
+    Numpy has no bfloat16, and torch warns about a read-only buffer, by default once in a process, which would use up
+    the user's own warning. A ctypes array has an address and no opinion.
+    """
+    exported = np.frombuffer(mapped, np.uint8)  # keeps the mapping from being closed under a tensor
+    memory = (ctypes.c_char * layout.file_bytes).from_address(exported.ctypes.data)
+    memory.owner = exported  # type: ignore[attr-defined]
+    flat = torch.frombuffer(memory, dtype=layout.dtype)
+    return flat.as_strided((layout.slots, *layout.shape), layout.strides, layout.header // layout.dtype.itemsize)
+
+
 class Arena:
-    """An arena file opened for serving.
+    """An arena file opened for serving, read-only; `layout` is as the manifest says.
 
-    Parameters
-    ----------
-    path : path-like
-        The file. It is opened read-only and never changed.
-    layout : SlotLayout
-        How its slots lie, as the manifest says.
-    residency : {"page-cache", "hugepages"}
-        Where the bytes are served from: the file's own pages, or a copy in 2 MiB pages made now. If the machine gives
-        no such copy the arena is read into the page cache, in huge pages where the file system has them, and `notice`
-        says what was got and why; that is not an error.
-    progress : callable, optional
-        Called with (bytes done, bytes in total) while the copy is made.
+    `residency` says where the bytes are served from: the file's own pages, or a copy in 2 MiB pages made now, with
+    `progress` called with (bytes done, bytes in total). If the machine gives no such copy the arena is read into the
+    page cache, in huge pages where the file system has them, and `notice` says what was got and why.
 
-    Raises
-    ------
-    DatabaseNotFoundError
-        If there is no such file.
-    DatabaseTruncatedError
-        If the file is shorter than the layout says.
-    PageSizeError
-        If the stride or the header is not a multiple of this machine's page.
-    DatabaseError
-        If it cannot be opened or mapped for another reason.
+    AttMEMO (arXiv 2301.09262), section 5.3, keeps each record as a file object of its own. One file and one mapping
+    cost the same few kernel objects for a hundred thousand records as for one.
 
-    Notes
-    -----
-    AttMEMO (arXiv 2301.09262), section 5.3, keeps each record as a file object of its own. One file and one
-    mapping for all of them cost the same few kernel objects for a hundred thousand records as for one.
+    **Slot tensors are read-only although PyTorch believes otherwise.** The pages are mapped PROT_READ: an in-place
+    operation on a slot ends the process with SIGSEGV. They stay inside the library; clone a slot to write to it.
 
-    **Slot tensors are read-only although PyTorch believes otherwise.** The pages are mapped PROT_READ, so that no
-    stray store can change the database; an in-place operation on a slot ends the process with SIGSEGV. They stay
-    inside the library; clone a slot to write to it.
-
-    Safe to use from several threads. After fork the child may go on reading.
+    Safe to use from several threads. After fork the child may go on reading. Raises DatabaseNotFoundError,
+    DatabaseTruncatedError (shorter than the layout says), PageSizeError (stride or header is not a multiple of this
+    machine's page), or DatabaseError (not opened or mapped for another reason).
     """
 
     def __init__(
@@ -291,31 +244,29 @@ class Arena:
                 f"cannot open {self.path}: {error.strerror}",
                 "check who may read it, and the limit on open files: ulimit -n",
             ) from error
-        self._layout = layout
-        self._mapping = self._settle(source, residency, progress)
-
-    def _settle(self, source: _Descriptor, residency: Residency, progress: hugepages.Progress | None) -> Mapping:
-        """Map the file; then, if huge pages are wanted and to be had, a copy of it instead."""
-        layout = self._layout
+        self.layout = layout
+        """How the slots lie in the file at `path`; those of the memory copy may lie further apart."""
         plain = Mapping(source, layout, self.path)
-        if residency == "page-cache":
-            return plain
-        copy, lack = hugepages.load(source.fd, layout, progress)
-        if copy is None:
-            if lack is not None:
-                reloaded = plain.reload(progress)
-                self.notice = lack.notice(str(self.path), reloaded, layout.file_bytes)
+        served = residency == "hugepages" and layout.slots > 0
+        self._mapping = self._in_huge_pages(plain, progress) if served else plain
+
+    def _in_huge_pages(self, plain: Mapping, progress: hugepages.Progress | None) -> Mapping:
+        """A mapping of a copy of the file in huge pages, if they are to be had; else `plain`, and a notice."""
+        copy = hugepages.load(plain.fd, plain.layout, progress)
+        if isinstance(copy, hugepages.Lack):
+            reloaded = plain.reload(progress)
+            self.notice = copy.notice(str(self.path), reloaded, plain.layout.file_bytes)
             return plain
         huge = Mapping(_Descriptor(copy.fd), copy.layout, self.path, copy.nbytes)
-        if huge.huge_bytes < copy.nbytes:
-            got = f"{huge.huge_bytes >> 20} of {copy.nbytes >> 20} MiB are in huge pages"
-            keep = 2 * huge.huge_bytes >= copy.nbytes
-            self.notice = (
-                f"{self.path}: huge pages asked, {got}, {'copy kept' if keep else 'page cache used'}; "
-                "more speed with: freeing or compacting memory (vm.compact_memory)"
-            )
-            return huge if keep else plain
-        return huge
+        if huge.huge_bytes >= copy.nbytes:
+            return huge
+        got = f"{huge.huge_bytes >> 20} of {copy.nbytes >> 20} MiB are in huge pages"
+        keep = 2 * huge.huge_bytes >= copy.nbytes
+        self.notice = (
+            f"{self.path}: huge pages asked, {got}, {'copy kept' if keep else 'page cache used'}; "
+            "more speed with: freeing or compacting memory (vm.compact_memory)"
+        )
+        return huge if keep else plain
 
     @property
     def mapping(self) -> Mapping:
@@ -325,11 +276,6 @@ class Arena:
                 f"{self.path} was closed", f"open it again: Database({str(self.path.parent.parent)!r})"
             )
         return self._mapping
-
-    @property
-    def layout(self) -> SlotLayout:
-        """How the slots lie in the file at `path`; those of the memory copy may lie further apart."""
-        return self._layout
 
     @property
     def residency(self) -> Residency:
@@ -343,10 +289,7 @@ class Arena:
 
     @property
     def window_page_bytes(self) -> int:
-        """Size of the pages that a window over the slots gets: what `choose_fetcher` wants to know.
-
-        It is `page_size()` although `page_bytes` is 2 MiB when slots are too small to have huge pages of their own.
-        """
+        """Bytes of the pages that a window over the slots gets: `page_size()` if slots begin inside a huge page."""
         return self.mapping.window_page_bytes
 
     @property
@@ -358,22 +301,9 @@ class Arena:
         return self.mapping.slots
 
     def slot(self, index: SupportsIndex) -> torch.Tensor:
-        """A view of one slot; no copy, about a microsecond.
+        """A view [*shape] of one slot, contiguous, read-only (see the class), valid also after `close`.
 
-        Parameters
-        ----------
-        index : int
-            0 to the number of slots less one; negative numbers do not count from the end.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape `layout.shape`, contiguous, read-only (see the class). It stays valid after `close`.
-
-        Raises
-        ------
-        IndexError
-            If there is no such slot.
+        Negative numbers do not count from the end. Raises `IndexError` if there is no such slot.
         """
         return self.mapping.slot(index)
 
@@ -388,7 +318,5 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

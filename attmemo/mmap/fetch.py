@@ -4,24 +4,8 @@
 `view`   hands out one tensor for each record where it lies. No gathering at all, one matmul for each record.
 `map`    puts the records' pages side by side in a window: one tensor, no copy, one matmul for the batch.
 
-What to choose was measured as fetch + A.V together, since mapping 4 KiB pages only moves the cost into A.V. For 32
-bfloat16 maps of 12 x 512 x 512 (milliseconds on two cores; a matmul on a tensor already there takes 20-23):
-
-    copy                              100-109
-    view, 4 KiB / 2 MiB pages         29 / 23-28
-    map, 4 KiB pages, populated       37
-    map, 2 MiB pages                  20-25
-
-Hence `choose_fetcher`: map where the pages are huge, view elsewhere. Mapping 64 such maps and taking them away again
-costs 0.28 ms of it, where copying them into a fresh tensor costs 89-99 (page faults included: it is memory that the
-process did not have), and 0.07 ms if nothing else ran in between.
-
-How long a batch is valid
--------------------------
-Inside its ``with`` block. Afterwards the batch refuses to hand out tensors. A tensor taken out of it and kept is
-never silently changed: as long as anything refers to its memory, the window it lies in is leased, the next fetch
-finds it busy and copies. So keeping tensors is safe and slow; clone what must be kept. With ``strict=True`` the window
-goes dark at the end of the block, and a tensor that is still held is an error there and then.
+Fetch and A·V of 32 bfloat16 maps of 12 x 512 x 512, ms on two cores: copy 100-109; view 29 (4 KiB pages) or 23-28
+(2 MiB); map 37 or 20-25. Hence `choose_fetcher`. A tensor kept from a batch never changes: its window is leased.
 """
 
 from __future__ import annotations
@@ -31,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Literal, Protocol, cast
 
 import numpy as np
@@ -50,16 +33,10 @@ RECOUNT = 1024
 
 
 class Batch(AbstractContextManager["Batch"]):
-    """The records of one fetch, in the order asked for.
+    """The records of one fetch, in the order asked for: one tensor [B, *shape], or B `parts` of shape [*shape].
 
-    Parameters
-    ----------
-    stacked : torch.Tensor or None
-        Shape [B, *shape], or None if there is no single tensor.
-    parts : sequence of torch.Tensor
-        B tensors of shape [*shape]; not used where `stacked` is given.
-    at_close : callable, optional
-        Called once, when the tensors are let go.
+    A batch is valid inside its ``with`` block. Afterwards it raises `WindowError`. A tensor that was kept never
+    changes: the next fetch finds the window leased and copies. So clone what must be kept.
     """
 
     __slots__ = ("_at_close", "_length", "_open", "_parts", "_stacked")
@@ -80,15 +57,7 @@ class Batch(AbstractContextManager["Batch"]):
         return self._length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Record `index` of the batch, shape [*shape], contiguous, to be read only.
-
-        Raises
-        ------
-        IndexError
-            If there is no such record; negative numbers do not count from the end.
-        WindowError
-            After the end of the ``with`` block.
-        """
+        """Record `index`, [*shape], contiguous, to be read only. IndexError: no such record (none is negative)."""
         self._check_open()
         if not 0 <= index < self._length:
             raise IndexError(f"record {index} of a batch of {self._length}")
@@ -98,14 +67,8 @@ class Batch(AbstractContextManager["Batch"]):
     def stacked(self) -> torch.Tensor | None:
         """All records as one tensor [B, *shape], to be read only; None where they lie apart (`view`).
 
-        The batch stride is the true distance between the records. Slots padded to a page make it larger than one
-        record, so ask ``is_contiguous()``: `torch.matmul` silently copies such a batch before it multiplies, which
-        costs more than one matmul for each record.
-
-        Raises
-        ------
-        WindowError
-            After the end of the ``with`` block.
+        Ask ``is_contiguous()``, which padded slots are not: `torch.matmul` silently copies such a batch before it
+        multiplies, which costs more than one matmul for each record.
         """
         self._check_open()
         return self._stacked
@@ -126,9 +89,7 @@ class Batch(AbstractContextManager["Batch"]):
     def __enter__(self) -> Batch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except WindowBusyError:
@@ -144,28 +105,10 @@ class Fetcher(Protocol):
         """One of "map", "view" and "copy"."""
 
     def fetch(self, arena: Arena, slots: Slots) -> AbstractContextManager[Batch]:
-        """The records in these slots, in this order, repetitions included.
+        """The records in the slots [B], in this order, repetitions included; B may be 0.
 
-        Parameters
-        ----------
-        arena : Arena
-            Where they are.
-        slots : sequence of int, shape [B]
-            Slot numbers. B may be 0.
-
-        Returns
-        -------
-        context manager giving a Batch
-            B tensors of `arena.layout.shape`.
-
-        Raises
-        ------
-        IndexError
-            If there is no such slot.
-        DatabaseTruncatedError
-            If the file was cut short since it was opened.
-        WindowError
-            If the fetcher was closed.
+        Raises `IndexError` (no such slot), `DatabaseTruncatedError` (the file was cut short since it was opened) or
+        `WindowError` (the fetcher was closed).
         """
 
     def close(self) -> None:
@@ -196,10 +139,7 @@ def _copied(mapping: Mapping, indices: npt.NDArray[np.int64]) -> Batch:
 
 
 class CopyFetcher(_Closable):
-    """Gathers into a fresh contiguous tensor [B, *shape]: what the other twins are compared with.
-
-    AttMEMO (arXiv 2301.09262), section 5.3 "Performance problem due to memory copy".
-    """
+    """Gathers into a fresh tensor [B, *shape]: arXiv 2301.09262, 5.3 "Performance problem due to memory copy"."""
 
     name = "copy"
 
@@ -223,9 +163,6 @@ class _Windows(threading.local):
     """What one thread owns."""
 
     def __init__(self) -> None:  # called anew in every thread
-        self.forget()
-
-    def forget(self) -> None:
         self.pid = os.getpid()
         self.by_kind: dict[tuple[int, int], Window] = {}  # (slot stride, alignment), bytes
         self.fetches = 0
@@ -233,46 +170,23 @@ class _Windows(threading.local):
 
 
 class MapFetcher(_Closable):
-    """Maps the records' pages side by side; one tensor [B, *shape], no copy.
+    """Maps the records' pages side by side; one tensor [B, *shape], no copy (arXiv 2301.09262, section 5.3, table 6).
 
-    Each thread has windows of its own, one for each slot stride and page size, made larger (as a new one) when a
-    batch does not fit. A batch for which a window cannot be had is copied, the whole of it, never half: because the
-    window is still being read (a batch inside a batch, a tensor kept), because the process is near
-    ``vm.max_map_count``, or because the kernel refused. `fallbacks` counts them.
+    Each thread has windows of its own, one for each slot stride and page size. A batch is copied as a whole if its
+    window is still being read (a batch inside a batch, a tensor kept), if the process is near ``vm.max_map_count``, or
+    if the kernel refuses: `fallbacks` counts such batches of all threads, `fallback_reason` is that of the last one.
 
-    Parameters
-    ----------
-    strict : bool
-        Make the window inaccessible at the end of each batch, and raise `WindowBusyError` there if a tensor of the
-        batch is still held. For tests: it costs system calls for each fetch and saves nothing. Otherwise pages stay
-        until the next fetch or `close`. Either way the mappings go when those of the next batch take their place.
-    populate : bool or None
-        Fill the page table while mapping instead of at one fault for each page while reading. None, the default: for
-        small pages only. Of 2 MiB pages, populating doubles the time and takes nothing from the A·V that follows.
+    A batch takes at most B mappings. A sixteenth of the limit is left to malloc, thread stacks and shared libraries,
+    which would fail first and less politely. After fork the child makes windows of its own.
 
-    Attributes
-    ----------
-    fallbacks : int
-        Batches that were copied instead of mapped, all threads together.
-    fallback_reason : str or None
-        Why the last of them was.
-
-    Notes
-    -----
-    AttMEMO (arXiv 2301.09262), section 5.3 "Solution based on memory mapping" and table 6.
-
-    The budget: a batch takes at most B mappings. A sixteenth of the limit is left to malloc, thread stacks and shared
-    libraries, which would fail first and less politely. Counting costs milliseconds, so it is done once in `RECOUNT`
-    fetches of a thread.
-
-    After fork the child makes windows of its own; those of the parent are not touched.
+    `strict`, for tests and benchmarks: the window is inaccessible from the end of each batch, and a tensor that is
+    still held there raises `WindowBusyError`. Otherwise pages stay until the next fetch or `close`.
     """
 
     name = "map"
 
-    def __init__(self, *, strict: bool = False, populate: bool | None = None) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
-        self.populate = populate
         self.fallbacks = 0
         self.fallback_reason: str | None = None
         self._limit = max_map_count()
@@ -297,7 +211,7 @@ class MapFetcher(_Closable):
         if layout.stride % page_size():
             return _copied(mapping, mapping.indices(slots))  # of bytes, which are multiplied where they lie
         page, huge = mapping.window_facts
-        populate = page < HUGE_PAGE if self.populate is None else self.populate
+        populate = page < HUGE_PAGE  # of 2 MiB pages it doubles the time and takes nothing from A·V
         try:
             mine = self._check_room(count)
             window = mine.by_kind.get((layout.stride, page))
@@ -337,7 +251,7 @@ class MapFetcher(_Closable):
         """What this thread owns, if the process has room for so many mappings more."""
         mine = self._mine
         if mine.pid != os.getpid():
-            mine.forget()  # the windows are the parent's
+            mine = self._mine = _Windows()  # the windows are the parent's
             self._lock = threading.Lock()  # and the thread that held the lock does not exist here
         if mine.fetches % RECOUNT == 0:
             mine.room = self._limit - self._limit // 16 - map_count()
@@ -360,25 +274,7 @@ class MapFetcher(_Closable):
 
 
 def choose_fetcher(name: FetcherName, arena_page_bytes: int) -> Fetcher:
-    """The twin of this name; "auto" is the one that measured fastest for such pages.
-
-    Parameters
-    ----------
-    name : {"auto", "map", "view", "copy"}
-        What the user asked for.
-    arena_page_bytes : int
-        `Arena.window_page_bytes` of the arenas to be read.
-
-    Returns
-    -------
-    Fetcher
-        With "auto": `MapFetcher` from 2 MiB pages on, `ViewFetcher` below (see the table at the head of this file).
-
-    Raises
-    ------
-    ValueError
-        If there is no such twin.
-    """
+    """The twin of this name, or ValueError; with "auto" the fastest one for these `Arena.window_page_bytes`."""
     if name == "auto":
         name = "map" if arena_page_bytes >= HUGE_PAGE else "view"
     twins: dict[str, Callable[[], Fetcher]] = {"map": MapFetcher, "view": ViewFetcher, "copy": CopyFetcher}

@@ -17,39 +17,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Where slot i begins, how many bytes it has, and how a tensor reads them.
+    """Where slot i begins, how many bytes it has, and how a tensor reads them; ValueError if the numbers disagree.
 
-    A slot is an array of one shape and type; nothing here assumes that it is an attention map.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of one slot, for a map (heads, n, n) with n the number of valid tokens.
-    dtype : torch.dtype
-        One of `DTYPES`.
-    stride : int
-        Bytes from the start of one slot to the start of the next; at least `nbytes`.
-    header : int
-        Bytes before slot 0.
-    slots : int
-        Number of slots.
-
-    Raises
-    ------
-    ValueError
-        If a number is negative, the shape is empty or has a zero, or the stride is smaller than a slot or not a
-        multiple of an item (nor the header).
-
-    Notes
-    -----
-    Whether stride and header fit the pages of the machine is the arena's question, not asked here: the same file may
-    be read by copying where it cannot be mapped.
+    A slot is an array of one shape and type, for a map (heads, n, n) with n the number of valid tokens. Whether the
+    layout fits the pages of the machine is the arena's question: the same file may be read by copying.
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    stride: int
-    header: int
+    dtype: torch.dtype  # one of `DTYPES`
+    stride: int  # bytes from the start of one slot to the start of the next
+    header: int  # bytes before slot 0
     slots: int
 
     def __post_init__(self) -> None:
@@ -68,11 +45,7 @@ class SlotLayout:
     def paged(
         cls, shape: tuple[int, ...], dtype: torch.dtype, slots: int = 0, header: int = 0, page: int | None = None
     ) -> SlotLayout:
-        """The layout with the smallest stride that a window can map: `nbytes` rounded up to a page.
-
-        `page` (bytes) is this machine's page by default; a database meant to travel may take a larger one.
-        `header` is rounded up to a page too.
-        """
+        """The layout with the smallest stride that a window can map: slot and header are rounded up to a page."""
         page = page_size() if page is None else page
         nbytes = math.prod(shape) * dtype.itemsize
         return cls(tuple(shape), dtype, round_up(nbytes, page), round_up(header, page), slots)

@@ -1,7 +1,4 @@
-"""What this machine's pages are like: their size, how many mappings a process may have, how a range is mapped.
-
-Facts only, read from the kernel; nothing here changes anything.
-"""
+"""What this machine's pages are like: their size, how many mappings a process may have, how a range is mapped."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ import struct
 
 HUGE_PAGE = 2 << 20
 """Bytes in a huge page, where this library uses them (x86-64, and arm64 with 4 KiB pages)."""
-
-DEFAULT_MAX_MAP_COUNT = 65530
-"""The kernel's own default, assumed where /proc does not say."""
 
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg), since Linux 6.7
 _PAGE_IS_HUGE = 1 << 6
@@ -34,22 +28,16 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def max_map_count() -> int:
-    """How many mappings one process may have (the sysctl ``vm.max_map_count``).
-
-    The limit is shared with malloc, thread stacks and shared libraries; at the limit it is they who fail.
-    """
+    """How many mappings a process may have (``vm.max_map_count``), those of malloc and thread stacks included."""
     try:
         with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
             return int(file.read())
     except (OSError, ValueError):
-        return DEFAULT_MAX_MAP_COUNT
+        return 65530  # the kernel's own default
 
 
 def map_count() -> int:
-    """How many mappings this process has now; 0 where /proc does not say.
-
-    The kernel writes a line for each mapping, so this costs about half a microsecond a mapping: not for a hot path.
-    """
+    """How many mappings this process has now; 0 where /proc does not say. Half a microsecond for each mapping."""
     try:
         with open("/proc/self/maps", "rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 16), b""))
@@ -76,22 +64,10 @@ def is_huge(address: int) -> bool:
 
 
 def huge_mapping(address: int, nbytes: int) -> tuple[int, int]:
-    """What pages a range of addresses is really mapped with.
+    """Bytes of the largest page that a range is mapped with, and how many bytes have pages of `HUGE_PAGE` or more.
 
     Asking for huge pages is a wish that the kernel may ignore without an error, so the answer is read back from
-    ``/proc/self/smaps``. Only pages that were touched or populated are counted.
-
-    Parameters
-    ----------
-    address, nbytes : int
-        The range. Mappings that only touch it are counted whole.
-
-    Returns
-    -------
-    page_bytes : int
-        Size of the largest page in use: `page_size()`, `HUGE_PAGE` or a larger page of hugetlbfs.
-    huge_bytes : int
-        How many bytes are mapped with pages of at least `HUGE_PAGE`.
+    ``/proc/self/smaps``. Only pages that were touched count; mappings that only touch the range count whole.
     """
     page_bytes, huge_bytes, inside, size = page_size(), 0, False, 0
     try:

@@ -1,7 +1,4 @@
-"""The contiguous window as the library sees it: `attmemo.mmap._window.Window` with this library's errors.
-
-Everything about pages, promises and roads not taken stands at the head of ``native/window.c``.
-"""
+"""The contiguous window of ``native/window.c``, where its promises stand, with this library's errors."""
 
 from __future__ import annotations
 
@@ -44,26 +41,12 @@ def _translated(error: Exception) -> WindowError:
 class Window:
     """A reserved range of addresses into which slots of a file are mapped side by side, read-only.
 
-    Parameters
-    ----------
-    capacity : int
-        Bytes to reserve; rounded up to `alignment`. Addresses only, no memory.
-    alignment : int, optional
-        Bytes; a power of two and a multiple of the page size, which is the default. With 2 MiB, slots whose offset
-        and stride are multiples of 2 MiB keep their huge pages.
-
-    Raises
-    ------
-    WindowError
-        If the addresses cannot be reserved, or an argument breaks a rule.
-
-    Notes
-    -----
-    AttMEMO (arXiv 2301.09262), section 5.3 "Solution based on memory mapping". Where the paper maps one file
-    object for each record, this maps slots of one file: a record each would exceed ``vm.max_map_count``.
+    AttMEMO (arXiv 2301.09262), section 5.3 "Solution based on memory mapping", but with slots of one file: a file for
+    each record would exceed ``vm.max_map_count``. `capacity` is in bytes, rounded up to `alignment` (a page by
+    default): with 2 MiB, slots whose offset and stride are multiples of 2 MiB keep their huge pages.
 
     A window serves one thread at a time; other threads get `WindowBusyError`. It is not inherited through fork: in
-    the child every method raises `WindowError`.
+    the child every method raises `WindowError`, as any method does if the kernel refuses.
     """
 
     def __init__(self, capacity: int, alignment: int | None = None) -> None:
@@ -80,41 +63,15 @@ class Window:
     def show(
         self, fd: int, slots: npt.NDArray[np.int64], layout: SlotLayout, populate: bool, huge: bool = False
     ) -> torch.Tensor:
-        """Map slots of a file side by side from the start of the window, as one tensor.
+        """Map slots of a file side by side, as one tensor [count, *shape], contiguous only if `layout.dense`.
 
-        The tensor is a lease: the window does not change until nothing refers to the tensor's memory any more. A
-        batch costs a new tensor (about two microseconds) rather than a slice of one kept for the life of the window:
-        a kept tensor could not know its readers, and a tensor that outlives its batch would silently show the next.
+        The tensor is read-only as those of `Arena` are, and a lease: the window does not change until nothing refers
+        to the tensor's memory any more. `populate` fills the page table now instead of at one fault for each page;
+        `huge` asks the kernel to read what is not in memory in pieces of 2 MiB.
 
-        Parameters
-        ----------
-        fd : int
-            A regular file, open for reading; it must hold all slots of the layout.
-        slots : int64 array, shape [count]
-            Slot numbers; they are checked.
-        layout : SlotLayout
-            How the slots lie in the file. Stride and header are multiples of the page size.
-        populate : bool
-            Fill the page table now, in one go, instead of at a fault for each page while the tensor is read.
-        huge : bool
-            Ask the kernel to read what is not in memory in pieces of 2 MiB. A wish.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape [count, *layout.shape]; contiguous only if `layout.dense`. Read-only, see
-            `attmemo.mmap.tensor.slots_over`.
-
-        Raises
-        ------
-        IndexError
-            If a number is not that of a slot; the window is unchanged.
-        WindowBusyError
-            If the window is leased; it is unchanged.
-        WindowError
-            If an argument breaks a rule (the window is unchanged), if the file is shorter than the layout says, if
-            there are no slots, or if the kernel refuses: then nothing in the window is accessible, never some old
-            slots beside some new ones.
+        Raises `IndexError` (no such slot) or `WindowBusyError` (leased), with the window unchanged. Raises
+        `WindowError` if an argument breaks a rule, the file is too short or the kernel refuses: nothing in the window
+        is accessible then, never some old slots beside some new ones.
         """
         native = self._native
         try:
@@ -126,15 +83,7 @@ class Window:
         return tensor if tensor.dtype == layout.dtype else tensor.view(layout.dtype)
 
     def darken(self) -> None:
-        """Make the window inaccessible; its mappings go when the next `show` puts others in their place.
-
-        Raises
-        ------
-        WindowBusyError
-            If the window is leased.
-        WindowError
-            If the kernel refuses.
-        """
+        """Make the window inaccessible until the next `show`. Raises `WindowBusyError` while the window is leased."""
         try:
             self._native.darken()
         except (ValueError, OSError, BufferError) as error:
