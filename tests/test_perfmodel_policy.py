@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.perfmodel import (
-    NEVER,
-    Candidate,
-    Choice,
-    Outcome,
-    changes_allowed,
-    choose,
-    propose,
-    split_halves,
-    upper_bound,
-)
+from attmemo.perfmodel.policy import NEVER, propose, split_halves
+from attmemo.perfmodel.tuner import Candidate, Choice, Outcome, changes_allowed, choose, upper_bound
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 MANY = 10_000  # so many policies that none is left out
