@@ -37,7 +37,6 @@ def test_text_that_is_no_json_is_refused(text: str) -> None:
         ({"thresholds": None}, r"tuning\.thresholds"),
         ({"budget": "x"}, r"tuning\.budget"),
         ({"radii": [0.5]}, "each of 2 layers"),
-        ({"confidence": 2}, r"tuning\.confidence"),
     ],
 )
 def test_a_malformed_tuning_is_refused_by_field(change: dict[str, Any], words: str) -> None:

@@ -92,6 +92,12 @@ def test_times_that_fall_with_the_length_do_not_give_a_negative_coefficient() ->
     assert fitted.estimate_lengths([4096]) > 0.0
 
 
+@pytest.mark.parametrize("milliseconds", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_mean_nothing_are_refused(milliseconds: float) -> None:
+    with pytest.raises(ValueError, match="sample 0"):
+        CostModel.fit([([8], milliseconds)])
+
+
 @SETTINGS
 @given(per_token, per_square, per_call)
 def test_json_round_trip_is_exact(a: float, b: float, c: float) -> None:

@@ -6,6 +6,7 @@ in the length, so a quadratic term stands beside the linear one: ``milliseconds 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -48,7 +49,7 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[Sequence[int], float]]) -> CostModel:
-        """Fit the coefficients to timed batches: pairs of token lengths (padded ones, if so computed) and milliseconds.
+        """Fit the coefficients to timed batches: token lengths (padded ones, if computed so) and milliseconds.
 
         Non-negative least squares on the *relative* error: an error of 1 ms is nothing at 500 ms and everything at
         2 ms. A batch that the operating system interrupted does not decide: errors are Huber-weighted until they
@@ -61,6 +62,8 @@ class CostModel:
         # rows: [samples, 3] = (sum L, sum L^2, 1) / ms, so that a perfect model gives 1 for every row
         rows = np.empty((len(samples), 3), dtype=np.float64)
         for i, (lengths, milliseconds) in enumerate(samples):
+            if not (math.isfinite(milliseconds) and milliseconds > 0.0):
+                raise ValueError(f"sample {i}: a time must be finite and > 0 ms, got {milliseconds!r}")
             rows[i] = float(sum(lengths)), float(sum(n * n for n in lengths)), 1.0
             rows[i] /= float(milliseconds)
 

@@ -23,8 +23,8 @@ _HALF_LIFE = 128.0  # live sequences after which one counts half in the rate
 # A lookup that is switched off leaves so many batches alone, then probes. Each failed probe doubles the wait. Only
 # batches that the prediction favours count.
 _BACKOFF, _BACKOFF_MAX = 16, 1024
-# A probe lasts for so many sequences. It must find `_MARGIN` times the break-even rate to switch the lookup on again (at
-# most half-way from break-even to 1): a lookup near break-even would switch all the time.
+# A probe lasts for so many sequences. It must find `_MARGIN` times the break-even rate to switch the lookup on again
+# (at most half-way from break-even to 1): a lookup near break-even would switch all the time.
 _PROBE_QUERIES, _MARGIN = 16, 1.25
 
 

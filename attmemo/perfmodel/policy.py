@@ -1,11 +1,11 @@
 """Which policies are worth a test: a radius for each group of layers, when one lookup serves all layers.
 
-Layers differ greatly in how much a foreign map hurts them: on a six-layer DeBERTa the last four can be served for 96 %
-of the sequences while 0.5 % of the answers change, the first two for 60 %. So the layers are put into nested groups,
-the most robust first, and each group gets a radius, not increasing from group to group: a sequence whose nearest record
-lies at distance d is served in the groups k with d <= r_k. K forced passes (the first group served, the first two, ...)
-then tell how *every* such policy would do without a gate. They see the selection half of the sequences only, since a
-policy picked among many looks better than it is. The certification half tests what `propose` gives (`tuner.choose`).
+Layers differ in how much a foreign map hurts them: on a six-layer DeBERTa the last four can be served for 96 % of the
+sequences while 0.5 % of the answers change, the first two for 60 %. So the layers are put into nested groups, the most
+robust first, and each group gets a radius, not increasing from group to group: a sequence whose nearest record lies at
+distance d is served in the groups k with d <= r_k. K forced passes (the first group served, the first two, ...) tell
+how *every* such policy would do without a gate. They see the selection half of the sequences only, since a policy
+picked among many looks better than it is. The certification half tests what `propose` gives (`tuner.choose`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def propose(
     """At most `most` policies worth a test, each containing the one before; the first serves nothing.
 
     Each is a radius for each of K groups; `NEVER` for a group that is not served. `distances` ``[Q]`` are those of the
-    nearest record of each sequence, inf where there is none. ``changed[k - 1, q]`` (``[K, Q]``) says whether the answer
-    to sequence q is another one when it is served in the first k groups. `gains` ``[K]``, > 0, say what serving one
-    sequence in each group saves; only ratios matter. With `allowed` changed answers a policy still passes its test.
+    nearest records, inf where there is none. ``changed[k - 1, q]`` (``[K, Q]``) says whether the answer to sequence q
+    is another one when it is served in the first k groups. `gains` ``[K]``, > 0, say what serving one sequence in each
+    group saves; only ratios matter. With `allowed` changed answers a policy still passes its test.
     """
     radii, reach, changes = _counts(np.asarray(distances, np.float64), np.asarray(changed, np.bool_))
     weights = np.asarray(gains, np.float64)

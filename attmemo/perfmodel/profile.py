@@ -174,7 +174,7 @@ class Profile:
         return saved - cost.hit.estimate_lengths(lengths)
 
     def foreign(self, conditions: Mapping[str, Any]) -> str | None:
-        """One sentence if `machine.conditions` differ in CPU, features or threads from those of the costs, else None."""
+        """One sentence if the CPU, its features or the threads are not those of the costs, else None."""
         measured: dict[str, Any] = {} if self.conditions is None else asdict(self.conditions)
         differ = []
         for name, value in {**measured, "threads": self.threads}.items():
