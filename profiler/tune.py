@@ -1,11 +1,10 @@
 """Choose thresholds from a budget of changed answers, on data that is not in the database.
 
-The certified path is the path that serves: each candidate runs with the gate on. The rule that certifies is in
-`perfmodel.tuner`. With a lookup in every layer, the candidates are fixed thresholds, one for all layers. With one
-lookup per sequence and too few texts for two halves, they are fixed radii, one for all layers. With enough texts each
-layer gets a threshold of its own: layers are ordered by the harm that each does alone, and served in nested groups.
-These forced passes, without a gate, see the selection half of the texts only. `perfmodel.policy` makes candidates of
-them, and the certification half tests these.
+The certified path is the path that serves: each candidate runs with the gate on (the rule: `perfmodel.tuner`). For a
+lookup in every layer, the candidates are fixed thresholds, one for all layers. For one lookup per sequence and too few
+texts for two halves, they are fixed radii, one for all layers. With enough texts each layer gets a radius of its own:
+layers are ordered by the harm that each does alone, and served in nested groups. These forced passes, without a gate,
+see the selection half of the texts only. `perfmodel.policy` makes candidates of them for the certification half.
 """
 
 from __future__ import annotations
@@ -217,9 +216,9 @@ def _candidates(
         radii = [radius for radius in (*RADII, reach) if radius <= reach]
         found += [(f"the distance {radius:.4g} for all layers", [radius] * len(curves)) for radius in radii]
     else:
-        for policy in policies:
+        for policy in (policy for policy in policies if max(policy) >= 0.0):
             shown = ", ".join("never" if radius < 0.0 else f"{radius:.3g}" for radius in policy)
-            found += [(f"the policy with radii {shown} by layer", list(policy))] if max(policy) >= 0.0 else []
+            found.append((f"the policy with radii {shown} by layer", list(policy)))
     candidates = []
     for name, radii in found:
         scores = (float(curve.predict(radius)) for curve, radius in zip(curves, radii, strict=True))
@@ -251,11 +250,8 @@ def _policies(
             gains = [max(1e-6, sum(engine.profile.saving_ms(i, [n] * 32, n) for i in group)) for group in groups]
         found = []
         for radii in propose(distances, np.stack(harmed), gains, allowed):
-            by_layer = [NEVER] * engine.layers
-            for radius, group in zip(radii, groups, strict=True):
-                for layer in group:
-                    by_layer[layer] = radius
-            found.append(by_layer)
+            by_layer = {layer: radius for radius, group in zip(radii, groups, strict=True) for layer in group}
+            found.append([by_layer[layer] for layer in range(engine.layers)])
         return groups, found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_times_that_mean_nothing_are_refused(milliseconds: float) -> None:
 @given(per_token, per_square, per_call)
 def test_json_round_trip_is_exact(a: float, b: float, c: float) -> None:
     model = CostModel(a, b, c)
-    assert CostModel.read(Field(json.loads(json.dumps(model.to_dict())), "profile", "")) == model
+    assert CostModel.read(Field(json.loads(json.dumps(asdict(model))), "profile", "")) == model
 
 
 @pytest.mark.parametrize("value", [None, "1", True, -1, math.nan, math.inf, [1], 10**400])

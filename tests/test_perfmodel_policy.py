@@ -266,6 +266,6 @@ def test_what_certifies_does_not_see_what_was_chosen_by() -> None:
     other[:, certify] = ~other[:, certify]
     first, second = (tuned(distances, c, [1, 1], 0.05) for c in (changed, other))
     shorter = min(len(first.path), len(second.path))
-    assert [point.radii for point in first.path[:shorter]] == [point.radii for point in second.path[:shorter]]
+    assert [point["radii"] for point in first.path[:shorter]] == [point["radii"] for point in second.path[:shorter]]
     assert first.served > second.served
     assert first.upper_bound == upper_bound(round(first.observed * 600), 600)

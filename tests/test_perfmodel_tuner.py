@@ -143,7 +143,7 @@ def test_the_choice_is_that_of_the_rule_written_out(
             break
         certified.append((served, -step))
     assert choice.certified is bool(certified)
-    assert sum(point.certified for point in choice.path) == len(certified)
+    assert sum(point["certified"] for point in choice.path) == len(certified)
     if certified:
         served, step = max(certified)
         assert (chosen(choice), choice.served) == (-step, served)
@@ -167,7 +167,7 @@ def test_no_run_is_made_after_the_first_failure() -> None:
     choice = choose(some, watched, 0.01)
     assert asked == some[:3]
     assert chosen(choice) == 1.0
-    assert [point.certified for point in choice.path] == [True, True, False]
+    assert [point["certified"] for point in choice.path] == [True, True, False]
 
 
 def test_the_candidate_that_serves_most_is_taken_and_of_equals_the_strictest() -> None:

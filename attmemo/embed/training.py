@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 from attmemo.db import KIND_INPUT, SEQUENCE, SPLIT_HELD_OUT, SPLIT_TRAIN, Backend, Database
 from attmemo.embed.calibration import COVERAGE, Calibration
 from attmemo.embed.components import Components, find_components
+from attmemo.embed.lookup import LookupName
 from attmemo.embed.pairs import Pairs, draw_pairs, label_pairs
 from attmemo.embed.retrieval import Judge, calibrate, layers_of
 from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder
@@ -32,7 +32,6 @@ from attmemo.embed.stored import sample
 from attmemo.errors import DatabaseError
 
 Progress = Callable[[str, int, int], None]
-LookupName = Literal["layer", "sequence"]
 
 _QUERIES = 500  # held-out records asked for calibration, at most
 _FEWEST_QUERIES = 20  # with fewer held-out records, training records query each other
@@ -62,7 +61,7 @@ class TrainedLayer:
     embedder: SiameseEmbedder
     calibrations: dict[int, Calibration]  # layer -> curve; the once-per-sequence embedder has one for every layer
     held_scores: dict[int, list[tuple[int, float]]]  # layer -> (length, predicted score or -1) of every held-out query
-    report: dict[str, float] = field(default_factory=dict)
+    report: dict[str, float]
 
 
 @dataclass

@@ -45,7 +45,7 @@ class CostModel:
 
     def estimate_lengths(self, lengths: Sequence[int]) -> float:
         """Milliseconds for a batch of sequences of these token lengths."""
-        return self.estimate(float(sum(lengths)), float(sum(n * n for n in lengths)))
+        return self.estimate(sum(lengths), sum(n * n for n in lengths))
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[Sequence[int], float]]) -> CostModel:
@@ -80,13 +80,9 @@ class CostModel:
         a, b, c = _non_negative(kept, np.ones(len(kept)))
         return cls(float(a), float(b), float(c))
 
-    def to_dict(self) -> dict[str, float]:
-        """The coefficients, JSON-able."""
-        return {"a": self.a, "b": self.b, "c": self.c}
-
     @classmethod
     def read(cls, field: Field) -> CostModel:
-        """Read what `to_dict` wrote; DatabaseCorruptError names a malformed coefficient."""
+        """Read the coefficients; DatabaseCorruptError names a malformed coefficient."""
         return cls(field["a"].number(low=0.0), field["b"].number(low=0.0), field["c"].number(low=0.0))
 
 

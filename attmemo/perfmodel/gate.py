@@ -195,11 +195,10 @@ class Gate:
     def state(self) -> list[dict[str, Any]]:
         """What is on, what is off and why, JSON-able: a row for each layer.
 
-        With one lookup for all layers a row for `SEQUENCE` comes first. ``on`` and ``why`` are about a batch like the
+        With one lookup for all layers a row for `SEQUENCE` comes first: its rates and hits are means over the layers,
+        and of the layers below only ``predicted_hit_rate`` is their own. ``on`` and ``why`` are about a batch like the
         last one, ``predicted_benefit_ms`` and ``predicted_hit_rate`` (alpha) about the last one, ``break_even`` and
-        ``hit_rate`` about sequences tried lately, ``queries`` and ``hits`` about all since the start. What is unknown
-        is None. Rates and hits of `SEQUENCE` are means over the layers. Of the layers below it only
-        ``predicted_hit_rate`` is the layer's own.
+        ``hit_rate`` about sequences tried lately, ``queries`` and ``hits`` about all since the start.
         """
         with self._lock:
             rows = [self._state_of(layer, live) for layer, live in self._live.items()]
@@ -265,9 +264,8 @@ class Gate:
     def _state_served(self, layer: int, decision: dict[str, Any]) -> dict[str, Any]:
         """One layer of a model with one lookup for all layers: it follows the decision, or stays out of it."""
         last = self._live[SEQUENCE].last
-        row = {**decision, "layer": layer}
-        for key in ("predicted_benefit_ms", "break_even", "predicted_hit_rate", "hit_rate", "hits"):
-            row[key] = None  # the decision's, not this layer's
+        unknown = ("predicted_benefit_ms", "break_even", "predicted_hit_rate", "hit_rate", "hits")
+        row = decision | {"layer": layer} | dict.fromkeys(unknown)  # they are the decision's, not this layer's
         if last is not None and last.savings:
             row["predicted_hit_rate"] = last.alphas[layer]
             if last.savings[layer] <= 0.0:

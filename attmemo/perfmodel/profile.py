@@ -1,10 +1,9 @@
 """What was measured for one database on one machine: it predicts whether a lookup pays.
 
-A profile holds the costs of each attention layer, and the similarity scores that lookups predicted on *held-out*
-sequences. The paper measures its rate alpha on the training sequences; these find themselves in the database, and no
-new request will see such a rate. There is a set of scores for each way of looking up: a record close to a layer's own
-input serves at another rate than the record that suited the first layer. Scores are kept, not rates: a rate belongs to
-one threshold, and the user may choose another.
+A profile holds the costs of each attention layer, and for each way of looking up the similarity scores that lookups
+predicted on *held-out* sequences. The paper measures its rate alpha on the training sequences; these find themselves
+in the database, and no new request will see such a rate. Scores are kept, not rates: a rate belongs to one threshold,
+and the user may choose another.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class LayerCosts:
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The models, JSON-able."""
-        known = {"exact": self.exact, "hit": self.hit, "lookup": self.lookup, "miss": self.miss}
-        return {name: model.to_dict() for name, model in known.items() if model is not None}
+        return {name: model for name, model in asdict(self).items() if model is not None}
 
     @classmethod
     def read(cls, field: Field) -> LayerCosts:
@@ -157,7 +155,7 @@ class Profile:
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float:
         """Milliseconds of exact attention for `batch` sequences padded to one length."""
-        return self.costs[layer].exact.estimate(float(batch * padded), float(batch * padded * padded))
+        return self.costs[layer].exact.estimate(batch * padded, batch * padded * padded)
 
     def saving_ms(self, layer: int, lengths: Sequence[int], padded: int, batch: int | None = None) -> float:
         """Milliseconds that serving sequences of these valid tokens saves; negative if exact attention costs less.
@@ -166,12 +164,10 @@ class Profile:
         computed as a smaller batch. Default: all are served.
         """
         cost, served = self.costs[layer], len(lengths)
-        missed = 0 if batch is None else batch - served
-        saved = self.exact_ms(layer, served, padded)
-        if missed > 0 and cost.miss is not None:
-            saved = self.exact_ms(layer, served + missed, padded)
-            saved -= cost.miss.estimate(float(missed * padded), float(missed * padded * padded))
-        return saved - cost.hit.estimate_lengths(lengths)
+        if batch is None or cost.miss is None:
+            return self.exact_ms(layer, served, padded) - cost.hit.estimate_lengths(lengths)
+        missed = cost.miss.estimate_lengths([padded] * (batch - served)) if batch > served else 0.0
+        return self.exact_ms(layer, batch, padded) - missed - cost.hit.estimate_lengths(lengths)
 
     def foreign(self, conditions: Mapping[str, Any]) -> str | None:
         """One sentence if the CPU, its features or the threads are not those of the costs, else None."""
@@ -189,7 +185,7 @@ class Profile:
             "costs": [layer.to_dict() for layer in self.costs],
             "rates": self.rates.to_dict(),
             "rates_sequence": self.rates_sequence.to_dict(),
-            "lookup_sequence": self.lookup_sequence.to_dict(),
+            "lookup_sequence": asdict(self.lookup_sequence),
             "threads": self.threads,
             "dtype": self.dtype,
             "conditions": None if self.conditions is None else asdict(self.conditions),

@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# The functions behind `scipy.stats.beta`, which takes long to import.
+from scipy.special import betainc, betaincinv  # type: ignore[import-untyped,unused-ignore]
+
 from attmemo.errors import TuningError
 
 
@@ -37,17 +40,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One tested candidate; shares in [0, 1]."""
-
-    radii: tuple[float, ...]
-    served: float
-    changed: float
-    upper_bound: float
-    certified: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """A candidate, and what may be said about it. All shares are in [0, 1]."""
 
@@ -61,7 +53,7 @@ class Choice:
     certified: bool  # whether the budget holds with `confidence`
     needed: int  # sequences needed to certify the budget even if no answer changes
     reached: float | None  # confidence at which the same test would just have reached the candidate; no promise
-    path: list[Point]  # every candidate that was tested, the strictest first
+    path: list[dict[str, Any]]  # every candidate that was tested, the strictest first
 
     def to_dict(self) -> dict[str, Any]:
         """All fields but the candidate, and the sentence; JSON-able."""
@@ -147,13 +139,13 @@ def choose(
         # A candidate is reached only through those before it, so the weakest of them counts.
         reached=None if chosen is None else min(reached[: chosen + 1]),
         path=[
-            Point(
-                candidate.radii,
-                outcome.served,
-                outcome.changed / outcome.total,
-                upper_bound(outcome.changed, outcome.total, confidence),
-                certified and step < len(passing),
-            )
+            {
+                "radii": candidate.radii,
+                "served": outcome.served,
+                "changed": outcome.changed / outcome.total,
+                "upper_bound": upper_bound(outcome.changed, outcome.total, confidence),
+                "certified": certified and step < len(passing),
+            }
             for step, (candidate, outcome) in enumerate(zip(candidates, outcomes, strict=False))
         ],
     )
@@ -173,10 +165,6 @@ def upper_bound(changed: int, total: int, confidence: float = 0.95) -> float:
     """
     if changed == total:
         return 1.0
-    # The function behind scipy.stats.beta.ppf. Imported here, and from `special`: serving imports this package for the
-    # gate alone, and importing scipy.stats takes longer than everything else in it together.
-    from scipy.special import betaincinv  # type: ignore[import-untyped,unused-ignore]
-
     return float(betaincinv(changed + 1, total - changed, confidence))
 
 
@@ -184,8 +172,6 @@ def confidence_reached(changed: int, total: int, budget: float) -> float:
     """Confidence at which `upper_bound` equals the budget: P(Beta(changed + 1, total - changed) <= budget)."""
     if changed == total:
         return 0.0
-    from scipy.special import betainc  # type: ignore[import-untyped,unused-ignore]
-
     return float(betainc(changed + 1, total - changed, budget))
 
 
