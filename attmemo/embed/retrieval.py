@@ -107,10 +107,7 @@ class Judge:
 def calibrate(
     found: Retrieved, layers: Sequence[int], coverage: float
 ) -> tuple[dict[int, Calibration], dict[int, list[tuple[int, float]]]]:
-    """Of each layer the curve, and for every query (length, predicted score; -1 where nothing was found).
-
-    DatabaseError: there is nothing to fit a curve to.
-    """
+    """Of each layer the curve, and for every query (length, predicted score; -1 where nothing was found)."""
     known = found.records >= 0
     if not known.any():
         raise DatabaseError(

@@ -78,10 +78,7 @@ def save_embedders(embedders: dict[int, SiameseEmbedder], file: Path, owner: Map
 
 
 def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
-    """Read what `save_embedders` wrote.
-
-    DatabaseCorruptError: a tensor is missing, has a shape that does not fit the others or the model, or is not finite.
-    """
+    """Read what `save_embedders` wrote; DatabaseCorruptError if a tensor is missing, misshapen or not finite."""
     hint = f"attmemo train-embedder {file.parent}"
     try:
         flat = load_file(str(file))

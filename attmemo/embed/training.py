@@ -6,8 +6,7 @@ section on embedding), kept only if held-out queries then find records at least 
 sequences. Everything is linear, so a step works on differences of pairs, in `components.WIDTH` components. A step over
 the tokens of both sequences takes about seven times the CPU time, and 300 of them found nothing better.
 
-Memory: ``4 d`` bytes a record and embedder, of one layer at a time. The rest follows `TrainOptions.most_records`, by
-default below 300 MB at 128 tokens and 600 MB at 512.
+Memory: ``4 d`` bytes a record, of one layer at a time, and by default up to 300 MB at 128 tokens, 600 MB at 512.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ class Trained:
     def held_out_scores(self, lookup: LookupName) -> dict[tuple[int, int], list[float]]:
         """Predicted scores of held-out queries by (layer, length), for the performance model's hit rates."""
         scores: dict[tuple[int, int], list[float]] = {}
-        for key, found in self.layers.items():
-            if (key == SEQUENCE) != (lookup == "sequence"):
-                continue
+        for found in (found for key, found in self.layers.items() if (key == SEQUENCE) == (lookup == "sequence")):
             for layer, values in found.held_scores.items():
                 for length, score in values:
                     if length <= self.longest:
