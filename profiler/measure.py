@@ -1,10 +1,8 @@
 """Measure the costs of a profile: milliseconds of exact attention, of a hit and of a lookup, in each layer.
 
 The user's model runs through the engine on this machine, at batch sizes and lengths of the database. Hit rates come
-from held-out sequences (`embed.training`). No record ever finds itself there.
-
-A decoder is measured in a prefill with a key-value cache: a hit then still projects K. A hit without a cache (scoring,
-classification) costs less. The gate then leaves some calls exact that would have paid.
+from held-out sequences, which never find themselves. A decoder is measured in a prefill with a key-value cache: a hit
+without a cache costs less, so the gate leaves some calls exact that would have paid.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
 
 Progress = Callable[[str, int, int], None]
+_Sample = tuple[list[int], float]  # lengths of the batch, milliseconds
 BATCHES = (1, 4, 16, 32)
 MOST_TOKENS = 4096  # per measured batch: enough to see the quadratic term, little enough to end soon
 REPEATS = 3
@@ -41,21 +40,15 @@ def measure(
 ) -> Profile:
     """The profile of a database on this machine.
 
-    Parameters
-    ----------
-    seconds : float
-        Time to spend. Small batches come first; those that do not fit in the time are left out.
+    Small batches are measured first; those that do not fit in `seconds` are left out.
     """
     tell = progress or (lambda what, done, total: None)
     layers = database.manifest.model.layers
     own = database.manifest.layers_kept(KIND_INPUT) == layers  # whether layers can look up for themselves
     longest = trained.longest
     sizes = _sizes(database, longest)
-    exact: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
-    hit: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
-    lookup: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
-    miss: list[list[tuple[list[int], float]]] = [[] for _ in range(layers)]
-    sequence: list[tuple[list[int], float]] = []
+    exact, hit, lookup, miss = ([list[_Sample]() for _ in range(layers)] for _ in range(4))
+    sequence: list[_Sample] = []
     start = time.monotonic()
     for step, (batch, length) in enumerate(sizes):
         if step >= 3 and time.monotonic() - start > seconds:
@@ -78,14 +71,10 @@ def measure(
             if own:
                 lookup[layer].append((lengths, times["ms_lookup"][layer]))
     tell("costs", len(sizes), len(sizes))
+    fit, free = CostModel.fit, CostModel(0.0, 0.0, 0.0)
     costs = [
-        LayerCosts(
-            CostModel.fit(exact[layer]),
-            CostModel.fit(hit[layer]),
-            CostModel.fit(lookup[layer]) if own else CostModel(0.0, 0.0, 0.0),
-            CostModel.fit(miss[layer]) if miss[layer] else None,
-        )
-        for layer in range(layers)
+        LayerCosts(fit(e), fit(h), fit(found) if own else free, fit(missed) if missed else None)
+        for e, h, found, missed in zip(exact, hit, lookup, miss, strict=True)
     ]
     stored = [length for length in database.lengths if length <= longest]
     machine = conditions()

@@ -29,8 +29,6 @@ def train_database(
 
     Parameters
     ----------
-    path : Path
-        Database directory.
     model : str, optional
         Directory or name of the model; default: the one at the build. Only the profile needs a model.
     profile : bool
@@ -46,20 +44,15 @@ def train_database(
     ------
     DatabaseError
         Too few records, another writer, or a full disk. What was published stays.
-    StaleDatabaseError
-        The model is another one than the database was built for.
-    DataError
-        `model` names no model.
+    StaleDatabaseError, DataError
+        The model is another one than the database was built for, or `model` names no model.
     """
     start = time.monotonic()
     notes: list[str] = []
     manifest = read_manifest(path)
     # A named model must be the right one. If the model of the build has moved, only the profile is lost.
     loaded = open_model(manifest.model, model) if profile and model is not None else None
-    with (
-        DatabaseWriter.reopen(path) as writer,
-        Database(path) as database,
-    ):
+    with DatabaseWriter.reopen(path) as writer, Database(path) as database:
         before = writer.manifest.embedder
         trained = train(database, options, progress)
         embedder = build_indexes(database, trained, progress)
@@ -84,8 +77,6 @@ def train_database(
             "seconds": time.monotonic() - start,
             "backend": embedder.backend,
             "layers": embedder.report["layers"],
-            "profile": None
-            if measured is None
-            else {k: measured[k] for k in ("costs", "lookup_sequence", "threads", "dtype")},
+            "profile": measured and {k: measured[k] for k in ("costs", "lookup_sequence", "threads", "dtype")},
             "notes": notes,
         }

@@ -1,19 +1,15 @@
 """Choose thresholds from a budget of changed answers, on data that is not in the database.
 
-The certified path is the path that serves: each candidate runs with the gate on, and layers and sequences are dropped
-as in production. The rule that certifies is in `perfmodel.tuner`. Candidates come from one of three places:
-
-* One lookup per sequence, enough texts: each layer gets a threshold of its own, because layers differ greatly in how
-  much a foreign map hurts. Layers are ordered by the harm that each does alone, and served in nested groups, from the
-  most robust to all of them, without a gate. These forced passes see the selection half of the texts only;
-  `perfmodel.policy` makes candidates of them. The certification half tests the candidates.
-* One lookup per sequence, too few texts for two halves: a fixed list of radii, one radius for all layers.
-* A lookup in every layer: a fixed list of thresholds, one threshold for all layers.
+The certified path is the path that serves: each candidate runs with the gate on (the rule: `perfmodel.tuner`). For a
+lookup in every layer, the candidates are fixed thresholds, one for all layers. For one lookup per sequence and too few
+texts for two halves, they are fixed radii, one for all layers. With enough texts each layer gets a radius of its own:
+layers are ordered by the harm that each does alone, and served in nested groups. These forced passes, without a gate,
+see the selection half of the texts only. `perfmodel.policy` makes candidates of them for the certification half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +67,9 @@ def tune(
     dict
         JSON-able: ``thresholds`` and ``radii`` (by layer: the score that a hit needs, and the same as a distance),
         ``lookup``, ``budget``, ``confidence``, ``certified``, ``observed`` and ``upper_bound`` (share of changed
-        answers), ``served`` (share of attention calls), ``judged`` (sequences that these numbers are about), ``total``
-        (sequences given), ``needed`` (sequences to give at least), ``reached``, ``sentence``, ``path`` (the candidates
-        that were tested), ``groups`` (of layers, most robust first; only with one lookup per sequence).
+        answers), ``served`` (share of attention calls), ``judged`` and ``total`` (sequences: these numbers are about,
+        given), ``needed`` (to give at least), ``reached``, ``sentence``, ``path`` (candidates tested), ``groups`` (of
+        layers, most robust first; only with one lookup per sequence).
 
     Raises
     ------
@@ -105,13 +101,8 @@ def tune(
         texts = _Texts(loaded, judged, options, tell)
         with serving(loaded, database, options.lookup, gate=True) as handle:
             candidates = _candidates(options.lookup, handle.engine.index.curves, policies)
-            choice = choose(
-                candidates,
-                _Trial(handle, texts, len(candidates)),
-                options.budget,
-                options.confidence,
-                allow_uncertified=options.allow_uncertified,
-            )
+            trial, uncertified = _Trial(handle, texts, len(candidates)), options.allow_uncertified
+            choice = choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
         manifest = database.manifest
     if choice.candidate is None:
         raise TuningError(choice.sentence(), "give more texts, a larger --budget, or --allow-uncertified")
@@ -142,27 +133,14 @@ def tune(
 class _Texts:
     """Texts and their exact answers, with which a pass is compared."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        tokens: Sequence[Tokens],
-        options: TuneOptions,
-        tell: Progress,
-        exact: Tensor | None = None,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, tokens: Sequence[Tokens], options: TuneOptions, tell: Progress) -> None:
         self.loaded, self.options, self.tell = loaded, options, tell
-        # Answers come by the numbers of the texts, so these are numbered anew.
-        self.tokens = [Tokens(place, item.ids, item.segments) for place, item in enumerate(tokens)]
+        self.tokens = _numbered(tokens)
         self.prepared = prepare(loaded, self.tokens, options.batch_size)
         self.distances = np.full(len(tokens), np.inf)  # of their records, as far as lookups were made
-        self.exact = self.ask("exact answers") if exact is None else exact
+        self.exact = self.ask("exact answers")
 
-    def part(self, rows: Sequence[int]) -> _Texts:
-        """Some of them."""
-        tokens = [self.tokens[row] for row in rows]
-        return _Texts(self.loaded, tokens, self.options, self.tell, self.exact[list(rows)])
-
-    def ask(self, what: str = "", engine: Engine | None = None) -> Tensor:
+    def ask(self, what: str, engine: Engine | None = None) -> Tensor:
         """One pass; `engine` is what serves the model, and tells distances."""
 
         def keep(batch: list[Tokens]) -> None:
@@ -170,13 +148,18 @@ class _Texts:
             if found is not None:
                 self.distances[[item.row for item in batch]] = found.distances
 
-        progress = (lambda done: self.tell(what, done, len(self.tokens))) if what else None
-        return ask(self.loaded, self.prepared, after=keep, progress=progress)
+        total = len(self.tokens)
+        return ask(self.loaded, self.prepared, after=keep, progress=lambda done: self.tell(what, done, total))
 
     def changed(self, what: str, engine: Engine) -> npt.NDArray[np.bool_]:
         """Whose answer is another one now."""
         given = self.ask(what, engine)
         return np.asarray(changed(self.loaded.kind, self.exact, given, self.options.min_cosine), np.bool_)
+
+
+def _numbered(tokens: Iterable[Tokens]) -> list[Tokens]:
+    """The same texts, numbered anew: answers come by these numbers."""
+    return [Tokens(place, item.ids, item.segments) for place, item in enumerate(tokens)]
 
 
 class _Trial:
@@ -233,20 +216,15 @@ def _candidates(
         radii = [radius for radius in (*RADII, reach) if radius <= reach]
         found += [(f"the distance {radius:.4g} for all layers", [radius] * len(curves)) for radius in radii]
     else:
-        for policy in policies:
+        for policy in (policy for policy in policies if max(policy) >= 0.0):
             shown = ", ".join("never" if radius < 0.0 else f"{radius:.3g}" for radius in policy)
-            found += [(f"the policy with radii {shown} by layer", list(policy))] if max(policy) >= 0.0 else []
-    return [
-        Candidate(
-            name,
-            tuple(
-                EXACT if r < 0.0 else min(EXACT, float(curve.predict(r)))
-                for curve, r in zip(curves, radii, strict=True)
-            ),
-            tuple(radii),
-        )
-        for name, radii in found
-    ]
+            found.append((f"the policy with radii {shown} by layer", list(policy)))
+    candidates = []
+    for name, radii in found:
+        scores = (float(curve.predict(radius)) for curve, radius in zip(curves, radii, strict=True))
+        thresholds = (EXACT if r < 0.0 else min(EXACT, score) for r, score in zip(radii, scores, strict=True))
+        candidates.append(Candidate(name, tuple(thresholds), tuple(radii)))
+    return candidates
 
 
 def _reach(curves: Sequence[Calibration]) -> float:
@@ -272,23 +250,20 @@ def _policies(
             gains = [max(1e-6, sum(engine.profile.saving_ms(i, [n] * 32, n) for i in group)) for group in groups]
         found = []
         for radii in propose(distances, np.stack(harmed), gains, allowed):
-            by_layer = [NEVER] * engine.layers
-            for radius, group in zip(radii, groups, strict=True):
-                for layer in group:
-                    by_layer[layer] = radius
-            found.append(by_layer)
+            by_layer = {layer: radius for radius, group in zip(radii, groups, strict=True) for layer in group}
+            found.append([by_layer[layer] for layer in range(engine.layers)])
         return groups, found
 
 
 def _groups(engine: Engine, texts: _Texts) -> list[list[int]]:
     """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does."""
-    rows = np.linspace(0, len(texts.tokens) - 1, min(PROBE, len(texts.tokens))).round().astype(int)
-    probed = texts.part(rows.tolist())
+    rows = np.linspace(0, len(texts.tokens) - 1, min(PROBE, len(texts.tokens))).round().astype(int).tolist()
+    prepared = prepare(texts.loaded, _numbered(texts.tokens[row] for row in rows), texts.options.batch_size)
     harms = []
     for layer in range(engine.layers):
         texts.tell("sensitivity", layer, engine.layers)
         _serve_only(engine, [layer])
-        harms.append(float(harm(texts.loaded.kind, probed.exact, probed.ask()).mean()))
+        harms.append(float(harm(texts.loaded.kind, texts.exact[rows], ask(texts.loaded, prepared)).mean()))
     texts.tell("sensitivity", engine.layers, engine.layers)
     order = np.argsort(harms, kind="stable")
     return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, engine.layers))]

@@ -254,11 +254,6 @@ class TestCalibration:
         assert 0.99 < float(curve.predict(0.0)) < 1.0
         assert float(curve.predict(1e-3)) == 0.0
 
-    @pytest.mark.parametrize(("distances", "scores"), [([], []), ([0.1], []), ([0.1, 0.2], [0.5])])
-    def test_no_pairs_or_unequal_ones_are_refused(self, distances: list[float], scores: list[float]) -> None:
-        with pytest.raises(ValueError, match="as many distances as scores"):
-            fit_calibration(distances, scores)
-
     @pytest.mark.parametrize(
         "data",
         [
@@ -510,7 +505,7 @@ class TestReadingRecords:
             scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
         with DatabaseWriter(tmp_path / "db", info, storage) as writer:
             source = writer.add_source("rows.txt", "0" * 64)
-            writer.add([scores.softmax(-1)], [torch.ones(n, 4)], Provenance(source, 0))
+            writer.add_maps([scores.softmax(-1)], [torch.ones(n, 4)], Provenance(source, 0))
             writer.publish()
         rows = torch.tensor([[0, 3], [1, 6], [5, 2]])
         with Database(tmp_path / "db") as database:

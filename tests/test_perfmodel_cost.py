@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -92,26 +93,17 @@ def test_times_that_fall_with_the_length_do_not_give_a_negative_coefficient() ->
     assert fitted.estimate_lengths([4096]) > 0.0
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [[], [([], 1.0)], [([0], 1.0)], [([8], 0.0)], [([8], -1.0)], [([8], math.nan)], [([8], math.inf)]],
-)
-def test_samples_that_mean_nothing_are_refused(samples: list[tuple[list[int], float]]) -> None:
-    with pytest.raises(ValueError):
-        CostModel.fit(samples)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_negative_or_infinite_coefficients_are_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="coefficient b"):
-        CostModel(1.0, value, 1.0)
+@pytest.mark.parametrize("milliseconds", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_mean_nothing_are_refused(milliseconds: float) -> None:
+    with pytest.raises(ValueError, match="sample 0"):
+        CostModel.fit([([8], milliseconds)])
 
 
 @SETTINGS
 @given(per_token, per_square, per_call)
 def test_json_round_trip_is_exact(a: float, b: float, c: float) -> None:
     model = CostModel(a, b, c)
-    assert CostModel.read(Field(json.loads(json.dumps(model.to_dict())), "profile", "")) == model
+    assert CostModel.read(Field(json.loads(json.dumps(asdict(model))), "profile", "")) == model
 
 
 @pytest.mark.parametrize("value", [None, "1", True, -1, math.nan, math.inf, [1], 10**400])

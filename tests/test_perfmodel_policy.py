@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.perfmodel import (
-    NEVER,
-    Candidate,
-    Choice,
-    Outcome,
-    changes_allowed,
-    choose,
-    propose,
-    split_halves,
-    upper_bound,
-)
+from attmemo.perfmodel.policy import NEVER, propose, split_halves
+from attmemo.perfmodel.tuner import Candidate, Choice, Outcome, changes_allowed, choose, upper_bound
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 MANY = 10_000  # so many policies that none is left out
@@ -275,6 +266,6 @@ def test_what_certifies_does_not_see_what_was_chosen_by() -> None:
     other[:, certify] = ~other[:, certify]
     first, second = (tuned(distances, c, [1, 1], 0.05) for c in (changed, other))
     shorter = min(len(first.path), len(second.path))
-    assert [point.radii for point in first.path[:shorter]] == [point.radii for point in second.path[:shorter]]
+    assert [point["radii"] for point in first.path[:shorter]] == [point["radii"] for point in second.path[:shorter]]
     assert first.served > second.served
     assert first.upper_bound == upper_bound(round(first.observed * 600), 600)

@@ -1,15 +1,10 @@
-"""From a distance of embeddings to a lower bound of the similarity score.
+"""From a distance of embeddings to a lower bound of the similarity score (AttMEMO, arXiv 2301.09262, Eq. 1).
 
-A threshold must mean the same for every model, layer and length, so it is a similarity score (AttMEMO,
-arXiv 2301.09262, Eq. 1). The index returns distances. For held-out sequences both are known. We fit one decreasing
-curve for each layer:
-
-    predicted(d) = mean(d) - q * spread(d)
-
-* `mean` is an isotonic (decreasing) regression of true scores on distances.
-* `spread` is an isotonic (increasing) regression of the absolute residuals.
-* q is a conformal quantile of (mean - true) / spread (split conformal prediction, arXiv 1604.04173). With it, the true
-  score is at or above the prediction for the stated share of held-out retrievals.
+A threshold must mean the same for every model, layer and length, so it is a score. The index returns distances. From
+held-out sequences, where both are known, each layer gets a decreasing curve ``mean(d) - q * spread(d)``: isotonic
+regressions of true scores and of absolute residuals on distances, and a conformal quantile q of (mean - true) / spread
+(split conformal prediction, arXiv 1604.04173). So the true score is at or above the prediction for the stated share of
+held-out retrievals.
 """
 
 from __future__ import annotations
@@ -74,23 +69,11 @@ class Calibration:
 
 
 def fit_calibration(distances: npt.ArrayLike, scores: npt.ArrayLike, coverage: float = COVERAGE) -> Calibration:
-    """Fit the curve on held-out retrievals.
+    """Fit the curve to the distance and the true score of held-out retrievals (at least one).
 
-    Parameters
-    ----------
-    distances, scores : array-like
-        Distance of each record found, and its true similarity score; at least one pair.
-    coverage : float
-        Share of retrievals whose true score must not be below the prediction.
-
-    Raises
-    ------
-    ValueError
-        There are no pairs.
+    `coverage` is the share of retrievals whose true score must not be below the prediction.
     """
     d, y = np.asarray(distances, np.float64), np.asarray(scores, np.float64)
-    if not len(d) or d.shape != y.shape:
-        raise ValueError(f"expected as many distances as scores, at least one; got {d.shape} and {y.shape}")
     order = np.argsort(d, kind="stable")
     d, y = d[order], y[order]
     mean, spread = _curves(d, y)

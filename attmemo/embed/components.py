@@ -24,22 +24,12 @@ _TOKENS = 40000  # from which the components of tokens are computed
 
 @dataclass(frozen=True)
 class Components:
-    """A sample of records in the principal components of their inputs.
+    """A sample of records in the principal components of their inputs."""
 
-    Parameters
-    ----------
-    token, bias : Tensor
-        From a token's hidden states to channels, ``[H, p]`` and ``[p]``.
-    directions : Tensor
-        From all channels of a sequence to components, ``[N * p, c]``.
-    coordinates : Tensor
-        The records, ``[R, c]``, about the mean of their length: distances mean something within a length only.
-    """
-
-    token: Tensor
-    bias: Tensor
-    directions: Tensor
-    coordinates: Tensor
+    token: Tensor  # from a token's hidden states to channels, [H, p]
+    bias: Tensor  # [p]
+    directions: Tensor  # from all channels of a sequence to components, [N * p, c]
+    coordinates: Tensor  # the records, [R, c], about the mean of their length: distances hold within a length only
 
     def embedder(self, position: Tensor, output: Tensor) -> SiameseEmbedder:
         """The embedder whose last two layers are these, given in components: ``[c, m]`` and ``[m, d]``."""

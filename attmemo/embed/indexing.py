@@ -16,26 +16,16 @@ from attmemo.embed.training import Progress, Trained
 def build_indexes(database: Database, trained: Trained, progress: Progress | None = None) -> EmbedderRef:
     """Embed all records, build the indexes and write weights and indexes beside the arena.
 
-    The files belong to no generation until the manifest names them.
-
-    Parameters
-    ----------
-    database : Database
-    trained : Trained
-    progress : callable, optional
-        Called with (what, done, total).
-
-    Raises
-    ------
-    StorageFullError, DatabaseError
-        The files cannot be written. None of them is left.
+    The files belong to no generation until the manifest names them. `progress` is called with (what, done, total).
+    StorageFullError, DatabaseError: the files cannot be written. None of them is left.
     """
+    tell = progress or (lambda what, done, total: None)
     generation = database.manifest.generation + 1
     weights = database.path / f"embedder-{generation:06d}.safetensors"
     folder = database.path / f"index-{generation:06d}"
     try:
         with storing(database.path):
-            return _build_indexes(database, trained, weights, folder, progress or (lambda what, done, total: None))
+            return _build_indexes(database, trained, weights, folder, tell)
     except BaseException:  # the manifest will not name them, and on a full disk they would be in the way
         shutil.rmtree(folder, ignore_errors=True)
         weights.unlink(missing_ok=True)
@@ -43,14 +33,9 @@ def build_indexes(database: Database, trained: Trained, progress: Progress | Non
 
 
 def remove_stale(path: Path, *keep: EmbedderRef | None) -> None:
-    """Delete embedders and indexes that none of the generations to keep names.
+    """Delete embedders and indexes that none of the generations to keep names. DatabaseError: a file stays.
 
     Keep the new generation and the one before: a reader may have opened that one and load its files only now.
-
-    Raises
-    ------
-    DatabaseError
-        A file cannot be deleted.
     """
     kept = {ref.file.split("/")[0] for found in keep if found for ref in (found.weights, *found.indexes.values())}
     with storing(path):

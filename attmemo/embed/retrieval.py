@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from attmemo.db import KIND_MAP, SEQUENCE, Database, FlatIndex
 from attmemo.embed.calibration import Calibration, fit_calibration
@@ -21,33 +20,16 @@ NEIGHBOURS = 3
 
 @dataclass
 class Retrieved:
-    """For every query its length, and for each neighbour rank the record, its distance and its true similarity.
+    """What Q queries found, at k neighbour ranks; scores by layer that the lookup serves."""
 
-    Parameters
-    ----------
-    lengths : ndarray
-        ``[Q]``.
-    records : ndarray
-        ``[Q, k]``, -1 where there is no record of that length.
-    distances : ndarray
-        ``[Q, k]``, float32, inf likewise.
-    scores : ndarray
-        ``[Q, k, layers used]``, float32, -1 likewise.
-    """
-
-    lengths: Ints
-    records: Ints
-    distances: Vectors
-    scores: Vectors
-
-    @property
-    def found(self) -> npt.NDArray[np.bool_]:
-        """Where there is a neighbour, ``[Q, k]``."""
-        return self.records >= 0
+    lengths: Ints  # [Q]
+    records: Ints  # [Q, k], -1 where there is no record of that length
+    distances: Vectors  # [Q, k], inf likewise
+    scores: Vectors  # [Q, k, layers], true similarity, -1 likewise
 
     def mean_best(self) -> float:
         """Mean similarity of the nearest records."""
-        first = self.scores[self.found[:, 0], 0]
+        first = self.scores[self.records[:, 0] >= 0, 0]
         return float(first.mean()) if len(first) else 0.0
 
 
@@ -59,10 +41,7 @@ def layers_of(database: Database, layer: int) -> list[int]:
 class Judge:
     """Retrieval by several embedders, with the true similarity of what they find; a pair is scored once.
 
-    Parameters
-    ----------
-    stored, asked : ndarray
-        Records that are searched and records that ask. A record never finds itself.
+    The records `asked` search the records `stored`. A record never finds itself.
     """
 
     def __init__(self, database: Database, stored: Ints, asked: Ints) -> None:
@@ -77,12 +56,9 @@ class Judge:
 
         Of equal ones the last is taken.
         """
-        stored = embed_records(self.database, layer, self.stored, list(embedders.values()))
-        asked = embed_records(self.database, layer, self.asked, list(embedders.values()))
-        outcomes = {
-            name: self._search(layer, vectors, queries)
-            for name, vectors, queries in zip(embedders, stored, asked, strict=True)
-        }
+        known = list(embedders.values())
+        sides = (embed_records(self.database, layer, ids, known) for ids in (self.stored, self.asked))
+        outcomes = {name: self._search(layer, *vectors) for name, *vectors in zip(embedders, *sides, strict=True)}
         for found in outcomes.values():
             self._score(layer, found, 1)  # the nearest record decides; the others are scored for one embedder only
         quality = {name: found.mean_best() for name, found in outcomes.items()}
@@ -131,14 +107,8 @@ class Judge:
 def calibrate(
     found: Retrieved, layers: Sequence[int], coverage: float
 ) -> tuple[dict[int, Calibration], dict[int, list[tuple[int, float]]]]:
-    """Of each layer the curve, and for every query (length, predicted score; -1 where nothing was found).
-
-    Raises
-    ------
-    DatabaseError
-        There is nothing to fit a curve to.
-    """
-    known = found.found
+    """Of each layer the curve, and for every query (length, predicted score; -1 where nothing was found)."""
+    known = found.records >= 0
     if not known.any():
         raise DatabaseError(
             "no held-out sequence has a training record of its length, so nothing can be calibrated.",

@@ -1,16 +1,10 @@
 """The embedder: three linear layers from a layer's hidden states to 128 numbers.
 
-AttMEMO (arXiv 2301.09262, the section on embedding) trains two MLPs with shared weights and linear neurons. The
-Euclidean distance of two embeddings then approaches one minus the similarity of their attention maps. Two things
-differ here:
-
-* The first layer projects each *token* (hidden size to a few channels) with the same weights at every position. The
-  paper flattens the whole input. A projection of tokens takes any length, and its cost is linear in the length.
-* The second layer has its own weights for every position, up to the longest record. A shorter sequence uses the first
-  ones. Hidden size and greatest length are those of the database.
-
-No layer has a non-linearity, as in the paper. So the distance is a learned metric on differences of inputs, and the
-last two layers fold into one matrix for serving.
+AttMEMO (arXiv 2301.09262, the section on embedding) trains two MLPs with shared weights and linear neurons, so that
+the distance of two embeddings approaches one minus the similarity of their attention maps. Here the first layer
+projects each *token* with the same weights at every position (the paper flattens the whole input): any length will do,
+at a cost linear in the length. The second layer has its own weights for every position, up to the longest record.
+Without non-linearities the last two layers fold into one matrix for serving.
 """
 
 from __future__ import annotations
@@ -32,21 +26,13 @@ CHANNELS = 16
 class SiameseEmbedder:
     """Three linear layers; one instance for each attention layer, and one for the once-per-sequence lookup.
 
-    Parameters
-    ----------
-    token : Tensor
-        First layer, ``[H, p]``: hidden size to channels.
-    bias : Tensor
-        Bias of the first layer, ``[p]``. It cancels in distances. Centred inputs keep distances accurate in float32.
-    position : Tensor
-        Second layer, ``[N * p, m]``: all channels of up to N tokens.
-    output : Tensor
-        Third layer, ``[m, d]``.
+    `token` ``[H, p]`` and `bias` ``[p]`` take hidden states to channels, `position` ``[N * p, m]`` all channels of up
+    to N tokens to m numbers, and `output` ``[m, d]`` these to the embedding. The bias cancels in distances: centred
+    inputs keep distances accurate in float32.
     """
 
     def __init__(self, token: Tensor, bias: Tensor, position: Tensor, output: Tensor) -> None:
-        self.token, self.bias = token, bias
-        self.position, self.output = position, output
+        self.token, self.bias, self.position, self.output = token, bias, position, output
         with torch.autocast("cpu", enabled=False):
             self._folded = (position @ output).contiguous()  # [N * p, d]
 
@@ -66,19 +52,9 @@ class SiameseEmbedder:
         return self.output.shape[1]
 
     def embed(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Embeddings of a batch.
+        """Embeddings ``[B, d]``, float32, of hidden states ``[B, L, H]`` that enter an attention layer.
 
-        Parameters
-        ----------
-        hidden : Tensor
-            Hidden states entering an attention layer, ``[B, L, H]``, any floating type.
-        lengths : sequence of int
-            Valid tokens of each sequence, at most `longest`. Positions behind them are ignored.
-
-        Returns
-        -------
-        Tensor
-            ``[B, d]``, float32.
+        `lengths` are the valid tokens, at most `longest`. Positions behind them are ignored.
         """
         batch, length, _ = hidden.shape
         # Only sequences within reach are asked for, so positions beyond the longest record are padding.
@@ -95,37 +71,26 @@ class SiameseEmbedder:
         return {"token": self.token, "bias": self.bias, "position": self.position, "output": self.output}
 
 
-def save_embedders(
-    embedders: dict[int, SiameseEmbedder], file: Path, owner: Mapping[str, str] | None = None
-) -> None:
+def save_embedders(embedders: dict[int, SiameseEmbedder], file: Path, owner: Mapping[str, str] | None = None) -> None:
     """Write all embedders of a database to one safetensors file, keyed by layer (-1: once per sequence)."""
     flat = {f"{layer}.{name}": t.contiguous() for layer, e in embedders.items() for name, t in e.tensors().items()}
     save_file(flat, str(file), dict(owner or {}))
 
 
 def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
-    """Read what `save_embedders` wrote.
-
-    Raises
-    ------
-    DatabaseCorruptError
-        A tensor is missing, has a shape that does not fit the others or the model, or is not finite.
-    """
+    """Read what `save_embedders` wrote; DatabaseCorruptError if a tensor is missing, misshapen or not finite."""
+    hint = f"attmemo train-embedder {file.parent}"
     try:
         flat = load_file(str(file))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DatabaseCorruptError(
-            f"{file}: not an embedder file: {error}", f"attmemo train-embedder {file.parent}"
-        ) from error
+        raise DatabaseCorruptError(f"{file}: not an embedder file: {error}", hint) from error
     embedders = {}
     for key in sorted({name.partition(".")[0] for name in flat}):
         try:
             parts = [flat[f"{key}.{name}"] for name in ("token", "bias", "position", "output")]
             layer = int(key)
         except (KeyError, ValueError) as error:
-            raise DatabaseCorruptError(
-                f"{file}: embedder {key!r} is incomplete", f"attmemo train-embedder {file.parent}"
-            ) from error
+            raise DatabaseCorruptError(f"{file}: embedder {key!r} is incomplete", hint) from error
         token, bias, position, output = parts
         fits = (
             token.dim() == position.dim() == output.dim() == 2
@@ -140,7 +105,7 @@ def load_embedders(file: Path, hidden: int) -> dict[int, SiameseEmbedder]:
             shapes = [tuple(p.shape) for p in parts]
             raise DatabaseCorruptError(
                 f"{file}: embedder {layer} has shapes {shapes} for hidden size {hidden}, or infinite values",
-                f"attmemo train-embedder {file.parent}",
+                hint,
             )
         embedders[layer] = SiameseEmbedder(token, bias, position, output)
     return embedders

@@ -1,30 +1,19 @@
 """Training the embedders of a database and calibrating them.
 
-For each layer, and once for the whole sequence (target: the mean similarity over layers):
+For each layer, and once for the whole sequence (target: the mean similarity over layers): principal components of the
+inputs, scaled so that distances fit 1 - similarity; Siamese training on pairs of one length (arXiv 2301.09262, the
+section on embedding), kept only if held-out queries then find records at least as similar; calibration on held-out
+sequences. Everything is linear, so a step works on differences of pairs, in `components.WIDTH` components. A step over
+the tokens of both sequences takes about seven times the CPU time, and 300 of them found nothing better.
 
-1. principal components of the inputs (`components`), scaled so that distances fit 1 - similarity;
-2. Siamese training (AttMEMO, arXiv 2301.09262, the section on embedding) on pairs of records of the same length, near
-   and random ones: the distance of two embeddings approaches 1 - similarity (Eq. 1). The result is kept only if
-   held-out queries then find records at least as similar;
-3. calibration on held-out sequences (`retrieval`). They are searched among the training records only.
-
-Everything is linear, so the embedding of a difference is the difference of embeddings. A training step therefore
-works on differences of pairs, in `components.WIDTH` components. A step over the tokens of both sequences takes about
-seven times the CPU time, and 300 of them found nothing better (1,500 for the whole sequence).
-
-Memory does not grow with the number of records beyond their vectors: ``4 d`` bytes a record and embedder, of one layer
-at a time. The rest follows `TrainOptions.most_records` (M): channels and components of M records, ``4 M (N p + 256)``
-bytes for N tokens, and about as much while they are computed; distances of all pairs of one length, up to ``8 M M``
-bytes; and sampled rows of maps, ``32 KiB M`` or one row of every head. With the defaults this is below 300 MB at 128
-tokens and 600 MB at 512.
+Memory: ``4 d`` bytes a record, of one layer at a time, and by default up to 300 MB at 128 tokens, 600 MB at 512.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,6 +23,7 @@ from torch.nn import functional as F
 from attmemo.db import KIND_INPUT, SEQUENCE, SPLIT_HELD_OUT, SPLIT_TRAIN, Backend, Database
 from attmemo.embed.calibration import COVERAGE, Calibration
 from attmemo.embed.components import Components, find_components
+from attmemo.embed.lookup import LookupName
 from attmemo.embed.pairs import Pairs, draw_pairs, label_pairs
 from attmemo.embed.retrieval import Judge, calibrate, layers_of
 from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder
@@ -41,7 +31,6 @@ from attmemo.embed.stored import sample
 from attmemo.errors import DatabaseError
 
 Progress = Callable[[str, int, int], None]
-LookupName = Literal["layer", "sequence"]
 
 _QUERIES = 500  # held-out records asked for calibration, at most
 _FEWEST_QUERIES = 20  # with fewer held-out records, training records query each other
@@ -71,7 +60,7 @@ class TrainedLayer:
     embedder: SiameseEmbedder
     calibrations: dict[int, Calibration]  # layer -> curve; the once-per-sequence embedder has one for every layer
     held_scores: dict[int, list[tuple[int, float]]]  # layer -> (length, predicted score or -1) of every held-out query
-    report: dict[str, float] = field(default_factory=dict)
+    report: dict[str, float]
 
 
 @dataclass
@@ -89,9 +78,7 @@ class Trained:
     def held_out_scores(self, lookup: LookupName) -> dict[tuple[int, int], list[float]]:
         """Predicted scores of held-out queries by (layer, length), for the performance model's hit rates."""
         scores: dict[tuple[int, int], list[float]] = {}
-        for key, found in self.layers.items():
-            if (key == SEQUENCE) != (lookup == "sequence"):
-                continue
+        for found in (found for key, found in self.layers.items() if (key == SEQUENCE) == (lookup == "sequence")):
             for layer, values in found.held_scores.items():
                 for length, score in values:
                     if length <= self.longest:
@@ -100,20 +87,9 @@ class Trained:
 
 
 def train(database: Database, options: TrainOptions | None = None, progress: Progress | None = None) -> Trained:
-    """Train and calibrate all embedders of a database.
+    """Train and calibrate all embedders of a database; `progress` is called with (what, done, total).
 
-    Parameters
-    ----------
-    database : Database
-        With at least two training records of one length.
-    options : TrainOptions, optional
-    progress : callable, optional
-        Called with (what, done, total).
-
-    Raises
-    ------
-    DatabaseError
-        Too few records to learn from.
+    DatabaseError: fewer than 8 training records, or no two of one length.
     """
     options = options or TrainOptions()
     tell = progress or (lambda what, done, total: None)
@@ -141,9 +117,9 @@ def train(database: Database, options: TrainOptions | None = None, progress: Pro
             tell("embedders", step, len(own))
             inputs = first if layer <= 0 else find_components(database, layer, chosen, options.channels, generator)
             wanted = 1.0 - (labels.mean(0) if layer == SEQUENCE else labels[layer])
-            candidates = {"principal": _scaled(inputs, pairs, wanted, options)}
+            candidates = {"principal": _siamese(inputs, pairs, wanted, options, 0)}
             if options.steps > 0:
-                candidates["trained"] = _siamese(inputs, pairs, wanted, options)
+                candidates["trained"] = _siamese(inputs, pairs, wanted, options, options.steps)
             with _one_thread():
                 best, found, quality = judge.retrieve(layer, candidates)
             curves, scores = calibrate(found, layers_of(database, layer), options.coverage)
@@ -154,33 +130,24 @@ def train(database: Database, options: TrainOptions | None = None, progress: Pro
     return Trained(trained, options)
 
 
-def _scale(coordinates: Tensor, pairs: Pairs, wanted: Tensor, dimension: int) -> float:
-    """The factor by which distances fit 1 - similarity in the least squares."""
+def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOptions, steps: int) -> SiameseEmbedder:
+    """Siamese training with Adam and a one-cycle rate, smooth L1 between distance and 1 - similarity.
+
+    It begins with the scaled principal components, and with no steps it ends there.
+    """
     left, right = map(torch.from_numpy, pairs)
-    near = coordinates[:, :dimension]
+    near = inputs.coordinates[:, : options.dimension]
     distance = (near[left] - near[right]).norm(dim=1)
-    return float((distance * wanted).sum() / (distance * distance).sum().clamp_min(1e-12))
-
-
-def _scaled(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOptions) -> SiameseEmbedder:
-    """The embedder without a gradient: principal components, scaled."""
-    scale = _scale(inputs.coordinates, pairs, wanted, options.dimension)
-    position = scale * torch.eye(inputs.coordinates.shape[1], options.dimension)
-    return inputs.embedder(position, torch.eye(options.dimension))
-
-
-def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOptions) -> SiameseEmbedder:
-    """Siamese training with Adam and a one-cycle rate, smooth L1 between distance and 1 - similarity."""
-    scale = _scale(inputs.coordinates, pairs, wanted, options.dimension)
+    # By this factor distances fit 1 - similarity in the least squares.
+    scale = float((distance * wanted).sum() / (distance * distance).sum().clamp_min(1e-12))
     coordinates = scale * inputs.coordinates
-    left, right = map(torch.from_numpy, pairs)
     weights = [torch.eye(coordinates.shape[1], options.dimension), torch.eye(options.dimension)]
     for weight in weights:
         weight.requires_grad_()
     optimizer = torch.optim.Adam(weights, lr=options.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=options.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=max(1, steps))
     with _one_thread():
-        for _ in range(options.steps):
+        for _ in range(steps):
             drawn = torch.randint(0, len(left), (options.batch,))
             embedded = (coordinates[left[drawn]] - coordinates[right[drawn]]) @ weights[0] @ weights[1]
             distance = (embedded.square().sum(1) + 1e-9).sqrt()
@@ -197,8 +164,7 @@ def _siamese(inputs: Components, pairs: Pairs, wanted: Tensor, options: TrainOpt
 def _one_thread() -> Iterator[None]:
     """Run torch in one thread: for thousands of operations of some microseconds each.
 
-    A team of threads spins at the end of each operation until its last member is done. If another process has the core
-    of that member, the wait lasts as long as the turn of the other process.
+    A team of threads spins at the end of each one until its last member is done, also if another process has its core.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,11 +1,7 @@
 """How long a piece of work takes, as a function of the lengths of the sequences in the batch.
 
 AttMEMO (arXiv 2301.09262, section 5.4, Eq. 3) scales times linearly with the number of tokens. Attention is quadratic
-in the length: one sequence of 512 tokens and four of 128 do not cost the same. So a quadratic term stands beside it:
-
-    milliseconds = a * sum(L) + b * sum(L^2) + c
-
-`a` holds projections and everything else done per token, `b` the score matrix, `c` what a call costs by itself.
+in the length, so a quadratic term stands beside the linear one: ``milliseconds = a * sum(L) + b * sum(L^2) + c``.
 """
 
 from __future__ import annotations
@@ -33,38 +29,15 @@ _SUBSETS = tuple(subset for size in (1, 2, 3) for subset in combinations(range(3
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Milliseconds of one kind of work: ``a * sum(L) + b * sum(L**2) + c``.
+    """Milliseconds of one kind of work: ``a * sum(L) + b * sum(L**2) + c``, each coefficient finite and >= 0.
 
-    Parameters
-    ----------
-    a : float
-        Milliseconds per token, >= 0.
-    b : float
-        Milliseconds per squared token, >= 0.
-    c : float
-        Milliseconds per call, >= 0.
-
-    Raises
-    ------
-    ValueError
-        A coefficient is negative or not finite. Negative ones would fit noise a little better, and predict negative
-        milliseconds for other lengths.
-
-    Examples
-    --------
     >>> CostModel(a=0.01, b=0.0001, c=0.5).estimate_lengths([100, 100])
     4.5
     """
 
-    a: float
-    b: float
-    c: float
-
-    def __post_init__(self) -> None:
-        for name in ("a", "b", "c"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"cost coefficient {name} must be finite and >= 0, got {value!r}")
+    a: float  # per token
+    b: float  # per squared token
+    c: float  # per call
 
     def estimate(self, tokens: float, squares: float) -> float:
         """Milliseconds for a batch with `tokens` = sum(L) and `squares` = sum(L**2)."""
@@ -72,11 +45,11 @@ class CostModel:
 
     def estimate_lengths(self, lengths: Sequence[int]) -> float:
         """Milliseconds for a batch of sequences of these token lengths."""
-        return self.estimate(float(sum(lengths)), float(sum(n * n for n in lengths)))
+        return self.estimate(sum(lengths), sum(n * n for n in lengths))
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[Sequence[int], float]]) -> CostModel:
-        """Fit the coefficients to timed batches.
+        """Fit the coefficients to timed batches: token lengths (padded ones, if computed so) and milliseconds.
 
         Non-negative least squares on the *relative* error: an error of 1 ms is nothing at 500 ms and everything at
         2 ms. A batch that the operating system interrupted does not decide: errors are Huber-weighted until they
@@ -85,29 +58,10 @@ class CostModel:
 
         Samples that cannot tell the terms apart (one length only, one batch only) are explained by the simplest terms
         that fit equally well, per-token cost first. For other lengths this is a guess, the paper's.
-
-        Parameters
-        ----------
-        samples : sequence of (lengths, milliseconds)
-            `lengths` are the token lengths that the work was done at: the padded length for every row when the
-            batch is padded.
-
-        Returns
-        -------
-        CostModel
-
-        Raises
-        ------
-        ValueError
-            No sample, a batch without sequences, a length < 1, or a time that is not finite and > 0.
         """
-        if len(samples) == 0:
-            raise ValueError("cannot fit a cost model to no samples")
         # rows: [samples, 3] = (sum L, sum L^2, 1) / ms, so that a perfect model gives 1 for every row
         rows = np.empty((len(samples), 3), dtype=np.float64)
         for i, (lengths, milliseconds) in enumerate(samples):
-            if len(lengths) == 0 or min(lengths) < 1:
-                raise ValueError(f"sample {i}: a batch needs sequences of at least one token, got {list(lengths)!r}")
             if not (math.isfinite(milliseconds) and milliseconds > 0.0):
                 raise ValueError(f"sample {i}: a time must be finite and > 0 ms, got {milliseconds!r}")
             rows[i] = float(sum(lengths)), float(sum(n * n for n in lengths)), 1.0
@@ -126,13 +80,9 @@ class CostModel:
         a, b, c = _non_negative(kept, np.ones(len(kept)))
         return cls(float(a), float(b), float(c))
 
-    def to_dict(self) -> dict[str, float]:
-        """The coefficients, JSON-able."""
-        return {"a": self.a, "b": self.b, "c": self.c}
-
     @classmethod
     def read(cls, field: Field) -> CostModel:
-        """Read what `to_dict` wrote; DatabaseCorruptError names a malformed coefficient."""
+        """Read the coefficients; DatabaseCorruptError names a malformed coefficient."""
         return cls(field["a"].number(low=0.0), field["b"].number(low=0.0), field["c"].number(low=0.0))
 
 

@@ -1,27 +1,15 @@
 """Does a lookup pay, for this layer and this batch? The engine asks before every lookup.
 
-The prediction is Equation 3 of AttMEMO (arXiv 2301.09262, section 5.4), in milliseconds for the whole batch:
+The prediction is Equation 3 of AttMEMO (arXiv 2301.09262, section 5.4), in milliseconds for the whole batch, with the
+cost of a hit, which the paper leaves out: ``PB = sum of alpha_l * (T_exact_l - T_hit_l) - T_lookup > 0``, over the
+layers l that the lookup serves, at their own thresholds. Layers in which a hit costs more than it saves count as 0.
 
-    PB = alpha * (T_exact - T_hit) - T_lookup > 0
-
-with two corrections. The paper writes alpha * T_attention, as if a hit cost nothing. A hit still reads the map and
-multiplies by V, and on a machine with fused attention that is most of the cost. And the times are not linear in the
-number of tokens (`cost`).
-
-One lookup for all layers is paid once. Every layer gains at its own rate, because every layer accepts the one distance
-by its own threshold:
-
-    PB = sum over layers of alpha_l * (T_exact_l - T_hit_l) - T_lookup > 0
-
-where layers in which a hit costs more than it saves count as 0: they stay exact (`Verdict.pays`).
-
-The prediction comes from held-out data. Traffic changes, so the gate also watches what really hits: a lookup whose
-live hit rate falls below break-even is switched off, and probed now and then.
+Traffic changes, so the gate also watches what really hits: a lookup whose live hit rate falls below break-even is
+switched off, and probed now and then.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,19 +18,21 @@ from typing import Any, Literal
 from attmemo.perfmodel.profile import SEQUENCE, Profile
 
 _MANY = 50  # held-out texts; if none of so many reaches a threshold, no lookup is tried any more
+_MIN_QUERIES = 32  # live sequences before the live hit rate counts
+_HALF_LIFE = 128.0  # live sequences after which one counts half in the rate
+# A lookup that is switched off leaves so many batches alone, then probes. Each failed probe doubles the wait. Only
+# batches that the prediction favours count.
+_BACKOFF, _BACKOFF_MAX = 16, 1024
+# A probe lasts for so many sequences. It must find `_MARGIN` times the break-even rate to switch the lookup on again
+# (at most half-way from break-even to 1): a lookup near break-even would switch all the time.
+_PROBE_QUERIES, _MARGIN = 16, 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer about one batch. The caller keeps it and hands it back to `Gate.leave` or `Gate.record`.
+    """The answer about one batch. The caller keeps it and hands it back to `Gate.leave` or `Gate.record`."""
 
-    Attributes
-    ----------
-    tries : bool
-        A lookup for this batch pays: the prediction says so, and live traffic does not say otherwise.
-    """
-
-    tries: bool
+    tries: bool  # a lookup pays: the prediction says so, and live traffic does not say otherwise
     layer: int  # what the question was about, or `SEQUENCE`
     lengths: tuple[int, ...]
     padded: int
@@ -54,22 +44,10 @@ class Verdict:
     alphas: tuple[float, ...] = ()  # share of the sequences predicted to hit, of each layer that the lookup serves
 
     def pays(self, layer: int, hits: Sequence[int]) -> bool:
-        """Whether serving these sequences costs less than computing the whole batch.
+        """Whether serving the sequences that hit, of these valid tokens, costs less than computing the whole batch.
 
         Ask after the lookup. A batch with hits and misses is computed in two parts: a few hits in a large batch save
         less than the second part costs.
-
-        Parameters
-        ----------
-        layer : int
-            Layer that serves, from 0, whichever the lookup.
-        hits : sequence of int
-            Valid tokens of the sequences that hit.
-
-        Raises
-        ------
-        ValueError
-            No such layer.
         """
         return self.profile is None or self.profile.saving_ms(layer, hits, self.padded, len(self.lengths)) > 0.0
 
@@ -93,9 +71,10 @@ class _Live:
     all_hits: float = 0
     last: Verdict | None = None
 
-    def add(self, verdict: Verdict, hits: float, keep: float) -> None:
-        """Count one batch; `keep` is the weight that earlier batches keep."""
+    def add(self, verdict: Verdict, hits: float) -> None:
+        """Count one batch."""
         queries = len(verdict.lengths)
+        keep = 0.5 ** (queries / _HALF_LIFE)
         self.count += queries
         self.queries = self.queries * keep + queries
         self.hits = self.hits * keep + hits
@@ -122,122 +101,52 @@ class Gate:
     """Decides whether a lookup pays: in each layer, or once for the whole forward.
 
     ``verdict = gate.ask(...)`` changes nothing. The caller then reports what it did: `leave` if ``verdict.tries`` is
-    False, else `record`.
+    False, else `record`. Any number of threads may do so.
 
-    Parameters
-    ----------
-    profile : Profile or None
-        Measured costs and held-out scores. None: nothing can be predicted, every batch is tried, hits are counted.
-    thresholds : float or sequence of float
-        Similarity score in [0, 1] that a hit needs; one number, or one for each layer, whichever the lookup.
-    lookup : {"layer", "sequence"}
-        Each layer looks up for itself, or one lookup per sequence serves all layers.
-    layers : int
-        Number of attention layers.
-    always : bool
-        Try every batch, whatever the profile and the live hit rate say.
-    min_queries, half_life : int, float
-        Live sequences before the live hit rate counts, and after which a sequence counts half in the rate.
-    backoff, backoff_max : int
-        A lookup that is switched off leaves `backoff` batches alone, then probes. Each failed probe doubles the
-        wait, up to `backoff_max`. Only batches that the prediction favours count.
-    probe_queries, margin : int, float
-        A probe lasts for so many sequences. It must find `margin` times the break-even rate to switch the lookup on
-        again (at most half-way from break-even to 1): a lookup near break-even would switch all the time.
+    Without a profile nothing can be predicted: every batch is tried, and hits are counted. So it is with `always`.
+    `thresholds` are the similarity scores that a hit needs, by layer. ValueError: the profile has other layers.
 
-    Raises
-    ------
-    ValueError
-        `layers` is not positive or not that of the profile, a threshold is outside [0, 1], their number is not
-        `layers`, or a drift parameter is out of range.
-
-    Notes
-    -----
-    *Rates* are predicted from `Profile.rates` with ``lookup="layer"``, from `Profile.rates_sequence` otherwise.
-
-    *One lookup for all layers is watched as a whole.* `record` hears one number per batch: the mean over the layers
-    of the sequences served. This share times the saving if every sequence hit everywhere approximates the benefit.
-    It is exact where layers save alike or hit alike, and good enough to notice traffic that finds nothing.
-
-    *Drift works in one direction.* Live traffic can switch off what the prediction favours. It never switches on what
-    the prediction is against: where nothing is tried, nothing is learnt.
-
-    *Threads.* Any number of threads may ask, leave and record.
+    Drift works in one direction. Live traffic can switch off what the prediction favours. It never switches on what
+    the prediction is against: where nothing is tried, nothing is learnt. One lookup for all layers is watched as a
+    whole, by the mean share of sequences served. This share times the saving if every sequence hit everywhere is exact
+    where layers save alike or hit alike, and good enough to notice traffic that finds nothing.
     """
 
     def __init__(
         self,
         profile: Profile | None,
-        thresholds: float | Sequence[float],
+        thresholds: Sequence[float],
         lookup: Literal["layer", "sequence"],
         layers: int,
         *,
         always: bool = False,
-        min_queries: int = 32,
-        half_life: float = 128.0,
-        backoff: int = 16,
-        backoff_max: int = 1024,
-        probe_queries: int = 16,
-        margin: float = 1.25,
     ) -> None:
-        if layers < 1:
-            raise ValueError(f"layers must be >= 1, got {layers}")
-        if lookup not in ("layer", "sequence"):
-            raise ValueError(f"lookup must be 'layer' or 'sequence', got {lookup!r}")
         if profile is not None and len(profile.costs) != layers:
             raise ValueError(f"the profile has costs for {len(profile.costs)} layers, the model has {layers}")
-        if min(min_queries, backoff, probe_queries) < 1 or backoff_max < backoff:
-            raise ValueError("min_queries, backoff and probe_queries must be >= 1, backoff_max >= backoff")
-        if not (half_life > 0.0 and margin >= 1.0):
-            raise ValueError(f"half_life must be > 0 and margin >= 1, got {half_life!r} and {margin!r}")
-        values = _thresholds(thresholds, layers)
         self._profile = None if always else profile
         self._why_always = "always on by request" if always else "no profile: always tried"
         self._sequence, self._layers = lookup == "sequence", layers
-        self._min_queries, self._half_life, self._margin = min_queries, half_life, margin
-        self._backoff, self._backoff_max, self._probe_queries = backoff, backoff_max, probe_queries
         self._live = {layer: _Live() for layer in ((SEQUENCE,) if self._sequence else range(layers))}
         # lookup -> length -> alpha of each layer that the lookup serves; a missing length has no record
         self._alphas: dict[int, dict[int, tuple[float, ...]]] = {layer: {} for layer in self._live}
-        self._hopeless = False
+        self.hopeless = False
+        """Whether no held-out sequence of any length reaches a threshold: nothing need be asked."""
         if self._profile is not None:
             rates = self._profile.rates_sequence if self._sequence else self._profile.rates
             for layer, table in self._alphas.items():
                 for length in rates.stored:
-                    table[length] = tuple(rates.alpha(values[i], i, length) for i in self._served(layer))
+                    table[length] = tuple(rates.alpha(thresholds[i], i, length) for i in self._served(layer))
             reached = any(any(alphas) for table in self._alphas.values() for alphas in table.values())
             # A few held-out texts that all miss prove little: then batches are tried, and live traffic decides.
-            self._hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
+            self.hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
         self._lock = threading.Lock()
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether no held-out sequence of any length reaches a threshold: nothing need be asked."""
-        return self._hopeless
-
     def ask(self, layer: int, lengths: Sequence[int], padded: int) -> Verdict:
-        """Whether a lookup for this batch pays. Asking changes nothing.
+        """Whether a lookup for this batch pays: for a layer, or `SEQUENCE` if there is one lookup per sequence.
 
-        Parameters
-        ----------
-        layer : int
-            Layer from 0, or `SEQUENCE` when there is one lookup per sequence.
-        lengths : sequence of int
-            Valid tokens of each sequence.
-        padded : int
-            Length that the sequences are padded to: exact attention is computed at this length.
-
-        Raises
-        ------
-        ValueError
-            No such layer for this kind of lookup, or `padded` is less than a length.
+        `lengths` are the valid tokens of each sequence. Exact attention is computed at the length `padded`.
         """
-        live, lengths, profile = self._live.get(layer), tuple(lengths), self._profile
-        if live is None:
-            known = f"is {SEQUENCE}: one lookup serves all layers" if self._sequence else f"is 0 to {self._layers - 1}"
-            raise ValueError(f"layer {known}; got {layer}")
-        if padded < max(lengths, default=0):
-            raise ValueError(f"padded length {padded} is less than the longest sequence, {max(lengths)}")
+        live, lengths, profile = self._live[layer], tuple(lengths), self._profile
         if profile is None or not lengths:
             return Verdict(profile is None, layer, lengths, padded, profile)
         served = self._served(layer)
@@ -262,10 +171,7 @@ class Gate:
         )
 
     def leave(self, verdict: Verdict) -> None:
-        """Report that the batch was left alone because ``verdict.tries`` is False.
-
-        A lookup that is switched off learns from it that time has passed.
-        """
+        """Report that the batch was left alone; a lookup that is switched off learns that time has passed."""
         live = self._live[verdict.layer]
         with self._lock:
             live.last = verdict
@@ -275,60 +181,30 @@ class Gate:
                     live.forget()
 
     def record(self, verdict: Verdict, hits: float) -> None:
-        """Report what a lookup yielded.
-
-        Parameters
-        ----------
-        verdict : Verdict
-            The answer about the batch.
-        hits : float
-            Sequences served; with one lookup for all layers, the mean over the layers.
-
-        Raises
-        ------
-        ValueError
-            Not 0 <= hits <= sequences of the batch.
-        """
+        """Report how many sequences a lookup served; with one lookup for all layers, the mean over the layers."""
         queries = len(verdict.lengths)
-        if not 0 <= hits <= queries:
-            raise ValueError(f"hits must be between 0 and the {queries} sequences of the batch, got {hits}")
         live = self._live[verdict.layer]
         with self._lock:
             live.last = verdict
             live.all_queries += queries
             live.all_hits += hits
             if live.wait == 0:  # else another thread has switched off since: no evidence about what comes after
-                live.add(verdict, hits, 0.5 ** (queries / self._half_life))
+                live.add(verdict, hits)
                 self._review(live)
 
     def state(self) -> list[dict[str, Any]]:
-        """What is on, what is off and why, JSON-able.
+        """What is on, what is off and why, JSON-able: a row for each layer.
 
-        Returns
-        -------
-        list of dict
-            One for each layer, preceded by one for `SEQUENCE` when there is one lookup for all layers:
-
-            * ``layer``: int
-            * ``on``: bool, for a batch like the last one
-            * ``why``: str
-            * ``predicted_benefit_ms``: float or None, for the last batch
-            * ``break_even``: float or None, hit rate at which lookups pay, over the batches tried lately
-            * ``predicted_hit_rate``: float or None, alpha of the last batch
-            * ``hit_rate``: float or None, live, recent sequences weighing more
-            * ``queries``: int, sequences looked up since the start
-            * ``hits``: float or None, of these, since the start
-
-            For `SEQUENCE`, rates and hits are means over the layers. Live numbers of the layers below it are not
-            known one by one (None): only ``predicted_hit_rate`` is the layer's own.
+        With one lookup for all layers a row for `SEQUENCE` comes first: its rates and hits are means over the layers,
+        and of the layers below only ``predicted_hit_rate`` is their own. ``on`` and ``why`` are about a batch like the
+        last one, ``predicted_benefit_ms`` and ``predicted_hit_rate`` (alpha) about the last one, ``break_even`` and
+        ``hit_rate`` about sequences tried lately, ``queries`` and ``hits`` about all since the start.
         """
         with self._lock:
             rows = [self._state_of(layer, live) for layer, live in self._live.items()]
             if self._sequence:
                 rows += [self._state_served(layer, rows[0]) for layer in range(self._layers)]
         return rows
-
-    # -- inside
 
     def _served(self, layer: int) -> Sequence[int]:
         """The layers that this lookup serves."""
@@ -340,12 +216,12 @@ class Gate:
         if rate is None or break_even is None:
             return
         if live.on:
-            if live.count >= self._half_life:
+            if live.count >= _HALF_LIFE:
                 live.backoff = 0  # it has held: the next drift is a new story
-            if live.count >= self._min_queries and rate < break_even:
+            if live.count >= _MIN_QUERIES and rate < break_even:
                 self._switch_off(live)
-        elif live.count >= self._probe_queries:
-            if rate >= min(break_even * self._margin, (1.0 + break_even) / 2.0):
+        elif live.count >= _PROBE_QUERIES:
+            if rate >= min(break_even * _MARGIN, (1.0 + break_even) / 2.0):
                 # The backoff is kept: a lookup that flaps is soon probed as rarely as one that never hits.
                 live.on, live.count = True, 0
             else:
@@ -353,7 +229,7 @@ class Gate:
 
     def _switch_off(self, live: _Live) -> None:
         live.on = False
-        live.wait = live.backoff = min(max(2 * live.backoff, self._backoff), self._backoff_max)
+        live.wait = live.backoff = min(max(2 * live.backoff, _BACKOFF), _BACKOFF_MAX)
 
     def _state_of(self, layer: int, live: _Live) -> dict[str, Any]:
         rate, break_even, last = live.rate, live.break_even, live.last
@@ -372,7 +248,7 @@ class Gate:
             on = last.benefit > 0.0
             why = f"predicted benefit {last.benefit:+.3g} ms"
             if on and not live.on:
-                why = f"probing: {live.count} of {self._probe_queries} sequences seen"
+                why = f"probing: {live.count} of {_PROBE_QUERIES} sequences seen"
         return {
             "layer": layer,
             "on": on,
@@ -388,28 +264,14 @@ class Gate:
     def _state_served(self, layer: int, decision: dict[str, Any]) -> dict[str, Any]:
         """One layer of a model with one lookup for all layers: it follows the decision, or stays out of it."""
         last = self._live[SEQUENCE].last
-        row = {**decision, "layer": layer}
-        for key in ("predicted_benefit_ms", "break_even", "predicted_hit_rate", "hit_rate", "hits"):
-            row[key] = None  # the decision's, not this layer's
+        unknown = ("predicted_benefit_ms", "break_even", "predicted_hit_rate", "hit_rate", "hits")
+        row = decision | {"layer": layer} | dict.fromkeys(unknown)  # they are the decision's, not this layer's
         if last is not None and last.savings:
             row["predicted_hit_rate"] = last.alphas[layer]
             if last.savings[layer] <= 0.0:
                 row["on"] = False
                 row["why"] = f"a hit costs {-last.savings[layer]:.3g} ms more than exact attention"
         return row
-
-
-def _thresholds(given: float | Sequence[float], layers: int) -> tuple[float, ...]:
-    """One threshold for each layer."""
-    values = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),)
-    if len(values) == 1:
-        values *= layers
-    if len(values) != layers:
-        raise ValueError(f"expected one threshold or {layers}, one for each layer, got {len(values)}")
-    for value in values:
-        if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-            raise ValueError(f"a threshold is a similarity score in [0, 1], got {value!r}")
-    return values
 
 
 def _percent(share: float | None) -> str:

@@ -1,24 +1,11 @@
 """Which policies are worth a test: a radius for each group of layers, when one lookup serves all layers.
 
-Layers differ greatly in how much a foreign map hurts them. On a six-layer DeBERTa the last four layers can be served
-for 96 % of the sequences while 0.5 % of the answers change; the first two can be served for 60 %. One radius for all
-layers is held down by the most sensitive one. So the layers are put into nested groups, from the most robust to the
-most sensitive, and each group gets a radius: a sequence whose nearest record lies at distance d is served in the
-groups k with d <= r_k. Radii do not increase from group to group, so these are always the first m groups. K forced
-passes (the first group served, the first two, ...) then tell how *every* such policy would do without a gate.
-
-A policy picked among many looks better than it is. Hence the sequences are split, in stretches at random. The forced
-passes and everything in this module look at the selection half only. They may choose freely there:
-
-1. **Grid.** Radii are quantiles of the distances: steps that each concern about as many sequences. The last is the
-   greatest distance seen: beyond it nothing was measured.
-2. **Path.** From nothing served to everything served, radii only growing, by the move that costs fewest changed
-   answers per unit of gain, again and again. A move raises one radius, and takes along the smaller radii of the groups
-   before it. So one radius for all is among the moves, and a group that hurts only until the next one is served as
-   well (answers do change back) does not stand in the way.
-3. **Candidates.** A few policies of the path, as far as it can be hoped that they pass.
-
-The certification half then tests the candidates through the path that serves (`tuner.choose`).
+Layers differ in how much a foreign map hurts them: on a six-layer DeBERTa the last four can be served for 96 % of the
+sequences while 0.5 % of the answers change, the first two for 60 %. So the layers are put into nested groups, the most
+robust first, and each group gets a radius, not increasing from group to group: a sequence whose nearest record lies at
+distance d is served in the groups k with d <= r_k. K forced passes (the first group served, the first two, ...) tell
+how *every* such policy would do without a gate. They see the selection half of the sequences only, since a policy
+picked among many looks better than it is. The certification half tests what `propose` gives (`tuner.choose`).
 """
 
 from __future__ import annotations
@@ -54,26 +41,12 @@ def split_halves(total: int, seed: int) -> tuple[_Ints, _Ints]:
 def propose(
     distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: int, most: int = 10
 ) -> list[tuple[float, ...]]:
-    """Policies worth a test, each containing the one before; the first serves nothing.
+    """At most `most` policies worth a test, each containing the one before; the first serves nothing.
 
-    Parameters
-    ----------
-    distances : array of float, shape [Q]
-        Distance of the nearest record of each sequence, >= 0; inf where there is none: never served.
-    changed : array of bool, shape [K, Q]
-        ``changed[k - 1, q]``: whether the answer to sequence q is another one when it is served in the first k groups.
-        Groups are ordered from the most robust to the most sensitive. Entries at distance inf are not looked at.
-    gains : array of float, shape [K]
-        What serving one sequence in each group saves, > 0; only ratios matter.
-    allowed : int
-        Changed answers with which a policy still passes its test.
-    most : int
-        Number of policies.
-
-    Returns
-    -------
-    list of tuple of float
-        A radius for each group, not increasing from group to group; `NEVER` for a group that is not served.
+    Each is a radius for each of K groups; `NEVER` for a group that is not served. `distances` ``[Q]`` are those of the
+    nearest records, inf where there is none. ``changed[k - 1, q]`` (``[K, Q]``) says whether the answer to sequence q
+    is another one when it is served in the first k groups. `gains` ``[K]``, > 0, say what serving one sequence in each
+    group saves; only ratios matter. With `allowed` changed answers a policy still passes its test.
     """
     radii, reach, changes = _counts(np.asarray(distances, np.float64), np.asarray(changed, np.bool_))
     weights = np.asarray(gains, np.float64)
@@ -112,7 +85,12 @@ def _counts(distance: _Floats, changed: NDArray[np.bool_]) -> tuple[_Floats, _In
 
 
 def _path(reach: _Ints, changes: _Ints, gains: _Floats) -> _Ints:
-    """Policies from nothing served to everything served, ``[steps, groups]`` levels."""
+    """Policies from nothing served to everything served, ``[steps, groups]`` levels; radii only grow.
+
+    Again and again by the move that costs fewest changed answers per unit of gain. A move raises one radius, and takes
+    along the smaller radii of the groups before it. So one radius for all is among the moves, and a group that hurts
+    only until the next one is served as well (answers do change back) does not stand in the way.
+    """
     groups, levels = changes.shape
     every = np.arange(groups)
     current = np.zeros(groups, np.int64)

@@ -1,19 +1,13 @@
 """What was measured for one database on one machine: it predicts whether a lookup pays.
 
-A profile holds the costs of each attention layer in milliseconds (`cost`), and the similarity scores that lookups
-predicted on *held-out* sequences. The paper measures its memoization rate alpha on the training sequences. These are
-in the database and find themselves: no new request will see such a rate.
-
-There are two sets of scores, one for each way of looking up. A layer that looks up for itself finds a record close to
-its own input. A layer served by the lookup once per sequence gets the record that suited the first layer. The same
-layer then hits at different rates.
-
-Scores are kept, not rates: a rate belongs to one threshold, and the user may choose another.
+A profile holds the costs of each attention layer, and for each way of looking up the similarity scores that lookups
+predicted on *held-out* sequences. The paper measures its rate alpha on the training sequences; these find themselves
+in the database, and no new request will see such a rate. Scores are kept, not rates: a rate belongs to one threshold,
+and the user may choose another.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,8 +38,7 @@ class LayerCosts:
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The models, JSON-able."""
-        known = {"exact": self.exact, "hit": self.hit, "lookup": self.lookup, "miss": self.miss}
-        return {name: model.to_dict() for name, model in known.items() if model is not None}
+        return {name: model for name, model in asdict(self).items() if model is not None}
 
     @classmethod
     def read(cls, field: Field) -> LayerCosts:
@@ -56,75 +49,34 @@ class LayerCosts:
 
 
 class HitRates:
-    """Similarity scores predicted for held-out sequences, by layer and token length.
+    """Similarity scores predicted for held-out sequences, by layer and token length (alpha of AttMEMO, Eq. 2).
 
-    Parameters
-    ----------
-    scores : mapping of (layer, length) to scores
-        `layer` counts from 0; `length` is the number of valid tokens. One score for each held-out query at a length
-        for which the database holds a record. A query that found nothing counts as well: give it a negative score.
-    stored : iterable of int, optional
-        The token lengths for which the database holds at least one record. Default: the lengths in `scores`.
-
-    Raises
-    ------
-    ValueError
-        A layer < 0, a length < 1, a score that is not finite, or scores at a length that is not `stored`.
-
-    Notes
-    -----
-    The memoization rate alpha is that of AttMEMO (arXiv 2301.09262), Eq. 2, for one layer and one length: a record
-    serves only its own length, so rates differ by length as records do.
+    `scores` has, by (layer, valid tokens), one score for each held-out query at a length for which the database holds
+    a record; a negative one if the query found nothing. `stored` are these lengths; default: those in `scores`.
     """
 
     def __init__(self, scores: Mapping[tuple[int, int], Iterable[float]], stored: Iterable[int] | None = None) -> None:
         self._scores: dict[int, dict[int, array[float]]] = {}
         for (layer, length), values in sorted(scores.items(), key=lambda item: item[0]):
-            if layer < 0 or length < 1:
-                raise ValueError(f"scores need a layer >= 0 and a length >= 1, got {(layer, length)!r}")
-            ordered = array("d", sorted(float(value) for value in values))
-            if not all(map(math.isfinite, ordered)):
-                raise ValueError(f"layer {layer}, length {length}: every score must be finite")
+            ordered = array("d", sorted(values))
             if ordered:
                 self._scores.setdefault(layer, {})[length] = ordered
         if stored is None:
             stored = (length for by_length in self._scores.values() for length in by_length)
-        self._stored = tuple(sorted({int(length) for length in stored}))
-        if self._stored and self._stored[0] < 1:
-            raise ValueError(f"a stored length must be >= 1, got {self._stored[0]}")
-        known = set(self._stored)
-        for layer, by_length in self._scores.items():
-            for length in by_length:
-                if length not in known:
-                    raise ValueError(f"layer {layer} has scores at length {length}, for which no record is stored")
-        self._pools: dict[tuple[int, int], array[float]] = {}
-
-    @property
-    def stored(self) -> tuple[int, ...]:
+        self.stored = tuple(sorted(set(stored)))
         """Token lengths for which the database holds a record, ascending."""
-        return self._stored
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that have scores, ascending."""
-        return tuple(self._scores)
+        self._pools: dict[tuple[int, int], array[float]] = {}
 
     def samples(self, layer: int, length: int) -> int:
         """Number of held-out scores at exactly this layer and length."""
         return len(self._scores.get(layer, {}).get(length, ()))
 
     def alpha(self, threshold: float, layer: int, length: int) -> float:
-        """Share of held-out queries of this layer and length with a score >= `threshold`.
+        """Share of held-out queries of this layer and length with a score >= `threshold`; 0 where there is no record.
 
         A length with fewer than `MIN_SAMPLES` scores of its own borrows those of the lengths at distance 1, 2, 3, ...
         on both sides (same layer), until there are enough or no more to take. There is no limit to the distance: live
         traffic corrects a poor guess, but a guess of 0 would never be tried and so never corrected.
-
-        Returns
-        -------
-        float
-            In [0, 1], not increasing in `threshold`. 0 for a length without any record (it cannot be served) and for a
-            layer without any score.
         """
         pool = self._pool(layer, length)
         return (len(pool) - bisect_left(pool, threshold)) / len(pool) if pool else 0.0
@@ -135,8 +87,7 @@ class HitRates:
         if key in self._pools:
             return self._pools[key]
         by_length = self._scores.get(layer, {})
-        position = bisect_left(self._stored, length)
-        if position == len(self._stored) or self._stored[position] != length:
+        if length not in self.stored:
             return array("d")  # not kept: any integer may be asked for, and the cache must stay as small as the data
         pool = array("d", by_length.get(length, ()))
         if len(pool) < MIN_SAMPLES:
@@ -150,15 +101,10 @@ class HitRates:
         self._pools[key] = pool
         return pool
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, HitRates):
-            return NotImplemented
-        return self._scores == other._scores and self._stored == other._stored
-
     def to_dict(self) -> dict[str, Any]:
         """Scores and stored lengths, JSON-able: ``{"stored": [16], "scores": {"0": {"16": [0.9]}}}``."""
         return {
-            "stored": list(self._stored),
+            "stored": list(self.stored),
             "scores": {
                 str(layer): {str(length): list(values) for length, values in by_length.items()}
                 for layer, by_length in self._scores.items()
@@ -197,95 +143,34 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The measured profile of one database on one machine.
+    """The measured profile of one database on one machine."""
 
-    Parameters
-    ----------
-    costs : list of LayerCosts
-        One for each attention layer of the model.
-    rates : HitRates
-        Held-out scores of the lookups that each layer makes for itself.
-    rates_sequence : HitRates
-        Held-out scores of the lookup once per sequence: for each layer, the score that the layer's own calibration
-        predicts from the one distance found at the first layer.
-    lookup_sequence : CostModel
-        Milliseconds of one lookup once per sequence for a batch, by the valid lengths.
-    threads : int
-        Threads that the costs were measured with. Another number changes the costs, not the rates.
-    dtype : str
-        Precision that the model ran in, such as "float32" or "bfloat16".
-    conditions : Conditions, optional
-        The machine. None: not noted, as in profiles of version 1 of the format.
-
-    Raises
-    ------
-    ValueError
-        No layer, `threads` < 1, an empty `dtype`, or scores for a layer that has no costs.
-    """
-
-    costs: list[LayerCosts]
-    rates: HitRates
-    rates_sequence: HitRates
-    lookup_sequence: CostModel
-    threads: int
-    dtype: str
-    conditions: Conditions | None = None
-
-    def __post_init__(self) -> None:
-        if not self.costs:
-            raise ValueError("a profile needs the costs of at least one layer")
-        if self.threads < 1:
-            raise ValueError(f"threads must be >= 1, got {self.threads}")
-        if not self.dtype:
-            raise ValueError("dtype must be named, such as 'float32'")
-        for rates in (self.rates, self.rates_sequence):
-            if rates.layers and rates.layers[-1] >= len(self.costs):
-                raise ValueError(f"scores for layer {rates.layers[-1]}, but costs for {len(self.costs)} layers only")
+    costs: list[LayerCosts]  # one for each attention layer of the model
+    rates: HitRates  # of the lookups that each layer makes for itself
+    rates_sequence: HitRates  # of the lookup once per sequence, by each layer's own calibration
+    lookup_sequence: CostModel  # one lookup once per sequence for a batch, by the valid lengths
+    threads: int  # that the costs were measured with
+    dtype: str  # precision that the model ran in, such as "float32" or "bfloat16"
+    conditions: Conditions | None = None  # the machine; None: not noted, as in profiles of version 1 of the format
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float:
-        """Milliseconds of exact attention for `batch` sequences padded to one length. ValueError: no such layer."""
-        return self._of(layer).exact.estimate(float(batch * padded), float(batch * padded * padded))
+        """Milliseconds of exact attention for `batch` sequences padded to one length."""
+        return self.costs[layer].exact.estimate(batch * padded, batch * padded * padded)
 
     def saving_ms(self, layer: int, lengths: Sequence[int], padded: int, batch: int | None = None) -> float:
-        """Milliseconds that serving these sequences saves; negative if serving costs more than exact attention.
+        """Milliseconds that serving sequences of these valid tokens saves; negative if exact attention costs less.
 
-        Parameters
-        ----------
-        layer : int
-            From 0.
-        lengths : sequence of int
-            Valid tokens of the sequences that are served.
-        padded : int
-            Length that all sequences of the batch are padded to.
-        batch : int, optional
-            Sequences of the batch; the others miss and are computed as a smaller batch. Default: all are served.
-
-        Raises
-        ------
-        ValueError
-            No such layer.
+        All sequences of the batch are padded to one length. `batch` counts them; those that are not served are
+        computed as a smaller batch. Default: all are served.
         """
-        cost, served = self._of(layer), len(lengths)
-        missed = 0 if batch is None else batch - served
-        saved = self.exact_ms(layer, served, padded)
-        if missed > 0 and cost.miss is not None:
-            saved = self.exact_ms(layer, served + missed, padded)
-            saved -= cost.miss.estimate(float(missed * padded), float(missed * padded * padded))
-        return saved - cost.hit.estimate_lengths(lengths)
-
-    def _of(self, layer: int) -> LayerCosts:
-        if not 0 <= layer < len(self.costs):
-            raise ValueError(f"layer must be in 0..{len(self.costs) - 1}, got {layer}")
-        return self.costs[layer]
+        cost, served = self.costs[layer], len(lengths)
+        if batch is None or cost.miss is None:
+            return self.exact_ms(layer, served, padded) - cost.hit.estimate_lengths(lengths)
+        missed = cost.miss.estimate_lengths([padded] * (batch - served)) if batch > served else 0.0
+        return self.exact_ms(layer, batch, padded) - missed - cost.hit.estimate_lengths(lengths)
 
     def foreign(self, conditions: Mapping[str, Any]) -> str | None:
-        """One sentence if the costs were measured under other conditions than these, else None.
-
-        Parameters
-        ----------
-        conditions : mapping
-            What `attmemo.machine.conditions` gives here and now; ``cpu``, ``features`` and ``threads`` are compared.
-        """
+        """One sentence if the CPU, its features or the threads are not those of the costs, else None."""
         measured: dict[str, Any] = {} if self.conditions is None else asdict(self.conditions)
         differ = []
         for name, value in {**measured, "threads": self.threads}.items():
@@ -300,7 +185,7 @@ class Profile:
             "costs": [layer.to_dict() for layer in self.costs],
             "rates": self.rates.to_dict(),
             "rates_sequence": self.rates_sequence.to_dict(),
-            "lookup_sequence": self.lookup_sequence.to_dict(),
+            "lookup_sequence": asdict(self.lookup_sequence),
             "threads": self.threads,
             "dtype": self.dtype,
             "conditions": None if self.conditions is None else asdict(self.conditions),
@@ -308,14 +193,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: object) -> Profile:
-        """Read what `to_dict` wrote.
-
-        Raises
-        ------
-        DatabaseCorruptError
-            A field is missing or malformed; the message names it, as in ``costs[3].exact.a``. Fields that this
-            version does not know are ignored: the format version of the database speaks for those.
-        """
+        """Read what `to_dict` wrote; DatabaseCorruptError names the malformed field, as in ``costs[3].exact.a``."""
         field = Field(data, "profile", "attmemo train-embedder measures it again; the records are not affected")
         costs = [LayerCosts.read(item) for item in field["costs"].items()]
         if not costs:

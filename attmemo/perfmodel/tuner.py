@@ -1,20 +1,11 @@
 """Which candidate keeps a budget such as "at most 1 % of answers may change, with 95 % confidence"?
 
-AttMEMO leaves the threshold to the user and picks its own for each model, apparently on the data it reports
-(arXiv 2301.09262, Table 2). A number chosen on the data that judges it looks better than it is, and a share seen on n
-sequences is only an estimate. Here the user states the budget, and `choose` tests candidates on data that is not in
-the database, each through the path that will serve.
-
-**The rule** is fixed-sequence testing, as in Learn then Test (Angelopoulos, Bates, Candès, Jordan and Lei, arXiv
-2110.01052). Candidates are tested from the strictest on, each at the full level with an exact binomial bound, and
-testing stops at the first failure. A candidate that breaks the budget can only be chosen if the first such candidate
-passes its own test: this has a probability of at most 1 - confidence. So the number of candidates needs no correction.
-The rule holds whatever the dependence between candidates, which all see the same sequences. Candidates and their order
-must be fixed without the data of the test.
-
-**The promise.** With the stated confidence over the draw of the tuning data, the share of *all* sequences like these
-whose answer changes is within the budget. "Like these" carries weight: sequences drawn independently from the traffic
-that will be served. Lines that come in near-identical bursts are fewer than they look.
+A number chosen on the data that judges it looks better than it is, so `choose` tests candidates on data that is not in
+the database. The rule is fixed-sequence testing, as in Learn then Test (arXiv 2110.01052): candidates, fixed without
+this data, are tested from the strictest on, each at the full level with an exact binomial bound, up to the first
+failure. A candidate that breaks the budget is chosen only if the first such candidate passes its own test, a
+probability of at most 1 - confidence. So the number of candidates needs no correction, whatever their dependence. The
+promise is about sequences drawn independently from the traffic that will be served: near-identical bursts count less.
 """
 
 from __future__ import annotations
@@ -23,6 +14,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+# The functions behind `scipy.stats.beta`, which takes long to import.
+from scipy.special import betainc, betaincinv  # type: ignore[import-untyped,unused-ignore]
 
 from attmemo.errors import TuningError
 
@@ -46,22 +40,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One tested candidate; shares in [0, 1]."""
-
-    radii: tuple[float, ...]
-    served: float
-    changed: float
-    upper_bound: float
-    certified: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
-    """A candidate, and what may be said about it. All shares are in [0, 1].
-
-    `reached` is read off after the fact, so it describes the data and is no promise.
-    """
+    """A candidate, and what may be said about it. All shares are in [0, 1]."""
 
     candidate: Candidate | None  # None if nothing can be certified; the numbers then describe the strictest candidate
     budget: float
@@ -72,8 +52,8 @@ class Choice:
     judged: int  # sequences that the candidate was judged on
     certified: bool  # whether the budget holds with `confidence`
     needed: int  # sequences needed to certify the budget even if no answer changes
-    reached: float | None  # confidence at which the same test would just have got as far as the candidate
-    path: list[Point]  # every candidate that was tested, the strictest first
+    reached: float | None  # confidence at which the same test would just have reached the candidate; no promise
+    path: list[dict[str, Any]]  # every candidate that was tested, the strictest first
 
     def to_dict(self) -> dict[str, Any]:
         """All fields but the candidate, and the sentence; JSON-able."""
@@ -123,33 +103,14 @@ def choose(
     *,
     allow_uncertified: bool = False,
 ) -> Choice:
-    """Test candidates in their order and take the one that serves most; the rule is in the module's docstring.
+    """Test candidates, the strictest first, and take the one that serves most; of equals the strictest.
 
-    Between candidates that serve equally much the strictest is taken: a looser one gains nothing that was measured.
-
-    Parameters
-    ----------
-    candidates : sequence of Candidate
-        The strictest first; chosen without the data that `run` looks at.
-    run : callable
-        Serves the data by one candidate. Called for one candidate after the other, and for none after the first
-        failure. For a candidate that serves the same as the one before it may give the same outcome again.
-    budget : float
-        Share of all sequences whose answer may change, in (0, 1).
-    confidence : float
-        In (0, 1).
-    allow_uncertified : bool
-        If not even the first candidate can be certified, go by the observed share: on while it is within the budget.
-        The result says ``certified=False`` and the confidence that was reached.
-
-    Raises
-    ------
-    TuningError
-        No candidates, an outcome without sequences, or a budget or confidence outside (0, 1).
+    `run` serves the data by one candidate, one after the other, and none after the first failure. It may give the
+    same outcome again for a candidate that serves the same. `budget` is the share of all sequences whose answer may
+    change, in (0, 1). With `allow_uncertified`, if not even the first candidate can be certified, the observed share
+    decides, and the result says ``certified=False``. TuningError: `budget` or `confidence` is outside (0, 1).
     """
     needed = sequences_needed(budget, confidence)
-    if not candidates:
-        raise TuningError("there are no candidates to choose from")
 
     def passes(outcome: Outcome) -> bool:
         if certified or not allow_uncertified:
@@ -178,13 +139,13 @@ def choose(
         # A candidate is reached only through those before it, so the weakest of them counts.
         reached=None if chosen is None else min(reached[: chosen + 1]),
         path=[
-            Point(
-                radii=candidate.radii,
-                served=outcome.served,
-                changed=outcome.changed / outcome.total,
-                upper_bound=upper_bound(outcome.changed, outcome.total, confidence),
-                certified=certified and step < len(passing),
-            )
+            {
+                "radii": candidate.radii,
+                "served": outcome.served,
+                "changed": outcome.changed / outcome.total,
+                "upper_bound": upper_bound(outcome.changed, outcome.total, confidence),
+                "certified": certified and step < len(passing),
+            }
             for step, (candidate, outcome) in enumerate(zip(candidates, outcomes, strict=False))
         ],
     )
@@ -193,41 +154,17 @@ def choose(
 def upper_bound(changed: int, total: int, confidence: float = 0.95) -> float:
     """Largest share of changed answers that is compatible with `changed` of `total` (one-sided Clopper-Pearson).
 
-    The true share lies below it with at least `confidence`, for every true share and every `total`. The usual normal
-    approximation gives 0 for no change seen, however few sequences were looked at.
+    The true share lies below it with at least `confidence`, for every true share and every `total`: the `confidence`
+    quantile of Beta(changed + 1, total - changed) (Biometrika 26, 1934). The usual normal approximation gives 0 for no
+    change seen, however few sequences were looked at.
 
-    Parameters
-    ----------
-    changed, total : int
-        Answers that changed, of how many; 0 <= changed <= total, total >= 1.
-    confidence : float
-        In (0, 1).
-
-    Raises
-    ------
-    TuningError
-        A parameter is out of range.
-
-    Notes
-    -----
-    Clopper and Pearson, Biometrika 26 (1934): the `confidence` quantile of Beta(changed + 1, total - changed).
-
-    Examples
-    --------
     >>> round(upper_bound(0, 299), 5), round(upper_bound(0, 298), 5)
     (0.00997, 0.01)
     >>> upper_bound(0, 299) <= 0.01, upper_bound(0, 298) <= 0.01
     (True, False)
     """
-    if not (total >= 1 and 0 <= changed <= total):
-        raise TuningError(f"expected 0 <= changed <= total and total >= 1, got {changed} of {total}")
-    _check_share("confidence", confidence)
     if changed == total:
         return 1.0
-    # The function behind scipy.stats.beta.ppf. Imported here, and from `special`: serving imports this package for the
-    # gate alone, and importing scipy.stats takes longer than everything else in it together.
-    from scipy.special import betaincinv  # type: ignore[import-untyped,unused-ignore]
-
     return float(betaincinv(changed + 1, total - changed, confidence))
 
 
@@ -235,26 +172,20 @@ def confidence_reached(changed: int, total: int, budget: float) -> float:
     """Confidence at which `upper_bound` equals the budget: P(Beta(changed + 1, total - changed) <= budget)."""
     if changed == total:
         return 0.0
-    from scipy.special import betainc  # type: ignore[import-untyped,unused-ignore]
-
     return float(betainc(changed + 1, total - changed, budget))
 
 
 def sequences_needed(budget: float, confidence: float = 0.95) -> int:
     """Sequences needed to certify `budget` even if no answer changes: the least n with upper_bound(0, n) <= budget.
 
-    Raises
-    ------
-    TuningError
-        `budget` or `confidence` is outside (0, 1).
+    TuningError: `budget` or `confidence` is outside (0, 1).
 
-    Examples
-    --------
     >>> sequences_needed(0.01), sequences_needed(0.05), sequences_needed(0.01, 0.99)
     (299, 59, 459)
     """
-    _check_share("budget", budget)
-    _check_share("confidence", confidence)
+    for name, share in (("budget", budget), ("confidence", confidence)):
+        if not 0.0 < share < 1.0:
+            raise TuningError(f"{name} must be between 0 and 1, both excluded, got {share!r}")
     # upper_bound(0, n) = 1 - (1 - confidence)**(1/n); the loop undoes a logarithm rounded to the wrong side.
     needed = max(1, math.ceil(math.log1p(-confidence) / math.log1p(-budget)) - 1)
     while upper_bound(0, needed, confidence) > budget:
@@ -268,11 +199,6 @@ def changes_allowed(total: int, budget: float, confidence: float = 0.95) -> int:
     while allowed + 1 < total and upper_bound(allowed + 1, total, confidence) <= budget:
         allowed += 1
     return allowed
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0.0 < value < 1.0:
-        raise TuningError(f"{name} must be between 0 and 1, both excluded, got {value!r}")
 
 
 def percent(share: float) -> str:
