@@ -114,14 +114,11 @@ def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
         form = _check_file(path)
         with _as_data_error(path, form.repair):
             if form.layout is _parquet_layout:
-                with pq.ParquetFile(path) as file:
-                    total += file.metadata.num_rows
+                total += pq.read_metadata(path).num_rows
             else:
-                most = None if limit is None else limit - total + form.header_lines
+                most = None if limit is None else limit + form.header_lines
                 total += max(0, sum(1 for _ in islice(_lines(path), most)) - form.header_lines)
-        if limit is not None and total >= limit:
-            return limit
-    return total
+    return total if limit is None else min(total, limit)
 
 
 def digest(path: str | Path) -> str:
