@@ -92,7 +92,7 @@ def build_database(
                         if not build.store([fresh[item.row] for item in batch], captured):
                             break
                         if progress is not None:
-                            progress(build.done, total)
+                            progress(build.added + build.skipped + build.alike, total)
                         build.publish(now=False)
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
@@ -138,11 +138,6 @@ class _Build:
         self.added = self.skipped = self.held_out = self.alike = 0
         self.stopped: str | None = None
 
-    @property
-    def done(self) -> int:
-        """Rows that were dealt with."""
-        return self.added + self.skipped + self.alike
-
     def choose(self, chunk: Sequence[Row]) -> list[Row]:
         """The rows that the model has to be asked about; the others are counted."""
         fresh = []
@@ -171,9 +166,9 @@ class _Build:
                 admission.leave_out(self._digests[row.source], row.row)
                 self.alike += 1
                 continue
-            split = self._split(row)
-            provenance = Provenance(self._numbers[row.source], row.row, split)
-            record = writer.add(Maps.slots(hidden, maps), len(hidden[0]), provenance)
+            source = self._numbers[row.source]
+            split = _split(source, row.row, self._options.held_out)
+            record = writer.add(Maps.slots(hidden, maps), len(hidden[0]), Provenance(source, row.row, split))
             if self._admission is not None:
                 self._admission.remember(record, hidden[0])
             self.added += 1
@@ -189,12 +184,10 @@ class _Build:
             self._admission.save()
         self._published = time.monotonic()
 
-    def _split(self, row: Row) -> int:
-        return _split(self._numbers[row.source], row.row, self._options.held_out)
-
     def _judges(self, row: Row) -> Admission | None:
         """What may leave a row out. Held-out rows all stay: without near ones predictions would look too bad."""
-        return None if self._split(row) == SPLIT_HELD_OUT else self._admission
+        split = _split(self._numbers[row.source], row.row, self._options.held_out)
+        return None if split == SPLIT_HELD_OUT else self._admission
 
 
 def build_from_inputs(
@@ -214,12 +207,10 @@ def build_from_inputs(
     model : transformers model
         In memory; training and tuning from the command line will want it as a directory.
     batches : iterable of mapping of str to Tensor
-        What the attention layers' part of the model is called with: ``input_ids`` and ``attention_mask``, or
-        ``pixel_values``, or ``input_features``; the encoder's, of models that have one.
-    output : Path, optional
-        Default: in the user's cache directory, by the model's fingerprint.
-    storage, inputs, held_out
-        As `BuildOptions` has them.
+        What the attention layers' part of the model is called with (the encoder, of models that have one):
+        ``input_ids`` and ``attention_mask``, or ``pixel_values``, or ``input_features``.
+    output, storage, inputs, held_out
+        As `build_database` and `BuildOptions` have them.
     name : str
         What the database says about where the inputs come from.
 
@@ -230,10 +221,8 @@ def build_from_inputs(
 
     Raises
     ------
-    UnsupportedModelError, AdapterCheckError
-        The model is not known, or not as it should be.
-    DataError
-        There was no input.
+    UnsupportedModelError, AdapterCheckError, DataError
+        The model is not known, or not as it should be; there was no input.
     """
     model = encoder_of(model)
     if getattr(getattr(model, "attmemo", None), "enabled", False):

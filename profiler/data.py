@@ -78,11 +78,8 @@ def read_texts(
     The suffix decides the format; a TSV has no quoting. The text column is by default the only column of text (the
     label's apart), else the first of `PREFERRED_NAMES` among them; without a label column labels are None.
 
-    Raises
-    ------
-    DataError
-        At the call: no files, a missing, empty or unknown file, no such column, a column that is not text.
-        While iterating: a malformed row, bytes that are not UTF-8, a value that is not text, no non-blank row.
+    A `DataError` comes at the call for missing, empty or unknown files and for columns that are missing or not text;
+    while iterating for a malformed row, bytes that are not UTF-8, a value that is not text, or no non-blank row.
     """
     names = _as_list(files)
     paths = [Path(name) for name in names]
@@ -215,10 +212,9 @@ def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, 
     if len(texts) == 1:
         return texts[0]
     blank = [name for name, kind in holds.items() if kind == "nothing"]  # so far: text may come further down
-    for preferred in PREFERRED_NAMES:
-        for name in texts or blank:
-            if name.lower() == preferred:
-                return name
+    preferred = [name for known in PREFERRED_NAMES for name in texts or blank if name.lower() == known]
+    if preferred:
+        return preferred[0]
     if len(blank) == len(holds):
         raise DataError(f"{path}: no non-blank rows, expected at least one", "check how the file was written")
     seen = "several columns hold text" if texts else "no column holds text"
@@ -283,12 +279,10 @@ def _as_label(path: Path, row: int, value: object) -> str | int | None:
     """One label for the same cell in every format: CSV has '1' or '1.0' where JSON has 1 and Parquet 1.0."""
     if value is None or value == "" or value != value:  # the last: an empty cell in a column of floats
         return None
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+    if isinstance(value, int):
         return int(value)
-    if isinstance(value, float):
-        return str(value)
-    if isinstance(value, str):
-        return int(value.split(".")[0]) if _WHOLE_NUMBER.fullmatch(value) else value
+    if isinstance(value, (str, float)):
+        return int(str(value).split(".")[0]) if _WHOLE_NUMBER.fullmatch(str(value)) else str(value)
     raise DataError(
         f"{path}, data row {row} (from 0): the label is {_kind(value)}, expected a name or a whole number",
         "name another --label-column, or repair the row",
@@ -304,8 +298,8 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, with their ends.
+def _lines(path: Path, ends: bool = False) -> Iterator[str]:
+    """The lines of a text file, with their ends or without.
 
     Not with ``errors="replace"``: a file of noise would give rows of noise, and a database of them.
     """
@@ -321,20 +315,16 @@ def _lines(path: Path) -> Iterator[str]:
                 ) from error
             if "\0" in line:
                 raise DataError(f"{path}, line {number:,}: holds a zero byte, so it is not text", "check the file")
-            yield line
-
-
-def _without_end(line: str) -> str:
-    return line.removesuffix("\n").removesuffix("\r")
+            yield line if ends else line.removesuffix("\n").removesuffix("\r")
 
 
 def _table(path: Path) -> Iterator[list[str]]:
     """The rows of a CSV or TSV, its header first; all as wide as the header, a longer one is refused."""
     csv.field_size_limit(sys.maxsize)  # its default refuses cells of more than 128 KiB
-    rows: Iterator[list[str]] = (_without_end(line).split("\t") for line in _lines(path))
+    rows: Iterator[list[str]] = (line.split("\t") for line in _lines(path))
     if path.suffix.lower() == ".csv":
         # strict: without it a quote that is never closed takes the rest of the file into one cell.
-        rows = csv.reader(_lines(path), strict=True)
+        rows = csv.reader(_lines(path, ends=True), strict=True)
     width = None
     for line, cells in enumerate(rows, 1):
         width = len(cells) if width is None else width
@@ -423,7 +413,7 @@ def _parquet_cells(path: Path, columns: list[str]) -> Cells:
             row += len(batch)
 
 
-_LINES = _Format(lambda path, _: ((row, [_without_end(line)]) for row, line in enumerate(_lines(path))))
+_LINES = _Format(lambda path, _: ((row, [line]) for row, line in enumerate(_lines(path))))
 _JSON = _Format(
     lambda path, columns: ((row, [value.get(name) for name in columns]) for row, value in _json_objects(path)),
     _json_layout,

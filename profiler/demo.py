@@ -6,6 +6,7 @@ import shutil
 import time
 from collections import deque
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -43,14 +44,7 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
 
     Of the user's log, one text a line and oldest first, the last `LINES` lines are used; without one, lines are
     invented. `output` takes the lines, the database and the report; it is made if absent, and emptied of an earlier
-    demo's. Gives, JSON-able, what the commands give, and the path of the page.
-
-    Raises
-    ------
-    AttmemoError
-        The model is not installed, or `output` holds files that are not a demo's.
-    DataError
-        The log cannot be read, or has fewer than `FEWEST` lines.
+    demo's; files that are not a demo's are an `AttmemoError`. Gives, JSON-able, what the commands give.
     """
     tell = progress or (lambda what, done, total: None)
     start = time.monotonic()
@@ -59,13 +53,8 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
     database = _prepare(output)
     files = _split(lines, output)
     loaded = load_model(name)
-    built = build_database(
-        loaded,
-        [files["build"]],
-        database,
-        BuildOptions(max_length=min(LONGEST, greatest_length(loaded, None)), max_bytes=4 << 30),
-        lambda done, total: tell("capturing", done, total),
-    )
+    options = BuildOptions(max_length=min(LONGEST, greatest_length(loaded, None)), max_bytes=4 << 30)
+    built = build_database(loaded, [files["build"]], database, options, partial(tell, "capturing"))
     training = train_database(database, progress=tell)
     # A short log cannot certify the budget. The threshold then follows the observed changes, and the sentence says so.
     tuning = tune(database, [files["tune"]], TuneOptions(budget=BUDGET, allow_uncertified=True), tell)

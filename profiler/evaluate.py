@@ -58,17 +58,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Hit rates, similarity, time and quality of a memoized model, on the texts that are not in the database.
 
-    Returns
-    -------
-    dict
-        JSON-able, ``"schema": "attmemo.evaluate/1"``; what `report.write_report` draws.
-
-    Raises
-    ------
-    DataError
-        The data cannot be read, are all in the database, or have labels that the model does not know.
-    DatabaseError
-        The database is not usable, or ``threshold="auto"`` and it was never tuned.
+    The result is JSON-able, ``"schema": "attmemo.evaluate/1"``; `report.write_report` draws it. Labels that the model
+    does not know, or data that are all in the database, are a `DataError`; ``threshold="auto"`` on a database that was
+    never tuned is a `DatabaseError`.
     """
     tell = progress or (lambda what, done, total: None)
     with Database(path, options.residency) as database:

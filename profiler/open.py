@@ -33,14 +33,8 @@ def open_model(
     """The model of a database, in the precision it was built in, checked against the fingerprint.
 
     It is loaded from `name`, by default from where it was at the build. For `pooling` and `answer` see `LoadedModel`;
-    the pooling of an encoder is known afterwards.
-
-    Raises
-    ------
-    DataError
-        It is not where it was at the build, or its configuration asks for a pooling that is not computed here.
-    StaleDatabaseError
-        It, or its tokenizer, is another one.
+    the pooling of an encoder is known afterwards. Another model or tokenizer is a `StaleDatabaseError`; none there, or
+    one whose configuration asks for a pooling that is not computed here, a `DataError`.
     """
     try:
         loaded = load_model(name or info.name, info.dtype, pooling=pooling, answer=answer)

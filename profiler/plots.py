@@ -69,15 +69,13 @@ def _draw_hit_rate(axes: Axes, result: Result) -> None:
 
 
 def _draw_similarity(axes: Axes, result: Result) -> None:
-    _draw_lines(
-        axes, result["layers"], "layer",
-        {
-            "exhaustive_mean_similarity": ("best in the database", GREY, "s-"),
-            "mean_true_similarity": ("true, of what was found", BLUE, "o-"),
-            "mean_predicted_similarity": ("predicted by the embedder", ORANGE, "^-"),
-            "threshold": ("threshold", FAINT, "--"),
-        },
-    )  # fmt: skip
+    lines = {
+        "exhaustive_mean_similarity": ("best in the database", GREY, "s-"),
+        "mean_true_similarity": ("true, of what was found", BLUE, "o-"),
+        "mean_predicted_similarity": ("predicted by the embedder", ORANGE, "^-"),
+        "threshold": ("threshold", FAINT, "--"),
+    }
+    _draw_lines(axes, result["layers"], "layer", lines)
     axes.set_ylabel("mean similarity")
     _number_layers(axes, numbers(result["layers"], "layer"))
 
@@ -90,14 +88,11 @@ def _draw_speed(axes: Axes, result: Result) -> None:
 
 
 def _draw_quality(axes: Axes, result: Result) -> None:
-    _draw_lines(
-        axes, result["sweep"], "threshold",
-        {
-            "hit_rate": ("hit rate", GREY, "s-"),
-            "agreement": ("same answer as exact", BLUE, "o-"),
-            "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
-        },
-    )  # fmt: skip
+    lines = {
+        "hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-"),
+        "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
+    }  # fmt: skip
+    _draw_lines(axes, result["sweep"], "threshold", lines)
     axes.set_ylabel("share, or cosine")
     _mark_threshold(axes, result)
 

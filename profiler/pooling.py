@@ -55,20 +55,19 @@ def own_pooling(name: str) -> str:
 def _read(name: str, file: str) -> Any:
     """A JSON file of a model, or None if there is none."""
     folder = Path(name).expanduser()
-    place: Path | None = folder / file
+    place: Any = folder / file
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        kept = cached_file(
+        place = cached_file(
             name,
             file,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        place = None if kept is None else Path(kept)
     try:
-        return None if place is None else json.loads(place.read_text(encoding="utf-8"))
+        return None if place is None else json.loads(Path(place).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

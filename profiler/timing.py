@@ -20,12 +20,7 @@ Path = Callable[[], nn.Module | None]
 
 
 def time_paths(
-    loaded: LoadedModel,
-    handle: Memoization,
-    prepared: Sequence[Batch],
-    repeats: int,
-    tell: Progress,
-    compiling: bool = False,
+    loaded: LoadedModel, handle: Memoization, prepared: Sequence[Batch], repeats: int, tell: Progress, compiling: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Milliseconds a sequence of every path, where the memoized one spends them, and what could not be timed.
 
