@@ -36,22 +36,18 @@ def ask(
     Answers are as `answers` gives them, but of a language model the `KEPT` likeliest tokens and their probabilities
     ``[Q, K, 2]``: logits of the whole vocabulary would take gigabytes.
     """
-    out: Tensor | None = None
-    total, done = sum(len(batch) for batch, _ in prepared), 0
+    found: list[Tensor] = []
+    rows: list[int] = []
     with torch.inference_mode():
         for batch, inputs in prepared:
             given = answers(loaded, inputs)
-            if loaded.kind == "language-model":
-                given = likeliest(given)
-            if out is None:
-                out = given.new_zeros(total, *given.shape[1:])
-            out[[item.row for item in batch]] = given
+            found.append(likeliest(given) if loaded.kind == "language-model" else given)
+            rows += [item.row for item in batch]
             if after is not None:
                 after(batch)
-            done += len(batch)
             if progress is not None:
-                progress(done)
-    return torch.zeros(0, 1) if out is None else out
+                progress(len(rows))
+        return torch.cat(found)[torch.tensor(rows).argsort()] if found else torch.zeros(0, 1)
 
 
 def likeliest(logits: Tensor) -> Tensor:

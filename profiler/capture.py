@@ -70,9 +70,8 @@ class Capture:
                 raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {call}.", UNKNOWN)
             spans = self._adapter.spans(site.module, call.mask, *call.hidden.shape[:2])
             if spans is None:
-                raise UnsupportedModelError(
-                    f"layer {site.layer} cannot be captured: the mask is not plain padding on one side.", UNKNOWN
-                )
+                why = "the mask is not plain padding on one side"
+                raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {why}.", UNKNOWN)
             positions = inputs.get("position_ids")
             if self._adapter.rotary and not consecutive(positions, spans, call.hidden.shape[1]):
                 raise UnsupportedModelError(

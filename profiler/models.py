@@ -15,9 +15,8 @@ from attmemo.loading import load_pretrained
 from attmemo.profiler.pooling import own_pooling, pool
 
 Progress = Callable[[str, int, int], None]  # called with what is being done, how much is done, and how much there is
+# What an application makes of a model's output and the attention mask [B, L]: embeddings [B, D] or classes [B].
 Answer = Callable[[Any, Tensor], Tensor]
-"""What an application makes of a model's output and the attention mask ``[B, L]``: embeddings ``[B, D]`` or classes
-``[B]``."""
 CHARACTERS: Final = 32  # for each token that is wanted, before a text is cut: no text of words has so long ones
 _PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
 GIVES: Final = {"classifier": "classes", "language-model": "next tokens", "encoder": "embeddings"}
@@ -147,10 +146,9 @@ def greatest_length(loaded: LoadedModel, asked: int | None) -> int:
     if known is not None and known < 1_000_000:
         limits.append(int(known))
     most = min(limits)
-    if asked is not None and asked > most and asked > limits[0]:
-        raise AttmemoError(
-            f"--max-length {asked} is more than the model's {limits[0]} positions.", f"--max-length {most}"
-        )
+    if asked is not None and asked > limits[0]:
+        what = f"--max-length {asked} is more than the model's {limits[0]} positions."
+        raise AttmemoError(what, f"--max-length {most}")
     return min(asked or most, limits[0])
 
 
@@ -220,11 +218,9 @@ def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | N
     if loaded.answer is not None:
         given = loaded.answer(asked(**inputs), mask)
         if not isinstance(given, Tensor) or given.ndim not in (1, 2) or len(given) != len(mask):
-            what = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise AttmemoError(
-                f"answer= gave {what} for a batch of {len(mask)} texts.",
-                "give a tensor of embeddings [B, D] or of classes [B]",
-            )
+            seen = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            what = f"answer= gave {seen} for a batch of {len(mask)} texts."
+            raise AttmemoError(what, "give a tensor of embeddings [B, D] or of classes [B]")
         return given if given.ndim == 1 else given.float()
     if loaded.kind == "language-model":
         own = NextToken(loaded.model) if model is None else None

@@ -14,9 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-Result = Mapping[str, Any]
-"""An evaluation's result, `attmemo.evaluate/1`: shares between 0 and 1, times in ms."""
-
+Result = Mapping[str, Any]  # an evaluation's, `attmemo.evaluate/1`: shares between 0 and 1, times in ms
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
 STYLE: Final[dict[Any, Any]] = {
@@ -28,7 +26,6 @@ STYLE: Final[dict[Any, Any]] = {
     "xtick.color": FAINT, "xtick.labelcolor": INK, "xtick.labelsize": 8.5,
     "ytick.color": FAINT, "ytick.labelcolor": INK, "ytick.labelsize": 8.5,
 }  # fmt: skip
-"""Settings of matplotlib for every figure; for `matplotlib.rc_context`."""
 
 
 def numbers(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
@@ -156,7 +153,6 @@ PANELS: Final = (
           "them.", _draw_controls),
     Panel("time", "Where the time goes", "Mean time, exact paths beside the memoized one.", _draw_time),
 )  # fmt: skip
-"""The plots, in reading order."""
 
 
 def present_panels(result: Result) -> list[Panel]:

@@ -180,10 +180,9 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     """
     model = (result.get("database") or {}).get("model")
     headline = f"Attention memoization: {model}" if model else "Attention memoization"
-    heading = f"{headline}\n{result.get('verdict') or ''}"
     contents = {
         "report.html": _render_page(result, headline),
-        "report.png": draw_panels(present_panels(result), result, heading),
+        "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),
         "result.json": (json.dumps(_finite(result), indent=2, ensure_ascii=False) + "\n").encode(),
     }
     directory = Path(directory)

@@ -15,8 +15,8 @@ from attmemo.memoization import Memoization
 from attmemo.profiler.answers import Batch
 from attmemo.profiler.models import LoadedModel, NextToken, Progress, answers
 
+# Switches a way of asking on, and returns the model to ask; None: the one that was loaded.
 Path = Callable[[], nn.Module | None]
-"""Switches a way of asking on, and returns the model to ask; None: the one that was loaded."""
 
 
 def time_paths(
