@@ -69,8 +69,7 @@ def search_all(
 
 def _served(engine: Engine, captured: Captured) -> list[tuple[int, float]]:
     """Layer and true similarity of every map that would be served."""
-    scores = []
-    found = None
+    scores, found = [], None
     for layer in range(engine.layers):
         if found is None or engine.lookup == "layer":
             owner = SEQUENCE if engine.lookup == "sequence" else layer

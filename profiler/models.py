@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.loading import load_pretrained
@@ -161,20 +162,18 @@ def batches(items: Sequence[Tokens], size: int) -> Iterator[list[Tokens]]:
 
 def collate(loaded: LoadedModel, batch: Sequence[Tokens]) -> dict[str, Tensor]:
     """Model inputs ``[B, L]`` with padding at the end."""
-    shape = len(batch), max(len(item) for item in batch)
-    ids = torch.full(shape, loaded.tokenizer.pad_token_id or 0)
-    mask, segments = torch.zeros(2, *shape, dtype=torch.long)
-    for row, item in enumerate(batch):
-        n = len(item)
-        ids[row, :n] = torch.tensor(item.ids)
-        mask[row, :n] = 1
-        if item.segments is not None:
-            segments[row, :n] = torch.tensor(item.segments)
-    inputs = {"input_ids": ids, "attention_mask": mask}
+
+    def padded(rows: list[list[int]], fill: int = 0) -> Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+
+    inputs = {
+        "input_ids": padded([item.ids for item in batch], loaded.tokenizer.pad_token_id or 0),
+        "attention_mask": padded([[1] * len(item) for item in batch]),
+    }
     # A plain fast tokenizer gives segments to any model; a decoder without them would hand them on to its attention.
     takers = loaded.tokenizer.model_input_names, inspect.signature(loaded.model.forward).parameters
     if all("token_type_ids" in names for names in takers) and any(item.segments is not None for item in batch):
-        inputs["token_type_ids"] = segments
+        inputs["token_type_ids"] = padded([item.segments or [0] * len(item) for item in batch])
     return inputs
 
 
@@ -188,7 +187,7 @@ class NextToken(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.last: Tensor | None = None
+        self.last = torch.zeros(0, dtype=torch.long)  # the place of each row's last valid token
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         self._hook = head.register_forward_pre_hook(self._take)
 
@@ -203,7 +202,6 @@ class NextToken(nn.Module):
 
     def _take(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         hidden: Tensor = args[0]  # [B, L, H], padded at the end
-        assert self.last is not None
         return (hidden[torch.arange(len(hidden)), self.last].unsqueeze(1),)
 
 
