@@ -1,8 +1,7 @@
 """Deduplication at build: a sequence whose maps are all in the database already, nearly, is not stored again.
 
 Comparing with every record would read the whole database for each sequence. Candidates are the records of the same
-length whose first hidden states lie nearest, in a random projection; only their maps are compared. A record that the
-projection overlooks costs bytes, never answers.
+length whose first hidden states lie nearest, in a random projection. An overlooked record costs bytes, never answers.
 """
 
 from __future__ import annotations
@@ -23,28 +22,22 @@ CANDIDATES = 4  # records compared in full
 _DIMENSIONS = 64
 _CHANNELS = 8
 _SEED = 20240229
-LEFT_OUT = "left-out.json"
-"""What a builder notes beside the database; no reader asks for it."""
+LEFT_OUT = "left-out.json"  # what a builder notes beside the database; no reader asks for it
 
 
 class Admission:
     """Remembers what was stored and what was left out, and says whether something is new.
 
-    The rows left out are noted beside the database, so that a resumed build need not ask the model again. The note is
-    no part of the database: where it is missing, torn or another database's, the rows are asked anew. It is saved
-    after a publication, since before it the record that stands for a row may yet be lost.
-
-    Parameters
-    ----------
-    threshold : float
-        Similarity score (Eq. 1) that every layer's map must reach for a record to stand for the sequence.
-    writer : DatabaseWriter
-        Of the database; its records are remembered.
+    A record stands for a sequence if every layer's map reaches the threshold (similarity score, Eq. 1). The rows left
+    out are noted beside the database, so that a resumed build need not ask the model again. Where the note is missing,
+    torn or another database's, the rows are asked anew. It is saved after a publication, since before it the record
+    that stands for a row may yet be lost.
     """
 
     def __init__(self, threshold: float, writer: DatabaseWriter) -> None:
         self._threshold, self._writer = threshold, writer
-        self._narrow: Tensor | None = None  # [H, p]
+        size = writer.manifest.model.hidden
+        self._narrow = torch.randn(size, _CHANNELS, generator=torch.Generator().manual_seed(_SEED))  # [H, p]
         self._mix: dict[int, Tensor] = {}  # length -> [d, n p]
         self._vectors: dict[int, Tensor] = {}  # length -> [room, d]
         self._records: dict[int, list[int]] = defaultdict(list)
@@ -61,11 +54,10 @@ class Admission:
 
     def admits(self, maps: Sequence[Tensor], first_input: Tensor) -> bool:
         """Whether no stored record has nearly these maps: ``[h, n, n]`` by layer, hidden states ``[n, H]``."""
-        length = len(first_input)
-        records = self._records[length]
+        records = self._records[len(first_input)]
         if not records:
             return True
-        distances = (self._vectors[length][: len(records)] - self._project(first_input)).norm(dim=1)
+        distances = (self._vectors[len(first_input)][: len(records)] - self._project(first_input)).norm(dim=1)
         for place in distances.topk(min(CANDIDATES, len(records)), largest=False).indices.tolist():
             pairs = zip(maps, self._writer.maps(records[place]), strict=True)
             if all(float(similarity_score(new, old)) >= self._threshold for new, old in pairs):
@@ -76,20 +68,16 @@ class Admission:
         """A record was stored under this number."""
         length = len(first_input)
         records = self._records[length]
-        vectors = self._vectors.get(length)
-        if vectors is None or len(vectors) == len(records):
-            room = torch.empty(max(64, 2 * len(records)), _DIMENSIONS)
-            if vectors is not None:
-                room[: len(records)] = vectors
-            vectors = self._vectors[length] = room
+        vectors = self._vectors.get(length, torch.empty(0, _DIMENSIONS))
+        if len(vectors) == len(records):
+            vectors = self._vectors[length] = torch.cat([vectors, torch.empty(max(64, len(records)), _DIMENSIONS)])
         vectors[len(records)] = self._project(first_input)
         records.append(record)
 
     def left_out(self, source: str, row: int) -> bool:
         """Whether a row of the file with this digest was left out before, at this score or a higher one."""
-        return any(
-            row in rows for (of, admit), rows in self._left_out.items() if of == source and admit >= self._threshold
-        )
+        noted = self._left_out.items()
+        return any(row in rows for (of, admit), rows in noted if of == source and admit >= self._threshold)
 
     def leave_out(self, source: str, row: int) -> None:
         """A row of the file with this digest was not stored."""
@@ -99,23 +87,17 @@ class Admission:
         """Write the note; an error of the disk only costs the next build some time."""
         if not self._left_out:
             return
-        entries = [
-            {"source": source, "admit": admit, "rows": sorted(rows)}
-            for (source, admit), rows in self._left_out.items()
-        ]
+        noted = self._left_out.items()
+        entries = [{"source": source, "admit": admit, "rows": sorted(rows)} for (source, admit), rows in noted]
         fresh = self._note.with_suffix(".tmp")
         with suppress(OSError):
             fresh.write_text(json.dumps({"database": self._writer.manifest.uuid, "left_out": entries}), "utf-8")
             os.replace(fresh, self._note)
 
     def _project(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[n, H]`` in ``[d]`` numbers that keep distances, roughly.
-
-        First channels, then positions: one matrix for both would have n times H times d numbers.
-        """
-        length, size = hidden.shape
-        if self._narrow is None:
-            self._narrow = torch.randn(size, _CHANNELS, generator=torch.Generator().manual_seed(_SEED))
+        """Hidden states ``[n, H]`` in ``[d]`` numbers that keep distances, roughly: first channels, then positions."""
+        # One matrix for both would have n times H times d numbers.
+        length = len(hidden)
         if length not in self._mix:
             generator = torch.Generator().manual_seed(_SEED + length)
             self._mix[length] = torch.randn(_DIMENSIONS, length * _CHANNELS, generator=generator)

@@ -31,37 +31,23 @@ def ask(
     after: Callable[[list[Tokens]], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Answers of all texts, in the order of rows, as far as comparing them needs.
+    """Answers of all texts, in the order of rows; calls `after` with each batch, `progress` with the texts done.
 
-    Parameters
-    ----------
-    after : callable, optional
-        Called after each batch, with its texts.
-    progress : callable, optional
-        Called with the number of texts done.
-
-    Returns
-    -------
-    Tensor
-        As `answers` gives them, for all texts; of a language model the `KEPT` likeliest tokens and their probabilities
-        ``[Q, K, 2]``: logits of the whole vocabulary would take gigabytes.
+    Answers are as `answers` gives them, but of a language model the `KEPT` likeliest tokens and their probabilities
+    ``[Q, K, 2]``: logits of the whole vocabulary would take gigabytes.
     """
-    out: Tensor | None = None
-    total, done = sum(len(batch) for batch, _ in prepared), 0
+    found: list[Tensor] = []
+    rows: list[int] = []
     with torch.inference_mode():
         for batch, inputs in prepared:
             given = answers(loaded, inputs)
-            if loaded.kind == "language-model":
-                given = likeliest(given)
-            if out is None:
-                out = given.new_zeros(total, *given.shape[1:])
-            out[[item.row for item in batch]] = given
+            found.append(likeliest(given) if loaded.kind == "language-model" else given)
+            rows += [item.row for item in batch]
             if after is not None:
                 after(batch)
-            done += len(batch)
             if progress is not None:
-                progress(done)
-    return torch.zeros(0, 1) if out is None else out
+                progress(len(rows))
+        return torch.cat(found)[torch.tensor(rows).argsort()] if found else torch.zeros(0, 1)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -86,14 +72,9 @@ def perplexity(loaded: LoadedModel, prepared: Sequence[Batch], most: int = 1 << 
     """Perplexity of a language model on the texts themselves, teacher-forced, and how many tokens it was asked for.
 
     Every valid token but the first of each text counts alike: exp of their mean negative log-likelihood, in nats; None
-    if there is none. Of a memoized model it flatters, if anything: each map was looked up with the whole text in view,
-    the tokens that are yet to be predicted too.
-
-    Parameters
-    ----------
-    most : int
-        Logits to hold at once. A batch that has more is run several times, for some positions each: split by rows it
-        would not be the batch that the gate was asked about.
+    if there is none. Of a memoized model it flatters, if anything: each map was looked up with the whole text in view.
+    A batch with more than `most` logits is run several times, for some positions each: split by rows it would not be
+    the batch that the gate was asked about.
     """
     model: Any = loaded.model
     total, count = 0.0, 0
@@ -108,12 +89,8 @@ def perplexity(loaded: LoadedModel, prepared: Sequence[Batch], most: int = 1 << 
                 whole = step >= length - 1  # then no argument that some model might not know
                 some = {} if whole else {"logits_to_keep": kept}
                 logits = model(**inputs, use_cache=False, **some).logits
-                wanted = targets[:, kept]
-                total += float(
-                    nn.functional.cross_entropy(
-                        logits[:, : len(kept)].flatten(0, 1).float(), wanted.flatten(), reduction="sum"
-                    )
-                )
+                given, wanted = logits[:, : len(kept)].flatten(0, 1).float(), targets[:, kept].flatten()
+                total += float(nn.functional.cross_entropy(given, wanted, reduction="sum"))
                 count += int((wanted >= 0).sum())
     return (math.exp(total / count) if count else None), count
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -23,10 +22,10 @@ from attmemo.profiler.data import Row, count_rows, digest, read_texts
 from attmemo.profiler.models import LoadedModel, batches, collate, greatest_length, tokenize
 from attmemo.reuse.maps import Maps
 
+Progress = Callable[[int, int], None]
 PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost
 CHUNK = 256  # rows tokenized, sorted by length and captured together
 _WHEN_FULL = "free space and run the same command again, it resumes; or use --max-bytes or --limit"
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,7 @@ def build_database(
 
     Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
     is trained without it and calibrated on it. Stretches, not single rows: neighbouring log lines are near copies.
-
-    Raises
-    ------
-    DataError
-        The data cannot be read, or holds no text.
-    DatabaseLockedError, StorageFullError, DatabaseError
-        See `DatabaseWriter`. What was published stays, and the same call resumes.
+    Errors are those of `read_texts` and `DatabaseWriter`; what was published stays, and the same call resumes.
     """
     start = time.monotonic()
     adapter, sites = adapter_for(loaded.model)
@@ -99,7 +92,7 @@ def build_database(
                         if not build.store([fresh[item.row] for item in batch], captured):
                             break
                         if progress is not None:
-                            progress(build.done, total)
+                            progress(build.added + build.skipped + build.alike, total)
                         build.publish(now=False)
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
@@ -107,32 +100,29 @@ def build_database(
             if writer.records > writer.manifest.records:
                 build.publish()
             raise
-        if build.stopped is not None and writer.records == 0:
-            raise StorageFullError(
-                f"--max-bytes {options.max_bytes} does not hold a single record.", "allow more bytes"
-            )
         if writer.records == 0:
+            if build.stopped is not None:
+                raise _too_few(options.max_bytes)
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
         build.publish()
-        return build.result(time.monotonic() - start)
+        counts, seconds = (build.added, build.skipped, build.held_out), time.monotonic() - start
+        return BuildResult(path, writer.records, *counts, writer.stored_bytes, seconds, build.stopped, build.alike)
 
 
 def check_place(path: Path | None, max_bytes: int | None) -> None:
-    """Refuse a place or a size that no database can have, before a model is loaded. `DatabaseWriter` checks more.
-
-    Raises
-    ------
-    AttmemoError
-        The place is a file or holds something else, or the bytes hold no record.
-    """
+    """Refuse a place or a size that no database can have, before a model is loaded. `DatabaseWriter` checks more."""
     if max_bytes is not None and max_bytes < page_size():
-        raise StorageFullError(f"--max-bytes {max_bytes} does not hold a single record.", "allow more bytes")
+        raise _too_few(max_bytes)
     if path is None:
         return
     if path.exists() and not path.is_dir():
         raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
     if path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir():
         raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+
+
+def _too_few(max_bytes: int | None) -> StorageFullError:
+    return StorageFullError(f"--max-bytes {max_bytes} does not hold a single record.", "allow more bytes")
 
 
 class _Build:
@@ -147,11 +137,6 @@ class _Build:
         self._published = time.monotonic()
         self.added = self.skipped = self.held_out = self.alike = 0
         self.stopped: str | None = None
-
-    @property
-    def done(self) -> int:
-        """Rows that were dealt with."""
-        return self.added + self.skipped + self.alike
 
     def choose(self, chunk: Sequence[Row]) -> list[Row]:
         """The rows that the model has to be asked about; the others are counted."""
@@ -181,9 +166,9 @@ class _Build:
                 admission.leave_out(self._digests[row.source], row.row)
                 self.alike += 1
                 continue
-            split = self._split(row)
-            provenance = Provenance(self._numbers[row.source], row.row, split)
-            record = writer.add(Maps.slots(hidden, maps), len(hidden[0]), provenance)
+            source = self._numbers[row.source]
+            split = _split(source, row.row, self._options.held_out)
+            record = writer.add(Maps.slots(hidden, maps), len(hidden[0]), Provenance(source, row.row, split))
             if self._admission is not None:
                 self._admission.remember(record, hidden[0])
             self.added += 1
@@ -199,30 +184,10 @@ class _Build:
             self._admission.save()
         self._published = time.monotonic()
 
-    def result(self, seconds: float) -> BuildResult:
-        """What was done."""
-        w = self._writer
-        return BuildResult(
-            w.path,
-            w.records,
-            self.added,
-            self.skipped,
-            self.held_out,
-            w.stored_bytes,
-            seconds,
-            self.stopped,
-            self.alike,
-        )
-
-    def _split(self, row: Row) -> int:
-        return _split(self._numbers[row.source], row.row, self._options.held_out)
-
     def _judges(self, row: Row) -> Admission | None:
-        """What may leave a row out. Held-out rows are all kept.
-
-        Without those that have a near record the others would make every prediction look worse than it is.
-        """
-        return None if self._split(row) == SPLIT_HELD_OUT else self._admission
+        """What may leave a row out. Held-out rows all stay: without near ones predictions would look too bad."""
+        split = _split(self._numbers[row.source], row.row, self._options.held_out)
+        return None if split == SPLIT_HELD_OUT else self._admission
 
 
 def build_from_inputs(
@@ -242,12 +207,10 @@ def build_from_inputs(
     model : transformers model
         In memory; training and tuning from the command line will want it as a directory.
     batches : iterable of mapping of str to Tensor
-        What the attention layers' part of the model is called with: ``input_ids`` and ``attention_mask``, or
-        ``pixel_values``, or ``input_features``; the encoder's, of models that have one.
-    output : Path, optional
-        Default: in the user's cache directory, by the model's fingerprint.
-    storage, inputs, held_out
-        As `BuildOptions` has them.
+        What the attention layers' part of the model is called with (the encoder, of models that have one):
+        ``input_ids`` and ``attention_mask``, or ``pixel_values``, or ``input_features``.
+    output, storage, inputs, held_out
+        As `build_database` and `BuildOptions` have them.
     name : str
         What the database says about where the inputs come from.
 
@@ -258,36 +221,30 @@ def build_from_inputs(
 
     Raises
     ------
-    UnsupportedModelError, AdapterCheckError
-        The model is not known, or not as it should be.
-    DataError
-        There was no input.
+    UnsupportedModelError, AdapterCheckError, DataError
+        The model is not known, or not as it should be; there was no input.
     """
     model = encoder_of(model)
     if getattr(getattr(model, "attmemo", None), "enabled", False):
         raise AttmemoError("the model is being served: its maps would be another text's.", "attmemo.unmemoize(model)")
     adapter, sites = adapter_for(model)
     check_adapter(adapter, model, sites)
-    with ExitStack() as stack:
-        capture = stack.enter_context(Capture(model, adapter, sites))
-        writer = None
-        row = 0
-        for batch in batches:
-            captured = capture.run(dict(batch))
-            if writer is None:
-                longest = int(getattr(adapter.host(model).config, "max_position_embeddings", 0) or 0)
-                length = max(longest, captured.inputs[0].shape[1])
-                info = describe(model, adapter, sites, name, length, None)
-                kind, settings = resolve_storage(info.dtype, storage, inputs)
-                writer = DatabaseWriter(output or default_path(info.fingerprint), info, kind, settings)
-                source = stack.enter_context(writer).add_source(name, f"rows from {writer.records}")
-            for maps, hidden in captured:
+    stream = iter(batches)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("there is no input to build from.", "give at least one batch")
+    with Capture(model, adapter, sites) as capture:
+        captured = capture.run(dict(first))
+        longest = int(getattr(adapter.host(model).config, "max_position_embeddings", 0) or 0)
+        info = describe(model, adapter, sites, name, max(longest, captured.inputs[0].shape[1]), None)
+        kind, settings = resolve_storage(info.dtype, storage, inputs)
+        with DatabaseWriter(output or default_path(info.fingerprint), info, kind, settings) as writer:
+            source = writer.add_source(name, f"rows from {writer.records}")
+            rest = (capture.run(dict(batch)) for batch in stream)
+            for row, (maps, hidden) in enumerate(chain(captured, chain.from_iterable(rest))):
                 writer.add(Maps.slots(hidden, maps), len(hidden[0]), Provenance(source, row, _split(0, row, held_out)))
-                row += 1
-        if writer is None:
-            raise DataError("there is no input to build from.", "give at least one batch")
-        writer.publish()
-        return writer.path
+            writer.publish()
+            return writer.path
 
 
 def describe(
@@ -297,18 +254,12 @@ def describe(
     host = adapter.host(model)
     fields = model_fields(host)
     return ModelInfo(
-        name=name,
-        family=adapter.family,
-        mask_kind=adapter.mask_kind,
-        layers=len(sites),
+        name=name, family=adapter.family, mask_kind=adapter.mask_kind, layers=len(sites),
         heads=adapter.shape(sites[0].module)[0],
         hidden=int(host.config.hidden_size),  # type: ignore[union-attr,arg-type]
         dtype=str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch."),
-        max_length=max_length,
-        fingerprint=fingerprint(fields),
-        fields=fields,
-        tokenizer=tokenizer,
-    )
+        max_length=max_length, fingerprint=fingerprint(fields), fields=fields, tokenizer=tokenizer,
+    )  # fmt: skip
 
 
 def resolve_storage(dtype: str, storage: str, inputs: str) -> tuple[str, dict[str, str]]:

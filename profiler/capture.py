@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ class Captured:
     spans: Spans
 
     def sequence(self, row: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Maps ``[h, n, n]`` and inputs ``[n, H]`` of one row, every layer, cut to its valid tokens."""
+        """Maps ``[h, n, n]`` and inputs ``[n, H]`` of one sequence, every layer, cut to its valid tokens."""
         length, n = self.inputs[0].shape[1], self.spans.lengths[row]
         own = slice(length - n, length) if self.spans.left else slice(n)
         return [m[row, :, own, own] for m in self.maps], [x[row, own] for x in self.inputs]
@@ -37,10 +36,7 @@ class Captured:
 
 
 class Capture:
-    """Runs a model so that it gives its maps; the model is left as it was afterwards.
-
-    Use as a context manager around many `run` calls.
-    """
+    """Runs a model so that it gives its maps; a context manager around many `run` calls, which leaves it as it was."""
 
     def __init__(self, model: nn.Module, adapter: Adapter, sites: Sequence[Site]) -> None:
         self._model, self._adapter, self._sites = model, adapter, list(sites)
@@ -56,9 +52,7 @@ class Capture:
         self._extra = self._stack.enter_context(self._adapter.capturing(self._model))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
         self._calls.clear()
 
@@ -76,9 +70,8 @@ class Capture:
                 raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {call}.", UNKNOWN)
             spans = self._adapter.spans(site.module, call.mask, *call.hidden.shape[:2])
             if spans is None:
-                raise UnsupportedModelError(
-                    f"layer {site.layer} cannot be captured: the mask is not plain padding on one side.", UNKNOWN
-                )
+                why = "the mask is not plain padding on one side"
+                raise UnsupportedModelError(f"layer {site.layer} cannot be captured: {why}.", UNKNOWN)
             positions = inputs.get("position_ids")
             if self._adapter.rotary and not consecutive(positions, spans, call.hidden.shape[1]):
                 raise UnsupportedModelError(

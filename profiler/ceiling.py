@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,20 @@ from attmemo.db import SEQUENCE, Database
 from attmemo.engine import Engine
 from attmemo.memoization import Memoization
 from attmemo.profiler.capture import Capture, Captured
-from attmemo.profiler.models import LoadedModel, Tokens, collate
+from attmemo.profiler.models import LoadedModel, Progress, Tokens, collate
 from attmemo.similarity import similarity_matrix, similarity_score
 
-Progress = Callable[[str, int, int], None]
 _BATCH = 16
 
 
 def search_all(
     loaded: LoadedModel, handle: Memoization, tokens: Sequence[Tokens], most: int, tell: Progress
 ) -> tuple[list[dict[str, Any]], int]:
-    """What is found and what could be, layer by layer, on a sample of the texts; and how many these are.
+    """What is found and what could be, by layer, on a sample of at most so many texts; and how many these are.
 
     The keys are the exact model's hidden states (off-policy), and no gate is asked: hit rates elsewhere are the
-    memoized model's own.
-
-    Returns
-    -------
-    list of dict
-        Per layer ``mean_true_similarity`` of the records that serve, ``sample_hit_rate``, ``exhaustive_hit_rate`` and
-        ``exhaustive_mean_similarity`` of the best records there are.
-    int
-        Texts in the sample; with 0 the list is empty.
+    memoized model's own. Rows have ``mean_true_similarity`` of the records that serve, ``sample_hit_rate``,
+    ``exhaustive_hit_rate`` and ``exhaustive_mean_similarity`` of the best records there are. No text, no rows.
     """
     engine, database = handle.engine, handle.database
     count = min(most, len(tokens))
@@ -44,8 +36,7 @@ def search_all(
     places = np.linspace(0, len(tokens) - 1, count).round().astype(int)
     sample = sorted((tokens[place] for place in places), key=len)
     adapter, sites = adapter_for(loaded.model)
-    best: list[list[float]] = [[] for _ in range(engine.layers)]
-    true: list[list[float]] = [[] for _ in range(engine.layers)]
+    best, true = ([list[float]() for _ in range(engine.layers)] for _ in range(2))
     done = 0
     handle.disable()
     try:
@@ -78,8 +69,7 @@ def search_all(
 
 def _served(engine: Engine, captured: Captured) -> list[tuple[int, float]]:
     """Layer and true similarity of every map that would be served."""
-    scores = []
-    found = None
+    scores, found = [], None
     for layer in range(engine.layers):
         if found is None or engine.lookup == "layer":
             owner = SEQUENCE if engine.lookup == "sequence" else layer

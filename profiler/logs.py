@@ -23,7 +23,6 @@ PREFIXES: Final = {
     "storage": "[{time:%y/%m/%d %H:%M:%S}.{millis:03}] <store-{store}> ",
     "payments": "ts={time:%Y-%m-%dT%H:%M:%S}.{millis:03}+00:00 svc=payments req={request} ",
 }
-"""The beginning of each line, by service."""
 
 
 class Step(NamedTuple):
@@ -81,26 +80,10 @@ def _draw(how: str, random: Random) -> object:
 
 
 def generate_log(lines: int, seed: int = 0, services: Collection[str] = ()) -> Iterator[str]:
-    """Invent a log, line by line, in order of time.
+    """Invent a log, line by line without newlines, in order of time; lines have about 20 to 60 wordpieces.
 
-    Parameters
-    ----------
-    lines : int
-        Number of lines; none if 0 or less.
-    seed : int
-        The same seed gives the same lines, and a longer log begins with the shorter one.
-    services : collection of str
-        Only these services of `PREFIXES` write lines. Default: all.
-
-    Returns
-    -------
-    iterator of str
-        Lines without their newline, about 20 to 60 wordpieces each.
-
-    Raises
-    ------
-    ValueError
-        A service is not one of `PREFIXES`.
+    The same seed gives the same lines, and a longer log begins with the shorter one. Only the `services` write lines,
+    by default all of `PREFIXES`; another one is a `ValueError`.
     """
     unknown = sorted(set(services) - set(PREFIXES))
     if unknown:

@@ -9,14 +9,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.loading import load_pretrained
 from attmemo.profiler.pooling import own_pooling, pool
 
+Progress = Callable[[str, int, int], None]  # called with what is being done, how much is done, and how much there is
+# What an application makes of a model's output and the attention mask [B, L]: embeddings [B, D] or classes [B].
 Answer = Callable[[Any, Tensor], Tensor]
-"""What an application makes of a model's output and the attention mask ``[B, L]``: embeddings ``[B, D]`` or classes
-``[B]``."""
 CHARACTERS: Final = 32  # for each token that is wanted, before a text is cut: no text of words has so long ones
 _PAIR: Final = ("encoder", "decoder")  # not by the configuration: that of T5's encoder, saved alone, denies both
 GIVES: Final = {"classifier": "classes", "language-model": "next tokens", "encoder": "embeddings"}
@@ -25,26 +26,15 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class LoadedModel:
-    """A model ready for inference with its tokenizer.
-
-    Attributes
-    ----------
-    kind : str
-        ``"classifier"`` (answers are labels), ``"language-model"`` (answers are next tokens) or ``"encoder"`` (answers
-        are embeddings). Of an encoder-decoder without a classifier, `model` is the encoder alone.
-    pooling : str, optional
-        How an encoder's hidden states become its embedding. None: as its own configuration says (`own_pooling`).
-    answer : callable, optional
-        Makes the answers instead. The kind of such a model is ``"encoder"``, and its pooling ``"function"``.
-    """
+    """A model ready for inference with its tokenizer."""
 
     name: str
     model: nn.Module
     tokenizer: Any
-    kind: str
+    kind: str  # one of `GIVES`; of an encoder-decoder without a classifier, `model` is the encoder alone
     dtype: str
-    pooling: str | None = None
-    answer: Answer | None = None
+    pooling: str | None = None  # of an encoder's hidden states; None: as its own configuration says (`own_pooling`)
+    answer: Answer | None = None  # makes the answers; then the kind is "encoder" and the pooling "function"
 
     @property
     def labels(self) -> dict[str, int]:
@@ -70,15 +60,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model directory or hub name: as the classifier or language model that it is, else as a bare encoder.
 
-    Of a model with a decoder beside its encoder the latter is loaded: its database serves both. For `pooling` and
-    `answer` see `LoadedModel`.
-
-    Raises
-    ------
-    DataError
-        There is no such directory, and the name cannot be loaded from the hub.
-    UnsupportedModelError
-        transformers cannot load it, or its encoder or the head that its configuration speaks of has no weights.
+    Of a model with a decoder beside its encoder the latter is loaded: its database serves both. A name that leads to
+    no model is a `DataError`; one without weights for its encoder or head is an `UnsupportedModelError`.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -124,15 +107,13 @@ def kind_of(config: Any) -> str:
     return "encoder"
 
 
-def tokenize(loaded: LoadedModel, texts: Sequence[str], max_length: int, first_row: int = 0) -> list[Tokens]:
+def tokenize(loaded: LoadedModel, texts: Sequence[str], max_length: int) -> list[Tokens]:
     """Token ids of texts, cut to `max_length`, without padding."""
     ids, segments = _encode(loaded, texts, max_length, CHARACTERS * max_length)
     # A tokenizer that adds no special tokens makes nothing of some texts, and a model cannot be asked nothing.
     empty = [next((n for n in (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_id) if n is not None), 0)]
-    return [
-        Tokens(first_row + i, own or empty, parts if own else None)
-        for i, (own, parts) in enumerate(zip(ids, segments, strict=True))
-    ]
+    pairs = zip(ids, segments, strict=True)
+    return [Tokens(row, own or empty, parts if own else None) for row, (own, parts) in enumerate(pairs)]
 
 
 def _encode(
@@ -166,61 +147,47 @@ def greatest_length(loaded: LoadedModel, asked: int | None) -> int:
     if known is not None and known < 1_000_000:
         limits.append(int(known))
     most = min(limits)
-    if asked is not None and asked > most and asked > limits[0]:
-        raise AttmemoError(
-            f"--max-length {asked} is more than the model's {limits[0]} positions.", f"--max-length {most}"
-        )
+    if asked is not None and asked > limits[0]:
+        what = f"--max-length {asked} is more than the model's {limits[0]} positions."
+        raise AttmemoError(what, f"--max-length {most}")
     return min(asked or most, limits[0])
 
 
-def batches(items: Sequence[Tokens], size: int, *, sort: bool = True) -> Iterator[list[Tokens]]:
+def batches(items: Sequence[Tokens], size: int) -> Iterator[list[Tokens]]:
     """Batches of similar length: sorted, so that little is padded, as every careful server does."""
-    order = sorted(items, key=len) if sort else list(items)
+    order = sorted(items, key=len)
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
 
 def collate(loaded: LoadedModel, batch: Sequence[Tokens]) -> dict[str, Tensor]:
     """Model inputs ``[B, L]`` with padding at the end."""
-    pad = loaded.tokenizer.pad_token_id or 0
-    length = max(len(item) for item in batch)
-    ids = torch.full((len(batch), length), pad, dtype=torch.long)
-    mask = torch.zeros((len(batch), length), dtype=torch.long)
-    segments = torch.zeros((len(batch), length), dtype=torch.long)
-    for row, item in enumerate(batch):
-        n = len(item)
-        ids[row, :n] = torch.tensor(item.ids)
-        mask[row, :n] = 1
-        if item.segments is not None:
-            segments[row, :n] = torch.tensor(item.segments)
-    inputs = {"input_ids": ids, "attention_mask": mask}
+
+    def padded(rows: list[list[int]], fill: int = 0) -> Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+
+    inputs = {
+        "input_ids": padded([item.ids for item in batch], loaded.tokenizer.pad_token_id or 0),
+        "attention_mask": padded([[1] * len(item) for item in batch]),
+    }
     # A plain fast tokenizer gives segments to any model; a decoder without them would hand them on to its attention.
-    wanted = "token_type_ids" in loaded.tokenizer.model_input_names and _takes_segments(loaded.model)
-    if wanted and any(item.segments is not None for item in batch):
-        inputs["token_type_ids"] = segments
+    takers = loaded.tokenizer.model_input_names, inspect.signature(loaded.model.forward).parameters
+    if all("token_type_ids" in names for names in takers) and any(item.segments is not None for item in batch):
+        inputs["token_type_ids"] = padded([item.segments or [0] * len(item) for item in batch])
     return inputs
-
-
-def _takes_segments(model: nn.Module) -> bool:
-    return "token_type_ids" in inspect.signature(model.forward).parameters
 
 
 class NextToken(nn.Module):
     """A language model asked for the token behind each row's last valid one, as a prefill is: no cache is kept.
 
-    Its head is computed for these rows alone. The rows are taken out right before the head, inside the model's own
+    Its head is computed for these rows alone. They are taken out right before the head, inside the model's own
     `forward`, so that whatever a family does to its logits afterwards (scaling, capping) is done.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A ``…ForCausalLM``; `remove` leaves it as it was.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.last: Tensor | None = None
+        self.last = torch.zeros(0, dtype=torch.long)  # the place of each row's last valid token
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         self._hook = head.register_forward_pre_hook(self._take)
 
@@ -230,56 +197,38 @@ class NextToken(nn.Module):
         return self.model(**inputs, use_cache=False)
 
     def remove(self) -> None:
-        """Take the hook out of the model."""
+        """Leave the model as it was."""
         self._hook.remove()
 
     def _take(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         hidden: Tensor = args[0]  # [B, L, H], padded at the end
-        assert self.last is not None
         return (hidden[torch.arange(len(hidden)), self.last].unsqueeze(1),)
 
 
 def answers(loaded: LoadedModel, inputs: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
-    """What the application reads, float32.
+    """What the application reads, float32, asked of `model` instead where it is given (or of a `NextToken`).
 
-    Parameters
-    ----------
-    model : nn.Module, optional
-        Asked instead of `loaded.model`; in place of a language model, a `NextToken`.
-
-    Returns
-    -------
-    Tensor
-        Logits ``[B, C]`` of classes; logits ``[B, V]`` of the token behind the last valid one; embeddings of unit
-        length ``[B, H]``; or what `loaded.answer` gives, classes ``[B]`` or embeddings ``[B, D]``.
-
-    Raises
-    ------
-    AttmemoError
-        `loaded.answer` gives something else.
+    Logits ``[B, C]`` of classes; logits ``[B, V]`` of the token behind the last valid one; embeddings of unit length
+    ``[B, H]``; or what `loaded.answer` gives, classes ``[B]`` or embeddings ``[B, D]``. If `loaded.answer` gives
+    something else, an `AttmemoError` says what.
     """
-    mask = inputs["attention_mask"]
+    mask, asked = inputs["attention_mask"], loaded.model if model is None else model
     if loaded.answer is not None:
-        given = loaded.answer((loaded.model if model is None else model)(**inputs), mask)
+        given = loaded.answer(asked(**inputs), mask)
         if not isinstance(given, Tensor) or given.ndim not in (1, 2) or len(given) != len(mask):
-            raise AttmemoError(
-                f"answer= gave {tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__} for a "
-                f"batch of {len(mask)} texts.",
-                "give a tensor of embeddings [B, D] or of classes [B]",
-            )
+            seen = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            what = f"answer= gave {seen} for a batch of {len(mask)} texts."
+            raise AttmemoError(what, "give a tensor of embeddings [B, D] or of classes [B]")
         return given if given.ndim == 1 else given.float()
     if loaded.kind == "language-model":
-        asked = NextToken(loaded.model) if model is None else model
+        own = NextToken(loaded.model) if model is None else None
         try:
-            following: Tensor = asked(**inputs).logits[:, 0]
+            return (own or asked)(**inputs).logits[:, 0].float()  # type: ignore[no-any-return]
         finally:
-            if model is None:
-                asked.remove()  # type: ignore[operator]
-        return following.float()
-    output = (loaded.model if model is None else model)(**inputs)
+            if own is not None:
+                own.remove()
+    output = asked(**inputs)
     if loaded.kind == "classifier":
-        logits: Tensor = output.logits
-        return logits.float()
-    if loaded.pooling is None:
-        loaded.pooling = own_pooling(loaded.name)
+        return output.logits.float()  # type: ignore[no-any-return]
+    loaded.pooling = loaded.pooling or own_pooling(loaded.name)
     return nn.functional.normalize(pool(output.last_hidden_state, mask, loaded.pooling), dim=-1)

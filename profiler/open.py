@@ -15,28 +15,16 @@ from attmemo.profiler.models import GIVES, Answer, LoadedModel, Tokens, load_mod
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.stored import stored_texts
 
+_OTHER_DATA = "give data that is not in the database"
+
 
 @dataclass
 class Asked:
-    """Texts to ask a model, tokenized; ``tokens[i].row == i``.
-
-    Attributes
-    ----------
-    in_database : int
-        Texts that were left out, because the database holds them.
-    """
+    """Texts to ask a model, tokenized; ``tokens[i].row == i``."""
 
     rows: list[Row]
     tokens: list[Tokens]
-    in_database: int = 0
-
-    @property
-    def note(self) -> str | None:
-        """What to say about texts that were left out."""
-        if not self.in_database:
-            return None
-        total = self.in_database + len(self.tokens)
-        return f"{self.in_database:,} of the {total:,} texts are in the database; they were left out"
+    in_database: int = 0  # texts that were left out, because the database holds them
 
 
 def open_model(
@@ -44,19 +32,9 @@ def open_model(
 ) -> LoadedModel:
     """The model of a database, in the precision it was built in, checked against the fingerprint.
 
-    Parameters
-    ----------
-    name : str, optional
-        Where it is now; default: where it was at the build.
-    pooling, answer
-        See `LoadedModel`; the pooling of an encoder is known afterwards.
-
-    Raises
-    ------
-    DataError
-        It is not where it was at the build, or its configuration asks for a pooling that is not computed here.
-    StaleDatabaseError
-        It, or its tokenizer, is another one.
+    It is loaded from `name`, by default from where it was at the build. For `pooling` and `answer` see `LoadedModel`;
+    the pooling of an encoder is known afterwards. Another model or tokenizer is a `StaleDatabaseError`; none there, or
+    one whose configuration asks for a pooling that is not computed here, a `DataError`.
     """
     try:
         loaded = load_model(name or info.name, info.dtype, pooling=pooling, answer=answer)
@@ -86,27 +64,17 @@ def open_texts(
 ) -> Asked:
     """Texts to ask, without those that the database holds: a record would find itself, and every number would flatter.
 
-    Raises
-    ------
-    DataError
-        The data cannot be read, or holds nothing that is not in the database.
+    Data that cannot be read, or that holds nothing new, is a `DataError`.
     """
     known = {source.digest for source in database.manifest.sources}
     for file in files:
         if Path(file).is_file() and digest(file) in known:
-            raise DataError(
-                f"{file} is what the database was built from; every text would find itself.",
-                "give data that is not in the database",
-            )
+            raise DataError(f"{file} is what the database was built from; every text would find itself.", _OTHER_DATA)
     rows = list(read_texts(files, text_column=text_column, label_column=label_column, limit=limit))
     tokens = tokenize(loaded, [row.text for row in rows], database.manifest.model.max_length)
     inside = stored_texts(loaded, database, tokens)
     if inside and len(inside) == len(rows):
-        raise DataError(
-            f"all {len(rows):,} texts are in the database; each would find itself.",
-            "give data that is not in the database",
-        )
+        raise DataError(f"all {len(rows):,} texts are in the database; each would find itself.", _OTHER_DATA)
     kept = [item for item in tokens if item.row not in inside]
-    return Asked(
-        [rows[item.row] for item in kept], [replace(item, row=place) for place, item in enumerate(kept)], len(inside)
-    )
+    renumbered = [replace(item, row=place) for place, item in enumerate(kept)]
+    return Asked([rows[item.row] for item in kept], renumbered, len(inside))

@@ -14,9 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-Result = Mapping[str, Any]
-"""An evaluation's result, `attmemo.evaluate/1`: shares between 0 and 1, times in ms."""
-
+Result = Mapping[str, Any]  # an evaluation's, `attmemo.evaluate/1`: shares between 0 and 1, times in ms
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
 STYLE: Final[dict[Any, Any]] = {
@@ -28,7 +26,6 @@ STYLE: Final[dict[Any, Any]] = {
     "xtick.color": FAINT, "xtick.labelcolor": INK, "xtick.labelsize": 8.5,
     "ytick.color": FAINT, "ytick.labelcolor": INK, "ytick.labelsize": 8.5,
 }  # fmt: skip
-"""Settings of matplotlib for every figure; for `matplotlib.rc_context`."""
 
 
 def numbers(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
@@ -69,15 +66,13 @@ def _draw_hit_rate(axes: Axes, result: Result) -> None:
 
 
 def _draw_similarity(axes: Axes, result: Result) -> None:
-    _draw_lines(
-        axes, result["layers"], "layer",
-        {
-            "exhaustive_mean_similarity": ("best in the database", GREY, "s-"),
-            "mean_true_similarity": ("true, of what was found", BLUE, "o-"),
-            "mean_predicted_similarity": ("predicted by the embedder", ORANGE, "^-"),
-            "threshold": ("threshold", FAINT, "--"),
-        },
-    )  # fmt: skip
+    lines = {
+        "exhaustive_mean_similarity": ("best in the database", GREY, "s-"),
+        "mean_true_similarity": ("true, of what was found", BLUE, "o-"),
+        "mean_predicted_similarity": ("predicted by the embedder", ORANGE, "^-"),
+        "threshold": ("threshold", FAINT, "--"),
+    }
+    _draw_lines(axes, result["layers"], "layer", lines)
     axes.set_ylabel("mean similarity")
     _number_layers(axes, numbers(result["layers"], "layer"))
 
@@ -90,14 +85,11 @@ def _draw_speed(axes: Axes, result: Result) -> None:
 
 
 def _draw_quality(axes: Axes, result: Result) -> None:
-    _draw_lines(
-        axes, result["sweep"], "threshold",
-        {
-            "hit_rate": ("hit rate", GREY, "s-"),
-            "agreement": ("same answer as exact", BLUE, "o-"),
-            "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
-        },
-    )  # fmt: skip
+    lines = {
+        "hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-"),
+        "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
+    }  # fmt: skip
+    _draw_lines(axes, result["sweep"], "threshold", lines)
     axes.set_ylabel("share, or cosine")
     _mark_threshold(axes, result)
 
@@ -105,11 +97,9 @@ def _draw_quality(axes: Axes, result: Result) -> None:
 def _draw_controls(axes: Axes, result: Result) -> None:
     controls = result["controls"]
     bars = {
-        "hit_rate": ("hit rate", GREY),
-        "agreement": ("same answer as exact", BLUE),
-        "accuracy": ("accuracy", ORANGE),
-        "cosine_mean": ("cosine to exact, mean", GREEN),
-    }
+        "hit_rate": ("hit rate", GREY), "agreement": ("same answer as exact", BLUE),
+        "accuracy": ("accuracy", ORANGE), "cosine_mean": ("cosine to exact, mean", GREEN),
+    }  # fmt: skip
     known = [key for key in bars if not all(map(math.isnan, numbers(controls, key)))]
     height = 0.8 / max(1, len(known))
     for order, key in enumerate(known):
@@ -126,12 +116,9 @@ def _draw_controls(axes: Axes, result: Result) -> None:
 
 
 _PARTS: Final = {
-    "exact": ("", GREY),
-    "lookup": ("embed and search", ORANGE),
-    "fetch_and_av": ("V, fetch and A·V", GREEN),
-    "misses_in_mixed_batches": ("exact attention (misses)", BLUE),
-    "other": ("the rest of the model", "#b4c1c9"),
-}
+    "exact": ("", GREY), "lookup": ("embed and search", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
+    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "other": ("the rest of the model", "#b4c1c9"),
+}  # fmt: skip
 
 
 def _draw_time(axes: Axes, result: Result) -> None:
@@ -139,15 +126,13 @@ def _draw_time(axes: Axes, result: Result) -> None:
     bars = {f"exact: {name}": {"exact": spent} for name, spent in time["exact_ms"].items()}
     bars["memoized"] = time["parts_ms"]
     totals = [*time["exact_ms"].values(), time["memoized_ms"]]
-    ends = []
-    for place, parts in enumerate(bars.values()):
+    ends = [sum(parts.values()) for parts in bars.values()]
+    for place, (parts, end, total) in enumerate(zip(bars.values(), ends, totals, strict=True)):
         left = 0.0
         for key, spent in parts.items():
             label, color = _PARTS[key]
             axes.barh(place, spent, 0.55, left=left, color=color, label=label or None)
             left += spent
-        ends.append(left)
-    for place, (end, total) in enumerate(zip(ends, totals, strict=True)):
         axes.text(end + 0.015 * max(ends), place, f"{total:.3g} ms", va="center", fontsize=8)
     axes.set_xlim(0, max(ends) * 1.18)
     axes.set_xlabel(f"milliseconds per {time['per']}")
@@ -168,7 +153,6 @@ PANELS: Final = (
           "them.", _draw_controls),
     Panel("time", "Where the time goes", "Mean time, exact paths beside the memoized one.", _draw_time),
 )  # fmt: skip
-"""The plots, in reading order."""
 
 
 def present_panels(result: Result) -> list[Panel]:
@@ -177,30 +161,16 @@ def present_panels(result: Result) -> list[Panel]:
 
 
 def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = None) -> bytes:
-    """Draw panels in one figure, two beside each other.
+    """Draw panels in one figure, two beside each other, as a PNG.
 
-    Parameters
-    ----------
-    panels : sequence of Panel
-        Those to draw.
-    result : mapping
-        An evaluation's result.
-    heading : str, optional
-        Stands above the panels, each of which then has its title; long lines are wrapped. Without a heading the
-        figure is bare and its background transparent.
-
-    Returns
-    -------
-    bytes
-        A PNG.
+    A heading stands above the panels, each of which then has its title; long lines are wrapped. Without one the figure
+    is bare and its background transparent.
     """
     columns, rows = min(2, max(1, len(panels))), max(1, math.ceil(len(panels) / 2))
     with mpl.rc_context(STYLE):
         # A bare figure is small, so that its text can be read on a phone.
-        size = (4.9, 3.2) if heading is None else (6.2 * columns, 3.7 * rows + 0.8)
-        figure = Figure(
-            figsize=size, dpi=180 if heading is None else 130, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-        )
+        size, dpi = ((4.9, 3.2), 180) if heading is None else ((6.2 * columns, 3.7 * rows + 0.8), 130)
+        figure = Figure(size, dpi, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         if heading is not None:
             lines = [line for part in heading.splitlines() for line in textwrap.wrap(part, 66 * columns)]
             figure.suptitle("\n".join(lines), fontsize=12, x=0.02, ha="left", linespacing=1.5)
@@ -217,9 +187,7 @@ def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = N
         return png(figure, transparent=heading is None)
 
 
-def _draw_lines(
-    axes: Axes, rows: Sequence[Mapping[str, Any]], x: str, lines: Mapping[str, tuple[str, str, str]]
-) -> None:
+def _draw_lines(axes: Axes, rows: Sequence[Result], x: str, lines: Mapping[str, tuple[str, str, str]]) -> None:
     """Draw a line for each key (label, color, style) that has a number, in order of `x`."""
     rows = sorted(rows, key=lambda row: float(row[x]))
     for key, (label, color, style) in lines.items():

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from attmemo.errors import DataError
 
-Pooling = Literal["mean", "cls"]
-"""What a user may ask for; a model's own configuration may also say ``"max"`` or ``"lasttoken"``."""
-
+Pooling = Literal["mean", "cls"]  # what a user may ask for
 POOLINGS: Final = ("mean", "cls", "max", "lasttoken")
 _MODE: Final = "pooling_mode_"
 # Scaled by the square root of the length, a mean has the same direction: no cosine sees the difference.
@@ -34,22 +32,10 @@ def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
 
 def own_pooling(name: str) -> str:
-    """The pooling that stands beside a model's weights, as sentence-transformers saves it; else ``"mean"``.
+    """The pooling (of `POOLINGS`) that sentence-transformers saved beside a model's weights; else ``"mean"``.
 
-    Parameters
-    ----------
-    name : str
-        Model directory or hub name.
-
-    Returns
-    -------
-    str
-        One of `POOLINGS`. A last step that only scales the embedding to unit length is not told: no cosine sees it.
-
-    Raises
-    ------
-    DataError
-        The configuration asks for a pooling, or for a layer behind it, that is not computed here.
+    A last step that only scales the embedding to unit length is not told: no cosine sees it. A pooling, or a layer
+    behind it, that is not computed here is a `DataError`.
     """
     parts = _read(name, "modules.json") or []
     kinds = {str(part["type"]).rsplit(".", 1)[-1]: str(part["path"]) for part in parts}
@@ -69,20 +55,19 @@ def own_pooling(name: str) -> str:
 def _read(name: str, file: str) -> Any:
     """A JSON file of a model, or None if there is none."""
     folder = Path(name).expanduser()
-    place: Path | None = folder / file
+    place: Any = folder / file
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        kept = cached_file(
+        place = cached_file(
             name,
             file,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        place = None if kept is None else Path(kept)
     try:
-        return None if place is None else json.loads(place.read_text(encoding="utf-8"))
+        return None if place is None else json.loads(Path(place).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

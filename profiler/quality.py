@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,11 +13,10 @@ from attmemo.errors import DataError
 from attmemo.memoization import Memoization
 from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
 from attmemo.profiler.controls import CONTROLS, serving_control
-from attmemo.profiler.models import GIVES, LoadedModel
+from attmemo.profiler.models import GIVES, LoadedModel, Progress
 from attmemo.profiler.open import Asked
 from attmemo.profiler.timing import time_passes
 
-Progress = Callable[[str, int, int], None]
 SWEEP: Final = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 SWEEP_SEQUENCES: Final = 400
 _MEANS: Final = {"classifier": "another class", "language-model": "another first token"}
@@ -44,12 +43,9 @@ class Judge:
         share = float(changed(kind, exact, given, self.min_cosine).float().mean())
         means = "another class" if exact.ndim == 1 else _MEANS.get(kind, f"cosine below {self.min_cosine:g}")
         values = {
-            "agreement": 1.0 - share,
-            "changed": share,
-            "changed_means": means,
-            "accuracy_exact": self._accuracy(exact),
-            "accuracy_memoized": self._accuracy(given),
-        }
+            "agreement": 1.0 - share, "changed": share, "changed_means": means,
+            "accuracy_exact": self._accuracy(exact), "accuracy_memoized": self._accuracy(given),
+        }  # fmt: skip
         if kind == "language-model":
             return values | _spread("total_variation", harm(kind, exact, given))
         if exact.ndim == 1:
@@ -73,8 +69,7 @@ class Judge:
         """Share of right answers among the texts whose label the model knows."""
         if self.labels is None:
             return None
-        known = self.labels >= 0
-        return float((given.argmax(1) == self.labels)[known].float().mean())
+        return float((given.argmax(1) == self.labels)[self.labels >= 0].float().mean())
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
@@ -84,17 +79,14 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
 def read_labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor | None:
     """Class numbers of the labels, -1 where the model does not know one; None without a column of labels.
 
-    Raises
-    ------
-    DataError
-        The model gives no classes, or knows none of the labels.
+    A model that gives no classes, or knows none of the labels, is a `DataError`.
     """
     if column is None:
         return None
     if loaded.kind != "classifier":
-        gives = GIVES[loaded.kind]
         raise DataError(
-            f"the model gives {gives}, not classes, so there is nothing to compare column {column!r} with.",
+            f"the model gives {GIVES[loaded.kind]}, not classes, so there is nothing to compare column {column!r} "
+            "with.",
             "leave --label-column out; answers are compared with the exact model's in any case",
         )
     known = loaded.labels
@@ -127,9 +119,8 @@ def try_controls(judge: Judge, handle: Memoization, found: dict[str, Any], dupli
 
 
 def _control(name: str, hit_rate: float, quality: dict[str, Any]) -> dict[str, Any]:
-    row = {
-        key: quality.get(key) for key in ("agreement", "cosine_mean", "logit_distance_mean", "total_variation_mean")
-    }
+    keys = "agreement", "cosine_mean", "logit_distance_mean", "total_variation_mean"
+    row = {key: quality.get(key) for key in keys}
     accuracy, surprise = quality["accuracy_memoized"], quality.get("perplexity_memoized")
     return {"name": name, "hit_rate": hit_rate, **row, "accuracy": accuracy, "perplexity": surprise}
 

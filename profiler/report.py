@@ -19,34 +19,22 @@ import jinja2
 from attmemo.errors import AttmemoError
 from attmemo.profiler.plots import Result, draw_panels, present_panels
 
-__all__ = ["Table", "make_tables", "write_report"]
-
 _NOTHING: Final = "–"
 _PERCENT, _BYTES, _TIMES, _MS, _FOUR = "%", "bytes", "{:.2f}×", "{:.3g} ms", "{:.4f}"
 
 # Of the rows of all tables: the title of a key's column, and its format.
 _COLUMNS: Final = {
-    "layer": ("layer", "{}"),
-    "name": ("method", "{}"),
-    "threshold": ("threshold", "{:.4g}"),
-    "queries": ("queries", "{:,}"),
-    "hits": ("hits", "{:,}"),
-    "hit_rate": ("hit rate", _PERCENT),
-    "exhaustive_hit_rate": ("ceiling", _PERCENT),
-    "speedup": ("speed-up", _TIMES),
-    "agreement": ("same answer", _PERCENT),
-    "changed": ("changed answers", _PERCENT),
-    "accuracy": ("accuracy", _PERCENT),
-    "cosine_mean": ("cosine, mean", _FOUR),
-    "logit_distance_mean": ("logit distance, mean", _FOUR),
-    "perplexity": ("perplexity", "{:.4g}"),
+    "layer": ("layer", "{}"), "name": ("method", "{}"), "threshold": ("threshold", "{:.4g}"),
+    "queries": ("queries", "{:,}"), "hits": ("hits", "{:,}"), "hit_rate": ("hit rate", _PERCENT),
+    "exhaustive_hit_rate": ("ceiling", _PERCENT), "speedup": ("speed-up", _TIMES),
+    "agreement": ("same answer", _PERCENT), "changed": ("changed answers", _PERCENT),
+    "accuracy": ("accuracy", _PERCENT), "cosine_mean": ("cosine, mean", _FOUR),
+    "logit_distance_mean": ("logit distance, mean", _FOUR), "perplexity": ("perplexity", "{:.4g}"),
     "mean_predicted_similarity": ("similarity, predicted", "{:.3f}"),
     "mean_true_similarity": ("similarity, true", "{:.3f}"),
-    "exhaustive_mean_similarity": ("similarity, best", "{:.3f}"),
-    "gate": ("gate", "{}"),
-    "ms_spent": ("spent", _MS),
+    "exhaustive_mean_similarity": ("similarity, best", "{:.3f}"), "gate": ("gate", "{}"), "ms_spent": ("spent", _MS),
     "ms_saved": ("saved", _MS),
-}
+}  # fmt: skip
 # Conditions are shown under their own names, except these.
 _NAMES: Final = {
     "path": "database", "bytes": "database size", "files": "data", "mean_length": "tokens per sequence, mean",
@@ -58,21 +46,11 @@ _FORMATS: Final = {"bytes": _BYTES, "page_bytes": _BYTES, "mean_length": "{:.1f}
 
 
 class Table(NamedTuple):
-    """One table of the report, as text.
-
-    Attributes
-    ----------
-    title, note : str
-        Its heading; a line under it, or nothing.
-    columns : tuple of str
-        Column names; empty for a table of names and values.
-    rows : tuple of tuple of str
-        Cells.
-    """
+    """One table of the report, as text."""
 
     title: str
-    note: str
-    columns: tuple[str, ...]
+    note: str  # a line under the title, or nothing
+    columns: tuple[str, ...]  # empty for a table of names and values
     rows: tuple[tuple[str, ...], ...]
 
 
@@ -148,18 +126,7 @@ def _conditions(result: Result) -> Table:
 
 
 def make_tables(result: Result) -> list[Table]:
-    """Lay out the result's numbers as tables, as the page shows them.
-
-    Parameters
-    ----------
-    result : mapping
-        An evaluation's result.
-
-    Returns
-    -------
-    list of Table
-        Those that have a row, in reading order.
-    """
+    """The tables of the page, as text; those that have a row, in reading order."""
     controls = "On the same data: what simpler stand-ins for the map that was found would have given."
     layers = "Spent: lookup and fetch. Saved: the exact attention that hits made unnecessary."
     tables = (
@@ -182,9 +149,8 @@ def _render_page(result: Result, headline: str) -> bytes:
         "cosine, mean": _show(quality.get("cosine_mean"), _FOUR),
         "threshold": "per layer" if isinstance(threshold, list) else _show(threshold, "{:.4g}"),
     }
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     source = resources.files("attmemo.profiler").joinpath("report.html.j2").read_text(encoding="utf-8")
     page = environment.from_string(source).render(
         headline=headline,
@@ -207,32 +173,16 @@ def _finite(value: Any) -> Any:
 
 
 def write_report(result: Result, directory: Path) -> list[Path]:
-    """Write `report.html`, `report.png` and `result.json`.
+    """Write `report.html`, `report.png` and `result.json` into a directory, made if absent; gives their paths.
 
-    Parameters
-    ----------
-    result : mapping
-        An evaluation's result, `attmemo.evaluate/1`.
-    directory : Path
-        Where to write; made if it is not there. Files of the same names are replaced when all three are written:
-        a full disk leaves an older report whole.
-
-    Returns
-    -------
-    list of Path
-        The three files, the page first. It needs no other file and no network.
-
-    Raises
-    ------
-    AttmemoError
-        The directory cannot be written.
+    The page needs no other file and no network. Files of the same names are replaced when all three are written: a
+    full disk leaves an older report whole. A directory that cannot be written is an `AttmemoError`.
     """
     model = (result.get("database") or {}).get("model")
     headline = f"Attention memoization: {model}" if model else "Attention memoization"
-    heading = f"{headline}\n{result.get('verdict') or ''}"
     contents = {
         "report.html": _render_page(result, headline),
-        "report.png": draw_panels(present_panels(result), result, heading),
+        "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),
         "result.json": (json.dumps(_finite(result), indent=2, ensure_ascii=False) + "\n").encode(),
     }
     directory = Path(directory)

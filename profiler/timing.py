@@ -13,20 +13,14 @@ from torch import nn
 
 from attmemo.memoization import Memoization
 from attmemo.profiler.answers import Batch
-from attmemo.profiler.models import LoadedModel, NextToken, answers
+from attmemo.profiler.models import LoadedModel, NextToken, Progress, answers
 
-Progress = Callable[[str, int, int], None]
+# Switches a way of asking on, and returns the model to ask; None: the one that was loaded.
 Path = Callable[[], nn.Module | None]
-"""Switches a way of asking on, and returns the model to ask; None: the one that was loaded."""
 
 
 def time_paths(
-    loaded: LoadedModel,
-    handle: Memoization,
-    prepared: Sequence[Batch],
-    repeats: int,
-    tell: Progress,
-    compiling: bool = False,
+    loaded: LoadedModel, handle: Memoization, prepared: Sequence[Batch], repeats: int, tell: Progress, compiling: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Milliseconds a sequence of every path, where the memoized one spends them, and what could not be timed.
 
@@ -42,32 +36,24 @@ def time_paths(
             notes.append(f"torch.compile could not be timed: {str(error).splitlines()[0][:200]}")
         else:
             paths["compile"] = lambda: compiled
-    tick = lambda done: tell("timing", done, repeats)  # noqa: E731
-    spent = time_passes(loaded, prepared, paths, repeats, tick, handle.reset_stats)
+    spent = time_passes(
+        loaded, prepared, paths, repeats, lambda done: tell("timing", done, repeats), handle.reset_stats
+    )
     handle.enable()
     runs = repeats * sum(len(batch) for batch, _ in prepared)
     per_sequence = {name: 1e3 * median(seconds) * repeats / runs for name, seconds in spent.items()}
     memoized_ms = per_sequence.pop("memoized")
     best = min(per_sequence, key=lambda name: per_sequence[name])
     ratios = sorted(a / b for a, b in zip(spent[best], spent["memoized"], strict=True))
-    return {
-        "exact_ms": per_sequence,
-        "best_exact": best,
-        "memoized_ms": memoized_ms,
-        "speedup": median(ratios),
-        "speedup_low": ratios[0],
-        "speedup_high": ratios[-1],
-        "per": "sequence",
-        "parts_ms": _parts(handle, 1e3 * sum(spent["memoized"]), runs),
-    }, notes
-
-
-def _parts(handle: Memoization, total: float, runs: int) -> dict[str, float]:
-    """Where the memoized model spends its milliseconds. Parts are summed over all passes, so they make up the mean."""
+    # Parts are summed over all passes, so they make up the mean.
     rows = handle.stats()["layers"]
     names = {"lookup": "ms_lookup", "fetch_and_av": "ms_serve", "misses_in_mixed_batches": "ms_misses"}
     parts = {part: sum(row[key] for row in rows) / runs for part, key in names.items()}
-    return parts | {"other": max(0.0, total / runs - sum(parts.values()))}
+    parts["other"] = max(0.0, 1e3 * sum(spent["memoized"]) / runs - sum(parts.values()))
+    return {
+        "exact_ms": per_sequence, "best_exact": best, "memoized_ms": memoized_ms, "speedup": median(ratios),
+        "speedup_low": ratios[0], "speedup_high": ratios[-1], "per": "sequence", "parts_ms": parts,
+    }, notes  # fmt: skip
 
 
 def time_passes(
@@ -80,14 +66,8 @@ def time_passes(
 ) -> dict[str, list[float]]:
     """Seconds of a pass over all batches, per path and repeat, interleaved batch by batch.
 
-    Parameters
-    ----------
-    paths : dict of callable
-        The order alternates from batch to batch, so that no path always runs on the other's warm caches.
-    tick : callable, optional
-        Called with the number of repeats done.
-    started : callable, optional
-        Called once, after the uncounted round and before the first that counts.
+    The order of the paths alternates, so that no path always runs on the other's warm caches. `tick` is called with
+    the number of repeats done, `started` once: after the uncounted round.
     """
     spent = {name: [0.0] * repeats for name in paths}
     names = list(paths)
