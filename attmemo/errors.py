@@ -1,27 +1,13 @@
-"""Every error that this library raises on purpose.
-
-One class for each broken rule; its docstring gives the reason for the rule. A message says what happened and where,
-what was seen and what was expected, and what to run next. `AttmemoError` is the common base: a caller (the command
-line, a server) catches one class and shows the message without a traceback.
-"""
+"""Every error that this library raises on purpose: what happened and where, what was seen and expected, what next."""
 
 from __future__ import annotations
 
 
 class AttmemoError(Exception):
-    """Base class: an error that the user can act on.
-
-    Parameters
-    ----------
-    what : str
-        What happened and where; what was seen and what was expected.
-    hint : str, optional
-        What to do or run next.
-    """
+    """Base class: an error that the user can act on. `hint` says what to do or run next."""
 
     def __init__(self, what: str, hint: str | None = None) -> None:
-        self.what = what
-        self.hint = hint
+        self.what, self.hint = what, hint
         super().__init__(what if hint is None else f"{what}\n  Next: {hint}")
 
 

@@ -1,7 +1,6 @@
 """Reading fields of JSON that nothing has checked yet; an error names the first wrong field.
 
-A database travels between machines, and its manifest is JSON that anyone can write. Nothing in the JSON is trusted:
-a cost that is not a number would not crash a comparison, the comparison would be false.
+Anyone can write a manifest: a cost that is not a number would not crash a comparison, the comparison would be false.
 """
 
 from __future__ import annotations
@@ -16,33 +15,15 @@ from typing import Any, NoReturn
 
 from attmemo.errors import DatabaseCorruptError
 
-_SHOWN = 60  # characters of a wrong value in an error message
-
 
 @dataclass(frozen=True)
 class Field:
-    """One value of parsed JSON, with its place.
-
-    Parameters
-    ----------
-    value : object
-        The value as `json` gives it.
-    source : str
-        The file, for messages.
-    hint : str
-        What to run if a field is wrong.
-    place : str
-        Name of the field, as in ``costs[3].exact.a``; empty for the whole JSON.
-
-    Notes
-    -----
-    Every method that reads raises DatabaseCorruptError if the field is missing or is not as asked.
-    """
+    """One value of parsed JSON, with its place. A value that is missing or not as asked is a DatabaseCorruptError."""
 
     value: object
-    source: str
-    hint: str
-    place: str = ""
+    source: str  # the file, for messages
+    hint: str  # what to run if a field is wrong
+    place: str = ""  # name of the field, as in costs[3].exact.a; empty for the whole JSON
 
     @classmethod
     def parse(cls, text: str, source: str, hint: str) -> Field:
@@ -55,14 +36,11 @@ class Field:
     def refuse(self, expected: str) -> NoReturn:
         """Raise the error for this field."""
         shown = repr(self.value)
-        shown = shown[:_SHOWN] + "..." if len(shown) > _SHOWN else shown
+        shown = shown[:60] + "..." if len(shown) > 60 else shown
         name = f"the field '{self.place}'" if self.place else "the content"
         raise DatabaseCorruptError(f"{self.source}: {name} is {shown}, expected {expected}.", self.hint)
 
-    # -- members
-
     def __getitem__(self, key: str) -> Field:
-        """The member of this name."""
         found = self.get(key)
         if found is None:
             raise DatabaseCorruptError(f"{self.source}: the field '{self._at(key)}' is missing.", self.hint)
@@ -74,19 +52,15 @@ class Field:
         return None if value is None else Field(value, self.source, self.hint, self._at(key))
 
     def members(self) -> dict[str, Field]:
-        """All members of an object."""
         return {key: Field(value, self.source, self.hint, self._at(key)) for key, value in self.object().items()}
 
     def items(self) -> list[Field]:
-        """The items of a list."""
         if not isinstance(self.value, list):
             self.refuse("a list")
         return [Field(value, self.source, self.hint, f"{self.place}[{n}]") for n, value in enumerate(self.value)]
 
     def _at(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key
-
-    # -- values
 
     def object(self) -> dict[str, Any]:
         """An object, its members unchecked."""
@@ -127,14 +101,12 @@ class Field:
         return float(value)
 
     def numbers(self, low: float = -math.inf, high: float = math.inf) -> list[float]:
-        """A list of finite numbers."""
         return [item.number(low, high) for item in self.items()]
 
     def key(self, low: int = 0, high: int = 1 << 48) -> int:
         """The name of this member as a number. JSON has only text for names; "07" and " 7" are refused."""
-        name = self.place.rpartition(".")[2]
+        outer, _, name = self.place.rpartition(".")
         if not re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", name) or not low <= int(name) <= high:
-            outer = self.place.rpartition(".")[0]
             Field(name, self.source, self.hint, outer).refuse(f"names from {low} to {high}")
         return int(name)
 

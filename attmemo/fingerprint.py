@@ -1,9 +1,6 @@
-"""The fingerprint of a model: one digest of everything that its maps depend on.
+"""The fingerprint of a model: one digest of its exact weights, precision and attention arithmetic.
 
-A database belongs to one fingerprint: to exact weights, precision and attention arithmetic. The fingerprint is a
-SHA-256 over fields, each with its name and its length in front, so that two lists of fields never collide by
-concatenation (``("ab", "c")`` and ``("a", "bc")``). The fields are stored beside the digest, so an error can name the
-field that differs.
+The fields are stored beside the digest, so an error can name the field that differs.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ CONFIG_KEYS = (
     "embedding_size", "hidden_act", "layer_norm_eps", "rms_norm_eps", "max_position_embeddings",
     "position_embedding_type", "relative_attention", "position_buckets", "max_relative_positions", "pos_att_type",
     "share_att_key", "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "conv_act", "conv_groups",
-    "is_decoder", "type_vocab_size",
-    "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
+    "is_decoder", "type_vocab_size", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
 )  # fmt: skip
 # For these first model types only the settings above count: the fingerprints of old databases must stay valid.
 FIRST_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta-v2")
@@ -46,11 +42,8 @@ HARMLESS_KEYS = frozenset({
 AFTER_ATTENTION = ("pooler.",)
 
 
-_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
-
-
 def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
-    """SHA-256 (hex) over fields; the length stands before each name and each value."""
+    """SHA-256 (hex) over fields. Lengths stand in front, so ``("ab", "c")`` and ``("a", "bc")`` differ."""
     total = hashlib.sha256()
     for name, value in fields:
         for part in (name.encode(), value):
@@ -62,7 +55,7 @@ def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
 def tensor_digest(tensor: Tensor) -> bytes:
     """SHA-256 of a tensor's bytes, row-major; for a quantized tensor, of its integers and their scales."""
     if tensor.is_quantized:
-        if tensor.qscheme() in _PER_TENSOR:
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             scales: object = (tensor.q_scale(), tensor.q_zero_point())
         else:
             scales = (tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist())
@@ -76,28 +69,15 @@ def tensor_digest(tensor: Tensor) -> bytes:
 
 
 def model_fields(model: nn.Module) -> dict[str, str]:
-    """The fields of a model's fingerprint.
+    """The fields ``config``, ``dtype`` and ``weights`` of a model's fingerprint. Only its base model counts.
 
-    Parameters
-    ----------
-    model : nn.Module
-        A transformers model, with or without a head (only its base model counts), or the served part of a model.
-
-    Returns
-    -------
-    dict of str
-        ``config``, ``dtype`` and ``weights``. ``weights`` covers names, types, shapes and bytes of every parameter
-        and buffer up to the last attention layer.
+    ``weights`` covers names, types, shapes and bytes of every parameter and buffer up to the last attention layer.
     """
-    base = getattr(model, "base_model", model)
-    config = getattr(model, "config", None)
+    base, config = getattr(model, "base_model", model), getattr(model, "config", None)
     settings = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     if config is not None and getattr(config, "model_type", None) not in FIRST_TYPES:
-        settings |= {
-            key: value
-            for key, value in config.to_dict().items()
-            if value is not None and key not in HARMLESS_KEYS and "dropout" not in key
-        }
+        others = {key: value for key, value in config.to_dict().items() if value is not None}
+        settings |= {key: others[key] for key in others if key not in HARMLESS_KEYS and "dropout" not in key}
     weights: list[tuple[str, bytes]] = []
     dtypes = set()
     for name, tensor in sorted(_tensors(base.state_dict())):
@@ -106,11 +86,8 @@ def model_fields(model: nn.Module) -> dict[str, str]:
         if tensor.is_floating_point():
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
         weights.append((f"{name}|{tensor.dtype}|{tuple(tensor.shape)}", tensor_digest(tensor)))
-    return {
-        "config": json.dumps(settings, sort_keys=True, default=str),
-        "dtype": "+".join(sorted(dtypes)),
-        "weights": digest_fields(weights),
-    }
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {"config": text, "dtype": "+".join(sorted(dtypes)), "weights": digest_fields(weights)}
 
 
 def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
@@ -130,27 +107,16 @@ def fingerprint(fields: Mapping[str, str]) -> str:
 
 
 def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path | str) -> None:
-    """Refuse a database of another model, and name the field that differs.
-
-    Raises
-    ------
-    StaleDatabaseError
-        At the first field that differs.
-    """
+    """Refuse a database of another model: StaleDatabaseError names the first field that differs."""
     for name in ("config", "dtype", "weights"):
         old, new = stored.get(name, ""), seen.get(name, "")
         if old == new:
             continue
-        if name == "config":
-            detail = _config_difference(old, new)
-        elif name == "dtype":
-            detail = f"dtype: database {old}, model {new}"
-        else:
-            detail = f"weights: database sha256:{old[:12]}…, model sha256:{new[:12]}…"
-        raise StaleDatabaseError(
-            f"{path} was built for another model; {detail}.",
-            "load the model of this database, or build another one: attmemo build-database --model … --data …",
-        )
+        details = {"dtype": f"database {old}, model {new}"}
+        details["weights"] = f"database sha256:{old[:12]}…, model sha256:{new[:12]}…"
+        detail = _config_difference(old, new) if name == "config" else f"{name}: {details[name]}"
+        hint = "load the model of this database, or build another one: attmemo build-database --model … --data …"
+        raise StaleDatabaseError(f"{path} was built for another model; {detail}.", hint)
 
 
 def _config_difference(old: str, new: str) -> str:

@@ -41,7 +41,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 def use(path: Path) -> None:
     """Everything a server and `check` do with a database: open, embed, search, read."""
     with Database(path) as database:
-        if database.trained:
+        if database.manifest.embedder is not None:
             ref = database.embedder_ref()
             embedders = load_embedders(database.derived(ref.weights), database.manifest.model.hidden)
             for layer in range(SEQUENCE, database.manifest.model.layers):

@@ -17,6 +17,7 @@ from test_db_tools import (
     LENGTHS,
     MODEL,
     Contents,
+    add_maps,
     contents,
     end_of,
     fill,
@@ -52,7 +53,7 @@ def _acknowledging(path: Path, oracle: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
         source = writer.add_source("synthetic.log", "d" * 32)
         for row, length in list(enumerate(SHORT))[writer.records :]:
-            writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
+            add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
             manifest = writer.publish() if row % 2 or row == len(SHORT) - 1 else None
             if manifest is not None:
                 told.write(f"{manifest.generation} {manifest.records}\n")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_db_tools import add_maps
 
 from attmemo import Database, memoize
 from attmemo.db.forms import STORAGE, TYPES, length_of, pack, unpack
@@ -223,9 +224,9 @@ def test_a_causal_model_whose_attention_looks_ahead_is_refused(tmp_path: Path) -
         with DatabaseWriter(tmp_path / storage, info, storage) as writer:
             writer.add_source("s", "d")
             with pytest.raises(DatabaseCorruptError, match="looks ahead"):
-                writer.add_maps([softmaxed(2, 5, 1.0, False, 0)], [hidden], Provenance(0, 0, 0))
+                add_maps(writer, [softmaxed(2, 5, 1.0, False, 0)], [hidden], Provenance(0, 0, 0))
             apm = softmaxed(2, 5, 1.0, True, 0)
-            record = writer.add_maps([apm], [hidden], Provenance(0, 1, 0))
+            record = add_maps(writer, [apm], [hidden], Provenance(0, 1, 0))
             assert float(similarity_score(writer.maps(record)[0], apm)) > 0.98
             writer.publish()
         with Database(tmp_path / storage) as database:

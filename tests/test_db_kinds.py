@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reliability_tools import body_of, records_of, rewrite, seal
-from test_db_tools import LENGTHS, MODEL, contents, fill, findings, sequence, train_by_hand
+from test_db_tools import LENGTHS, MODEL, add_maps, contents, fill, findings, sequence, train_by_hand
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, SlotKind, read_manifest
 from attmemo.db.catalogue import Catalogue, add_to_digest
@@ -71,7 +71,7 @@ def test_more_kinds_are_stored_and_read_back_bit_for_bit(tmp_path: Path) -> None
             assert torch.equal(database.map(1, row), slots[KIND_MAP][1])
     assert findings(path) == []
     with DatabaseWriter.reopen(path) as writer, pytest.raises(ValueError, match="expected slots of the kinds"):
-        writer.add_maps(*sequence(9, 4), Provenance(0, 9))
+        add_maps(writer, *sequence(9, 4), Provenance(0, 9))
 
 
 def test_kinds_that_are_not_known_are_ignored_with_their_files(
@@ -136,7 +136,7 @@ def test_a_catalogue_with_gaps_reads_as_the_records_that_are_left(tmp_path: Path
         assert torch.equal(database.map(1, 3), sequence(7, LENGTHS[7])[0][1])
     with DatabaseWriter.reopen(path) as writer:
         assert torch.equal(writer.maps(2)[0], sequence(5, LENGTHS[5])[0][0])
-        writer.add_maps(*sequence(8, 3), Provenance(0, 8))
+        add_maps(writer, *sequence(8, 3), Provenance(0, 8))
         writer.publish()
     with Database(path) as database:
         assert database.records.ids.tolist() == [*left, 8]

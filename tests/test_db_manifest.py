@@ -51,7 +51,7 @@ def sealed(body: object) -> bytes:
 def use(path: Path) -> None:
     """Open, load the indexes, check."""
     with Database(path) as database:
-        if database.trained:
+        if database.manifest.embedder is not None:
             for layer in range(-1, database.manifest.model.layers):
                 database.index(layer)
         list(database.check())

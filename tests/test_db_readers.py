@@ -15,6 +15,7 @@ import xxhash
 from test_db_tools import (
     LENGTHS,
     MODEL,
+    add_maps,
     changed,
     contents,
     end_of,
@@ -152,7 +153,7 @@ def test_a_database_tells_what_it_holds(tmp_path: Path) -> None:
         assert database.lengths == {3: 3, 4: 1, 5: 2, 8: 2}
         assert len(database) == 8
         assert "8 records, generation 4" in repr(database)
-        assert not database.trained
+        assert database.manifest.embedder is None
         assert database.slots_of(KIND_MAP, 1, torch.arange(8).numpy()).tolist() == [1, 1, 3, 1, 3, 5, 3, 1]
         with pytest.raises(DatabaseError, match="no record of 6 tokens"):
             database.arena(KIND_MAP, 6)
@@ -225,7 +226,7 @@ def _cached(name: str, records: int, fingerprint: str = MODEL.fingerprint) -> Pa
     path = cache_directory() / name
     with DatabaseWriter(path, dataclasses.replace(MODEL, fingerprint=fingerprint), "float32") as writer:
         for row in range(records):
-            writer.add_maps(*sequence(row, 4), Provenance(0, row))
+            add_maps(writer, *sequence(row, 4), Provenance(0, row))
         writer.publish()
     return path
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from attmemo.db import (
+    KIND_INPUT,
+    KIND_MAP,
     SEQUENCE,
     Database,
     DatabaseWriter,
@@ -30,6 +32,12 @@ from attmemo.db import (
     file_digest,
 )
 from attmemo.embed.siamese import SiameseEmbedder, save_embedders
+
+
+def add_maps(writer: DatabaseWriter, maps: Sequence[Tensor], inputs: Sequence[Tensor], provenance: Provenance) -> int:
+    """Store a map ``[heads, n, n]`` and hidden states ``[n, hidden]`` of every layer."""
+    return writer.add({KIND_MAP: maps, KIND_INPUT: inputs}, int(maps[0].shape[-1]), provenance)
+
 
 MODEL = ModelInfo(
     name="synthetic",
@@ -64,7 +72,7 @@ def fill(path: Path, lengths: Sequence[int] = LENGTHS, every: int = 2, storage: 
         known = writer.stored_rows().get(source, set())
         for row, length in enumerate(lengths):
             if row not in known:
-                writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
+                add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
             if row % every == every - 1 and writer.records > writer.manifest.records:
                 writer.publish()
         if writer.records > writer.manifest.records:

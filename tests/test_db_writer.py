@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from test_db_tools import (
     LENGTHS,
     MODEL,
+    add_maps,
     contents,
     end_of,
     fill,
@@ -58,7 +59,7 @@ def test_a_stored_map_comes_back_bit_for_bit(
     with memory_directory() as folder:
         with DatabaseWriter(folder / "db", model, storage) as writer:
             for row, length in enumerate(lengths):
-                assert writer.add_maps(*sequence(row, length, model), Provenance(0, row)) == row
+                assert add_maps(writer, *sequence(row, length, model), Provenance(0, row)) == row
                 if row % every == 0:
                     writer.publish()
             writer.publish()
@@ -81,7 +82,7 @@ def test_a_bfloat16_map_is_never_rounded_again(tmp_path: Path) -> None:
     maps, inputs = sequence(0, 6)
     given_maps = [m.bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for m in maps]
     with DatabaseWriter(tmp_path / "db", MODEL, "bfloat16") as writer:
-        writer.add_maps(given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
+        add_maps(writer, given_maps, [x.bfloat16() for x in inputs], Provenance(0, 0))
         writer.publish()
     with Database(tmp_path / "db") as database:
         assert all(torch.equal(database.slot(KIND_MAP, layer, 0), given_maps[layer]) for layer in range(2))
@@ -96,7 +97,7 @@ def test_an_unpublished_record_is_not_visible(tmp_path: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer:
         assert writer.manifest.generation == 0
         for generation in (1, 2, 3):
-            writer.add_maps(*sequence(generation, 5), Provenance(0, generation))
+            add_maps(writer, *sequence(generation, 5), Provenance(0, generation))
             before = generation - 1
             if before:
                 with Database(path) as database:
@@ -108,7 +109,7 @@ def test_an_unpublished_record_is_not_visible(tmp_path: Path) -> None:
             writer.publish()
             with Database(path) as database:
                 assert (len(database), database.manifest.generation) == (generation, generation)
-        writer.add_maps(*sequence(4, 5), Provenance(0, 4))
+        add_maps(writer, *sequence(4, 5), Provenance(0, 4))
     assert sorted(contents(path)) == [(0, 1), (0, 2), (0, 3)]
 
 
@@ -117,7 +118,7 @@ def test_orphan_slots_are_overwritten_by_a_resumed_build(tmp_path: Path) -> None
     path = fill(tmp_path / "db", LENGTHS[:4])
     with DatabaseWriter(path, MODEL, "float32") as writer:
         for row in range(4, 8):
-            writer.add_maps(*sequence(100 + row, LENGTHS[row]), Provenance(0, row))
+            add_maps(writer, *sequence(100 + row, LENGTHS[row]), Provenance(0, row))
     sizes = {file.name: file.stat().st_size for file in (path / "arena").iterdir()}
     assert findings(path) == []
     fill(path)
@@ -185,7 +186,7 @@ def test_a_map_that_is_none_is_never_stored(tmp_path: Path, how: str) -> None:
         maps, inputs = sequence(7, 5)
         _broken(maps, how)
         with pytest.raises(DatabaseCorruptError, match=r"row 7 of the data, layer 1: .*nothing was stored"):
-            writer.add_maps(maps, inputs, Provenance(0, 7))
+            add_maps(writer, maps, inputs, Provenance(0, 7))
         assert writer.records == 2
         writer.publish()
     assert sorted(contents(path)) == [(0, 0), (0, 1)]
@@ -199,7 +200,7 @@ def test_a_hidden_state_never_becomes_infinite(tmp_path: Path, storage: str, val
     inputs[1][2, 3] = value
     with DatabaseWriter(tmp_path / "db", MODEL, storage) as writer:
         with pytest.raises(DatabaseCorruptError, match=rf"layer 1: the hidden states are not finite in {storage}"):
-            writer.add_maps(maps, inputs, Provenance(0, 0))
+            add_maps(writer, maps, inputs, Provenance(0, 0))
         assert writer.records == 0
 
 
@@ -208,10 +209,10 @@ def test_a_wrong_shape_is_never_half_stored(tmp_path: Path) -> None:
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         maps, inputs = sequence(0, 5)
         with pytest.raises(ValueError, match="shape"):
-            writer.add_maps(maps, [x[:4] for x in inputs], Provenance(0, 0))
+            add_maps(writer, maps, [x[:4] for x in inputs], Provenance(0, 0))
         with pytest.raises(ValueError, match="expected 2 slots of kind map"):
-            writer.add_maps(maps[:1], inputs, Provenance(0, 0))
-        writer.add_maps(maps, inputs, Provenance(0, 0))
+            add_maps(writer, maps[:1], inputs, Provenance(0, 0))
+        add_maps(writer, maps, inputs, Provenance(0, 0))
         writer.publish()
     assert findings(tmp_path / "db") == []
     assert list(contents(tmp_path / "db")) == [(0, 0)]
@@ -316,7 +317,7 @@ def test_a_dead_builder_gives_its_lock_back(tmp_path: Path) -> None:
     ready, tell = os.pipe()
 
     def hold() -> None:
-        DatabaseWriter(path, MODEL, "float32").add_maps(*sequence(9, 5), Provenance(0, 9))
+        add_maps(DatabaseWriter(path, MODEL, "float32"), *sequence(9, 5), Provenance(0, 9))
         os.write(tell, b"x")
         signal.pause()
 
@@ -411,7 +412,7 @@ def test_a_writer_that_goes_on_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -
                     for _ in range(3):
                         try:
                             if row == writer.records:
-                                writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
+                                add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
                             if row % 2:
                                 writer.publish()
                             break
@@ -453,7 +454,7 @@ def test_ctrl_c_between_two_lines_tears_no_record() -> None:
                 sys.settrace(call)
                 try:
                     for row, length in enumerate(LENGTHS[:3]):
-                        writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
+                        add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
                         if row % 2:
                             writer.publish()
                     done = True
@@ -476,7 +477,7 @@ def test_the_size_is_counted_to_the_byte(tmp_path: Path) -> None:
     with DatabaseWriter(tmp_path / "db", MODEL, "float32") as writer:
         for row, length in enumerate(LENGTHS):
             before, cost = writer.stored_bytes, writer.cost(length)
-            writer.add_maps(*sequence(row, length), Provenance(0, row))
+            add_maps(writer, *sequence(row, length), Provenance(0, row))
             assert writer.stored_bytes == before + cost
         writer.publish()
         assert sum(f.stat().st_size for f in (tmp_path / "db" / "arena").iterdir()) == writer.stored_bytes
@@ -498,7 +499,7 @@ def test_a_forked_child_never_breaks_the_parents_writer(tmp_path: Path) -> None:
     """A child of fork exits with the writer open: file, lock and what the parent then publishes are as they were."""
     path = tmp_path / "db"
     with DatabaseWriter(path, MODEL, "float32") as writer:
-        writer.add_maps(*sequence(0, 5), Provenance(0, 0))
+        add_maps(writer, *sequence(0, 5), Provenance(0, 0))
         assert in_child(lambda: None) == 0
         with pytest.raises(DatabaseLockedError):
             DatabaseWriter(path, MODEL, "float32")
@@ -529,7 +530,7 @@ def test_a_full_disk_names_only_options_of_the_command_that_runs(tmp_path: Path)
         with DatabaseWriter.reopen(path, **options) as writer, pytest.MonkeyPatch.context() as patch:
             _Disk(patch, 0, forever=True)
             with pytest.raises(StorageFullError) as caught:
-                writer.add_maps(*sequence(9, 3), Provenance(0, 9))
+                add_maps(writer, *sequence(9, 3), Provenance(0, 9))
         assert caught.value.hint == (when_full or "free space and run the same command again")
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from test_db_tools import add_maps
 from torch import Tensor
 
 from attmemo.db import (
@@ -316,7 +317,7 @@ def planted_database(path: Path, *, held_out: bool = True, seed: int = 0) -> tup
                     weak = 0.01 * torch.randn(LAYERS, length, PLANTED_HIDDEN - 12, generator=draw)
                     inputs = torch.cat([marks[template], strong, weak], -1)
                     split = SPLIT_HELD_OUT if held_out and number % 4 == 3 else SPLIT_TRAIN
-                    writer.add_maps(list(maps), list(inputs), Provenance(source, row, split))
+                    add_maps(writer, list(maps), list(inputs), Provenance(source, row, split))
                     kinds.append(template)
                     row += 1
         writer.publish()
@@ -482,7 +483,7 @@ class TestTraining:
             with DatabaseWriter(tmp_path / name, info, "float32") as writer:
                 source = writer.add_source("few.txt", "0" * 64)
                 for row, n in enumerate(lengths):
-                    writer.add_maps([torch.full((1, n, n), 1 / n)], [torch.randn(n, 4)], Provenance(source, row))
+                    add_maps(writer, [torch.full((1, n, n), 1 / n)], [torch.randn(n, 4)], Provenance(source, row))
                 writer.publish()
             with Database(tmp_path / name) as database, pytest.raises(DatabaseError, match=match) as caught:
                 train(database, TrainOptions(steps=1))

@@ -18,7 +18,7 @@ from reliability_tools import outcome, use
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from test_db_crash import _need_tmpfs as need_tmpfs
-from test_db_tools import MODEL, contents, fill, findings, in_child, memory_directory, sequence
+from test_db_tools import MODEL, add_maps, contents, fill, findings, in_child, memory_directory, sequence
 
 from attmemo.db import Database, DatabaseWriter, Provenance
 from attmemo.db import index as db_index
@@ -75,13 +75,13 @@ def test_a_second_fsync_never_publishes_lost_pages(tmp_path: Path) -> None:
     """The kernel tells of a lost write once: after that the writer publishes nothing, however often it is asked."""
     path = fill(tmp_path / "db", SHORT[:2])
     with DatabaseWriter(path, MODEL, "float32") as writer, pytest.MonkeyPatch.context() as patch:
-        writer.add_maps(*sequence(2, 3), Provenance(0, 2))
+        add_maps(writer, *sequence(2, 3), Provenance(0, 2))
         _Fails(patch, 0, errno.EIO)
         for _ in range(3):
             with pytest.raises(DatabaseError, match="Input/output error"):
                 writer.publish()
         with pytest.raises(DatabaseError, match="Input/output error"):
-            writer.add_maps(*sequence(3, 3), Provenance(0, 3))
+            add_maps(writer, *sequence(3, 3), Provenance(0, 3))
     assert sorted(contents(path)) == [(0, 0), (0, 1)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import SHORT
-from test_db_tools import LENGTHS, MODEL, contents, fill, findings, in_child, sequence
+from test_db_tools import LENGTHS, MODEL, add_maps, contents, fill, findings, in_child, sequence
 
 from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, ForkedHandleError
@@ -22,12 +22,12 @@ def test_a_forked_writer_writes_over_its_parent(tmp_path: Path) -> None:
     with DatabaseWriter(path, MODEL, "float32") as writer:
         source = writer.add_source("synthetic.log", "d" * 32)
         for row, length in enumerate(SHORT):
-            writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
+            add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
             before = {f: f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
             def child() -> None:
                 with pytest.raises(ForkedHandleError, match="is its fork"):
-                    writer.add_maps(*sequence(9, 5), Provenance(0, 9))
+                    add_maps(writer, *sequence(9, 5), Provenance(0, 9))
                 with pytest.raises(ForkedHandleError, match="is its fork"):
                     writer.publish()
                 writer.close()

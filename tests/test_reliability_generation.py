@@ -17,6 +17,7 @@ from helpers import Write, check_published, intercept_writes
 from reliability_tools import use
 from test_db_tools import (
     MODEL,
+    add_maps,
     changed,
     contents,
     end_of,
@@ -92,7 +93,7 @@ def kill_cycles(cycles: int, seed: int) -> None:
             with DatabaseWriter(path, MODEL, "float32") as writer, oracle.open("a") as told:
                 source = writer.add_source("synthetic.log", "d" * 32)
                 for row, length in list(enumerate(lengths))[writer.records :]:
-                    writer.add_maps(*sequence(row, length), Provenance(source, row, row % 2))
+                    add_maps(writer, *sequence(row, length), Provenance(source, row, row % 2))
                     manifest = writer.publish()
                     told.write(f"{manifest.generation} {manifest.records}\n")
                     told.flush()

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_db_tools import MODEL, contents, findings, in_child, sequence, train_by_hand
+from test_db_tools import MODEL, add_maps, contents, findings, in_child, sequence, train_by_hand
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, DatabaseNotFoundError
@@ -73,7 +73,7 @@ class Against(RuleBasedStateMachine):
     def add(self, number: int, length: int) -> None:
         assert self.writer is not None
         row = len(self.published) + len(self.pending)
-        assert self.writer.add_maps(*sequence(number, length), Provenance(self.source, row)) == row
+        assert add_maps(self.writer, *sequence(number, length), Provenance(self.source, row)) == row
         self.pending.append((number, length))
 
     @precondition(lambda self: self.writer is not None)
@@ -111,7 +111,7 @@ class Against(RuleBasedStateMachine):
             writer = DatabaseWriter(self.path, MODEL, "float32")
             source = writer.add_source("synthetic.log", "d" * 32)
             for row, record in enumerate(more, first):
-                writer.add_maps(*sequence(*record), Provenance(source, row))
+                add_maps(writer, *sequence(*record), Provenance(source, row))
             if told:
                 writer.publish()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_db_tools import LENGTHS, MODEL, contents, end_of, fill, findings, memory_directory, sequence, start_child
+from test_db_tools import (
+    LENGTHS,
+    MODEL,
+    add_maps,
+    contents,
+    end_of,
+    fill,
+    findings,
+    memory_directory,
+    sequence,
+    start_child,
+)
 
 from attmemo import memoize
 from attmemo.db import KIND_INPUT, KIND_MAP, SEQUENCE, Database, DatabaseWriter, Provenance, read_manifest
@@ -29,7 +40,7 @@ def readers_beside_a_builder(readers: int, seconds: float) -> None:
                 row = writer.records
                 while not stop.exists():
                     length = LENGTHS[row % len(LENGTHS)]
-                    writer.add_maps(*sequence(row % 64, length), Provenance(0, row))
+                    add_maps(writer, *sequence(row % 64, length), Provenance(0, row))
                     row += 1
                     writer.publish()
                     time.sleep(0.002)

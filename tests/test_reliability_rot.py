@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 from reliability_tools import GOLDEN, outcome, reseal, use
-from test_db_tools import MODEL, changed, contents, fill, findings, memory_directory, sequence, train_by_hand
+from test_db_tools import MODEL, add_maps, changed, contents, fill, findings, memory_directory, sequence, train_by_hand
 
 from attmemo.db import Database, DatabaseWriter, Provenance, migrate, read_manifest
 from attmemo.db.files import MANIFEST
@@ -85,7 +85,7 @@ def tiny(path: Path) -> Path:
     """One record of one layer."""
     model = dataclasses.replace(MODEL, layers=1, heads=1, hidden=2)
     with DatabaseWriter(path, model, "float32") as writer:
-        writer.add_maps(*sequence(0, 3, model), Provenance(writer.add_source("x", "0" * 32), 0))
+        add_maps(writer, *sequence(0, 3, model), Provenance(writer.add_source("x", "0" * 32), 0))
         writer.publish()
     return path
 

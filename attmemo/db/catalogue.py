@@ -1,8 +1,7 @@
-"""The catalogue: what each record is, where its slots lie, and what their bytes must hash to.
+"""The catalogue: what each record is, where its slots lie, and what their bytes must hash to: LMDB, an entry a record.
 
-LMDB, one entry a record: small, transactional, many reader processes; it takes inserts and deletes while others read.
-Slots never go into it (its values have no alignment that a window could map). A reader takes one snapshot into numpy
-arrays at open and closes the environment: lookups then never touch LMDB, and no reader transaction can go stale.
+A reader takes one snapshot into numpy arrays at open and closes the environment: lookups then never touch LMDB, and
+no reader transaction can go stale. Values of LMDB have no alignment that a window could map, so slots lie elsewhere.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +31,10 @@ _FIXED = [("length", "<u4"), ("source", "<u4"), ("row", "<u8"), ("place", "<u8")
 # An upper bound on the file, not an allocation: LMDB reserves address space and grows the file as it is used.
 _MAP_BYTES = 64 << 30
 _LOCK_BYTES = 8192  # LMDB's reader table for its default of 126 readers
+_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 # A process may have an environment open only once; threads that open databases take turns.
 _ENVIRONMENT = threading.RLock()
-SPLIT_TRAIN = 0
-SPLIT_HELD_OUT = 1
-
+SPLIT_TRAIN, SPLIT_HELD_OUT = 0, 1
 Ints = npt.NDArray[np.int64]
 
 
@@ -52,9 +50,7 @@ class Record:
     checksums: tuple[int, ...]
 
     def dump(self) -> bytes:
-        """The LMDB value."""
-        fixed = (self.length, self.source, self.row, self.place, self.split, self.checksums)
-        return np.array([fixed], value_type(len(self.checksums))).tobytes()
+        return np.array([astuple(self)], value_type(len(self.checksums))).tobytes()
 
 
 def value_type(slots: int) -> np.dtype[Any]:
@@ -66,24 +62,16 @@ def value_type(slots: int) -> np.dtype[Any]:
 class Snapshot:
     """All published records as arrays, ``R`` records in the order of their ids."""
 
-    ids: Ints  # [R], ascending; gaps are records that are gone
-    lengths: Ints  # [R]
-    sources: Ints  # [R]
-    rows: Ints  # [R]
-    places: Ints  # [R]
-    splits: Ints  # [R]
+    ids: Ints  # ascending; gaps are records that are gone
+    lengths: Ints
+    sources: Ints
+    rows: Ints
+    places: Ints
+    splits: Ints
     checksums: npt.NDArray[np.uint64]  # [R, slots of a record]
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @classmethod
-    def of(cls, ids: list[int], values: npt.NDArray[Any]) -> Snapshot:
-        """The snapshot of values of `value_type`; ValueError for a number that no array of numpy can index."""
-        if len(values) and max(int(values[name].max()) for name in ("row", "place")) >= 1 << 62:
-            raise ValueError("a record has an impossible row or place")
-        length, source, row, place, split = (values[name].astype(np.int64) for name, _ in _FIXED)
-        return cls(np.array(ids, np.int64), length, source, row, place, split, values["checksums"])
 
     def record(self, position: int) -> Record:
         """One record, by its position in the snapshot."""
@@ -93,46 +81,28 @@ class Snapshot:
 
 
 class Catalogue:
-    """The LMDB environment of one database.
+    """The LMDB environment of one database; `write` creates it if needed.
 
-    Parameters
-    ----------
-    path : Path
-        Database directory.
-    write : bool
-        Open for writing; creates it if needed.
-    check : bool
-        Look at the file's structure first, without which a damaged file would end the process. A builder that holds
-        the lock need not look twice.
-
-    Raises
-    ------
-    DatabaseCorruptError
-        It is missing or damaged.
-    DatabaseError
-        It cannot be opened.
+    A damaged file would end the process, so its structure is checked first. A builder that holds the lock need not
+    `check` twice. DatabaseCorruptError if it is missing or damaged, DatabaseError if it cannot be opened.
     """
 
     def __init__(self, path: Path, *, write: bool = False, check: bool = True) -> None:
         self._path = path / CATALOGUE
         file = self._path / "data.mdb"
         if not write and not file.is_file():
-            raise DatabaseCorruptError(
-                f"{self._path} is missing: the records cannot be found without their catalogue.", RESTORE
-            )
+            what = f"{self._path} is missing: the records cannot be found without their catalogue."
+            raise DatabaseCorruptError(what, RESTORE)
         if check and (not write or file.exists()):
             try:
                 check_environment(file)
-            except ValueError as error:
-                raise self.corrupt(str(error)) from error
-            except OSError as error:
-                raise self.corrupt(f"it cannot be read: {error.strerror}") from error
+            except (ValueError, OSError) as error:
+                why = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+                raise self.corrupt(why) from error
         _ENVIRONMENT.acquire()
         try:
-            self._env = self._open(write)
-        except (lmdb.Error, OSError) as error:
-            _ENVIRONMENT.release()
-            raise self._named(error) from error
+            with self._naming():
+                self._env = self._open(write)
         except BaseException:
             _ENVIRONMENT.release()
             raise
@@ -142,102 +112,86 @@ class Catalogue:
         options: dict[str, Any] = {"map_size": _MAP_BYTES, "subdir": True, "max_dbs": 0}
         if write:
             self._path.mkdir(exist_ok=True)
-            self._reserve_lock()
-            return lmdb.open(str(self._path), **options)
-        options |= {"readonly": True, "create": False}
+        else:
+            options |= {"readonly": True, "create": False}
         try:
-            self._reserve_lock()
+            # LMDB maps its lock file and writes: without blocks, on a full disk, that would be SIGBUS.
+            with (self._path / "lock.mdb").open("ab") as stream:
+                if os.fstat(stream.fileno()).st_blocks * 512 < _LOCK_BYTES:
+                    os.posix_fallocate(stream.fileno(), 0, _LOCK_BYTES)
             return lmdb.open(str(self._path), **options)
-        except (OSError, lmdb.ReadonlyError):
+        except (OSError, lmdb.Error) as error:
+            text = str(error)
+            denied = isinstance(error, OSError | lmdb.ReadonlyError) or "Read-only" in text or "Permission" in text
+            if write or not denied:
+                raise
             return lmdb.open(str(self._path), lock=False, **options)
-        except lmdb.Error as error:
-            if "Read-only" in str(error) or "Permission" in str(error):
-                return lmdb.open(str(self._path), lock=False, **options)
-            raise
-
-    def _reserve_lock(self) -> None:
-        """Give LMDB's lock file its blocks. LMDB maps it and writes: on a full disk that would be SIGBUS."""
-        fd = os.open(self._path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if os.fstat(fd).st_blocks * 512 < _LOCK_BYTES:
-                os.posix_fallocate(fd, 0, _LOCK_BYTES)
-        finally:
-            os.close(fd)
 
     def entries(self, prefix: bytes = RECORDS) -> Iterator[tuple[int, bytes]]:
         """Ids and values of all entries with this prefix, in the order of ids."""
-        try:
-            with self._env.begin() as transaction:
-                cursor = transaction.cursor()
-                if not cursor.set_range(prefix):
+        with self._naming(), self._env.begin() as transaction:
+            cursor = transaction.cursor()
+            for key, raw in cursor if cursor.set_range(prefix) else ():
+                if not key.startswith(prefix):
                     return
-                for key, raw in cursor:
-                    if not key.startswith(prefix):
-                        return
-                    if len(key) == len(prefix) + _ID.size:
-                        yield _ID.unpack_from(key, len(prefix))[0], bytes(raw)
-        except lmdb.Error as error:
-            raise self._named(error) from error
+                if len(key) == len(prefix) + _ID.size:
+                    yield _ID.unpack_from(key, len(prefix))[0], bytes(raw)
 
     def put(self, entries: Iterable[tuple[int, bytes]]) -> None:
-        """Store records under their ids in one durable transaction.
-
-        Raises
-        ------
-        StorageFullError
-            The disk is full; nothing of the batch is stored.
-        """
-        try:
-            with self._env.begin(write=True) as transaction:
-                for number, raw in entries:
-                    transaction.put(RECORDS + _ID.pack(number), raw)
-        except lmdb.Error as error:
-            raise self._named(error) from error
+        """Store records under their ids in one durable transaction; on a full disk nothing is stored."""
+        with self._naming(), self._env.begin(write=True) as transaction:
+            for number, raw in entries:
+                transaction.put(RECORDS + _ID.pack(number), raw)
 
     def delete(self, first: int = 0, prefix: bytes = RECORDS) -> None:
         """Remove the entries with this prefix whose ids are not below `first`."""
-        try:
-            with self._env.begin(write=True) as transaction:
-                cursor = transaction.cursor()
-                found = cursor.set_range(prefix + _ID.pack(first))
-                while found and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + _ID.size:
-                    found = cursor.delete()
-        except lmdb.Error as error:
-            raise self._named(error) from error
+        with self._naming(), self._env.begin(write=True) as transaction:
+            cursor = transaction.cursor()
+            found = cursor.set_range(prefix + _ID.pack(first))
+            while found and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + _ID.size:
+                found = cursor.delete()
 
     def snapshot(self, manifest: Manifest) -> Snapshot:
-        """The records that a manifest of version 2 counts.
-
-        Raises
-        ------
-        DatabaseCorruptError
-            They are not as many as it says, have another digest, or one of them is malformed.
-        """
-        expected = value_type(sum(kind.layers for kind in manifest.kinds))
-        gone = set(manifest.removed)
+        """The records that a manifest of version 2 counts; DatabaseCorruptError names what is wrong."""
+        expected, gone = value_type(sum(kind.layers for kind in manifest.kinds)), set(manifest.removed)
         entries = [(n, raw) for n, raw in self.entries() if n < manifest.next_id and n not in gone]
+        values = self.values(entries, manifest, expected, add_to_digest(None, entries))
+        return self.snapshot_of([number for number, _ in entries], values)
+
+    def values(
+        self, entries: list[tuple[int, bytes]], manifest: Manifest, expected: np.dtype[Any], digest: str
+    ) -> npt.NDArray[Any]:
+        """The values of entries, if their size, their number and their digest are as expected."""
         for number, raw in entries:
             if len(raw) != expected.itemsize:
                 raise self.corrupt(f"record {number} has {len(raw)} bytes, expected {expected.itemsize}")
         if len(entries) != manifest.records:
             raise self.corrupt(f"it holds {len(entries)} records, the manifest says {manifest.records}")
-        digest = add_to_digest(None, entries)
-        if digest != manifest.records_digest:
+        if manifest.records_digest not in (None, digest):
             raise self.corrupt(f"its records have digest {digest}, expected {manifest.records_digest}")
-        try:
-            values = np.frombuffer(b"".join(raw for _, raw in entries), expected)
-            return Snapshot.of([number for number, _ in entries], values)
-        except ValueError as error:
-            raise self.corrupt(str(error)) from error
+        return np.frombuffer(b"".join(raw for _, raw in entries), expected)
+
+    def snapshot_of(self, ids: list[int], values: npt.NDArray[Any]) -> Snapshot:
+        """The snapshot of values of `value_type`, whose numbers an array of numpy must be able to index."""
+        if len(values) and max(int(values[name].max()) for name in ("row", "place")) >= 1 << 62:
+            raise self.corrupt("a record has an impossible row or place")
+        length, source, row, place, split = (values[name].astype(np.int64) for name, _ in _FIXED)
+        return Snapshot(np.array(ids, np.int64), length, source, row, place, split, values["checksums"])
 
     def close(self) -> None:
-        """Close the environment."""
         self._env.close()
         _ENVIRONMENT.release()
 
     def corrupt(self, why: str) -> DatabaseCorruptError:
-        """The error for a damaged catalogue."""
         return DatabaseCorruptError(f"{self._path}: {why}.", RESTORE)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Turn errors of LMDB and of the system into errors of this library."""
+        try:
+            yield
+        except (lmdb.Error, OSError) as error:
+            raise self._named(error) from error
 
     def _named(self, error: Exception) -> DatabaseError:
         text = str(error)
@@ -248,9 +202,7 @@ class Catalogue:
                 full = room.f_bavail * room.f_frsize < _LOCK_BYTES
         if full:
             return StorageFullError(f"{self._path}: no room for the catalogue ({text}).", "free space and run again")
-        if isinstance(
-            error, lmdb.CorruptedError | lmdb.InvalidError | lmdb.PageNotFoundError | lmdb.VersionMismatchError
-        ):
+        if isinstance(error, _DAMAGED):
             return self.corrupt(f"LMDB says {text}")
         return DatabaseError(f"{self._path}: LMDB says {text}.", "attmemo check " + str(self._path.parent))
 

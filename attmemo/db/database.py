@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import get_args
 
 import numpy as np
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing `Database.check` found wrong."""
+    """One thing that `Database.check` found wrong."""
 
     where: str
     what: str
@@ -48,9 +48,9 @@ class Finding:
 class Database:
     """A published generation of an attention database, opened for reading.
 
-    Opening checks the manifest, the size and header of every arena file, the catalogue, and the digests of the
-    derived files; it reads no slot. `check` reads every one. Kinds of slots that this library does not know are
-    ignored, and so are their files.
+    Opening checks the manifest, the catalogue, and the size and header of every arena file; it reads no slot. Kinds
+    of slots that this library does not know are ignored, and so are their files. The attribute `records` has ids,
+    lengths, provenance, places and checksums of all records as arrays; "a record" is a position in them.
 
     Parameters
     ----------
@@ -59,30 +59,14 @@ class Database:
     residency : {"page-cache", "hugepages"}
         Where maps are served from; ``"hugepages"`` loads all of them into 2 MiB pages now, if the machine gives any.
         Where it does not they stay in the page cache, and one line in the log says what would help.
-    progress : callable, optional
-        Called with (bytes loaded, bytes in total) while they are.
-
-    Attributes
-    ----------
-    path : Path
-    manifest : Manifest
-    records : Snapshot
-        Ids, lengths, provenance, places and checksums of all records, as arrays. "A record" is a position in them.
 
     Raises
     ------
     DatabaseNotFoundError, FormatVersionError, DatabaseCorruptError, DatabaseTruncatedError, PageSizeError
         The first rule that is broken.
-    ValueError
-        There is no such residency.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        residency: Residency = "page-cache",
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], residency: Residency = "page-cache") -> None:
         if residency not in get_args(Residency):
             raise ValueError(f"residency must be one of {', '.join(get_args(Residency))}; got {residency!r}")
         self.path = Path(path)
@@ -93,33 +77,18 @@ class Database:
         self._closed = False
         self.manifest: Manifest = read_manifest(self.path)
         if self.manifest.page_size % page_size():
-            raise PageSizeError(
-                f"{self.path} was built for pages of {self.manifest.page_size} bytes; these have {page_size()}.",
-                "build it again on a machine with these pages",
-            )
+            what = f"{self.path} was built for pages of {self.manifest.page_size} bytes; these have {page_size()}."
+            raise PageSizeError(what, "build it again on a machine with these pages")
         self.records: Snapshot = self._read_records()
         for found in self.manifest.classes:
             check_arena(self.path, self.manifest.uuid, found)
         self._kinds = {kind.name: kind for kind in self.manifest.known_kinds}
         self._classes = {(c.kind.name, c.length): c for c in self.manifest.classes}
-        self._first = {}  # kind -> its first checksum in a record
-        before = 0
-        for kind in self.manifest.kinds:
-            self._first[kind.name] = before
-            before += kind.layers
         self._check_references()
-        if residency == "hugepages":
-            self._load(progress)
-
-    # -- ask
+        self.reside(residency)
 
     def __len__(self) -> int:
         return len(self.records)
-
-    @property
-    def trained(self) -> bool:
-        """Whether there is an embedder, so that records can be looked up."""
-        return self.manifest.embedder is not None
 
     @property
     def bytes(self) -> int:
@@ -133,38 +102,27 @@ class Database:
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
     def slots_of(self, kind: str, layer: int, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Slot numbers of a kind and layer for records.
-
-        Raises
-        ------
-        DatabaseError
-            A record keeps no slot of this kind and layer.
-        """
+        """Slot numbers of a kind and layer for records; DatabaseError if records keep none."""
         layers = self.manifest.layers_kept(kind)
         if not 0 <= layer < layers:
             kept = ", ".join(f"{found.name} (layers 0 to {found.layers - 1})" for found in self._kinds.values())
-            raise DatabaseError(
-                f"{self.path} keeps no slots of kind {kind!r} and layer {layer}.", f"ask for one of: {kept}"
-            )
-        found: npt.NDArray[np.int64] = self.records.places[records] * layers + layer
-        return found
+            what = f"{self.path} keeps no slots of kind {kind!r} and layer {layer}."
+            raise DatabaseError(what, f"ask for one of: {kept}")
+        return np.asarray(self.records.places[records] * layers + layer)
 
     def arena(self, kind: str, length: int) -> Arena:
         """The arena of a kind and length, opened at the first use; DatabaseError if there is none."""
         found = self._classes.get((kind, length))
         if found is None:
-            raise DatabaseError(
-                f"{self.path} has no record of {length} tokens with slots of kind {kind!r}.",
-                f"attmemo inspect {self.path} lists lengths; the kinds are {', '.join(self._kinds)}",
-            )
+            what = f"{self.path} has no record of {length} tokens with slots of kind {kind!r}."
+            hint = f"attmemo inspect {self.path} lists lengths; the kinds are {', '.join(self._kinds)}"
+            raise DatabaseError(what, hint)
         arena = self._arenas.get(found.name)
         if arena is None:
             with self._opening:
                 self._check_open()
-                arena = self._arenas.get(found.name)
-                if arena is None:
-                    residency: Residency = self.residency if FORMS[kind].served else "page-cache"
-                    arena = self._open_arena(found, residency)
+                residency: Residency = self.residency if FORMS[kind].served else "page-cache"
+                arena = self._arenas.get(found.name) or self._open_arena(found, residency)
         return arena
 
     def slot(self, kind: str, layer: int, record: int) -> Tensor:
@@ -180,17 +138,9 @@ class Database:
         return self.view(KIND_INPUT, layer, record).float()
 
     def view(self, kind: str, layer: int, record: int) -> Tensor:
-        """A slot where it lies, without a copy. To be read only: the pages are, and a store ends the process.
-
-        Raises
-        ------
-        DatabaseError
-            There is no such record, kind or layer; or the database was closed.
-        """
+        """A slot where it lies, without a copy. To be read only: the pages are, and a store ends the process."""
         if not 0 <= record < len(self):
-            raise DatabaseError(
-                f"{self.path} has no record {record}.", f"its {len(self)} records are numbered from 0"
-            )
+            raise DatabaseError(f"{self.path} has no record {record}.", f"its {len(self)} records are numbered from 0")
         slot = int(self.slots_of(kind, layer, np.array(record)))
         mapping = self.arena(kind, int(self.records.lengths[record])).mapping
         mapping.check_whole()
@@ -199,36 +149,29 @@ class Database:
     def index(self, layer: int) -> LayerIndex:
         """The index of a layer, or of the once-per-sequence lookup (-1), loaded at the first use.
 
-        Raises
-        ------
-        EmbedderMissingError
-            The embedder was never trained.
-        DatabaseCorruptError
-            The container is missing or is not what the manifest says.
+        EmbedderMissingError if there is none, DatabaseCorruptError if its container is not what the manifest says.
         """
         found = self._indexes.get(layer)
-        if found is None:
-            with self._opening:
-                self._check_open()
-                found = self._indexes.get(layer)
-                if found is None:
-                    embedder = self.embedder_ref()
-                    ref = embedder.indexes.get(str(layer))
-                    if ref is None:
-                        raise EmbedderMissingError(f"{self.path} has no index for layer {layer}.", self._train())
-                    dimension = int(embedder.report.get("dimension", 128))
-                    file = self.derived(ref)
-                    found = LayerIndex.load(file, dimension, embedder.backend, self.records, embedder.next_id)
-                    self._indexes[layer] = found
+        if found is not None:
+            return found
+        with self._opening:
+            self._check_open()
+            found = self._indexes.get(layer)
+            if found is None:
+                embedder = self.embedder_ref()
+                ref = embedder.indexes.get(str(layer))
+                if ref is None:
+                    raise EmbedderMissingError(f"{self.path} has no index for layer {layer}.", self._train)
+                dimension, file = int(embedder.report.get("dimension", 128)), self.derived(ref)
+                found = LayerIndex.load(file, dimension, embedder.backend, self.records, embedder.next_id)
+                self._indexes[layer] = found
         return found
 
     def embedder_ref(self) -> EmbedderRef:
         """Where the trained embedder is; EmbedderMissingError if it was never trained."""
         if self.manifest.embedder is None:
-            raise EmbedderMissingError(
-                f"{self.path} holds {len(self)} records but no trained embedder, so nothing can be looked up.",
-                self._train(),
-            )
+            what = f"{self.path} holds {len(self)} records but no trained embedder, so nothing can be looked up."
+            raise EmbedderMissingError(what, self._train)
         return self.manifest.embedder
 
     def derived(self, ref: FileRef) -> Path:
@@ -237,30 +180,15 @@ class Database:
         try:
             digest = file_digest(file)
         except OSError as error:
-            raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._train()) from error
+            raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", self._train) from error
         if digest != ref.digest:
             self._check_generation(ref)
-            raise DatabaseCorruptError(
-                f"{file} has digest {digest[:16]}…, expected {ref.digest[:16]}….", self._train()
-            )
+            raise DatabaseCorruptError(f"{file} has digest {digest[:16]}…, expected {ref.digest[:16]}….", self._train)
         return file
 
     def check(self, progress: Progress | None = None) -> list[Finding]:
-        """Read everything: every slot's checksum, its padding, every derived file.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with (slots done, slots in total).
-
-        Returns
-        -------
-        list of Finding
-            In the order found; empty if the database is whole.
-        """
+        """Read every slot, its padding and every derived file; `progress` is called with (slots done, in total)."""
         return [*self._check_slots(progress), *self._check_padding(), *self._check_derived()]
-
-    # -- do
 
     def close(self) -> None:
         """Unmap everything. Views that are still held stay valid. Closing twice is fine."""
@@ -273,21 +201,11 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"Database({str(self.path)!r}, {len(self)} records, generation {self.manifest.generation})"
-
-    def reside(self, residency: Residency, progress: Progress | None = None) -> None:
-        """Serve maps from elsewhere from now on; ``"hugepages"`` loads all of them now (see `Database`)."""
-        self.residency = residency
-        if residency == "hugepages":
-            self._load(progress)
-
-    # -- inside
 
     def _read_records(self) -> Snapshot:
         """The records of the manifest; of a later one, if a builder has published since it was read."""
@@ -300,13 +218,17 @@ class Database:
                     raise
                 self.manifest = again
 
-    def _load(self, progress: Progress | None) -> None:
-        """Open every arena that serving reads, which loads it; say once where memory could not be had as asked."""
+    def reside(self, residency: Residency, progress: Progress | None = None) -> None:
+        """Serve maps from elsewhere (see `Database`); `progress` is called with (bytes loaded, bytes in total)."""
+        self.residency = residency
+        if residency == "page-cache":
+            return
         classes = [found for found in self.manifest.classes if FORMS[found.kind.name].served]
         total, done = sum(found.layout.file_bytes for found in classes), 0
         notices = []
         for found in classes:
-            arena = self._open_arena(found, "hugepages", _shifted(progress, done, total))
+            part = None if progress is None else lambda n, _, before=done: progress(before + n, total)
+            arena = self._open_arena(found, "hugepages", part)
             done += found.layout.file_bytes
             if arena.notice is not None:
                 notices.append(arena.notice)
@@ -335,17 +257,12 @@ class Database:
         except (SafetensorError, OSError, ValueError):
             return
         if "database" in owner and owner["database"] != self.manifest.uuid:
-            raise GenerationMismatchError(
-                f"{file} belongs to database {owner['database'][:8]}…, expected {self.manifest.uuid[:8]}….",
-                self._train(),
-            )
+            what = f"{file} belongs to database {owner['database'][:8]}…, expected {self.manifest.uuid[:8]}…."
+            raise GenerationMismatchError(what, self._train)
         named = "".join(filter(str.isdecimal, ref.file.split("/")[0])).lstrip("0")
         if "generation" in owner and owner["generation"] != named:
-            raise GenerationMismatchError(
-                f"{file} was written for generation {owner['generation'][:20]}, expected {named}: {MANIFEST} "
-                "names another file of this name.",
-                self._train(),
-            )
+            written = f"{file} was written for generation {owner['generation'][:20]}, expected {named}"
+            raise GenerationMismatchError(f"{written}: {MANIFEST} names another file of this name.", self._train)
 
     def _check_references(self) -> None:
         records, manifest = self.records, self.manifest
@@ -362,6 +279,8 @@ class Database:
 
     def _check_slots(self, progress: Progress | None) -> Iterator[Finding]:
         total, done = len(self) * sum(kind.layers for kind in self._kinds.values()), 0
+        ends = accumulate(kind.layers for kind in self.manifest.kinds)
+        first = {kind.name: end - kind.layers for kind, end in zip(self.manifest.kinds, ends, strict=True)}
         for record, length in enumerate(self.records.lengths.tolist()):
             for kind in self._kinds.values():
                 found, arena = self._classes[(kind.name, length)], self.arena(kind.name, length)
@@ -369,7 +288,7 @@ class Database:
                     slot = int(self.records.places[record]) * kind.layers + layer
                     arena.mapping.check_whole()
                     checksum = slot_checksum(self.manifest.uuid, found.name, slot, arena.slot_bytes(slot))
-                    if checksum != int(self.records.checksums[record, self._first[kind.name] + layer]):
+                    if checksum != int(self.records.checksums[record, first[kind.name] + layer]):
                         where = f"{found.file}, slot {slot} (record {record}, layer {layer})"
                         yield Finding(where, "the bytes do not match their checksum")
                 done += kind.layers
@@ -405,10 +324,6 @@ class Database:
     def _corrupt(self, why: str) -> DatabaseCorruptError:
         return DatabaseCorruptError(f"{self.path}: {why}.", RESTORE)
 
+    @property
     def _train(self) -> str:
         return f"attmemo train-embedder {self.path}"
-
-
-def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """The progress of one arena as a part of that of all."""
-    return None if progress is None else lambda done, _: progress(before + done, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ LOCK: Final = "builder.lock"
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 WHEN_FULL: Final = "free space and run the same command again"
 RESTORE: Final = "restore the database from a copy, or build it again with attmemo build-database"
-
 _NO_PLACE = (errno.EROFS, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -38,7 +38,7 @@ def write_durably(file: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)  # on a full disk it would be the first thing in the way
         raise
-    sync_directory(file.parent)
+    sync(file.parent)
 
 
 def write_all(fd: int, body: bytes, offset: int) -> None:
@@ -49,19 +49,9 @@ def write_all(fd: int, body: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def sync_file(file: Path) -> None:
-    """Make a file that was written elsewhere durable, and its name."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    sync_directory(file.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -70,21 +60,12 @@ def sync_directory(path: Path) -> None:
 
 def file_digest(path: Path) -> str:
     """XXH3-128 of a whole file, in hexadecimal."""
-    state = xxhash.xxh3_128()
     with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 class BuilderLock:
-    """The lock of the one writer of a database; it goes with the process.
-
-    Raises
-    ------
-    DatabaseLockedError
-        Another process holds it; the message names its pid.
-    """
+    """The lock of the one writer of a database; it goes with the process. DatabaseLockedError names its holder."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -95,9 +76,8 @@ class BuilderLock:
         except BlockingIOError as error:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             self.release()
-            raise DatabaseLockedError(
-                f"{path} is being written by another process (pid {holder}).", "wait for it to finish, or stop it"
-            ) from error
+            what = f"{path} is being written by another process (pid {holder})."
+            raise DatabaseLockedError(what, "wait for it to finish, or stop it") from error
         except BaseException:
             self.release()
             raise
@@ -132,10 +112,7 @@ def named(error: OSError, path: Path, when_full: str = WHEN_FULL) -> DatabaseErr
             free = "no space left"
         return StorageFullError(f"{path}: the disk is full ({free}). What was published stays.", when_full)
     if error.errno in _NO_PLACE:
-        return DatabaseError(
-            f"{path} cannot be written: {error.strerror}.", "name a directory that exists and that you may write to"
-        )
-    return DatabaseError(
-        f"{path}: {error.strerror or error}. What was published stays.",
-        "see whether the disk is sound (dmesg), then run the same command again",
-    )
+        hint = "name a directory that exists and that you may write to"
+        return DatabaseError(f"{path} cannot be written: {error.strerror}.", hint)
+    hint = "see whether the disk is sound (dmesg), then run the same command again"
+    return DatabaseError(f"{path}: {error.strerror or error}. What was published stays.", hint)

@@ -24,15 +24,7 @@ def default_path(fingerprint: str) -> Path:
 
 
 def find_database(fingerprint: str) -> Path:
-    """The database of a model in the cache directory.
-
-    Of several, a trained one comes before the others, then a tuned one, then the one with most records.
-
-    Raises
-    ------
-    DatabaseNotFoundError
-        There is none for this fingerprint.
-    """
+    """The database of a model in the cache directory: of several a trained one, else a tuned one, else the largest."""
     folder = cache_directory()
     best: tuple[tuple[bool, bool, int], Path] | None = None
     for file in sorted(folder.glob(f"*/{MANIFEST}")):
@@ -44,8 +36,6 @@ def find_database(fingerprint: str) -> Path:
         if found.model.fingerprint == fingerprint and (best is None or rank > best[0]):
             best = rank, file.parent
     if best is None:
-        raise DatabaseNotFoundError(
-            f"no database for this model (fingerprint {fingerprint[:12]}…) in {folder}.",
-            "attmemo build-database --model … --data …, or pass database=PATH",
-        )
+        what = f"no database for this model (fingerprint {fingerprint[:12]}…) in {folder}."
+        raise DatabaseNotFoundError(what, "attmemo build-database --model … --data …, or pass database=PATH")
     return best[1]

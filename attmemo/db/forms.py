@@ -1,13 +1,10 @@
-"""How numbers are stored: types of slots, and maps in fewer bytes.
+"""How numbers are stored: types of slots, and maps in fewer bytes; `unpack` is the oracle of `native/map_product.c`.
 
-A map's row is a probability distribution, and most of its entries are small. The 8-bit form stores
-``q = round(top * cbrt(p / max(row)))`` and reads ``p = q^3 / sum(q^3)``: the root spends its steps where the entries
-are, rows sum to one by construction, and no scale is kept beside them. Each row takes the `top` of 255 to 248 that
-loses least. Similarity of a map to its 8-bit form, in the mean over real maps of six logs: .9980 to .9985 (with 255
-for all rows .9977 to .9981; square root .9971 to .9985, fourth root .9976 to .9982, linear with a scale per row .987
-to .996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
-
-`native/map_product.c` multiplies with both forms where they lie. `unpack` is its oracle; training and reports use it.
+The 8-bit form stores ``q = round(top * cbrt(p / max(row)))`` and reads ``p = q^3 / sum(q^3)``: the root spends its
+steps on small entries, where most are, and rows sum to one by construction. Each row takes the `top` of 255 to 248
+that loses least. Mean similarity of a map to its 8-bit form, over real maps of six logs: .9980 to .9985 (with 255 for
+all rows .9977 to .9981; square root .9971 to .9985, fourth root .9976 to .9982, linear with a scale per row .987 to
+.996). A causal map is zero above its diagonal; only the lower triangle is stored, row after row.
 """
 
 from __future__ import annotations
@@ -19,26 +16,17 @@ import torch
 from torch import Tensor
 
 TYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "uint8": torch.uint8,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "int32": torch.int32,
-}
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "uint8": torch.uint8, "float8_e4m3": torch.float8_e4m3fn, "int32": torch.int32,
+}  # fmt: skip
 """Number types that a slot may have, by the name in the manifest."""
 
+# The greatest probability of a row is stored as one of these. A reader divides rows by their sum.
 TOPS: Final = range(255, 247, -1)
-"""The greatest probability of a row is stored as one of these. A reader divides rows by their sum."""
-
-STORAGE: Final = {
-    "float32": ("float32", "float32"),
-    "bfloat16": ("bfloat16", "bfloat16"),
-    "float16": ("float16", "float16"),
-    # Only training and indexing read hidden states: the loss of mantissa disappears in their means.
-    "uint8": ("uint8", "float8_e4m3"),
-}
-"""Choices of storage: the types of maps and of hidden states."""
+# Choices of storage: the types of maps and of hidden states. Only training and indexing read hidden states in 8 bits:
+# the loss of mantissa disappears in their means.
+STORAGE: Final = {name: (name, name) for name in ("float32", "bfloat16", "float16")}
+STORAGE["uint8"] = ("uint8", "float8_e4m3")
 
 
 def length_of(shape: tuple[int, ...]) -> int:

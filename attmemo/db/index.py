@@ -1,10 +1,8 @@
 """Nearest-neighbour search over embeddings: per layer, one index for each token length or one for all records.
 
 faiss HNSW by default, hnswlib behind the same face, and an exact flat search that is the oracle of both and serves
-lengths with few records. An index is derived data: `attmemo train-embedder` rebuilds it from the records. All indexes
-of a layer lie in one safetensors container, whose digest is checked before anything parses a byte of it.
-
-A digest proves nothing if the manifest was forged too, and neither library validates all that it loads. So every link
+lengths with few records. All indexes of a layer lie in one safetensors container, whose digest is checked first. A
+digest proves nothing if the manifest was forged too, and neither library validates all that it loads. So every link
 of a graph is checked before faiss sees the graph, and hnswlib gets only vectors.
 """
 
@@ -13,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,30 +27,15 @@ BACKENDS: Final = ("faiss", "hnswlib", "flat")
 LINKS: Final = 16  # HNSW M: edges per node
 EF_CONSTRUCTION: Final = 80
 EF_SEARCH: Final = 64
+# Vectors of one length from which a graph is built; for fewer exact search is as fast, and misses nothing.
 EXACT_BELOW: Final = 2000
-"""Vectors of one length from which a graph is built; for fewer exact search is as fast, and misses nothing."""
-
 _RECHECKED = 8  # candidates beside those asked for whose distance is computed anew
-
 ALL: Final = "all"  # key of an index over records of any length
 _FLAT, _GRAPH = "flat", "index"  # what an entry of the container holds
 
 Vectors = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Key = int | Literal["all"]
-
-
-class VectorIndex(Protocol):
-    """Vectors under consecutive positions, searched by Euclidean distance."""
-
-    def __len__(self) -> int:
-        """Number of vectors."""
-
-    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
-        """Positions and distances ``[q, k]``, nearest first; missing neighbours are position -1, distance inf."""
-
-    def dump(self) -> npt.NDArray[np.uint8]:
-        """The index as bytes."""
 
 
 class FlatIndex:
@@ -69,6 +52,7 @@ class FlatIndex:
         return len(self.vectors)
 
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        """Positions and Euclidean distances ``[q, k]``, nearest first; none is position -1, distance inf."""
         # By torch, on its threads: numpy's product would wake a second pool that fights the first for the cores.
         with torch.autocast("cpu", enabled=False):  # the model's precision is not the distances'
             moved = torch.from_numpy(queries - self._mean)
@@ -84,10 +68,6 @@ class FlatIndex:
     def dump(self) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self.vectors.tobytes(), np.uint8)
 
-    @classmethod
-    def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FlatIndex:
-        return cls(_vectors(raw, dimension))
-
 
 class FaissIndex:
     """faiss HNSW over raw float32 vectors, Euclidean."""
@@ -101,7 +81,8 @@ class FaissIndex:
 
     @classmethod
     def build(cls, vectors: Vectors) -> FaissIndex:
-        faiss = _faiss()
+        import faiss
+
         index = faiss.IndexHNSWFlat(vectors.shape[1], LINKS)
         index.hnsw.efConstruction = EF_CONSTRUCTION
         # A parallel build links nodes in the order of the clock; one thread gives the same graph every time. The
@@ -116,49 +97,40 @@ class FaissIndex:
 
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
         squares, order = self._index.search(np.ascontiguousarray(queries, np.float32), k)
-        distances = np.sqrt(np.maximum(squares, 0.0))
-        return order, np.where(order < 0, np.float32(np.inf), distances)
+        return order, np.where(order < 0, np.float32(np.inf), np.sqrt(np.maximum(squares, 0.0)))
 
     def dump(self) -> npt.NDArray[np.uint8]:
-        raw: npt.NDArray[np.uint8] = _faiss().serialize_index(self._index)
+        import faiss
+
+        raw: npt.NDArray[np.uint8] = faiss.serialize_index(self._index)
         return raw
 
     @classmethod
     def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> FaissIndex:
+        import faiss
+
         _check_graph(raw, dimension)
         try:
-            index = _faiss().deserialize_index(raw)
+            index = faiss.deserialize_index(raw)
         except RuntimeError as error:
             raise ValueError(f"faiss cannot read an index: {error}") from error
-        if getattr(index, "d", None) != dimension or not hasattr(index, "hnsw"):
-            raise ValueError("an index has another dimension or kind")
         return cls(index)
 
 
 class HnswlibIndex:
-    """hnswlib, the reference HNSW implementation.
+    """hnswlib. Only vectors are stored: its files hold addresses that it would follow unchecked."""
 
-    What is stored are the vectors: its own files hold addresses it would follow unchecked. The graph is built again
-    when it is loaded, the same one every time.
-    """
-
-    def __init__(self, index: Any) -> None:
-        index.set_ef(EF_SEARCH)
-        index.set_num_threads(1)
-        self._index = index
+    def __init__(self, vectors: Vectors) -> None:
+        self._index = _hnswlib().Index("l2", vectors.shape[1])
+        self._index.init_index(len(vectors), ef_construction=EF_CONSTRUCTION, M=LINKS, random_seed=0)
+        self._index.add_items(np.ascontiguousarray(vectors, np.float32), np.arange(len(vectors)), num_threads=1)
+        self._index.set_num_threads(1)
 
     def __len__(self) -> int:
         return int(self._index.get_current_count())
 
-    @classmethod
-    def build(cls, vectors: Vectors) -> HnswlibIndex:
-        index = _hnswlib().Index("l2", vectors.shape[1])
-        index.init_index(len(vectors), ef_construction=EF_CONSTRUCTION, M=LINKS, random_seed=0)
-        index.add_items(np.ascontiguousarray(vectors, np.float32), np.arange(len(vectors)), num_threads=1)
-        return cls(index)
-
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
-        found = min(k, int(self._index.get_current_count()))
+        found = min(k, len(self))
         # hnswlib raises when it cannot fill k results from a beam of ef.
         self._index.set_ef(max(EF_SEARCH, found))
         order, squares = self._index.knn_query(np.ascontiguousarray(queries, np.float32), found, num_threads=1)
@@ -168,82 +140,55 @@ class HnswlibIndex:
         vectors = self._index.get_items(np.arange(len(self)), return_type="numpy")
         return np.frombuffer(np.ascontiguousarray(vectors, np.float32).tobytes(), np.uint8)
 
-    @classmethod
-    def load(cls, raw: npt.NDArray[np.uint8], dimension: int) -> HnswlibIndex:
-        _hnswlib()  # that it is missing comes first
-        return cls.build(_vectors(raw, dimension))
+
+VectorIndex = FlatIndex | FaissIndex | HnswlibIndex  # vectors under consecutive positions
 
 
 def build_index(vectors: Vectors, backend: Backend) -> VectorIndex:
     """An index over ``[m, d]`` vectors, deterministic for the same vectors in the same order."""
     if backend == "flat":
         return FlatIndex(vectors)
-    return FaissIndex.build(vectors) if backend == "faiss" else HnswlibIndex.build(vectors)
+    return FaissIndex.build(vectors) if backend == "faiss" else HnswlibIndex(vectors)
 
 
 def load_index(raw: npt.NDArray[np.uint8], dimension: int, backend: Backend) -> VectorIndex:
-    """What `VectorIndex.dump` wrote, only for bytes whose digest was checked; ValueError if it is something else."""
-    if backend == "flat":
-        return FlatIndex.load(raw, dimension)
-    return FaissIndex.load(raw, dimension) if backend == "faiss" else HnswlibIndex.load(raw, dimension)
+    """What `dump` of an index wrote, only for bytes whose digest was checked; ValueError if it is something else."""
+    if backend == "faiss":
+        return FaissIndex.load(raw, dimension)
+    if backend == "hnswlib":
+        _hnswlib()  # that it is missing comes first
+    return build_index(_vectors(raw, dimension), backend)
 
 
 class LayerIndex:
-    """All indexes of one layer; what they find is translated to records here.
-
-    Parameters
-    ----------
-    indexes : mapping of key to (VectorIndex, records)
-        The key is a token length, or `ALL` for one index over records of any length. ``records[position]`` is the
-        record, -1 for one that is gone.
-    """
+    """All indexes of a layer, by token length or under `ALL`, each with the records of its positions (-1: gone)."""
 
     def __init__(self, indexes: Mapping[Key, tuple[VectorIndex, Ids]]) -> None:
         self._indexes = dict(indexes)
-
-    @property
-    def lengths(self) -> frozenset[int]:
-        """Token lengths that can be found."""
-        return frozenset(key for key in self._indexes if isinstance(key, int))
+        self.lengths = frozenset(key for key in indexes if isinstance(key, int))  # token lengths that can be found
 
     @classmethod
-    def build(
-        cls, vectors: Vectors, lengths: Ids | None, backend: Backend, longest: int | None = None
-    ) -> LayerIndex:
-        """Index record embeddings ``[R, d]``, records numbered by position.
-
-        Parameters
-        ----------
-        vectors : float32 array, shape [R, d]
-        lengths : int64 array, shape [R], optional
-            Token lengths: records are found by others of their length only. None: one index over all records.
-        backend : {"faiss", "hnswlib", "flat"}
-        longest : int, optional
-            Records with more tokens are left out.
-        """
-        if lengths is None:
-            groups: dict[Key, Ids] = {ALL: np.arange(len(vectors), dtype=np.int64)}
-        else:
+    def build(cls, vectors: Vectors, lengths: Ids | None, backend: Backend, longest: int | None = None) -> LayerIndex:
+        """Index embeddings ``[R, d]`` of all records, or those of each length ``[R]`` up to `longest` tokens apart."""
+        groups: dict[Key, Ids] = {ALL: np.arange(len(vectors), dtype=np.int64)}
+        if lengths is not None:
             kept = (n for n in np.unique(lengths).tolist() if longest is None or n <= longest)
             groups = {n: np.flatnonzero(lengths == n).astype(np.int64) for n in kept}
-        return cls(
-            {
-                key: (build_index(vectors[found], backend if len(found) >= EXACT_BELOW else "flat"), found)
-                for key, found in groups.items()
-            }
-        )
+        return cls({
+            key: (build_index(vectors[found], backend if len(found) >= EXACT_BELOW else "flat"), found)
+            for key, found in groups.items()
+        })  # fmt: skip
 
     def search(self, key: Key, queries: Vectors, k: int = 1) -> tuple[Ids, Vectors]:
         """Records and distances ``[q, k]`` under a key; record -1 where there is none."""
-        found = self._indexes.get(key)
-        if found is None:
+        if key not in self._indexes:
             return np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
-        index, records = found
+        index, records = self._indexes[key]
         order, distances = index.search(queries, k)
         return np.where(order < 0, -1, records[order]), distances.astype(np.float32)
 
     def save(self, file: Path, ids: Ids, owner: Mapping[str, str] | None = None) -> None:
-        """Write the container. `ids` are the ids of all records; `owner` says whose the file is, for messages."""
+        """Write the container. `ids` are those of all records; `owner` says whose the file is, for messages."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for key, (index, records) in self._indexes.items():
             tensors[f"{key}.{_FLAT if isinstance(index, FlatIndex) else _GRAPH}"] = index.dump()
@@ -252,15 +197,7 @@ class LayerIndex:
 
     @classmethod
     def load(cls, file: Path, dimension: int, backend: str, records: Snapshot, next_id: int) -> LayerIndex:
-        """Read the container; ids that are not below `next_id` are refused.
-
-        Raises
-        ------
-        DatabaseCorruptError
-            The container is not one, or names records that never were, or one of another length.
-        DatabaseError
-            The backend is not installed.
-        """
+        """Read the container; DatabaseCorruptError if it is none, or names other ids or lengths than there are."""
 
         def corrupt(why: str) -> DatabaseCorruptError:
             return DatabaseCorruptError(f"{file}: {why}", f"attmemo train-embedder {file.parent.parent}")
@@ -278,9 +215,8 @@ class LayerIndex:
             if part not in (_FLAT, _GRAPH):
                 continue
             ids = tensors.get(f"{text}.ids")
-            if not (text == ALL or text.isdecimal()) or raw.dtype != np.uint8 or raw.ndim != 1:
-                raise corrupt(f"malformed entry {name!r}")
-            if ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
+            sound = (text == ALL or text.isdecimal()) and raw.dtype == np.uint8 and raw.ndim == 1
+            if not sound or ids is None or ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
                 raise corrupt(f"malformed entry {name!r}")
             key: Key = ALL if text == ALL else int(text)
             if key in found:
@@ -304,10 +240,8 @@ class LayerIndex:
 
 def _positions(ids: Ids, known: Ids) -> Ids:
     """Where ids lie in the ascending array of known ones; -1 for ids that are gone."""
-    if not len(known):
-        return np.full(len(ids), -1, np.int64)
-    places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-    return np.where(known[places] == ids, places, -1).astype(np.int64)
+    places = np.searchsorted(known, ids)
+    return np.where(np.append(known, -1)[places] == ids, places, -1).astype(np.int64)
 
 
 def _padded(order: Ids, distances: npt.NDArray[Any], k: int) -> tuple[Ids, Vectors]:
@@ -386,12 +320,6 @@ def _check_graph(raw: npt.NDArray[np.uint8], dimension: int) -> None:
     level = np.searchsorted(room, np.arange(len(links)) - np.repeat(starts[:-1], sizes), side="right") - 1
     if (levels[links] <= level)[links >= 0].any():
         raise ValueError("an index links to a vector on a level where it is not")
-
-
-def _faiss() -> Any:
-    import faiss
-
-    return faiss
 
 
 def _hnswlib() -> Any:

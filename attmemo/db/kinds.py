@@ -1,7 +1,7 @@
 """Kinds of slots: what a record keeps, and how each kind is checked before it is stored.
 
-The manifest lists the kinds of its database. This version of the library knows the kinds in `FORMS`; a reader ignores
-all others. A new kind of reuse adds its kinds to `FORMS`; the format stays as it is.
+The manifest lists the kinds of its database. This library knows those in `FORMS` and ignores all others; a new kind of
+reuse adds its kinds to `FORMS`, and the format stays as it is.
 """
 
 from __future__ import annotations
@@ -23,35 +23,21 @@ if TYPE_CHECKING:
 
 KIND_MAP: Final = "map"  # the attention map of a layer over the valid tokens
 KIND_INPUT: Final = "input"  # the hidden states that entered the layer
-LENGTH: Final = "n"
-TRIANGLE: Final = "n(n+1)/2"
+LENGTH, TRIANGLE = "n", "n(n+1)/2"  # sizes of a shape
 CAUSAL: Final = "causal"  # mask kind of a model whose maps are lower triangles
 INPUTS: Final = ("all", "first")  # setting: the layers whose hidden states are kept
 
 
 @dataclass(frozen=True)
 class SlotKind:
-    """One kind of slot.
-
-    Parameters
-    ----------
-    name : str
-        Lower-case letters, digits and dashes.
-    layers : int
-        Slots of the kind in a record: one for each of the layers 0 to ``layers - 1``, or 1 for a whole sequence.
-    dtype : str
-        Type of number, for known kinds a name of `attmemo.db.forms.TYPES`.
-    shape : tuple of int or str
-        Shape of a slot for n valid tokens: positive numbers, and the words ``"n"`` and ``"n(n+1)/2"``.
-    """
+    """One kind of slot."""
 
     name: str
-    layers: int
-    dtype: str
-    shape: tuple[int | str, ...]
+    layers: int  # slots in a record: one for each of the layers 0 to layers - 1, or 1 for a whole sequence
+    dtype: str  # for known kinds a name of `attmemo.db.forms.TYPES`
+    shape: tuple[int | str, ...]  # for n valid tokens: positive numbers, and the words "n" and "n(n+1)/2"
 
     def shape_for(self, n: int) -> tuple[int, ...]:
-        """Shape of a slot of a sequence of n valid tokens."""
         words = {LENGTH: n, TRIANGLE: n * (n + 1) // 2}
         return tuple(size if isinstance(size, int) else words[size] for size in self.shape)
 
@@ -61,22 +47,19 @@ class SlotKind:
 
     @classmethod
     def read(cls, field: Field, model: ModelInfo, storage: str) -> SlotKind:
-        """Read one entry of the manifest; DatabaseCorruptError if it is malformed, or no variant of a known kind."""
+        """Read one entry of the manifest: a variant of a known kind, or any unknown kind."""
         sizes = field["shape"].items()
         if not 0 < len(sizes) < 9:
             field["shape"].refuse("1 to 8 sizes")
-        found = cls(
-            name=field["name"].text("[a-z][a-z0-9-]{0,30}"),
-            layers=field["layers"].integer(1, 4096),
-            dtype=field["dtype"].text("[a-z0-9_]{1,30}"),
-            shape=tuple(
-                size.text(among=(LENGTH, TRIANGLE)) if isinstance(size.value, str) else size.integer(1, 1 << 32)
-                for size in sizes
-            ),
+        shape = tuple(
+            size.text(among=(LENGTH, TRIANGLE)) if isinstance(size.value, str) else size.integer(1, 1 << 32)
+            for size in sizes
         )
-        form = FORMS.get(found.name)
-        if form is not None and found not in form.variants(model, storage):
-            field.refuse(" or ".join(map(str, form.variants(model, storage))))
+        name, layers = field["name"].text("[a-z][a-z0-9-]{0,30}"), field["layers"].integer(1, 4096)
+        found = cls(name, layers, field["dtype"].text("[a-z0-9_]{1,30}"), shape)
+        variants = FORMS[found.name].variants(model, storage) if found.name in FORMS else (found,)
+        if found not in variants:
+            field.refuse(" or ".join(map(str, variants)))
         return found
 
 
@@ -84,14 +67,8 @@ class SlotKind:
 class Form:
     """What this library knows of a kind.
 
-    Parameters
-    ----------
-    variants : callable
-        What a kind of this name may be, for a model and a word of `attmemo.db.forms.STORAGE`.
-    store : callable
-        The tensor to store for a given one. Raises DatabaseCorruptError for a tensor that must not become a record.
-    served : bool
-        Whether slots are read while a model is served; only such kinds are loaded into 2 MiB pages.
+    `variants` says what a kind of this name may be, for a model and a word of `STORAGE`. `store` gives the tensor to
+    store, or DatabaseCorruptError for one that must not become a record. Only `served` slots get 2 MiB pages.
     """
 
     variants: Callable[[ModelInfo, str], tuple[SlotKind, ...]]
@@ -121,18 +98,14 @@ def _store_map(apm: Tensor, kind: SlotKind) -> Tensor:
     if apm.dim() != 3 or apm.shape[-1] != apm.shape[-2]:
         raise ValueError(f"a map has shape [heads, n, n], not {tuple(apm.shape)}")
     if causal and bool(torch.triu(apm, 1).any()):
-        raise DatabaseCorruptError(
-            "the model is causal, but its attention looks ahead",
-            "this is a fault of the adapter; leave the model unmemoized",
-        )
+        hint = "this is a fault of the adapter; leave the model unmemoized"
+        raise DatabaseCorruptError("the model is causal, but its attention looks ahead", hint)
     sums = apm.float().sum(-1)
     # A row of 512 bfloat16 probabilities sums to 1 within 2 %; a tensor that is no map is far off.
     if not (bool(torch.isfinite(sums).all()) and bool((apm >= 0).all()) and float((sums - 1).abs().max()) < 0.05):
-        raise DatabaseCorruptError(
-            f"the model's attention is not a probability matrix (row sums from {float(sums.min()):.3g} to "
-            f"{float(sums.max()):.3g})",
-            "check the model in this precision; bfloat16 or float32 often cures an overflow",
-        )
+        found = f"row sums from {float(sums.min()):.3g} to {float(sums.max()):.3g}"
+        hint = "check the model in this precision; bfloat16 or float32 often cures an overflow"
+        raise DatabaseCorruptError(f"the model's attention is not a probability matrix ({found})", hint)
     return pack(apm, kind.dtype, causal)
 
 
@@ -140,15 +113,10 @@ def _store_input(hidden: Tensor, kind: SlotKind) -> Tensor:
     stored = hidden.detach().to("cpu", TYPES[kind.dtype]).contiguous()
     # Through float32: float8 has no infinity and no isfinite.
     if not bool(torch.isfinite(stored.float()).all()):
-        raise DatabaseCorruptError(
-            f"the hidden states are not finite in {kind.dtype}",
-            "store in a type of wider range: --dtype bfloat16 or float32",
-        )
+        hint = "store in a type of wider range: --dtype bfloat16 or float32"
+        raise DatabaseCorruptError(f"the hidden states are not finite in {kind.dtype}", hint)
     return stored
 
 
-FORMS: Final[dict[str, Form]] = {
-    KIND_MAP: Form(_map_kinds, _store_map, served=True),
-    KIND_INPUT: Form(_input_kinds, _store_input),
-}
+FORMS: Final = {KIND_MAP: Form(_map_kinds, _store_map, served=True), KIND_INPUT: Form(_input_kinds, _store_input)}
 """The kinds that this library knows, by name."""

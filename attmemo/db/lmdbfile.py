@@ -1,16 +1,15 @@
-"""Is a file a sound LMDB environment?
+"""Is a file a sound LMDB environment? Its content is another question: `Manifest.records_digest` answers that one.
 
 LMDB trusts its file: behind a wrong offset or a missing page there is SIGBUS or an assertion, and the process is gone
-(measured: 6 % of random flips and nearly every truncation). So every page that LMDB could follow is looked at first,
-in Python, from a copy of the bytes. This says nothing about the content: `Manifest.records_digest` does.
-
-The layout is that of LMDB 0.9 (data version 1): two meta pages, then the pages of two B-trees, one of free pages and
-one of entries. Numbers are little-endian, as on every machine this library maps slots on.
+(measured: 6 % of random flips and nearly every truncation). So every page that LMDB could follow is looked at first.
+The layout is that of LMDB 0.9 (data version 1, little-endian): two meta pages, then the pages of two B-trees, one of
+free pages and one of entries.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,25 +20,16 @@ _TAIL = struct.Struct("<QQ")  # last page, transaction
 _NODE = struct.Struct("<HHHH")  # low and high half of the size or child, flags or top of the child, size of the key
 _MAGIC, _VERSION, _NONE = 0xBEEFC0DE, 1, 0xFFFFFFFFFFFFFFFF
 _BRANCH, _LEAF, _OVERFLOW, _IS_META = 1, 2, 4, 8
-_BIG_DATA = 1
-_INTEGER_KEY = 8
-_FREE_KEY = (8, 8)  # bytes of a key in the tree of free pages: least and most
-_MAIN_KEY = (1, 511)
+_BIG_DATA, _INTEGER_KEY = 1, 8
+_FREE_KEY, _MAIN_KEY = (8, 8), (1, 511)  # least and most bytes of a key, in the trees of free pages and of entries
 _DEEPEST = 32  # LMDB's cursors have no room for more
 _TRIES = 50
 
 
 def check_environment(file: Path) -> None:
-    """Check every page that LMDB can reach.
+    """Check every page that LMDB can reach; ValueError says what is wrong.
 
-    A builder may commit meanwhile: what looks wrong counts only if the meta pages are still the same afterwards.
-
-    Raises
-    ------
-    ValueError
-        Says what is wrong.
-    OSError
-        The file cannot be read.
+    A builder may commit meanwhile: a fault counts only if the meta pages are still the same afterwards.
     """
     for attempt in range(_TRIES):
         data = file.read_bytes()
@@ -60,16 +50,14 @@ class _Environment:
         (self.size,) = struct.unpack_from("<I", data, _PAGE.size + _META.size)
         if self.size not in (1 << n for n in range(9, 17)):
             raise ValueError(f"pages of {self.size} bytes")
-        self.metas = [self.meta(0), self.meta(1)]
-        self.last, _, self.trees = max(self.metas, key=lambda meta: meta[1])
+        self.last, _, self.trees = max(self.meta(0), self.meta(1), key=lambda meta: meta[1])
         self.seen: set[int] = set()
 
     def check(self) -> None:
         free, main = self.trees
         if free[1] != _INTEGER_KEY or main[1] != 0:
             raise ValueError(f"trees of kinds {free[1]} and {main[1]}")
-        for _ in self.entries(main, *_MAIN_KEY):
-            pass
+        deque(self.entries(main, *_MAIN_KEY), maxlen=0)
         unused: set[int] = set()
         for value in self.entries(free, *_FREE_KEY):
             # An entry of the tree of free pages: how many, then their numbers.
@@ -116,7 +104,7 @@ class _Environment:
 
     def entries(self, tree: tuple[int, ...], least: int, most: int) -> Iterator[bytes]:
         """The values of a tree, every page on the way checked."""
-        _, _, depth, _, _, _, _, root = tree
+        depth, root = tree[2], tree[7]
         if root == _NONE:
             return
         if not 1 <= depth <= _DEEPEST:
@@ -146,17 +134,16 @@ class _Environment:
                     below.append((low | high << 16 | flag << 32, level + 1))
                 elif not least <= key <= most or flag not in (0, _BIG_DATA):
                     raise ValueError(f"page {number} has a key of {key} bytes, or flags {flag}")
-                elif flag == _BIG_DATA:
-                    end += 8
-                    if end > self.size:
-                        raise ValueError(f"page {number} has a node beyond its end")
-                    (first,) = struct.unpack_from("<Q", self.data, start + end - 8)
-                    yield self.overflow(first, low | high << 16)
                 else:
-                    end += low | high << 16
+                    nbytes = low | high << 16
+                    end += 8 if flag == _BIG_DATA else nbytes
                     if end > self.size:
                         raise ValueError(f"page {number} has a node beyond its end")
-                    yield self.data[start + end - (low | high << 16) : start + end]
+                    if flag == _BIG_DATA:
+                        (first,) = struct.unpack_from("<Q", self.data, start + end - 8)
+                        yield self.overflow(first, nbytes)
+                    else:
+                        yield self.data[start + end - nbytes : start + end]
                 ends[node] = end + end % 2
             # The nodes fill the page from `upper` to its end, without gap or overlap.
             at = upper

@@ -1,10 +1,5 @@
 """The manifest: everything that a reader must know before it opens another file, and how each field is checked.
 
-    MANIFEST.json        the commit point: replaced by write-to-temporary, fsync, rename, fsync of the directory
-    arena/*.slots        one file per kind and length: fixed-stride slots behind a header (`slots.py`)
-    catalogue/           LMDB: record id -> length, origin, place, checksums (`catalogue.py`)
-    embedder-N.safetensors, index-N/    derived from the records; rebuilt by `attmemo train-embedder`
-
 A builder appends slots and catalogue entries beyond the counts of the manifest and then publishes new counts. A reader
 does not see anything beyond the counts, and the next builder overwrites it. Nothing is ever unpickled.
 """
@@ -27,7 +22,6 @@ from attmemo.fields import Field
 
 FORMAT: Final = "attmemo-database"
 VERSION: Final = 2
-READABLE: Final = (1, 2)
 MAX_BYTES: Final = 256 << 20
 SEQUENCE: Final = -1  # the "layer" of the once-per-sequence embedder and index
 EMPTY_DIGEST: Final = "0" * 32
@@ -36,7 +30,7 @@ DIGEST: Final = "[0-9a-f]{32}"
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model a database belongs to."""
+    """The model that a database belongs to."""
 
     name: str
     family: str
@@ -52,27 +46,17 @@ class ModelInfo:
 
     @classmethod
     def read(cls, data: Field) -> ModelInfo:
-        """Read the field `model` of a manifest."""
         tokenizer = data.get("tokenizer")
-        return cls(
-            name=data["name"].text(),
-            family=data["family"].text(),
-            mask_kind=data["mask_kind"].text(),
-            layers=data["layers"].integer(1, 4096),
-            heads=data["heads"].integer(1, 4096),
-            hidden=data["hidden"].integer(1, 1 << 20),
-            dtype=data["dtype"].text(),
-            max_length=data["max_length"].integer(1, 1 << 24),
-            fingerprint=data["fingerprint"].text(),
-            fields={name: value.text() for name, value in data["fields"].members().items()},
-            tokenizer=None if tokenizer is None else tokenizer.text(),
-        )
+        words = ("name", "family", "mask_kind", "dtype", "fingerprint")
+        limits = {"layers": 4096, "heads": 4096, "hidden": 1 << 20, "max_length": 1 << 24}
+        values: dict[str, Any] = {key: data[key].text() for key in words}
+        values |= {key: data[key].integer(1, high) for key, high in limits.items()}
+        values["fields"] = {name: value.text() for name, value in data["fields"].members().items()}
+        return cls(**values, tokenizer=None if tokenizer is None else tokenizer.text())
 
 
 @dataclass(frozen=True)
 class Source:
-    """One data file that was read."""
-
     name: str
     digest: str
 
@@ -86,7 +70,7 @@ class FileRef:
 
     @classmethod
     def read(cls, data: Field) -> FileRef:
-        """Read a reference. The file lies in the database directory, under a name of this format; never elsewhere."""
+        """Read a reference. The file lies in the database directory, never elsewhere."""
         return cls(data["file"].text(r"[a-z0-9-]+(/[a-z0-9-]+)?\.safetensors"), data["digest"].text())
 
 
@@ -104,20 +88,14 @@ class EmbedderRef:
     @classmethod
     def read(cls, data: Field, model: ModelInfo, next_id: Field) -> EmbedderRef:
         """Read the field `embedder` of a manifest; `next_id` is its field of that meaning."""
-        report = data["report"]
+        report, indexes = data["report"], data["indexes"].members()
         if "dimension" in report.object():
             report["dimension"].integer(1, 1 << 16)
-        indexes = data["indexes"].members()
         for index in indexes.values():
             index.key(SEQUENCE, model.layers - 1)
-        return cls(
-            weights=FileRef.read(data["weights"]),
-            backend=data["backend"].text(),
-            next_id=next_id.integer(),
-            indexes={name: FileRef.read(index) for name, index in indexes.items()},
-            calibration=data["calibration"].object(),
-            report=report.object(),
-        )
+        refs = {name: FileRef.read(index) for name, index in indexes.items()}
+        weights, backend, next_one = FileRef.read(data["weights"]), data["backend"].text(), next_id.integer()
+        return cls(weights, backend, next_one, refs, data["calibration"].object(), report.object())
 
 
 @dataclass(frozen=True)
@@ -156,30 +134,17 @@ class Manifest:
         """The manifest as bytes, with its own checksum on the last line."""
         body = {"format": FORMAT} | asdict(self)
         del body["classes"], body["places"]
-        body["lengths"] = [
-            {
-                "length": length,
-                "places": places,
-                "arenas": {
-                    c.kind.name: {"stride": c.stride, "header": c.header} for c in self.classes if c.length == length
-                },
-            }
-            for length, places in sorted(self.places.items())
-        ]
+        arenas: dict[int, dict[str, Any]] = {length: {} for length in self.places}
+        for found in self.classes:
+            arenas[found.length][found.kind.name] = {"stride": found.stride, "header": found.header}
+        counts = sorted(self.places.items())
+        body["lengths"] = [{"length": n, "places": count, "arenas": arenas[n]} for n, count in counts]
         text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False)
         return f"{text}\n{_checksum(text)}\n".encode()
 
     @classmethod
     def parse(cls, raw: bytes, path: Path) -> Manifest:
-        """Read and check a manifest of any version that this library reads.
-
-        Raises
-        ------
-        FormatVersionError
-            Another version of the format.
-        DatabaseCorruptError
-            Anything else that is not as `dump` writes it; the message names the first field that is wrong.
-        """
+        """Read and check a manifest; DatabaseCorruptError names the first field that is wrong."""
         try:
             text, checksum, rest = raw.decode().rsplit("\n", 2)
         except ValueError as error:
@@ -190,11 +155,10 @@ class Manifest:
         if body["format"].value != FORMAT:
             body["format"].refuse(repr(FORMAT))
         version = body.object().get("version")
-        if version not in READABLE or isinstance(version, bool):
-            raise FormatVersionError(
-                f"{path} has format version {version!r}; this attmemo reads versions 1 and {VERSION}.",
-                "build the database again with this version, or use the version that wrote it",
-            )
+        if version not in (1, VERSION) or isinstance(version, bool):
+            what = f"{path} has format version {version!r}; this attmemo reads versions 1 and {VERSION}."
+            hint = "build the database again with this version, or use the version that wrote it"
+            raise FormatVersionError(what, hint)
         if version == 1:
             from attmemo.db.version1 import parse
 
@@ -221,24 +185,12 @@ def _parse(body: Field) -> Manifest:
         classes += (SlotClass.read(arenas[k.name], k, length, count, page) for k in kinds if k.name in FORMS)
     if records > min(next_id, sum(places.values())):
         body["records"].refuse(f"at most {next_id} ids and {sum(places.values())} places")
-    found = Manifest(
-        kinds=kinds,
-        records=records,
-        next_id=next_id,
-        records_digest=body["records_digest"].text(DIGEST),
-        removed=removed,
-        places=places,
-        classes=tuple(sorted(classes, key=lambda found: found.name)),
-        **read_rest(body, model),
-        page_size=page,
-        model=model,
-    )
-    embedder = body.get("embedder")
-    if embedder is None:
-        return found
-    if embedder["next_id"].integer() > next_id:
-        embedder["next_id"].refuse(f"at most {next_id}")
-    return replace(found, embedder=EmbedderRef.read(embedder, model, embedder["next_id"]))
+    classes.sort(key=lambda found: found.name)
+    return Manifest(
+        kinds=kinds, records=records, next_id=next_id, records_digest=body["records_digest"].text(DIGEST),
+        removed=removed, places=places, classes=tuple(classes), page_size=page, model=model,
+        **read_rest(body, model, "next_id", next_id),
+    )  # fmt: skip
 
 
 def read_page_size(body: Field) -> int:
@@ -249,9 +201,11 @@ def read_page_size(body: Field) -> int:
     return page
 
 
-def read_rest(body: Field, model: ModelInfo) -> dict[str, Any]:
-    """Fields that all versions of the format have in common."""
-    profile, tuning = body.get("profile"), body.get("tuning")
+def read_rest(body: Field, model: ModelInfo, known: str, next_id: int) -> dict[str, Any]:
+    """Fields that all versions have in common; `known` is the embedder's field that must not exceed `next_id`."""
+    profile, tuning, embedder = body.get("profile"), body.get("tuning"), body.get("embedder")
+    if embedder is not None and embedder[known].integer() > next_id:
+        embedder[known].refuse(f"at most {next_id}")
     return {
         "uuid": body["uuid"].text(DIGEST),
         "generation": body["generation"].integer(),
@@ -260,19 +214,12 @@ def read_rest(body: Field, model: ModelInfo) -> dict[str, Any]:
         "settings": body["settings"].object(),
         "profile": None if profile is None else profile.object(),
         "tuning": None if tuning is None else tuning.object(),
+        "embedder": None if embedder is None else EmbedderRef.read(embedder, model, embedder[known]),
     }
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The published manifest of a database directory.
-
-    Raises
-    ------
-    DatabaseNotFoundError
-        There is no directory, or no manifest in it.
-    DatabaseCorruptError, FormatVersionError
-        See `Manifest.parse`.
-    """
+    """The published manifest of a database directory; DatabaseNotFoundError if there is none. See `Manifest.parse`."""
     file = path / MANIFEST
     try:
         size = file.stat().st_size
@@ -281,9 +228,8 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest.parse(file.read_bytes(), file)
     except FileNotFoundError as error:
         what = f"has no {MANIFEST}, so it is not a database" if path.is_dir() else "does not exist"
-        raise DatabaseNotFoundError(
-            f"{path} {what}.", "name a database, or build one: attmemo build-database --model … --data …"
-        ) from error
+        hint = "name a database, or build one: attmemo build-database --model … --data …"
+        raise DatabaseNotFoundError(f"{path} {what}.", hint) from error
     except NotADirectoryError as error:
         raise DatabaseNotFoundError(f"{path} is a file; a database is a directory.", "give the directory") from error
     except OSError as error:

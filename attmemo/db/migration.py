@@ -13,23 +13,11 @@ from attmemo.db.manifest import VERSION, read_manifest, write_manifest
 
 
 def migrate(path: Path) -> bool:
-    """Convert manifest and catalogue to the current version; arenas and derived files stay as they are.
+    """Convert manifest and catalogue to the current version; False if the database had that version.
 
     The new entries of the catalogue are written beside the old ones, then the manifest is replaced, then the old
     entries are deleted. Killed at any time, the database is readable in one of the two versions; the same call goes
-    on from there.
-
-    Returns
-    -------
-    bool
-        False if the database had the current version.
-
-    Raises
-    ------
-    DatabaseLockedError
-        Another process writes to the database.
-    DatabaseError
-        The database is damaged, or cannot be written. It is as it was.
+    on from there. DatabaseLockedError if another process writes to it; after any DatabaseError it is as it was.
     """
     read_manifest(path)  # before a lock file is made in a directory that is no database
     with files.storing(path):
@@ -42,7 +30,7 @@ def migrate(path: Path) -> bool:
                 with closing(Catalogue(path, write=True)) as catalogue:
                     catalogue.delete()  # of an attempt that was killed
                     catalogue.put(entries)
-                files.sync_directory(path / files.CATALOGUE)
+                files.sync(path / files.CATALOGUE)
                 digest = add_to_digest(None, entries)
                 write_manifest(path, replace(manifest, version=VERSION, records_digest=digest))
             with closing(Catalogue(path, write=True)) as catalogue:

@@ -24,10 +24,7 @@ TIGHT: Final = 256 << 10  # bytes from which a slot of an 8-bit type begins at a
 
 @dataclass(frozen=True)
 class SlotClass:
-    """The slots of one kind and length: one arena file.
-
-    A record has one place in its length. Its slot of layer l is number ``place * kind.layers + l``.
-    """
+    """One arena file: slots of a kind and length. A record's slot of layer l is number ``place * kind.layers + l``."""
 
     kind: SlotKind
     length: int
@@ -37,22 +34,18 @@ class SlotClass:
 
     @property
     def name(self) -> str:
-        """Key of the class, and the stem of its file."""
         return f"{self.kind.name}-{self.length:05d}"
 
     @property
     def file(self) -> str:
-        """Path inside the database directory."""
         return f"{ARENA}/{self.name}.slots"
 
     @property
     def slots(self) -> int:
-        """Number of slots."""
         return self.places * self.kind.layers
 
     @property
     def layout(self) -> SlotLayout:
-        """The same, as the mapping room understands it."""
         dtype = TYPES[self.kind.dtype]
         return SlotLayout(self.kind.shape_for(self.length), dtype, self.stride, self.header, self.slots)
 
@@ -62,25 +55,18 @@ class SlotClass:
 
         Small slots in 8 bits are multiplied where they lie and never mapped one by one: rounded up to a page, short
         sequences would take a twentieth more. Others begin at a page, those of 2 MiB and more at a multiple of 2 MiB:
-        some file systems then give huge pages by themselves. The header's unused part is a hole in the file.
+        some file systems then give huge pages by themselves.
         """
-        shape, dtype = kind.shape_for(length), TYPES[kind.dtype]
         make = SlotLayout.packed if _is_tight(kind, length) else SlotLayout.paged
-        layout = make(shape, dtype, slots=0, header=1)
-        if layout.nbytes >= HUGE_PAGE:
-            layout = SlotLayout.paged(shape, dtype, slots=0, header=HUGE_PAGE)
+        header = HUGE_PAGE if kind.nbytes(length) >= HUGE_PAGE else 1
+        layout = make(kind.shape_for(length), TYPES[kind.dtype], header=header)
         return cls(kind, length, layout.stride, layout.header, 0)
 
     @classmethod
     def read(cls, field: Field, kind: SlotKind, length: int, places: int, page: int) -> SlotClass:
-        """Read stride and header of a class from a manifest.
-
-        Nothing that can be computed is believed: a wrong stride would read the bytes of one slot as another's.
-        """
-        nbytes = kind.nbytes(length)
-        strides = {round_up(nbytes, page)}
-        if _is_tight(kind, length):
-            strides.add(round_up(nbytes, CACHE_LINE))  # older databases have pages here too
+        """Read stride and header of a class. A wrong stride would read the bytes of one slot as another's."""
+        units = (page, CACHE_LINE) if _is_tight(kind, length) else (page,)  # older databases always have pages
+        strides = {round_up(kind.nbytes(length), unit) for unit in units}
         stride, header = field["stride"].integer(), field["header"].integer(page, max(page, HUGE_PAGE))
         if stride not in strides:
             field["stride"].refuse(" or ".join(map(str, sorted(strides))))
@@ -104,12 +90,7 @@ def arena_header(uuid: str, found: SlotClass) -> bytes:
 
 
 def check_arena(path: Path, uuid: str, found: SlotClass) -> None:
-    """Check that the arena file of a slot class is there, long enough, and of this database.
-
-    Raises
-    ------
-    DatabaseTruncatedError, DatabaseCorruptError
-    """
+    """Check that the arena file of a slot class is there, long enough, and of this database."""
     file = path / found.file
     try:
         size = file.stat().st_size
@@ -118,15 +99,11 @@ def check_arena(path: Path, uuid: str, found: SlotClass) -> None:
     except OSError as error:
         raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", RESTORE) from error
     if size < found.layout.file_bytes:
-        raise DatabaseTruncatedError(
-            f"{file} is {size} bytes long, the manifest says at least {found.layout.file_bytes} "
-            f"({found.slots} slots of {found.stride} bytes).",
-            RESTORE,
-        )
+        least = f"at least {found.layout.file_bytes} ({found.slots} slots of {found.stride} bytes)"
+        raise DatabaseTruncatedError(f"{file} is {size} bytes long, the manifest says {least}.", RESTORE)
     if header != arena_header(uuid, found):
-        raise DatabaseCorruptError(
-            f"{file} does not begin with the header of slot class {found.name} of this database.", RESTORE
-        )
+        what = f"{file} does not begin with the header of slot class {found.name} of this database."
+        raise DatabaseCorruptError(what, RESTORE)
 
 
 def slot_checksum(uuid: str, name: str, slot: int, payload: Any) -> int:

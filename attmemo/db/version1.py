@@ -1,27 +1,24 @@
 """Reading databases of version 1 of the format; `attmemo migrate` converts them.
 
-What was different: shape, type and number of slots were stored for each kind and length, slot numbers in each record,
-keys of the catalogue had no prefix, and its digest was a chain over the values in order. Version 1 kept two kinds.
+Shape, type and number of slots were stored for each kind and length, slot numbers in each record; keys of the
+catalogue had no prefix; its digest was a chain over the values in order.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from attmemo.db.catalogue import Catalogue, Snapshot, value_type
 from attmemo.db.forms import STORAGE
 from attmemo.db.kinds import INPUTS, kinds_of_maps
-from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, read_page_size, read_rest
+from attmemo.db.manifest import Manifest, ModelInfo, read_page_size, read_rest
 from attmemo.db.slots import SlotClass
 from attmemo.fields import Field
 
-PREFIX = b""
-"""Of keys of the catalogue. Those of version 2 are a byte longer, so both may lie side by side."""
-
+PREFIX = b""  # of keys of the catalogue; those of version 2 are a byte longer, so both may lie side by side
 _FIXED = [("length", "<u4"), ("source", "<u4"), ("row", "<u8"), ("split", "u1")]
 
 
@@ -51,62 +48,35 @@ def parse(body: Field) -> Manifest:
         mine = {found.length: found.places for found in classes.values() if found.kind.name == name}
         if mine != places or sum(mine.values()) != records:
             body["classes"].refuse(f"{records} records with slots of kind {name}")
-    embedder = body.get("embedder")
-    if embedder is not None and embedder["records"].integer() > records:
-        embedder["records"].refuse(f"at most {records}")
     return Manifest(
-        version=1,
-        kinds=tuple(kinds.values()),
-        records=records,
-        next_id=records,
+        version=1, kinds=tuple(kinds.values()), records=records, next_id=records, places=places,
         records_digest=None if digest is None else digest.text("([0-9a-f]{32})?"),
-        places=places,
-        classes=tuple(classes[name] for name in sorted(classes)),
-        **read_rest(body, model),
-        page_size=page,
-        model=model,
-        embedder=None if embedder is None else EmbedderRef.read(embedder, model, embedder["records"]),
-    )
+        classes=tuple(classes[name] for name in sorted(classes)), page_size=page, model=model,
+        **read_rest(body, model, "records", records),
+    )  # fmt: skip
 
 
 def snapshot(catalogue: Catalogue, manifest: Manifest) -> Snapshot:
     """The records, their places computed from the slot numbers; DatabaseCorruptError names what is wrong."""
-    layers = manifest.model.layers
-    both = ("<u8", (len(manifest.kinds), layers))
+    both = ("<u8", (len(manifest.kinds), manifest.model.layers))
     old = np.dtype([*_FIXED, ("slots", *both), ("checksums", *both)])
-    found: list[bytes] = []
+    entries = list(islice(catalogue.entries(PREFIX), manifest.records))
     state = b""
-    for number, raw in catalogue.entries(PREFIX):
-        if len(found) == manifest.records:
-            break
-        if number != len(found):
-            raise catalogue.corrupt(f"record {len(found)} of {manifest.records} is missing")
-        if len(raw) != old.itemsize:
-            raise catalogue.corrupt(f"record {number} has {len(raw)} bytes, expected {old.itemsize}")
+    for place, (number, raw) in enumerate(entries):
+        if number != place:
+            raise catalogue.corrupt(f"record {place} of {manifest.records} is missing")
         state = xxhash.xxh3_128_digest(state + raw)
-        found.append(raw)
-    if len(found) != manifest.records:
-        raise catalogue.corrupt(f"it holds {len(found)} records, the manifest says {manifest.records}")
-    if manifest.records_digest not in (None, state.hex()):
-        raise catalogue.corrupt(f"its records have digest {state.hex()}, expected {manifest.records_digest}")
-    values = np.frombuffer(b"".join(found), old)
-    try:
-        return Snapshot.of(list(range(len(values))), _converted(values, manifest))
-    except ValueError as error:
-        raise catalogue.corrupt(str(error)) from error
-
-
-def _converted(old: npt.NDArray[Any], manifest: Manifest) -> npt.NDArray[Any]:
-    """Values of version 2. Version 1 always wrote the slots of a record one behind the other."""
-    new = np.zeros(len(old), value_type(sum(kind.layers for kind in manifest.kinds)))
+    found = catalogue.values(entries, manifest, old, state.hex())
+    new = np.zeros(len(found), value_type(sum(kind.layers for kind in manifest.kinds)))
     for name, *_ in _FIXED:
-        new[name] = old[name]
-    new["place"] = old["slots"][:, 0, 0] // manifest.kinds[0].layers
+        new[name] = found[name]
+    # Version 1 always wrote the slots of a record one behind the other.
+    new["place"] = found["slots"][:, 0, 0] // manifest.kinds[0].layers
     begin = 0
     for number, kind in enumerate(manifest.kinds):
         slots = new["place"][:, None] * kind.layers + np.arange(kind.layers, dtype=np.uint64)
-        if (old["slots"][:, number, : kind.layers] != slots).any():
-            raise ValueError("a record has slots at places that version 1 never gave")
-        new["checksums"][:, begin : begin + kind.layers] = old["checksums"][:, number, : kind.layers]
+        if (found["slots"][:, number, : kind.layers] != slots).any():
+            raise catalogue.corrupt("a record has slots at places that version 1 never gave")
+        new["checksums"][:, begin : begin + kind.layers] = found["checksums"][:, number, : kind.layers]
         begin += kind.layers
-    return new
+    return catalogue.snapshot_of(list(range(len(new))), new)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,69 +42,39 @@ class Provenance:
 
 
 class DatabaseWriter:
-    """The one writer of a database directory.
+    """The one writer of a database directory, which is created if absent.
 
-    Parameters
-    ----------
-    path : Path
-        Database directory; created if absent.
-    model : ModelInfo
-        The model whose records are stored. An existing database must have the same fingerprint.
-    storage : str
-        One of `attmemo.db.forms.STORAGE`.
-    settings : mapping
-        What the build was asked for, kept in the manifest; a resumed build must ask for the same.
-    kinds : sequence of SlotKind, optional
-        What a record keeps. Default: maps and hidden states, as `kinds_of_maps` gives them.
-    when_full : str
-        The next step that a message names if the disk is full; commands name their own options.
-
-    Raises
-    ------
-    DatabaseLockedError
-        Another process is building it.
-    DatabaseError
-        The directory holds something else, or a database of another model, with other settings or of version 1.
+    A resumed build must ask for the same model, storage and `settings`, which the manifest keeps. A record keeps
+    `kinds`, by default those of `kinds_of_maps`. `when_full` is the next step in a message of a full disk.
+    DatabaseLockedError if another process is building; DatabaseError if the directory cannot be gone on with.
     """
 
     def __init__(
-        self,
-        path: Path,
-        model: ModelInfo,
-        storage: str,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        kinds: Sequence[SlotKind] | None = None,
-        when_full: str = files.WHEN_FULL,
-    ) -> None:
+        self, path: Path, model: ModelInfo, storage: str, settings: Mapping[str, Any] | None = None, *,
+        kinds: Sequence[SlotKind] | None = None, when_full: str = files.WHEN_FULL,
+    ) -> None:  # fmt: skip
         if storage not in STORAGE:
             raise ValueError(f"storage must be one of {', '.join(STORAGE)}, got {storage!r}")
-        self.path, self._when_full = path, when_full
+        self.path, self._when_full, self._pid = path, when_full, os.getpid()
         self._files: dict[str, int] = {}
         self._pending: list[Record] = []
         self._lock: BuilderLock | None = None
-        self._pid = os.getpid()
         self._published: Snapshot | None = None  # read when a published record is asked for
         self._lost: OSError | None = None  # the error of a write that the system could not make durable
-        asked = Manifest(
-            uuid=uuid.uuid4().hex,
-            generation=0,
-            page_size=page_size(),
-            model=model,
-            storage=storage,
-            kinds=tuple(kinds or kinds_of_maps(model, storage, settings or {})),
-            settings=dict(settings or {}),
-        )
+        settings = dict(settings or {})
+        wanted = tuple(kinds or kinds_of_maps(model, storage, settings))
+        asked = Manifest(uuid.uuid4().hex, 0, page_size(), model, storage, wanted, settings=settings)
         try:
             with storing(path, when_full):
-                self._manifest = self._begin(asked)
+                # The last published one; of generation 0 if there is none.
+                self.manifest: Manifest = self._begin(asked)
                 with self._catalogue(check=True) as catalogue:
-                    catalogue.delete(self._manifest.next_id)
+                    catalogue.delete(self.manifest.next_id)
         except BaseException:
-            self._unlock()
+            self.close()
             raise
-        self._classes = {c.name: c for c in self._manifest.classes}
-        self._places = dict(self._manifest.places)
+        self._classes = {c.name: c for c in self.manifest.classes}
+        self._places = dict(self.manifest.places)
 
     @classmethod
     def reopen(cls, path: Path, *, when_full: str = files.WHEN_FULL) -> DatabaseWriter:
@@ -112,17 +82,10 @@ class DatabaseWriter:
         found = read_manifest(path)
         return cls(path, found.model, found.storage, found.settings, kinds=found.kinds, when_full=when_full)
 
-    # -- ask
-
-    @property
-    def manifest(self) -> Manifest:
-        """The last published manifest (generation 0: nothing published yet)."""
-        return self._manifest
-
     @property
     def records(self) -> int:
         """Records stored, published or not."""
-        return self._manifest.records + len(self._pending)
+        return self.manifest.records + len(self._pending)
 
     @property
     def stored_bytes(self) -> int:
@@ -131,21 +94,16 @@ class DatabaseWriter:
 
     def stored_rows(self) -> dict[int, set[int]]:
         """Data rows already published, by source number: what a resumed build skips."""
-        rows: dict[int, set[int]] = {}
-        if self._manifest.generation:
-            found = read_records(self.path, self._manifest)
-            for source, row in zip(found.sources.tolist(), found.rows.tolist(), strict=True):
-                rows.setdefault(source, set()).add(row)
-        return rows
+        if not self.manifest.generation:
+            return {}
+        found = read_records(self.path, self.manifest)
+        return {int(source): set(found.rows[found.sources == source].tolist()) for source in np.unique(found.sources)}
 
     def cost(self, length: int) -> int:
         """Bytes that one more record of this length will take."""
-        total = 0
-        for kind in self._manifest.kinds:
-            found = self._class(kind, length)
-            header = 0 if found.name in self._classes else found.header
-            total += found.stride * kind.layers + header
-        return total
+        classes = [self._class(kind, length) for kind in self.manifest.kinds]
+        headers = sum(found.header for found in classes if found.name not in self._classes)
+        return headers + sum(found.stride * found.kind.layers for found in classes)
 
     def maps(self, record: int) -> list[Tensor]:
         """Maps ``[heads, n, n]`` of every layer of a record, published or not; copies."""
@@ -155,42 +113,24 @@ class DatabaseWriter:
         """Hidden states ``[n, hidden]`` that entered the first layer, float32; a copy."""
         return next(self._read(KIND_INPUT, record)).float()
 
-    # -- do
-
     def add_source(self, name: str, digest: str) -> int:
         """Number of a data file, the same one for the same content."""
-        for number, source in enumerate(self._manifest.sources):
+        for number, source in enumerate(self.manifest.sources):
             if source.digest == digest:
                 return number
-        self._manifest = replace(self._manifest, sources=(*self._manifest.sources, Source(name, digest)))
-        return len(self._manifest.sources) - 1
-
-    def add_maps(self, maps: Sequence[Tensor], inputs: Sequence[Tensor], provenance: Provenance) -> int:
-        """`add` for a map ``[heads, n, n]`` and hidden states ``[n, hidden]`` of every layer."""
-        return self.add({KIND_MAP: maps, KIND_INPUT: inputs}, int(maps[0].shape[-1]), provenance)
+        self.manifest = replace(self.manifest, sources=(*self.manifest.sources, Source(name, digest)))
+        return len(self.manifest.sources) - 1
 
     def add(self, slots: Mapping[str, Sequence[Tensor]], length: int, provenance: Provenance) -> int:
         """Store one sequence of `length` valid tokens: for each kind of the database, a tensor for each layer.
 
-        Layers beyond those that a kind keeps are ignored.
-
-        Returns
-        -------
-        int
-            The record's position; it becomes visible with `publish`.
-
-        Raises
-        ------
-        ValueError
-            A kind is missing, or a tensor has another shape than its kind. Nothing is stored.
-        DatabaseCorruptError
-            A tensor is not of its kind: a map whose rows do not sum to 1, a number that is not finite in the storage
-            type. Nothing is stored.
-        StorageFullError
-            The disk is full; what was published stays.
+        Layers beyond those that a kind keeps are ignored. The record of the position returned becomes visible with
+        `publish`. Nothing is stored after ValueError (a kind is missing, a tensor has another shape than its kind),
+        DatabaseCorruptError (rows of a map that do not sum to 1, numbers not finite in the storage type) or
+        StorageFullError.
         """
         self._check_process()
-        kinds = self._manifest.kinds
+        kinds = self.manifest.kinds
         if slots.keys() != {kind.name for kind in kinds}:
             raise ValueError(f"expected slots of the kinds {[k.name for k in kinds]}, got {sorted(slots)}")
         payloads = [_payloads(slots[kind.name][: kind.layers], kind, length, provenance) for kind in kinds]
@@ -200,91 +140,78 @@ class DatabaseWriter:
         for kind, bodies in zip(kinds, payloads, strict=True):
             found = self._class(kind, length)
             for slot, body in enumerate(bodies, place * kind.layers):
-                checksums.append(slot_checksum(self._manifest.uuid, found.name, slot, body))
+                checksums.append(slot_checksum(self.manifest.uuid, found.name, slot, body))
             self._write(found, b"".join(body.ljust(found.stride, b"\0") for body in bodies))
             grown[found.name] = replace(found, places=place + 1)
         record = Record(length, provenance.source, provenance.row, place, provenance.split, tuple(checksums))
         # Only now, with every kind written: a full disk half-way leaves the counts as they were. And in one statement:
         # Ctrl-C falls before it or behind it, so no place is ever counted without its record.
-        self._classes, self._places, self._pending = (
-            self._classes | grown,
-            self._places | {length: place + 1},
-            [*self._pending, record],
-        )
+        places = self._places | {length: place + 1}
+        self._classes, self._places, self._pending = self._classes | grown, places, [*self._pending, record]
         return self.records - 1
 
     def publish(self, **changes: Any) -> Manifest:
-        """Make everything stored so far visible, as one generation.
-
-        Parameters
-        ----------
-        **changes
-            Manifest fields to replace (``embedder``, ``profile``, ``tuning``).
-        """
+        """Make everything stored so far visible, as one generation, with changed fields of the manifest."""
         self._check_process()
-        before = self._manifest
+        before = self.manifest
         entries = [(number, record.dump()) for number, record in enumerate(self._pending, before.next_id)]
         try:
             for fd in self._files.values():
                 os.fdatasync(fd)
-            files.sync_directory(self.path / files.ARENA)
+            files.sync(self.path / files.ARENA)
             embedder = changes.get("embedder")
             if isinstance(embedder, EmbedderRef):
                 for ref in (embedder.weights, *embedder.indexes.values()):
-                    files.sync_file(self.path / ref.file)
+                    file = self.path / ref.file
+                    files.sync(file)
+                    files.sync(file.parent)
             if entries:
                 with self._catalogue() as catalogue:
                     catalogue.put(entries)
-                files.sync_directory(self.path / files.CATALOGUE)
+                files.sync(self.path / files.CATALOGUE)
             # The manifest names files and directories: their names must not be lost by what it survives.
-            files.sync_directory(self.path)
+            files.sync(self.path)
+            classes = tuple(self._classes[name] for name in sorted(self._classes))
+            digest = add_to_digest(before.records_digest, entries)
             following = replace(
-                before,
-                records=self.records,
-                next_id=before.next_id + len(entries),
-                records_digest=add_to_digest(before.records_digest, entries),
-                places=self._places,
-                classes=tuple(self._classes[name] for name in sorted(self._classes)),
-                **changes,
-            )
+                before, records=self.records, next_id=before.next_id + len(entries), records_digest=digest,
+                places=self._places, classes=classes, **changes,
+            )  # fmt: skip
             # One statement again: after Ctrl-C a second publication must not append the same records twice.
-            self._manifest, self._pending = write_manifest(self.path, following), []
+            self.manifest, self._pending = write_manifest(self.path, following), []
         except OSError as error:
             if error.errno not in files.FULL:
                 self._lost = error
             raise named(error, self.path, self._when_full) from error
-        return self._manifest
+        return self.manifest
 
     def close(self) -> None:
         """Release files and the builder's lock; what was not published is not visible."""
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
-        self._unlock()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> DatabaseWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- inside
 
     def _begin(self, asked: Manifest) -> Manifest:
         """Take the lock; the manifest to go on from."""
         path = self.path
-        if path.exists() and not path.is_dir():
-            raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
         fresh = not path.exists()
+        if not (fresh or path.is_dir()):
+            raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
         begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
-        published = (path / files.MANIFEST).exists()
-        if not (fresh or published) and not {entry.name for entry in path.iterdir()} <= begun:
+        there = set() if fresh else {entry.name for entry in path.iterdir()}
+        if files.MANIFEST not in there and not there <= begun:
             raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
         (path / files.ARENA).mkdir(parents=True, exist_ok=True)
         if fresh:
-            files.sync_directory(path.parent)
+            files.sync(path.parent)
         self._lock = BuilderLock(path)
         if (path / files.MANIFEST).exists():
             return _resume(path, asked)
@@ -295,8 +222,12 @@ class DatabaseWriter:
 
     def _read(self, name: str, record: int) -> Iterator[Tensor]:
         """Slots of a record as they are stored, layer by layer."""
-        entry = self._entry(record)
-        (kind,) = (kind for kind in self._manifest.kinds if kind.name == name)
+        published = self.manifest.records
+        if record < published and (self._published is None or record >= len(self._published)):
+            self._published = read_records(self.path, self.manifest)  # since the last time, more were published
+        known = self._published
+        entry = known.record(record) if known and record < published else self._pending[record - published]
+        (kind,) = (kind for kind in self.manifest.kinds if kind.name == name)
         found = self._class(kind, entry.length)
         layout, first = found.layout, entry.place * kind.layers
         with (self.path / found.file).open("rb", buffering=0) as stream:
@@ -304,20 +235,10 @@ class DatabaseWriter:
                 raw = bytearray(os.pread(stream.fileno(), layout.nbytes, layout.offset(slot)))
                 yield torch.frombuffer(raw, dtype=layout.dtype).view(layout.shape)
 
-    def _entry(self, record: int) -> Record:
-        published = self._manifest.records
-        if record >= published:
-            return self._pending[record - published]
-        if self._published is None or record >= len(self._published):  # since the last time, more were published
-            self._published = read_records(self.path, self._manifest)
-        return self._published.record(record)
-
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ForkedHandleError(
-                f"{self.path} was opened for writing by process {self._pid}; this one ({os.getpid()}) is its fork.",
-                "open a DatabaseWriter in the process that writes, when the other is done",
-            )
+            what = f"{self.path} was opened for writing by process {self._pid}; this one ({os.getpid()}) is its fork."
+            raise ForkedHandleError(what, "open a DatabaseWriter in the process that writes, when the other is done")
         if self._lost is not None:
             # After a failed fsync the kernel may call pages clean that it never wrote: a second one would succeed.
             raise named(self._lost, self.path, self._when_full)
@@ -337,11 +258,9 @@ class DatabaseWriter:
             if fd is None:
                 fd = os.open(self.path / found.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:
-                    if found.slots == 0:
-                        os.ftruncate(fd, 0)
-                        files.write_all(fd, arena_header(self._manifest.uuid, found), 0)
-                    else:
-                        os.ftruncate(fd, end)  # slots that a killed builder never published
+                    os.ftruncate(fd, end if found.slots else 0)  # slots that a killed builder never published
+                    if not found.slots:
+                        files.write_all(fd, arena_header(self.manifest.uuid, found), 0)
                 except BaseException:
                     os.close(fd)  # the next attempt begins with the header again
                     raise
@@ -349,18 +268,13 @@ class DatabaseWriter:
             # pwrite, not a store through a mapping: a full disk is then an error code and not a signal.
             files.write_all(fd, body, end)
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
 
 def _resume(path: Path, asked: Manifest) -> Manifest:
     """The manifest on the disk, if a builder that asks for this one may go on with it."""
     manifest = read_manifest(path)
     if manifest.version == 1:
-        raise DatabaseError(
-            f"{path} has format version 1, which this attmemo reads and does not write.", f"attmemo migrate {path}"
-        )
+        what = f"{path} has format version 1, which this attmemo reads and does not write."
+        raise DatabaseError(what, f"attmemo migrate {path}")
     if manifest.model.fingerprint != asked.model.fingerprint:
         what = f"{path} was built for another model ({manifest.model.name}; asked: {asked.model.name})."
         try:
@@ -371,21 +285,14 @@ def _resume(path: Path, asked: Manifest) -> Manifest:
     old, new = _asked_for(manifest), _asked_for(asked)
     for key in [*_OPTIONS, *sorted(old.keys() | new.keys())]:  # the user's options first: others follow from them
         if old.get(key) != new.get(key):
-            name = _OPTIONS.get(key, key)
-            raise DatabaseError(
-                f"{path} was built with {name} {old.get(key)}; asked: {new.get(key)}.",
-                "ask for the same, or choose another --output",
-            )
+            what = f"{path} was built with {_OPTIONS.get(key, key)} {old.get(key)}; asked: {new.get(key)}."
+            raise DatabaseError(what, "ask for the same, or choose another --output")
     if manifest.kinds != asked.kinds or manifest.known_kinds != manifest.kinds:
-        raise DatabaseError(
-            f"{path} keeps the kinds {', '.join(k.name for k in manifest.kinds)}; this build would write others.",
-            "append with the version that wrote it, or choose another --output",
-        )
+        what = f"{path} keeps the kinds {', '.join(k.name for k in manifest.kinds)}; this build would write others."
+        raise DatabaseError(what, "append with the version that wrote it, or choose another --output")
     if manifest.page_size != asked.page_size:
-        raise DatabaseError(
-            f"{path} was built for pages of {manifest.page_size} bytes, this machine has {asked.page_size}.",
-            "append on a machine like the one that built it, or build a new database here",
-        )
+        what = f"{path} was built for pages of {manifest.page_size} bytes, this machine has {asked.page_size}."
+        raise DatabaseError(what, "append on a machine like the one that built it, or build a new database here")
     for found in manifest.classes:  # appending to a short file would fill the gap with zeros, and hide it
         check_arena(path, manifest.uuid, found)
     if not (path / files.CATALOGUE / "data.mdb").exists():
@@ -393,9 +300,8 @@ def _resume(path: Path, asked: Manifest) -> Manifest:
     return manifest
 
 
-def _asked_for(manifest: Manifest) -> dict[str, Any]:
-    fixed = {"storage": manifest.storage, "max_length": manifest.model.max_length, "inputs": "all"}
-    return fixed | manifest.settings
+def _asked_for(asked: Manifest) -> dict[str, Any]:
+    return {"storage": asked.storage, "max_length": asked.model.max_length, "inputs": "all"} | asked.settings
 
 
 def _payloads(tensors: Sequence[Tensor], kind: SlotKind, length: int, provenance: Provenance) -> list[bytes]:
