@@ -14,7 +14,7 @@ import typer
 
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_apart, check_writable
-from attmemo.cli.generate_options import CHOICES, parse_batch, signature
+from attmemo.cli.generate_options import CHOICES, signature
 
 if TYPE_CHECKING:
     from attmemo.fastseq.pipeline.loading import Generator
@@ -50,15 +50,14 @@ def generate(**given: Any) -> None:
 
         loaded = _load(asked, out)
         settings = _settings(asked, loaded)
-        maker = _maker(asked, loaded)
+        fast, maker = not asked.without_fastseq_opt, loaded.model
+        if fast:
+            from attmemo.fastseq import wrap
+
+            maker = wrap(maker, attention=asked.attention)
         done = _run(asked, loaded, maker, settings, limit, out)
-        fast = not asked.without_fastseq_opt
-        found: dict[str, Any] = {
-            "model": asked.model,
-            "output": str(asked.destination),
-            "fastseq": fast and maker.cache_mode_for(settings) != "stock",
-            **asdict(done),
-        }
+        found: dict[str, Any] = {"model": asked.model, "output": str(asked.destination)}
+        found |= {"fastseq": fast and maker.cache_mode_for(settings) != "stock", **asdict(done)}
         if fast:
             found["fastseq_stats"] = maker.stats()
         _say(out, asked.destination, found)
@@ -119,15 +118,6 @@ def _settings(asked: SimpleNamespace, loaded: Generator) -> dict[str, Any]:
     return settings | {name: value for name, value in given.items() if value is not None}
 
 
-def _maker(asked: SimpleNamespace, loaded: Generator) -> Any:
-    """The model, or the model wrapped for the fast path."""
-    if asked.without_fastseq_opt:
-        return loaded.model
-    from attmemo.fastseq import wrap
-
-    return wrap(loaded.model, attention=asked.attention)
-
-
 def _run(
     asked: SimpleNamespace, loaded: Generator, maker: Any, settings: dict[str, Any], limit: int | None, out: Output
 ) -> Any:
@@ -135,18 +125,12 @@ def _run(
     from attmemo.loading import quiet
 
     pipeline = Pipeline(
-        maker,
-        loaded.tokenizer,
-        batch=parse_batch(asked.batch_size),
-        prefix=loaded.prefix if asked.prefix is None else asked.prefix,
-        truncate=not asked.no_truncation,
-        clean_up=asked.clean_up_tokenization_spaces or None,
-        config=loaded.model.config,
-        device=asked.device,
-        progress=out.stages,
-        **{choice.pipeline: getattr(asked, choice.name) for choice in CHOICES if choice.pipeline},
+        maker, loaded.tokenizer,
+        prefix=loaded.prefix if asked.prefix is None else asked.prefix, truncate=not asked.no_truncation,
+        clean_up=asked.clean_up_tokenization_spaces or None, config=loaded.model.config, device=asked.device,
+        progress=out.stages, **{choice.pipeline: getattr(asked, choice.name) for choice in CHOICES if choice.pipeline},
         **settings,
-    )
+    )  # fmt: skip
     languages = {"source_lang": asked.source_lang, "target_lang": asked.target_lang}
     with _explained(), quiet():
         return pipeline.run(asked.source, asked.destination, limit=limit, resume=not asked.restart, identity=languages)

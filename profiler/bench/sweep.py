@@ -14,12 +14,7 @@ LENGTHS: Final = (128, 256, 512)
 
 
 def sweep_gather(
-    *,
-    length: int = 512,
-    batch: int = 32,
-    repeats: int = 9,
-    progress: Progress | None = None,
-    **settings: Any,
+    *, length: int = 512, batch: int = 32, repeats: int = 9, progress: Progress | None = None, **settings: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """`bench_gather`, warm only, over batch sizes at one length and over lengths at one batch size.
 
