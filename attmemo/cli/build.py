@@ -18,8 +18,7 @@ def build_database(
     model: Annotated[
         str, typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False)
     ],
-    data: options.Data,
-    more: options.MoreData = None,
+    data: options.Data, more: options.MoreData = None,
     destination: Annotated[Path | None, typer.Option(
         "--output", metavar="DB",
         help="Database directory to write, or to go on with.  [default: one for this model in the user's cache, "
@@ -56,8 +55,7 @@ def build_database(
         metavar="SHARE", min=0.0, max=0.5,
         help="Share of the texts that the embedder is judged by, not trained on. They are stored and serve too.",
     )] = 0.15,
-    json: options.Json = None,
-    quiet: options.Quiet = False,
+    json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
     """Store the attention maps of your texts.
 
@@ -103,8 +101,7 @@ def build_database(
 
 
 def train_embedder(
-    db: options.DatabasePath,
-    model: options.ModelPlace = None,
+    db: options.DatabasePath, model: options.ModelPlace = None,
     steps: Annotated[int, options.count("Gradient steps; 0: principal components only.", 0)] = 300,
     backend: Annotated[Literal["faiss", "hnswlib", "flat"], typer.Option(
         help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
@@ -114,8 +111,7 @@ def train_embedder(
         help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "
         "not pay. Loads the model."
     )] = True,
-    json: options.Json = None,
-    quiet: options.Quiet = False,
+    json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
     """Learn to find similar records.
 

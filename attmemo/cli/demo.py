@@ -26,8 +26,7 @@ def demo(
     destination: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Where the log, the database and the report go.")
     ] = Path("demo-output"),
-    json: Json = None,
-    quiet: Quiet = False,
+    json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Show it all at work on a small model.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import typer
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_apart, check_writable
 from attmemo.cli.generate_options import CHOICES, signature
+from attmemo.errors import AttmemoError, DataError
 
 if TYPE_CHECKING:
     from attmemo.fastseq.pipeline.loading import Generator
@@ -47,7 +47,6 @@ def generate(**given: Any) -> None:
             references = _references(asked.reference_path, asked.source, limit, measure)
         if asked.score_path is not None:
             check_writable("--score-path", asked.score_path)
-
         loaded = _load(asked, out)
         settings = _settings(asked, loaded)
         fast, maker = not asked.without_fastseq_opt, loaded.model
@@ -132,17 +131,10 @@ def _run(
         **settings,
     )  # fmt: skip
     languages = {"source_lang": asked.source_lang, "target_lang": asked.target_lang}
-    with _explained(), quiet():
-        return pipeline.run(asked.source, asked.destination, limit=limit, resume=not asked.restart, identity=languages)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Options that transformers' generation refuses, as an error without a traceback."""
-    from attmemo.errors import AttmemoError
-
     try:
-        yield
+        with quiet():
+            resume = not asked.restart
+            return pipeline.run(asked.source, asked.destination, limit=limit, resume=resume, identity=languages)
     except ValueError as error:
         if not _refuses_options(error):
             raise
@@ -152,9 +144,6 @@ def _explained() -> Iterator[None]:
 
 def _references(path: Path, source: Path, limit: int | None, measure: Measure) -> list[str]:
     """The reference's lines, one for each that will be generated; refused before the work, not after it."""
-    from itertools import islice
-
-    from attmemo.errors import DataError
     from attmemo.fastseq.pipeline.lines import count_lines, read_lines
     from attmemo.fastseq.pipeline.metrics import check
 
@@ -188,8 +177,6 @@ def _score(measure: Measure, destination: Path, references: list[str], joined: b
 
 def _languages(tokenizer: Any, source: str | None, target: str | None) -> int | None:
     """Tell the tokenizer its languages; returns the token that the target language begins with."""
-    from attmemo.errors import AttmemoError
-
     for option, code in (("--source-lang", source), ("--target-lang", target)):
         if code is None:
             continue

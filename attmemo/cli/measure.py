@@ -15,27 +15,20 @@ from attmemo.errors import AttmemoError
 
 
 def tune(
-    db: options.DatabasePath,
-    data: options.Data,
-    more: options.MoreData = None,
+    db: options.DatabasePath, data: options.Data, more: options.MoreData = None,
     budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
     confidence: Annotated[float, options.share("How sure of it you want to be.")] = 0.95,
-    text_column: options.TextColumn = None,
-    limit: options.Limit = None,
-    batch_size: options.BatchSize = 32,
+    text_column: options.TextColumn = None, limit: options.Limit = None, batch_size: options.BatchSize = 32,
     lookup: Annotated[options.Lookup, typer.Option(
         help="One lookup per sequence, whose record serves all layers, or one in every layer."
     )] = "sequence",
-    min_cosine: options.MinCosine = 0.98,
-    pooling: options.Pooling = None,
-    model: options.ModelPlace = None,
+    min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None, model: options.ModelPlace = None,
     allow_uncertified: Annotated[bool, typer.Option(
         "--allow-uncertified",
         help="With too few texts for the confidence asked for, choose by what was observed, and say so.",
     )] = False,
     seed: Annotated[int, options.count("Of the random split of the texts.", 0)] = 0,
-    json: options.Json = None,
-    quiet: options.Quiet = False,
+    json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
     """Choose the threshold for a budget.
 
@@ -76,9 +69,7 @@ def show_tuning(out: Output, tuning: dict[str, Any]) -> None:
 
 
 def evaluate(
-    db: options.DatabasePath,
-    data: options.Data,
-    more: options.MoreData = None,
+    db: options.DatabasePath, data: options.Data, more: options.MoreData = None,
     text_column: options.TextColumn = None,
     label_column: Annotated[str | None, typer.Option(
         metavar="NAME", help="Column that holds the true label: adds accuracy.  [default: none]"
@@ -94,8 +85,7 @@ def evaluate(
     report: Annotated[Path | None, typer.Option(
         metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"
     )] = None,
-    batch_size: options.BatchSize = 32,
-    limit: options.Limit = None,
+    batch_size: options.BatchSize = 32, limit: options.Limit = None,
     repeats: Annotated[int, options.count("Timed passes; the median counts.")] = 3,
     compile: Annotated[
         bool, typer.Option(help="Also time torch.compile as an exact path; takes minutes and a C++ compiler.")
@@ -105,14 +95,10 @@ def evaluate(
     )] = True,
     sweep: Annotated[bool, typer.Option(help="Also measure speed and quality at other thresholds.")] = True,
     exhaustive: Annotated[int, options.count("Texts on which to find the best record there is; 0: none.", 0)] = 200,
-    min_cosine: options.MinCosine = 0.98,
-    pooling: options.Pooling = None,
+    min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None,
     gate: Annotated[bool, typer.Option(help="Let the performance model leave alone what would not pay.")] = True,
-    fetch: options.Fetch = "auto",
-    residency: options.Residency = "page-cache",
-    model: options.ModelPlace = None,
-    json: options.Json = None,
-    quiet: options.Quiet = False,
+    fetch: options.Fetch = "auto", residency: options.Residency = "page-cache", model: options.ModelPlace = None,
+    json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
     """Measure hits, speed and quality.
 

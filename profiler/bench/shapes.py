@@ -20,19 +20,14 @@ _PATCH: Final = 16
 
 def _tokens(hidden: int, heads: int, length: int, layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * hidden,
         "max_position_embeddings": max(512, length) + 2,  # some families count from behind the padding index
         # Q and K then have a variance of 2, and scores a standard deviation of 2: maps that are neither flat nor
         # one-hot. The usual 0.02 gives flat ones.
         "initializer_range": math.sqrt(2.0 / hidden),
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
 
 
 def _disentangled(shape: dict[str, Any], version: int) -> dict[str, Any]:
