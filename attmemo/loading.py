@@ -1,7 +1,4 @@
-"""Loading a model and its tokenizer from a directory or the hub, with errors that say what to do.
-
-Imports nothing of attmemo but its errors.
-"""
+"""Loading a model and its tokenizer from a directory or the hub, with errors that say what to do."""
 
 from __future__ import annotations
 

@@ -59,24 +59,10 @@ def gather(
 
             found["sweep"], left_out = sweep_gather(residency=residency, **common)
             found["notes"] += left_out
-            _write_plot(plot, draw_gather(found), found)
+            found["picture"] = draw_gather(found)
         return found
 
     _bench(run, _show_gather, repeats, max_bytes, json, quiet, plot)
-
-
-def _check_plot(file: Path | None) -> None:
-    """Refuse a picture that cannot be written, before the work."""
-    if file is None:
-        return
-    if file.suffix.lower() != ".png":
-        raise AttmemoError(f"--plot {file} cannot be written: it is drawn as PNG.", "name a .png file")
-    check_writable("--plot", file)
-
-
-def _write_plot(file: Path, picture: bytes, found: dict[str, Any]) -> None:
-    write_whole("--plot", file, picture)
-    found["plot"] = str(file)
 
 
 @app.command()
@@ -141,7 +127,7 @@ def layer(
         if plot is not None:
             from attmemo.profiler.bench.plots import draw_families
 
-            _write_plot(plot, draw_families(found), found)
+            found["picture"] = draw_families(found)
         return found
 
     def run(**common: Any) -> dict[str, Any]:
@@ -193,15 +179,20 @@ def _bench(
 ) -> None:  # fmt: skip
     """Run a benchmark and show its rows, picture, notes and conditions."""
     with output(json, quiet) as out:
-        _check_plot(plot)
+        if plot is not None:  # refused before the work
+            if plot.suffix.lower() != ".png":
+                raise AttmemoError(f"--plot {plot} cannot be written: it is drawn as PNG.", "name a .png file")
+            check_writable("--plot", plot)
         try:
             found = run(repeats=repeats, max_bytes=max_bytes, progress=out.stages)
         except ValueError as error:
             raise AttmemoError(f"{error}.", "see --help for what the options take") from error
+        if plot is not None and "picture" in found:
+            write_whole("--plot", plot, found.pop("picture"))
+            found["plot"] = str(plot)
         show(out, found)
         if "plot" in found:
-            out.say(f"Plot: {found['plot']}")
-        for note in found["notes"]:
-            out.say(f"Note: {note}")
+            out.say(f"Plot: {plot}")
+        out.notes(found["notes"])
         out.table("Conditions", (), [(name, cell(value)) for name, value in found["conditions"].items()])
         out.result(found)

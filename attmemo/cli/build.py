@@ -73,7 +73,7 @@ def build_database(
         from attmemo.profiler.data import read_texts
         from attmemo.profiler.models import load_model
 
-        files = options.data_files(data, more)
+        files = [*data, *(more or ())]
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
         chosen = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
         check_place(destination, max_bytes)  # a large model takes minutes to load
@@ -131,8 +131,7 @@ def train_embedder(
             f"{report['seconds']:.1f} s"
         )
         show_layers(out, report["layers"])
-        for note in report.get("notes", ()):
-            out.say(f"Note: {note}")
+        out.notes(report.get("notes", ()))
         out.say(f"Next: attmemo tune {shlex.quote(str(db))} --data FILE --budget 0.01")
         out.say("  FILE: texts that are not in the database")
         out.result(report)

@@ -85,6 +85,11 @@ class Output:
         self.stages.close()
         self._to().print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def notes(self, notes: Iterable[str]) -> None:
+        """Print a line for each note."""
+        for note in notes:
+            self.say(f"Note: {note}")
+
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
         """Print a table; one without columns is a list of names, values and remarks."""
         from rich import box

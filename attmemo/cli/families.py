@@ -27,7 +27,13 @@ def families(
     """
     with output(json, quiet) as out:
         if model is None:
-            found: dict[str, Any] = {"families": _listing()}
+            from attmemo.adapters import ADAPTERS
+
+            sees = {True: "what came before", False: "everything"}
+            found: dict[str, Any] = {"families": [
+                {"family": it.family, "models": list(it.models), "attends_to": sees[it.causal], "limits": it.limits}
+                for it in ADAPTERS
+            ]}  # fmt: skip
             rows = [
                 (row["family"], ", ".join(row["models"]), row["attends_to"], row["limits"] or "-")
                 for row in found["families"]
@@ -47,17 +53,6 @@ def families(
         out.result(found)
         if not found.get("supported", True):
             raise typer.Exit(1)
-
-
-def _listing() -> list[dict[str, Any]]:
-    """One row for each family, JSON-able."""
-    from attmemo.adapters import ADAPTERS
-
-    attends_to = {True: "what came before", False: "everything"}
-    return [
-        {"family": one.family, "models": list(one.models), "attends_to": attends_to[one.causal], "limits": one.limits}
-        for one in ADAPTERS
-    ]
 
 
 def _look_at(name: str) -> dict[str, Any]:

@@ -42,12 +42,11 @@ def generate(**given: Any) -> None:
         _check_files(asked)
         measure: Measure = "bleu" if "translation" in asked.task else "rouge"
         limit = None if asked.n_obs is None or asked.n_obs < 0 else asked.n_obs  # FastSeq's -1: all
-        references = None
-        if asked.reference_path is not None:
-            references = _references(asked.reference_path, asked.source, limit, measure)
+        references = asked.reference_path and _references(asked.reference_path, asked.source, limit, measure)
         if asked.score_path is not None:
             check_writable("--score-path", asked.score_path)
-        loaded = _load(asked, out)
+        out.say(f"Loading {asked.model}")
+        loaded = _load(asked)
         settings = _settings(asked, loaded)
         fast, maker = not asked.without_fastseq_opt, loaded.model
         if fast:
@@ -92,13 +91,12 @@ def _check_files(asked: SimpleNamespace) -> None:
     check_apart(*({name: path for name, path in files.items() if path is not None} for files in (written, read)))
 
 
-def _load(asked: SimpleNamespace, out: Output) -> Generator:
+def _load(asked: SimpleNamespace) -> Generator:
     import torch
 
     from attmemo.fastseq.pipeline.loading import load_generator
 
     asked.device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    out.say(f"Loading {asked.model}")
     dtype = torch.float16 if asked.fp16 else getattr(torch, asked.dtype)
     return load_generator(asked.model, dtype=dtype, device=asked.device, causal=asked.causal_lm, task=asked.task)
 

@@ -17,8 +17,7 @@ from attmemo.cli.options import DatabasePath, Json, Quiet
 if TYPE_CHECKING:
     from attmemo.db import Database
 
-_BINS = 8
-_BAR = 32
+_BINS, _BAR = 8, 32
 
 
 def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:

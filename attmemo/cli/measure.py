@@ -41,10 +41,10 @@ def tune(
     """
     values = locals()
     with output(json, quiet, "interrupted; the database is as it was") as out:
-        from attmemo.profiler.tune import TuneOptions
-        from attmemo.profiler.tune import tune as run
+        from attmemo.profiler import tune as tuner
 
-        tuning = run(db, options.data_files(data, more), options.choose(TuneOptions, values), out.stages)
+        chosen = options.choose(tuner.TuneOptions, values)
+        tuning = tuner.tune(db, [*data, *(more or ())], chosen, out.stages)
         show_tuning(out, tuning)
         if tuning["in_database"]:
             out.say(f"Note: {tuning['in_database']:,} more texts are in the database; they were left out")
@@ -59,13 +59,9 @@ def tune(
 def show_tuning(out: Output, tuning: dict[str, Any]) -> None:
     """What was chosen, in the tuner's own sentence and by layer."""
     out.say(str(tuning["sentence"]))
-    thresholds = [float(t) for t in tuning["thresholds"]]
-    served = [f"{t:.3f}" if t < 1.0 else "exact" for t in thresholds]
-    out.table(
-        f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never served)",
-        [str(layer) for layer in range(len(served))],
-        [served],
-    )
+    served = [f"{t:.3f}" if t < 1.0 else "exact" for t in map(float, tuning["thresholds"])]
+    title = f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never served)"
+    out.table(title, [str(layer) for layer in range(len(served))], [served])
 
 
 def evaluate(
@@ -112,18 +108,17 @@ def evaluate(
     values = locals()
     with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
         from attmemo.db import read_manifest
-        from attmemo.profiler.evaluate import EvaluateOptions
-        from attmemo.profiler.evaluate import evaluate as run
+        from attmemo.profiler import evaluate as asking
         from attmemo.profiler.report import write_report
 
         if report is not None:
             check_directory("--report", report)
         layers = read_manifest(db).model.layers
         if isinstance(threshold, list) and len(threshold) != layers:
-            raise AttmemoError(
-                f"--threshold gives {len(threshold)} scores, the model has {layers} layers.", f"give one, or {layers}"
-            )
-        result = run(db, options.data_files(data, more), options.choose(EvaluateOptions, values), out.stages)
+            wrong = f"--threshold gives {len(threshold)} scores, the model has {layers} layers."
+            raise AttmemoError(wrong, f"give one, or {layers}")
+        chosen = options.choose(asking.EvaluateOptions, values)
+        result = asking.evaluate(db, [*data, *(more or ())], chosen, out.stages)
         written = write_report(result, report) if report is not None else []
         show_result(out, result)
         if written:
@@ -137,7 +132,6 @@ def show_result(out: Output, result: dict[str, Any]) -> None:
 
     for table in make_tables(result):
         out.table(table.title, table.columns, table.rows, table.note)
-    for note in result.get("notes") or ():
-        out.say(f"Note: {note}")
+    out.notes(result.get("notes") or ())
     if result.get("verdict"):
         out.say(cell(result["verdict"]))

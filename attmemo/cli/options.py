@@ -91,11 +91,6 @@ def check_database(path: Path) -> Path:
     return path
 
 
-def data_files(data: list[Path], more: list[Path] | None) -> list[Path]:
-    """The values of ``--data`` with those that follow them."""
-    return [*data, *(more or [])]
-
-
 DatabasePath = Annotated[
     Path, typer.Argument(metavar="DB", callback=check_database, help="The database directory.", show_default=False)
 ]

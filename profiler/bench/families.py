@@ -14,8 +14,7 @@ LENGTHS = (128, 512)
 LONG_LENGTHS = (1024, 2048)  # of decoders too
 BATCHES = (1, 8, 32)
 DTYPES = ("float32", "bfloat16")
-# Maps of a long batch are many bytes, and no server with few cores prefills so much at once.
-MOST_TOKENS = 32 * 512
+MOST_TOKENS = 32 * 512  # maps of a long batch are many bytes; a server with few cores prefills less at once
 
 
 def bench_families(

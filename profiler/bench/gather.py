@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -23,16 +21,13 @@ from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.machine import conditions
 from attmemo.mmap import Arena, Residency, SlotLayout, page_size
-from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher, choose_fetcher
+from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
 from attmemo.profiler.bench import timing
 from attmemo.profiler.bench.timing import SEED, Job, Progress, Times
 from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
-
 VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
-
-_DTYPES: Final = ("float32", "bfloat16", "float16", "uint8")
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _COLD_TURNS: Final = 3
 _STILL_THERE: Final = 0.01  # share of the file's pages that may be left in the page cache of a cold turn
@@ -139,14 +134,10 @@ def bench_gather(
         ``contiguous`` have a product, the others None.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from.
-    repeats : int
-        Turns counted; each fetches other slots.
-    cold : bool
-        Measure with the file out of the page cache too.
-    max_bytes : int
-        Most bytes for the temporary arena, which holds twice the batch, and again for the copies in memory.
-    progress : callable, optional
-        Called with (what, done, total).
+    repeats, cold : int and bool
+        Turns counted, each with other slots; and whether to measure with the file out of the page cache too.
+    max_bytes, progress : int and callable
+        Most bytes for the temporary arena, which holds twice the batch; called with (what, done, total).
 
     Returns
     -------
@@ -168,15 +159,11 @@ def bench_gather(
 
     Raises
     ------
-    ValueError
-        A size is not a positive integer, or a name is not one of those listed.
-    StorageFullError
-        The limit, the disk or the memory has no room for it.
-    AttmemoError
-        The variants did not give the same maps or products; no number would mean anything.
+    ValueError, StorageFullError, AttmemoError
+        A size or name is none; there is no room; the variants did not give the same maps or products.
     """
     timing.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("dtype", dtype, _DTYPES)
+    timing.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
     timing.check_choice("residency", residency, get_args(Residency))
     tell = progress or timing.silent
     where = conditions()
@@ -215,9 +202,11 @@ def bench_gather(
                 del before  # or it keeps the arena mapped
                 notice = arena.notice and arena.notice.replace(str(file), "the arena")
                 notes += [notice] if notice else []
+                direct = is_direct(arena.layout.shape, arena.layout.dtype, wide)
+                chosen = "direct" if direct else timing.fetcher_name("auto", arena)
                 facts = {
-                    "fetcher": _chosen(arena, wide), "page_bytes": arena.page_bytes,
-                    "window_page_bytes": arena.window_page_bytes, "residency": arena.residency, "notice": notice,
+                    "fetcher": chosen, "page_bytes": arena.page_bytes, "residency": arena.residency,
+                    "window_page_bytes": arena.window_page_bytes, "notice": notice,
                 }  # fmt: skip
                 if not arena.mapping.layout.dense:
                     notes.append("slots are padded to pages: 'map' is multiplied one record at a time, as 'view' is")
@@ -258,22 +247,10 @@ def bench_gather(
     return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def _chosen(arena: Arena, computed: torch.dtype) -> str:
-    """The choice of the engine for this arena."""
-    if is_direct(arena.layout.shape, arena.layout.dtype, computed):
-        return "direct"
-    default = choose_fetcher("auto", arena.window_page_bytes)
-    default.close()
-    return default.name
-
-
 def _cold(
     work: _Work, names: list[str], file: Path, layout: SlotLayout, tell: Progress
 ) -> tuple[dict[str, Times], list[str]]:
-    """Times of the first fetch after the file left the page cache, by job, and a note if it did not leave.
-
-    A job of which no turn was cold is missing from the times.
-    """
+    """Times by job of the first fetch after the file left the page cache, if it left in a turn, else a note."""
     times: dict[str, Times] = {}
     left = 0.0
     for turn in range(_COLD_TURNS):
@@ -281,28 +258,15 @@ def _cold(
         for name in names if turn % 2 else reversed(names):
             share = _drop(file)
             left = max(left, share)
-            if share > _STILL_THERE:
-                continue
-            with Arena(file, layout) as arena:
-                job = work.jobs(arena)[name]
-                faults, start = _faults(), time.perf_counter()
-                job(turn)
-                spent, faults = time.perf_counter() - start, _faults() - faults
-                del job  # or it keeps the arena
-            one = times.setdefault(name, Times())
-            one.milliseconds.append(1e3 * spent)
-            one.faults.append(faults)
+            if share <= _STILL_THERE:
+                with Arena(file, layout) as arena:
+                    # No name for the job, or it keeps the arena.
+                    times.setdefault(name, Times()).take(work.jobs(arena)[name], turn, major=True)
     tell("measure cold", _COLD_TURNS, _COLD_TURNS)
     if left <= _STILL_THERE:
         return times, []
     what = "some cold turns were left out" if times else "nothing was measured cold"
     return times, [f"{what}: asked to drop the arena from its page cache, the kernel kept up to {left:.0%} of it"]
-
-
-def _faults() -> int:
-    """Page faults of this process so far, minor and major."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + usage.ru_majflt
 
 
 def _drop(file: Path) -> float:

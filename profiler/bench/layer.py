@@ -24,7 +24,7 @@ from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
 from attmemo.machine import conditions
 from attmemo.memoization import Memoization, memoize, unmemoize
-from attmemo.mmap import FetcherName, Residency, choose_fetcher
+from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.bench import timing
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.bench.timing import SEED, Job, Progress
@@ -100,20 +100,16 @@ def bench_layer(
         Shape of the model: a family that `attmemo families` lists; `hidden` is a multiple of `heads`.
     length, batch : int
         Inputs are random tokens ``[batch, length]``, without padding; others in each of the `repeats` turns.
-    dtype : {"float32", "bfloat16"}
-        What the model computes in.
-    compile : bool
-        Measure `torch.compile` of the exact model too; compiling takes up to minutes.
+    dtype, compile : {"float32", "bfloat16"} and bool
+        What the model computes in; whether to measure `torch.compile` of it too, which takes up to minutes.
     lookups : sequence of {"sequence", "layer"}
         Which of the memoized variants to measure.
     storage : {"auto", "float32", "bfloat16", "float16"}
         How maps are stored; "auto" is what `attmemo build-database` takes.
     fetch, residency : str
         As for `attmemo.memoize`.
-    max_bytes : int
-        Most bytes for the temporary database.
-    progress : callable, optional
-        Called with (what, done, total).
+    max_bytes, progress : int and callable
+        Most bytes for the temporary database; called with (what, done, total).
 
     Returns
     -------
@@ -131,12 +127,8 @@ def bench_layer(
 
     Raises
     ------
-    ValueError
-        A size is not a positive integer or does not fit the others, or a name is not one of those listed.
-    StorageFullError
-        The limit, the disk or the memory has no room for it.
-    AttmemoError
-        The ceiling, given the model's own maps, does not give the model's own output.
+    ValueError, StorageFullError, AttmemoError
+        A size or name is none; there is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
@@ -181,7 +173,10 @@ def bench_layer(
                 if compile:
                     tell("compile", 0, 1)
                     try:
-                        models["exact-compiled"] = _compiled(adapter, model, inputs[0])
+                        compiled = torch.compile(adapter.host(_twin(model)))
+                        with torch.inference_mode():
+                            _forward(adapter, compiled, inputs[0])
+                        models["exact-compiled"] = compiled
                     except Exception as error:  # compilers fail in many ways; the other variants are measured
                         why = (str(error).strip() or type(error).__name__).splitlines()[0]
                         notes.append(f"exact-compiled is left out: {why}")
@@ -189,7 +184,6 @@ def bench_layer(
                 models |= {name: adapter.host(one.model) for name, one in served.items()}
                 models["ceiling"] = adapter.host(ceiling)
                 clocks = {name: _Clock(adapter, one) for name, one in (("exact", model), ("ceiling", ceiling))}
-
                 watched: dict[str, _Clock | _Served] = {**clocks, **served}
 
                 def read_counters(name: str, turn: int) -> None:
@@ -197,8 +191,7 @@ def bench_layer(
                         watched[name].note(turn)
 
                 with torch.inference_mode():
-                    more = {"use_cache": False} if adapter.causal else {}
-                    jobs = {name: _forward_job(one, inputs, more) for name, one in models.items()}
+                    jobs = {name: _forward_job(adapter, one, inputs) for name, one in models.items()}
                     found = timing.interleave(jobs, repeats, after=read_counters, tell=tell)
             finally:
                 for one in served.values():
@@ -206,10 +199,8 @@ def bench_layer(
             arena = database.arena(KIND_MAP, length)
             if arena.notice is not None:
                 notes.append(arena.notice.replace(str(path), "the database"))
-            fetcher = choose_fetcher(fetch, arena.window_page_bytes)
-            fetcher.close()
-            facts = {"fetch": fetcher.name, "page_bytes": arena.page_bytes, "residency": arena.residency}
-
+            facts: dict[str, Any] = {"page_bytes": arena.page_bytes, "residency": arena.residency}
+            facts["fetch"] = timing.fetcher_name(fetch, arena)
     stock, floor = found["exact"].ms, found["ceiling"].ms
     best = min(times.ms for name, times in found.items() if name.startswith("exact"))
     if stock <= floor:
@@ -266,10 +257,9 @@ def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
     for group in by_module(sites):
         module = group[0].module
         module.forward = _hit_only(adapter, module, [maps[site.layer] for site in group])
-    more = {"use_cache": False} if adapter.causal else {}
     with torch.inference_mode():
-        expected = adapter.host(model)(**inputs, **more).last_hidden_state.float()
-        seen = adapter.host(twin)(**inputs, **more).last_hidden_state.float()
+        expected = _forward(adapter, adapter.host(model), inputs).last_hidden_state.float()
+        seen = _forward(adapter, adapter.host(twin), inputs).last_hidden_state.float()
     difference = float((seen - expected).norm() / expected.norm())
     allowed = _CEILING_TOLERANCE[maps[0].dtype]
     if not difference <= allowed:
@@ -298,13 +288,9 @@ def _hit_only(adapter: Adapter, module: nn.Module, maps: Sequence[Tensor]) -> Ca
     return forward
 
 
-def _compiled(adapter: Adapter, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
-    """The model through torch.compile, compiled now."""
-    compiled = torch.compile(adapter.host(_twin(model)))
-    with torch.inference_mode():
-        compiled(**inputs, **({"use_cache": False} if adapter.causal else {}))
-    return compiled
+def _forward(adapter: Adapter, host: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Any:
+    return host(**inputs, **({"use_cache": False} if adapter.causal else {}))
 
 
-def _forward_job(model: Callable[..., Any], inputs: Sequence[dict[str, Tensor]], more: dict[str, Any]) -> Job:
-    return lambda turn: model(**inputs[turn], **more)
+def _forward_job(adapter: Adapter, host: Callable[..., Any], inputs: Sequence[Mapping[str, Tensor]]) -> Job:
+    return lambda turn: _forward(adapter, host, inputs[turn])

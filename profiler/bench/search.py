@@ -32,12 +32,8 @@ def bench_search(
         Vectors searched at once, each near a stored one.
     backends : sequence of {"faiss", "hnswlib", "flat"}
         Those to measure; one that is not installed is left out with a note.
-    repeats : int
-        Turns counted; each searches other queries.
-    max_bytes : int
-        Most bytes for vectors and distances in memory.
-    progress : callable, optional
-        Called with (what, done, total).
+    repeats, max_bytes, progress : int, int and callable
+        Turns counted, each with other queries; most bytes in memory; called with (what, done, total).
 
     Returns
     -------
@@ -48,10 +44,8 @@ def bench_search(
 
     Raises
     ------
-    ValueError
-        A size is not a positive integer, or a backend is unknown.
-    StorageFullError
-        The limit or the memory has no room for it.
+    ValueError, StorageFullError
+        A size or backend is none; the limit or the memory has no room for it.
     """
     sizes = {"records": records, "dimension": dimension, "queries": queries}
     timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)

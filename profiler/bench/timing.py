@@ -17,6 +17,7 @@ import torch
 
 from attmemo.errors import StorageFullError
 from attmemo.memory import available_memory
+from attmemo.mmap import Arena, FetcherName, choose_fetcher
 
 Progress = Callable[[str, int, int], None]
 Job = Callable[[int], object]
@@ -32,6 +33,16 @@ class Times:
     milliseconds: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
 
+    def take(self, job: Job, turn: int, major: bool = False) -> None:
+        """Time a turn of a job; its major page faults count on demand."""
+        faults, start = _faults(major), time.perf_counter()
+        result = job(turn)
+        spent = time.perf_counter() - start
+        faults = _faults(major) - faults
+        self.milliseconds.append(1e3 * spent)
+        self.faults.append(faults)
+        del result  # freed outside the time
+
     @property
     def ms(self) -> float:
         return median(self.milliseconds)
@@ -39,6 +50,11 @@ class Times:
     @property
     def faults_median(self) -> int:
         return int(median(self.faults))
+
+
+def _faults(major: bool) -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + (usage.ru_majflt if major else 0)
 
 
 def interleave(
@@ -59,17 +75,8 @@ def interleave(
         first = turn % max(1, len(names))
         order = names[first:] + names[:first]
         for name in reversed(order) if turn % 2 else order:
-            job = jobs[name]
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            start = time.perf_counter()
-            result = job(turn)
-            spent = time.perf_counter() - start
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-            del result  # freed outside the time
+            (times[name] if turn > 0 else Times()).take(jobs[name], turn)
             after(name, turn)
-            if turn > 0:
-                times[name].milliseconds.append(1e3 * spent)
-                times[name].faults.append(faults)
     tell("measure", 1 + repeats, 1 + repeats)
     return times
 
@@ -93,6 +100,13 @@ def threads_kept(notes: list[str] | None = None) -> Iterator[None]:
             torch.set_num_threads(before)
             if notes is not None:
                 notes.append(f"loading an index changed torch from {before} to {after} threads; {before} are measured")
+
+
+def fetcher_name(fetch: FetcherName, arena: Arena) -> str:
+    """The fetcher that "auto", or another choice, is for this arena."""
+    fetcher = choose_fetcher(fetch, arena.window_page_bytes)
+    fetcher.close()
+    return fetcher.name
 
 
 def silent(_what: str, _done: int, _total: int) -> None:
