@@ -1,7 +1,4 @@
-"""Loading a model and its tokenizer from a directory or the hub, with errors that say what to do.
-
-Imports nothing of attmemo but its errors.
-"""
+"""Loading a model and its tokenizer from a directory or the hub, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -23,18 +20,12 @@ from attmemo.errors import DataError, UnsupportedModelError
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model as transformers loads it.
-
-    Attributes
-    ----------
-    absent : list of str
-        Names of weights that the files do not have: transformers filled them at random.
-    """
+    """A model as transformers loads it."""
 
     config: Any
     model: Any
     tokenizer: Any
-    absent: list[str]
+    absent: list[str]  # names of weights that the files do not have: transformers filled them at random
 
 
 def load_pretrained(
@@ -42,17 +33,8 @@ def load_pretrained(
 ) -> Pretrained:
     """Load a model directory or hub name, in evaluation mode.
 
-    Parameters
-    ----------
-    auto_class : callable
-        Chooses the class to load with (``AutoModel``, …), given the configuration. It may refuse the model.
-
-    Raises
-    ------
-    DataError
-        There is no such directory, or the hub does not have the name.
-    UnsupportedModelError
-        transformers cannot load the model.
+    `auto_class` chooses the class to load with (``AutoModel``, …), given the configuration; it may refuse the model.
+    DataError if there is no such directory or name, UnsupportedModelError if transformers cannot load the model.
     """
     from transformers import AutoTokenizer
 
@@ -67,15 +49,7 @@ def load_pretrained(
 
 
 def load_config(name: str) -> Any:
-    """The configuration of a model directory or hub name.
-
-    Raises
-    ------
-    DataError
-        There is none, or the file is damaged.
-    UnsupportedModelError
-        transformers does not know the architecture.
-    """
+    """The configuration of a model directory or hub name; the errors are those of `load_pretrained`."""
     with _explained(f"cannot read the configuration of {name}"):
         return _read_config(name)
 
@@ -103,15 +77,11 @@ def quiet() -> Iterator[None]:
 def tokenizer_digest(tokenizer: Any) -> str:
     """Digest of a tokenizer's vocabulary and rules, hex. Databases store the digest: it must not change."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    body = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     if backend is not None:
         # Each call sets truncation and padding on the backend; the vocabulary does not depend on them.
-        body = json.loads(backend.to_str())
-        for volatile in ("truncation", "padding"):
-            body.pop(volatile, None)
-        text = json.dumps(body, sort_keys=True)
-    else:
-        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+        body = {key: value for key, value in body.items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _path(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,46 +19,21 @@ FEATURES: Final = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"
 def conditions() -> dict[str, Any]:
     """Machine and versions, JSON-able; reads, and sets nothing.
 
-    Returns
-    -------
-    dict
-        ``cpu`` (name), ``features`` (those of `FEATURES` that it has), ``cores`` (that this process may use),
-        ``threads`` (of torch), ``load`` (runnable processes, mean of the last minute: other work on the machine makes
-        times worthless), ``kernel``, ``python``, ``torch``, ``transformers``.
+    ``features`` are those of `FEATURES` that the processor has, ``cores`` those that this process may use, ``threads``
+    those of torch, ``load`` the runnable processes (mean of the last minute: other work makes times worthless).
     """
     name, features = _processor()
     return {
-        "cpu": name,
-        "features": features,
-        "cores": _cores(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": _version("transformers"),
-    }
+        "cpu": name, "features": features, "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2), "kernel": platform.release(), "python": platform.python_version(),
+        "torch": str(torch.__version__), "transformers": version("transformers"),
+    }  # fmt: skip
 
 
 def _processor() -> tuple[str, list[str]]:
-    try:
-        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
+    text = CPUINFO.read_text(encoding="utf-8", errors="replace") if CPUINFO.exists() else ""
     name = re.search(r"^(?:model name|Model|cpu)\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     known = set(flags[1].split()) if flags else set()
     # arm64 kernels name no model there: the architecture is then all that is known.
     return (name[1].strip() if name else platform.machine()), [f for f in FEATURES if f in known]
-
-
-def _cores() -> int:
-    # Not os.cpu_count(): a container or taskset may leave fewer.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -25,18 +25,15 @@ _UNKNOWN = 4 << 30
 def available_memory() -> int | None:
     """Bytes that this process can take without swapping or being killed; None if unknown.
 
-    The least of three: the memory that the kernel calls available, the rest under the limit of each control group of
-    the process (containers), and the rest of the address space (``ulimit -v``).
+    The least of: what the kernel calls available, the rest under the limit of each control group of the process
+    (containers), the rest of the address space (``ulimit -v``).
     """
     left = [*_system(), *_control_groups(), *_address_space()]
     return max(0, min(left)) if left else None
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that can be allocated on a device now. A GPU's driver and torch's own pool are asked.
-
-    4 GiB if the memory of a CPU is unknown.
-    """
+    """Bytes that can be allocated on a device now (driver and torch's own pool of a GPU); 4 GiB if it is unknown."""
     import torch
 
     device = torch.device(device)

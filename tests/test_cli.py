@@ -647,13 +647,13 @@ class TestConsole:
     ) -> None:
         place = tmp_path / "x.json"
         place.write_text("before")
-        real = Path.write_text
+        real = Path.write_bytes
 
-        def full(self: Path, text: str, *args: Any, **options: Any) -> int:
-            real(self, text[:5], *args, **options)
+        def full(self: Path, content: bytes) -> int:
+            real(self, content[:5])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(Path, "write_text", full)
+        monkeypatch.setattr(Path, "write_bytes", full)
         assert "No space left" in refuse("inspect", database, "--json", place)
         assert place.read_text() == "before"
         assert {file.name for file in tmp_path.iterdir()} == {"x.json", "db"}

@@ -32,15 +32,9 @@ EPILOG = (
 )
 
 app = typer.Typer(
-    name="attmemo",
-    help=HELP,
-    epilog=EPILOG,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+    name="attmemo", help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)  # fmt: skip
 
 
 def _show_version(wanted: bool) -> None:
@@ -75,9 +69,9 @@ app.command("demo")(demo.demo)
 
 def main() -> None:
     """Entry point of the console script."""
-    # By default a waiting OpenMP thread spins for a millisecond. When another program wants the same cores, it spins
-    # while the thread that it waits for is not running: small operations then took up to 40 times as long. After
-    # 10,000 rounds, some 30 microseconds, it sleeps; on idle cores that costs nothing. Read when torch is loaded.
+    # By default a waiting OpenMP thread spins for a millisecond. On cores that another program wants too, small
+    # operations then took up to 40 times as long. After 10,000 rounds, some 30 microseconds, the thread sleeps; that
+    # costs nothing on idle cores. Read when torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         app()

@@ -9,91 +9,54 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.files import check_directory
-from attmemo.cli.options import (
-    BatchSize,
-    Data,
-    DatabasePath,
-    Json,
-    Limit,
-    ModelPlace,
-    MoreData,
-    Quiet,
-    TextColumn,
-    data_files,
-    parse_size,
-)
-
-EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is given
 
 
 def build_database(
     model: Annotated[
         str, typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False)
     ],
-    data: Data,
-    more: MoreData = None,
-    destination: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            metavar="DB",
-            help="Database directory to write, or to go on with.  [default: one for this model in the user's cache, "
-            "where attmemo.memoize(model) finds it]",
-        ),
-    ] = None,
-    text_column: TextColumn = None,
+    data: options.Data, more: options.MoreData = None,
+    destination: Annotated[Path | None, typer.Option(
+        "--output", metavar="DB",
+        help="Database directory to write, or to go on with.  [default: one for this model in the user's cache, "
+        "where attmemo.memoize(model) finds it]",
+    )] = None,
+    text_column: options.TextColumn = None,
     max_length: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="Cut texts to this many tokens.  [default: what the model can take]"),
+        int | None, options.count("Cut texts to this many tokens.  [default: what the model can take]", 2)
     ] = None,
-    limit: Limit = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "uint8"],
-        typer.Option(
-            help="How maps are stored. auto: float16, for a bfloat16 model bfloat16; float32 takes twice the space, "
-            "uint8 half of it."
-        ),
-    ] = "auto",
-    inputs: Annotated[
-        Literal["auto", "all", "first"],
-        typer.Option(
-            help="Layers whose hidden states are kept: a lookup in each layer needs all, one for the whole sequence "
-            "the first. auto: the first with --dtype uint8, else all."
-        ),
-    ] = "auto",
-    admit: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SCORE",
-            min=0.0,
-            max=1.0,
-            help="Leave out texts of which a stored record has the maps already, every layer's at least this similar: "
-            "0.98 is a good start.  [default: store all]",
-        ),
-    ] = None,
+    limit: options.Limit = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "uint8"], typer.Option(
+        help="How maps are stored. auto: float16, for a bfloat16 model bfloat16; float32 takes twice the space, "
+        "uint8 half of it."
+    )] = "auto",
+    inputs: Annotated[Literal["auto", "all", "first"], typer.Option(
+        help="Layers whose hidden states are kept: a lookup in each layer needs all, one for the whole sequence "
+        "the first. auto: the first with --dtype uint8, else all."
+    )] = "auto",
+    admit: Annotated[float | None, typer.Option(
+        metavar="SCORE", min=0.0, max=1.0,
+        help="Leave out texts of which a stored record has the maps already, every layer's at least this similar: "
+        "0.98 is a good start.  [default: store all]",
+    )] = None,
     model_dtype: Annotated[
         Literal["float32", "bfloat16"],
         typer.Option(help="What the model computes in; serve it in the same precision."),
     ] = "float32",
-    max_bytes: Annotated[
-        int, typer.Option(metavar="SIZE", parser=parse_size, help="Stop before the database is larger: 8GiB, 500MB, …")
-    ] = EIGHT_GIB,
+    max_bytes: Annotated[int, typer.Option(
+        metavar="SIZE", parser=options.parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"
+    )] = options.EIGHT_GIB,
     device: Annotated[Literal["cpu"], typer.Option(help="Where the model runs.")] = "cpu",
-    batch_size: BatchSize = 16,
-    held_out: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            min=0.0,
-            max=0.5,
-            help="Share of the texts that the embedder is judged by, not trained on. They are stored and serve too.",
-        ),
-    ] = 0.15,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+    batch_size: options.BatchSize = 16,
+    held_out: Annotated[float, typer.Option(
+        metavar="SHARE", min=0.0, max=0.5,
+        help="Share of the texts that the embedder is judged by, not trained on. They are stored and serve too.",
+    )] = 0.15,
+    json: options.Json = None, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
     """Store the attention maps of your texts.
 
     Runs the model over every text and stores what its attention layers saw and gave. The texts should be like those
@@ -110,9 +73,9 @@ def build_database(
         from attmemo.profiler.data import read_texts
         from attmemo.profiler.models import load_model
 
-        files = data_files(data, more)
+        files = [*data, *(more or ())]
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
-        options = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
+        chosen = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
         check_place(destination, max_bytes)  # a large model takes minutes to load
         if destination is not None:
             check_directory("--output", destination)
@@ -123,8 +86,8 @@ def build_database(
             out.interrupted = "interrupted; what was captured is published, the same command resumes"
             out.stages("capturing", done, total)
 
-        done = build(loaded, files, destination, options, tell)
-        out.say(f"{done.path}")
+        done = build(loaded, files, destination, chosen, tell)
+        out.say(str(done.path))
         out.say(
             f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "
             f"{done.seconds:.1f} s"
@@ -138,28 +101,18 @@ def build_database(
 
 
 def train_embedder(
-    db: DatabasePath,
-    model: ModelPlace = None,
-    steps: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Gradient steps; 0: principal components only.")
-    ] = 300,
-    backend: Annotated[
-        Literal["faiss", "hnswlib", "flat"],
-        typer.Option(
-            help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
-            "'attmemo[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
-        ),
-    ] = "faiss",
-    profile: Annotated[
-        bool,
-        typer.Option(
-            help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "
-            "not pay. Loads the model."
-        ),
-    ] = True,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+    db: options.DatabasePath, model: options.ModelPlace = None,
+    steps: Annotated[int, options.count("Gradient steps; 0: principal components only.", 0)] = 300,
+    backend: Annotated[Literal["faiss", "hnswlib", "flat"], typer.Option(
+        help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
+        "'attmemo[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
+    )] = "faiss",
+    profile: Annotated[bool, typer.Option(
+        help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "
+        "not pay. Loads the model."
+    )] = True,
+    json: options.Json = None, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
     """Learn to find similar records.
 
     Trains the embedder, indexes the records, and measures what a lookup costs on this machine. Run it after every
@@ -171,15 +124,14 @@ def train_embedder(
         from attmemo.embed.training import TrainOptions
         from attmemo.profiler.train import train_database
 
-        options = TrainOptions(steps=steps, backend=backend)
-        report = train_database(db, options, model=model, profile=profile, progress=out.stages)
+        chosen = TrainOptions(steps=steps, backend=backend)
+        report = train_database(db, chosen, model=model, profile=profile, progress=out.stages)
         out.say(
             f"{report['records']:,} records of {report['lengths']:,} lengths indexed with {report['backend']}, "
             f"{report['seconds']:.1f} s"
         )
         show_layers(out, report["layers"])
-        for note in report.get("notes", ()):
-            out.say(f"Note: {note}")
+        out.notes(report.get("notes", ()))
         out.say(f"Next: attmemo tune {shlex.quote(str(db))} --data FILE --budget 0.01")
         out.say("  FILE: texts that are not in the database")
         out.result(report)
@@ -191,7 +143,6 @@ def show_layers(out: Output, layers: dict[str, dict[str, Any]]) -> None:
     for layer, report in sorted(layers.items(), key=lambda item: int(item[0])):
         kept = "trained" if report.get("trained_kept") else "principal"
         name = "per sequence" if layer == "-1" else layer
-        rows.append(
-            (name, cell(report.get(f"held_out_similarity_{kept}")), kept, cell(int(report.get("held_out", 0))))
-        )
+        mean, texts = report.get(f"held_out_similarity_{kept}"), int(report.get("held_out", 0))
+        rows.append((name, cell(mean), kept, cell(texts)))
     out.table("Similarity of the record found", ("layer", "mean", "embedder", "held-out texts"), rows)

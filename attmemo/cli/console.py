@@ -1,8 +1,7 @@
 """What the user sees: text, tables, progress, JSON and errors, each in its place.
 
 Text and tables go to standard output, or to standard error when the JSON goes to standard output. Progress and errors
-always go to standard error. A command does its work inside ``with output(…) as out:``, which also turns whatever
-goes wrong into a message and an exit code.
+always go to standard error. A command works inside ``with output(…) as out:``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,9 +23,6 @@ from attmemo.errors import AttmemoError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many are done, and how many there are."""
 
 TRACEBACK: Final = "ATTMEMO_TRACEBACK"
 _PIPED_WIDTH = 140  # columns when nobody's terminal says how many there are
@@ -47,7 +43,7 @@ class Stages:
             return
         if what != self._what:
             self.close()
-            self._what, self._bar = what, self._begin(what, total)
+            self._begin(what, total)
         if self._bar is not None:
             self._bar.total = total
             self._bar.update(done - self._bar.n)
@@ -61,45 +57,38 @@ class Stages:
             self._bar.close()
         self._what = self._bar = None
 
-    def _begin(self, what: str, total: int) -> Any:
+    def _begin(self, what: str, total: int) -> None:
         from tqdm import tqdm
 
         live = sys.stderr.isatty()
-        return tqdm(
-            desc=what,
-            total=total,
-            file=sys.stderr,
-            delay=0.0 if live else _PATIENCE,
-            mininterval=0.1 if live else 10.0,
-            dynamic_ncols=live,
+        self._what = what
+        self._bar = tqdm(
+            desc=what, total=total, file=sys.stderr, delay=0.0 if live else _PATIENCE,
+            mininterval=0.1 if live else 10.0, dynamic_ncols=live,
             bar_format="{desc}: {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt}, {elapsed} gone, {remaining} left",
-        )
+        )  # fmt: skip
 
 
 class Output:
     """Where one command's words, tables and numbers go.
 
-    Parameters
-    ----------
-    json_file : str or None
-        Where `result` writes; ``"-"`` is standard output.
-    quiet : bool
-        No text, no progress.
-    interrupted : str
-        What Ctrl-C leaves behind, in a sentence; a command says so anew when that changes.
+    `interrupted` says in a sentence what Ctrl-C leaves behind; a command says so anew when that changes.
     """
 
     def __init__(self, json_file: str | None, quiet: bool, interrupted: str = "interrupted") -> None:
-        self.stages: Progress = Stages(quiet)
-        self.interrupted = interrupted
-        self.quiet = quiet
-        self._json = json_file
+        self.stages, self.interrupted = Stages(quiet), interrupted
+        self._quiet, self._json = quiet, json_file
         self._console: Console | None = None
 
     def say(self, text: str = "") -> None:
         """Print a line as it is; a command or path in it can be copied."""
-        self.close()
+        self.stages.close()
         self._to().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def notes(self, notes: Iterable[str]) -> None:
+        """Print a line for each note."""
+        for note in notes:
+            self.say(f"Note: {note}")
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
         """Print a table; one without columns is a list of names, values and remarks."""
@@ -123,22 +112,12 @@ class Output:
         """Write the result where ``--json`` says, if it was given; an error leaves an older file whole."""
         if self._json is None:
             return
-        self.close()
+        self.stages.close()
         text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
         if self._json == "-":
             typer.echo(text)
-            return
-        write_whole("--json", Path(self._json), text + "\n")
-
-    def check(self) -> None:
-        """Refuse a JSON file that cannot be written, before the work and not after it."""
-        if self._json is not None and self._json != "-":
-            check_writable("--json", Path(self._json))
-
-    def close(self) -> None:
-        """Leave the progress bar's line."""
-        if isinstance(self.stages, Stages):
-            self.stages.close()
+        else:
+            write_whole("--json", Path(self._json), f"{text}\n".encode())
 
     def _to(self) -> Console:
         if self._console is None:
@@ -146,37 +125,32 @@ class Output:
 
             stream = sys.stderr if self._json == "-" else sys.stdout
             width = None if stream.isatty() else _PIPED_WIDTH
-            self._console = Console(file=stream, quiet=self.quiet, width=width, emoji=False)
+            self._console = Console(file=stream, quiet=self._quiet, width=width, emoji=False)
         return self._console
 
 
 @contextmanager
 def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted") -> Iterator[Output]:
-    """Run a command's work: its `Output`, and for every error a message, a next step and an exit code.
-
-    Parameters
-    ----------
-    interrupted : str
-        See `Output`.
-    """
+    """Run a command's work: its `Output`, and for every error a message, a next step and an exit code."""
     out = Output(json_file, quiet, interrupted)
     try:
-        out.check()
+        if json_file is not None and json_file != "-":
+            check_writable("--json", Path(json_file))  # before the work and not after it
         yield out
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
         raise
     except KeyboardInterrupt:
-        out.close()
+        out.stages.close()
         typer.echo(out.interrupted, err=True)
         raise typer.Exit(130) from None
     except Exception as error:
-        out.close()
+        out.stages.close()
         if os.environ.get(TRACEBACK):
             raise
         typer.echo(f"error: {describe(error)}", err=True)
         raise typer.Exit(1) from None
     finally:
-        out.close()
+        out.stages.close()
 
 
 def describe(error: Exception) -> str:

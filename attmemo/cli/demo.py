@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from attmemo.cli.console import Output, output, size
+from attmemo.cli.console import output, size
 from attmemo.cli.measure import show_result, show_tuning
 from attmemo.cli.options import Json, Quiet
 
+_NEXT = """\
+Next, with your own model and texts (the last command takes texts that the others have not seen):
+  attmemo build-database --model MODEL --data TEXTS --output DB && attmemo train-embedder DB
+  attmemo tune DB --data MORE_TEXTS --budget 0.01
+  attmemo evaluate DB --data OTHER_TEXTS --report report"""
+
 
 def demo(
-    log: Annotated[
-        Path | None,
-        typer.Argument(metavar="LOGFILE", help="Your own log, a line each.  [default: an invented service log]"),
-    ] = None,
+    log: Annotated[Path | None, typer.Argument(
+        metavar="LOGFILE", help="Your own log, a line each.  [default: an invented service log]"
+    )] = None,
     destination: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Where the log, the database and the report go.")
     ] = Path("demo-output"),
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+    json: Json = None, quiet: Quiet = False,
+) -> None:  # fmt: skip
     """Show it all at work on a small model.
 
     Builds, trains, tunes and evaluates, with a sentence-embedding model and log lines. Takes less than five minutes on
@@ -35,19 +39,12 @@ def demo(
         from attmemo.profiler.demo import run_demo
 
         found = run_demo(log, destination, out.stages)
-        _show(out, found, destination)
+        build = found["build"]
+        stored = f"{build['records']:,} lines in the database ({size(build['bytes'])})"
+        out.say(f"{stored}; {found['seconds']:.0f} s in all")
+        show_tuning(out, found["tuning"])
+        show_result(out, found["evaluation"])
+        out.say(f"Report: {found['report']}\n")
+        out.say(_NEXT)
+        out.say(f"What the demo made can be deleted: rm -r {shlex.quote(str(destination))}")
         out.result(found)
-
-
-def _show(out: Output, found: dict[str, Any], destination: Path) -> None:
-    build = found["build"]
-    out.say(f"{build['records']:,} lines in the database ({size(build['bytes'])}); {found['seconds']:.0f} s in all")
-    show_tuning(out, found["tuning"])
-    show_result(out, found["evaluation"])
-    out.say(f"Report: {found['report']}")
-    out.say()
-    out.say("Next, with your own model and texts (the last command takes texts that the others have not seen):")
-    out.say("  attmemo build-database --model MODEL --data TEXTS --output DB && attmemo train-embedder DB")
-    out.say("  attmemo tune DB --data MORE_TEXTS --budget 0.01")
-    out.say("  attmemo evaluate DB --data OTHER_TEXTS --report report")
-    out.say(f"What the demo made can be deleted: rm -r {shlex.quote(str(destination))}")

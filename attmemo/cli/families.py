@@ -26,59 +26,39 @@ def families(
     reproduced from its own maps first, so a lookalike is refused before anything is changed.
     """
     with output(json, quiet) as out:
-        found: dict[str, Any]
         if model is None:
-            found = {"families": listing()}
-            out.table(
-                "Families of self-attention",
-                ("family", "models", "attends to", "refused or left exact"),
-                [
-                    (row["family"], ", ".join(row["models"]), row["attends_to"], row["limits"] or "-")
-                    for row in found["families"]
-                ],
-                f"others may do (attmemo families MODEL asks); {_NEXT}",
-            )
+            from attmemo.adapters import ADAPTERS
+
+            sees = {True: "what came before", False: "everything"}
+            found: dict[str, Any] = {"families": [
+                {"family": it.family, "models": list(it.models), "attends_to": sees[it.causal], "limits": it.limits}
+                for it in ADAPTERS
+            ]}  # fmt: skip
+            rows = [
+                (row["family"], ", ".join(row["models"]), row["attends_to"], row["limits"] or "-")
+                for row in found["families"]
+            ]
+            columns = ("family", "models", "attends to", "refused or left exact")
+            remark = f"others may do (attmemo families MODEL asks); {_NEXT}"
+            out.table("Families of self-attention", columns, rows, remark)
         else:
-            found = look_at(model)
-            verdict = f"not supported: {found.get('reason')}"
+            found = _look_at(model)
+            about = f"{model} ({found['architecture']}, {found['model_type']})"
             if found["supported"]:
-                verdict = f"looks like {found['family']}; {_PROVEN}"
-            out.say(f"{model} ({found['architecture']}, {found['model_type']}): {verdict}")
-            if found["supported"]:
+                out.say(f"{about}: looks like {found['family']}; {_PROVEN}")
                 out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
             else:
+                out.say(f"{about}: not supported: {found['reason']}")
                 out.say(f"  Next: {_NEXT}")
         out.result(found)
         if not found.get("supported", True):
             raise typer.Exit(1)
 
 
-def listing() -> list[dict[str, Any]]:
-    """One row for each family, JSON-able."""
-    from attmemo.adapters import ADAPTERS
-
-    return [
-        {
-            "family": adapter.family,
-            "models": list(adapter.models),
-            "attends_to": "what came before" if adapter.causal else "everything",
-            "limits": adapter.limits,
-        }
-        for adapter in ADAPTERS
-    ]
-
-
-def look_at(name: str) -> dict[str, Any]:
-    """What the library makes of a model, by its configuration alone: no weights are loaded.
+def _look_at(name: str) -> dict[str, Any]:
+    """What the library makes of a model by its configuration alone: no weights are loaded.
 
     A lookalike that computes otherwise is told only when it is memoized.
-
-    Raises
-    ------
-    DataError
-        There is no such configuration.
-    UnsupportedModelError
-        transformers does not know the architecture.
     """
     import torch
     from transformers import AutoModel
@@ -102,10 +82,6 @@ def look_at(name: str) -> dict[str, Any]:
     except UnsupportedModelError as error:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
     return about | {
-        "supported": True,
-        "known_by": f"structure; {_PROVEN}",
-        "family": adapter.family,
-        "mask_kind": adapter.mask_kind,
-        "layers": len(sites),
-        "heads": adapter.shape(sites[0].module)[0],
-    }
+        "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,
+        "mask_kind": adapter.mask_kind, "layers": len(sites), "heads": adapter.shape(sites[0].module)[0],
+    }  # fmt: skip

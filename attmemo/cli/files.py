@@ -13,15 +13,8 @@ from attmemo.errors import AttmemoError
 def check_apart(written: Mapping[str, Path], read: Mapping[str, Path]) -> None:
     """Refuse a command that would write over a file of its own.
 
-    Parameters
-    ----------
-    written, read : mapping of str to Path
-        By the names that the user knows them by.
-
-    Raises
-    ------
-    AttmemoError
-        Two that are written are the same file, or one that is written is also read.
+    Both mappings go from the name that the user knows to the file. An AttmemoError if two files that are written are
+    the same, or if a file that is written is also read.
     """
     for (name, path), (other, another) in combinations(written.items(), 2):
         if _same(path, another):
@@ -33,13 +26,7 @@ def check_apart(written: Mapping[str, Path], read: Mapping[str, Path]) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Refuse a file that cannot be written.
-
-    Raises
-    ------
-    AttmemoError
-        It is a directory, there is none for it, or it may not be written.
-    """
+    """Refuse a file that cannot be written: an AttmemoError that names it and says why."""
     if path.is_dir():
         raise _unwritable(name, path, "it is a directory")
     if not path.parent.is_dir():
@@ -49,13 +36,7 @@ def check_writable(name: str, path: Path) -> None:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Refuse a directory that cannot be written, or cannot be made.
-
-    Raises
-    ------
-    AttmemoError
-        It, or the nearest of its parents that there is, is no directory or may not be written.
-    """
+    """Refuse a directory that cannot be written, or cannot be made in the nearest of its parents that there is."""
     place = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not place.is_dir():
         raise _unwritable(name, path, f"{place} is no directory")
@@ -63,22 +44,16 @@ def check_directory(name: str, path: Path) -> None:
         raise _unwritable(name, path, f"{place} may not be written")
 
 
-def write_whole(name: str, path: Path, text: str) -> None:
-    """Write a file beside its place and put it there, so that a full disk leaves the older one, and no part of it.
-
-    Raises
-    ------
-    AttmemoError
-        It cannot be written; `name` is what the user knows it by.
-    """
+def write_whole(name: str, path: Path, content: bytes) -> None:
+    """Write a file beside its place and put it there, so that a full disk leaves the older one, and no part of it."""
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")  # a pipe, or /dev/null
+            path.write_bytes(content)  # a pipe, or /dev/null
             return
         path = path.resolve()  # a link stays a link
         fresh = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            fresh.write_text(text, encoding="utf-8")
+            fresh.write_bytes(content)
             os.replace(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)

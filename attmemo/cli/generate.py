@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ import typer
 
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_apart, check_writable
-from attmemo.cli.generate_options import CHOICES, parse_batch, signature
+from attmemo.cli.generate_options import CHOICES, signature
+from attmemo.errors import AttmemoError, DataError
 
 if TYPE_CHECKING:
     from attmemo.fastseq.pipeline.loading import Generator
@@ -42,23 +42,20 @@ def generate(**given: Any) -> None:
         _check_files(asked)
         measure: Measure = "bleu" if "translation" in asked.task else "rouge"
         limit = None if asked.n_obs is None or asked.n_obs < 0 else asked.n_obs  # FastSeq's -1: all
-        references = None
-        if asked.reference_path is not None:
-            references = _references(asked.reference_path, asked.source, limit, measure)
+        references = asked.reference_path and _references(asked.reference_path, asked.source, limit, measure)
         if asked.score_path is not None:
             check_writable("--score-path", asked.score_path)
-
-        loaded = _load(asked, out)
+        out.say(f"Loading {asked.model}")
+        loaded = _load(asked)
         settings = _settings(asked, loaded)
-        maker = _maker(asked, loaded)
+        fast, maker = not asked.without_fastseq_opt, loaded.model
+        if fast:
+            from attmemo.fastseq import wrap
+
+            maker = wrap(maker, attention=asked.attention)
         done = _run(asked, loaded, maker, settings, limit, out)
-        fast = not asked.without_fastseq_opt
-        found: dict[str, Any] = {
-            "model": asked.model,
-            "output": str(asked.destination),
-            "fastseq": fast and maker.cache_mode_for(settings) != "stock",
-            **asdict(done),
-        }
+        found: dict[str, Any] = {"model": asked.model, "output": str(asked.destination)}
+        found |= {"fastseq": fast and maker.cache_mode_for(settings) != "stock", **asdict(done)}
         if fast:
             found["fastseq_stats"] = maker.stats()
         _say(out, asked.destination, found)
@@ -94,13 +91,12 @@ def _check_files(asked: SimpleNamespace) -> None:
     check_apart(*({name: path for name, path in files.items() if path is not None} for files in (written, read)))
 
 
-def _load(asked: SimpleNamespace, out: Output) -> Generator:
+def _load(asked: SimpleNamespace) -> Generator:
     import torch
 
     from attmemo.fastseq.pipeline.loading import load_generator
 
     asked.device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    out.say(f"Loading {asked.model}")
     dtype = torch.float16 if asked.fp16 else getattr(torch, asked.dtype)
     return load_generator(asked.model, dtype=dtype, device=asked.device, causal=asked.causal_lm, task=asked.task)
 
@@ -119,15 +115,6 @@ def _settings(asked: SimpleNamespace, loaded: Generator) -> dict[str, Any]:
     return settings | {name: value for name, value in given.items() if value is not None}
 
 
-def _maker(asked: SimpleNamespace, loaded: Generator) -> Any:
-    """The model, or the model wrapped for the fast path."""
-    if asked.without_fastseq_opt:
-        return loaded.model
-    from attmemo.fastseq import wrap
-
-    return wrap(loaded.model, attention=asked.attention)
-
-
 def _run(
     asked: SimpleNamespace, loaded: Generator, maker: Any, settings: dict[str, Any], limit: int | None, out: Output
 ) -> Any:
@@ -135,30 +122,17 @@ def _run(
     from attmemo.loading import quiet
 
     pipeline = Pipeline(
-        maker,
-        loaded.tokenizer,
-        batch=parse_batch(asked.batch_size),
-        prefix=loaded.prefix if asked.prefix is None else asked.prefix,
-        truncate=not asked.no_truncation,
-        clean_up=asked.clean_up_tokenization_spaces or None,
-        config=loaded.model.config,
-        device=asked.device,
-        progress=out.stages,
-        **{choice.pipeline: getattr(asked, choice.name) for choice in CHOICES if choice.pipeline},
+        maker, loaded.tokenizer,
+        prefix=loaded.prefix if asked.prefix is None else asked.prefix, truncate=not asked.no_truncation,
+        clean_up=asked.clean_up_tokenization_spaces or None, config=loaded.model.config, device=asked.device,
+        progress=out.stages, **{choice.pipeline: getattr(asked, choice.name) for choice in CHOICES if choice.pipeline},
         **settings,
-    )
+    )  # fmt: skip
     languages = {"source_lang": asked.source_lang, "target_lang": asked.target_lang}
-    with _explained(), quiet():
-        return pipeline.run(asked.source, asked.destination, limit=limit, resume=not asked.restart, identity=languages)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Options that transformers' generation refuses, as an error without a traceback."""
-    from attmemo.errors import AttmemoError
-
     try:
-        yield
+        with quiet():
+            resume = not asked.restart
+            return pipeline.run(asked.source, asked.destination, limit=limit, resume=resume, identity=languages)
     except ValueError as error:
         if not _refuses_options(error):
             raise
@@ -168,9 +142,6 @@ def _explained() -> Iterator[None]:
 
 def _references(path: Path, source: Path, limit: int | None, measure: Measure) -> list[str]:
     """The reference's lines, one for each that will be generated; refused before the work, not after it."""
-    from itertools import islice
-
-    from attmemo.errors import DataError
     from attmemo.fastseq.pipeline.lines import count_lines, read_lines
     from attmemo.fastseq.pipeline.metrics import check
 
@@ -204,8 +175,6 @@ def _score(measure: Measure, destination: Path, references: list[str], joined: b
 
 def _languages(tokenizer: Any, source: str | None, target: str | None) -> int | None:
     """Tell the tokenizer its languages; returns the token that the target language begins with."""
-    from attmemo.errors import AttmemoError
-
     for option, code in (("--source-lang", source), ("--target-lang", target)):
         if code is None:
             continue

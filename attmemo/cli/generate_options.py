@@ -21,22 +21,12 @@ def parse_batch(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def check_batch(text: str) -> str:
-    """Refuse what `parse_batch` cannot read; typer has no type for the result."""
-    parse_batch(text)
-    return text
-
-
 @dataclass(frozen=True)
 class Choice:
-    """One option: its name in Python, how typer reads it, and the arguments that take its value.
+    """One option: its name in Python, how typer reads it, and the argument that takes its value.
 
-    Attributes
-    ----------
-    setting : str
-        The argument of the model's ``generate`` that takes the value, if the user gives one.
-    pipeline : str
-        The argument of `attmemo.fastseq.Pipeline` that takes the value.
+    `setting` is an argument of the model's ``generate``, set if the user gives a value; `pipeline` one of
+    `attmemo.fastseq.Pipeline`.
     """
 
     name: str
@@ -75,8 +65,8 @@ CHOICES: tuple[Choice, ...] = (
     _option("device", str, None, "cpu, cuda, cuda:1, …  [default: a GPU if there is one]", metavar="NAME"),
     _option("dtype", Literal["float32", "float16", "bfloat16"], "float32", "What the model computes in."),
     _flag("fp16", "The same as --dtype float16."),
-    _option("batch_size", str, "auto", "Texts in a batch; auto: the most that fit in memory. One that does not fit is "
-            "halved.", "--batch-size --bs", metavar="N", callback=check_batch),
+    _option("batch_size", Any, "auto", "Texts in a batch; auto: the most that fit in memory. One that does not fit is "
+            "halved.", "--batch-size --bs", to="batch", metavar="N", parser=parse_batch),
     _setting("num_beams", int, "Beams.  [default: the model's own]", "--num-beams --beam", min=1),
     _setting("max_new_tokens", int, "Tokens to generate at most.  [default: the model's own]", min=1),
     _setting("max_gen_length", int, "The same, for a decoder with its padded prompt.", "--max-gen-length --max-length",
@@ -135,19 +125,18 @@ CHOICES: tuple[Choice, ...] = (
 
 def signature() -> inspect.Signature:
     """The whole command's: its arguments, `CHOICES`, and what all commands share."""
-    files = (
-        ("model", str, "MODEL", "A model directory, or a name on the hub."),
-        ("source", Path, "INPUT", "UTF-8, a text a line."),
-        ("destination", Path, "OUTPUT", "File to write: a line for every line of INPUT."),
+    needed = inspect.Parameter.empty
+    arguments = (
+        Choice("model", _argument(str, "MODEL", "A model directory, or a name on the hub."), needed),
+        Choice("source", _argument(Path, "INPUT", "UTF-8, a text a line."), needed),
+        Choice("destination", _argument(Path, "OUTPUT", "File to write: a line for every line of INPUT."), needed),
     )
-    arguments = [
-        _parameter(name, Annotated[kind, typer.Argument(metavar=metavar, help=text, show_default=False)])
-        for name, kind, metavar, text in files
-    ]
-    options = [_parameter(choice.name, choice.annotation, choice.default) for choice in CHOICES]
-    shared = [_parameter("json", Json, None), _parameter("quiet", Quiet, False)]
-    return inspect.Signature([*arguments, *options, *shared])
+    shared = (Choice("json", Json, None), Choice("quiet", Quiet, False))
+    return inspect.Signature([
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.annotation)
+        for one in (*arguments, *CHOICES, *shared)
+    ])  # fmt: skip
 
 
-def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def _argument(kind: Any, metavar: str, text: str) -> Any:
+    return Annotated[kind, typer.Argument(metavar=metavar, help=text, show_default=False)]

@@ -17,8 +17,7 @@ from attmemo.cli.options import DatabasePath, Json, Quiet
 if TYPE_CHECKING:
     from attmemo.db import Database
 
-_BINS = 8
-_BAR = 32
+_BINS, _BAR = 8, 32
 
 
 def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
@@ -31,39 +30,34 @@ def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
         from attmemo.db import Database
 
         with Database(db) as database:
-            found = summarize(database)
+            found = _summarize(database)
         _show(out, found)
         out.result(found)
 
 
-def summarize(database: Database) -> dict[str, Any]:
+def _summarize(database: Database) -> dict[str, Any]:
     """What `inspect` shows, JSON-able."""
     from attmemo.db import SPLIT_HELD_OUT
 
-    manifest = database.manifest
-    model = {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")}
+    manifest, records = database.manifest, database.records
     embedder, profile = manifest.embedder, manifest.profile
-    indexed = 0 if embedder is None else int((database.records.ids < embedder.next_id).sum())
+    indexed = 0 if embedder is None else int((records.ids < embedder.next_id).sum())
     return {
-        "path": str(database.path),
-        "generation": manifest.generation,
-        "model": model,
-        "storage": manifest.storage,
-        "page_size": manifest.page_size,
-        "records": len(database),
-        "held_out": int((database.records.splits == SPLIT_HELD_OUT).sum()),
+        "path": str(database.path), "generation": manifest.generation,
+        "model": {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")},
+        "storage": manifest.storage, "page_size": manifest.page_size, "records": len(database),
+        "held_out": int((records.splits == SPLIT_HELD_OUT).sum()),
         "lengths": {str(length): count for length, count in sorted(database.lengths.items())},
-        "bytes": database.bytes,
-        "sources": [source.name for source in manifest.sources],
+        "bytes": database.bytes, "sources": [source.name for source in manifest.sources],
         "not_indexed": len(database) - indexed,
-        "embedder": None if embedder is None else {"backend": embedder.backend, "records": indexed, **embedder.report},
+        "embedder": embedder and {"backend": embedder.backend, "records": indexed, **embedder.report},
         "profile": profile and {key: profile.get(key) for key in ("threads", "dtype", "costs")},
-        "hit_rates": None if profile is None else hit_rates(profile, manifest.tuning, manifest.model.layers),
+        "hit_rates": profile and _hit_rates(profile, manifest.tuning, manifest.model.layers),
         "tuning": manifest.tuning,
-    }
+    }  # fmt: skip
 
 
-def hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:
+def _hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:
     """Share of held-out texts that would be served, by layer and token length, at the tuned thresholds or at 0.9."""
     from attmemo.perfmodel import Profile
 
@@ -77,13 +71,9 @@ def hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: in
     ]
     weights = {str(n): rates.samples(0, n) for n in rates.stored if rates.samples(0, n)}
     total = sum(weights.values())
-    return {
-        "lookup": lookup,
-        "thresholds": thresholds,
-        "held_out": total,
-        "by_layer": [sum(row.get(n, 0.0) * w for n, w in weights.items()) / total if total else 0.0 for row in table],
-        "by_layer_and_length": table,
-    }
+    by_layer = [sum(row.get(n, 0.0) * w for n, w in weights.items()) / total if total else 0.0 for row in table]
+    found_rates = {"by_layer": by_layer, "by_layer_and_length": table}
+    return {"lookup": lookup, "thresholds": thresholds, "held_out": total} | found_rates
 
 
 def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
@@ -97,9 +87,9 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
         with Database(db) as database:
             slots = len(database) * sum(kind.layers for kind in database.manifest.known_kinds)
             found = database.check(lambda done, total: out.stages("checking slots", done, total))
-        findings = [asdict(finding) for finding in found]
         for finding in found:
             out.say(f"{finding.where}: {finding.what}")
+        findings = [asdict(finding) for finding in found]
         out.result({"path": str(db), "slots": slots, "ok": not findings, "findings": findings})
         if findings:
             typer.echo(
@@ -132,25 +122,22 @@ def _show(out: Output, found: dict[str, Any]) -> None:
     costs = "not measured, so the gate always tries"
     if profile:
         costs = f"measured on {profile['threads']} threads in {profile['dtype']}"
-    out.table(
-        found["path"],
-        (),
-        [
-            ("model", model["name"]),
-            ("family", f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide"),
-            ("computed in", f"{model['dtype']}, texts cut to {model['max_length']} tokens"),
-            ("fingerprint", model["fingerprint"]),
-            ("stored as", f"{found['storage']}, pages of {size(found['page_size'])}"),
-            ("size", size(found["bytes"])),
-            ("records", f"{found['records']:,}, of which {found['held_out']:,} held out"),
-            ("not yet indexed", waiting),
-            ("data", ", ".join(found["sources"])),
-            ("generation", cell(found["generation"])),
-            ("embedder", f"indexed with {embedder['backend']}" if embedder else "not trained"),
-            ("costs", costs),
-            ("threshold", "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)"),
-        ],
-    )
+    rows = {
+        "model": model["name"],
+        "family": f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
+        "computed in": f"{model['dtype']}, texts cut to {model['max_length']} tokens",
+        "fingerprint": model["fingerprint"],
+        "stored as": f"{found['storage']}, pages of {size(found['page_size'])}",
+        "size": size(found["bytes"]),
+        "records": f"{found['records']:,}, of which {found['held_out']:,} held out",
+        "not yet indexed": waiting,
+        "data": ", ".join(found["sources"]),
+        "generation": cell(found["generation"]),
+        "embedder": f"indexed with {embedder['backend']}" if embedder else "not trained",
+        "costs": costs,
+        "threshold": "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)",
+    }
+    out.table(found["path"], (), list(rows.items()))
     if found["lengths"]:
         out.table("Records by tokens", (), histogram({int(k): v for k, v in found["lengths"].items()}))
     if embedder and embedder.get("layers"):
@@ -158,9 +145,8 @@ def _show(out: Output, found: dict[str, Any]) -> None:
     rates = found["hit_rates"]
     if rates and rates["held_out"]:
         title = f"Held-out texts that would be served, of {rates['held_out']} (by length: --json)"
-        rows = enumerate(zip(rates["thresholds"], rates["by_layer"], strict=True))
-        out.table(
-            title, ("layer", "threshold", "served"), [(cell(n), f"{t:.3f}", f"{100 * s:.0f} %") for n, (t, s) in rows]
-        )
+        layers = enumerate(zip(rates["thresholds"], rates["by_layer"], strict=True))
+        lines = [(cell(n), f"{t:.3f}", f"{100 * served:.0f} %") for n, (t, served) in layers]
+        out.table(title, ("layer", "threshold", "served"), lines)
     if found["tuning"]:
         show_tuning(out, found["tuning"])

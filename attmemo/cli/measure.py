@@ -8,62 +8,28 @@ from typing import Annotated, Any
 
 import typer
 
+from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_directory
-from attmemo.cli.options import (
-    BatchSize,
-    Data,
-    DatabasePath,
-    Fetch,
-    Json,
-    Limit,
-    Lookup,
-    MinCosine,
-    ModelPlace,
-    MoreData,
-    Pooling,
-    Quiet,
-    Residency,
-    TextColumn,
-    check_threshold,
-    choose,
-    data_files,
-    parse_share,
-    parse_threshold,
-)
 from attmemo.errors import AttmemoError
 
 
 def tune(
-    db: DatabasePath,
-    data: Data,
-    more: MoreData = None,
-    budget: Annotated[
-        float, typer.Option(metavar="SHARE", parser=parse_share, help="Share of answers that may change.")
-    ] = 0.01,
-    confidence: Annotated[
-        float, typer.Option(metavar="SHARE", parser=parse_share, help="How sure of it you want to be.")
-    ] = 0.95,
-    text_column: TextColumn = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 32,
-    lookup: Annotated[
-        Lookup, typer.Option(help="One lookup per sequence, whose record serves all layers, or one in every layer.")
-    ] = "sequence",
-    min_cosine: MinCosine = 0.98,
-    pooling: Pooling = None,
-    model: ModelPlace = None,
-    allow_uncertified: Annotated[
-        bool,
-        typer.Option(
-            "--allow-uncertified",
-            help="With too few texts for the confidence asked for, choose by what was observed, and say so.",
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random split of the texts.")] = 0,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+    db: options.DatabasePath, data: options.Data, more: options.MoreData = None,
+    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
+    confidence: Annotated[float, options.share("How sure of it you want to be.")] = 0.95,
+    text_column: options.TextColumn = None, limit: options.Limit = None, batch_size: options.BatchSize = 32,
+    lookup: Annotated[options.Lookup, typer.Option(
+        help="One lookup per sequence, whose record serves all layers, or one in every layer."
+    )] = "sequence",
+    min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None, model: options.ModelPlace = None,
+    allow_uncertified: Annotated[bool, typer.Option(
+        "--allow-uncertified",
+        help="With too few texts for the confidence asked for, choose by what was observed, and say so.",
+    )] = False,
+    seed: Annotated[int, options.count("Of the random split of the texts.", 0)] = 0,
+    json: options.Json = None, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
     """Choose the threshold for a budget.
 
     Finds the one that serves most from memory while no more answers change than the budget allows. Texts that are in
@@ -75,11 +41,10 @@ def tune(
     """
     values = locals()
     with output(json, quiet, "interrupted; the database is as it was") as out:
-        from attmemo.profiler.tune import TuneOptions
-        from attmemo.profiler.tune import tune as run
+        from attmemo.profiler import tune as tuner
 
-        options = choose(TuneOptions, values)
-        tuning = run(db, data_files(data, more), options, out.stages)
+        chosen = options.choose(tuner.TuneOptions, values)
+        tuning = tuner.tune(db, [*data, *(more or ())], chosen, out.stages)
         show_tuning(out, tuning)
         if tuning["in_database"]:
             out.say(f"Note: {tuning['in_database']:,} more texts are in the database; they were left out")
@@ -94,64 +59,43 @@ def tune(
 def show_tuning(out: Output, tuning: dict[str, Any]) -> None:
     """What was chosen, in the tuner's own sentence and by layer."""
     out.say(str(tuning["sentence"]))
-    thresholds = [float(t) for t in tuning["thresholds"]]
-    served = [f"{t:.3f}" if t < 1.0 else "exact" for t in thresholds]
-    out.table(
-        f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never served)",
-        [str(layer) for layer in range(len(served))],
-        [served],
-    )
+    served = [f"{t:.3f}" if t < 1.0 else "exact" for t in map(float, tuning["thresholds"])]
+    title = f"Thresholds by layer, lookup per {tuning['lookup']} (exact: the layer is never served)"
+    out.table(title, [str(layer) for layer in range(len(served))], [served])
 
 
 def evaluate(
-    db: DatabasePath,
-    data: Data,
-    more: MoreData = None,
-    text_column: TextColumn = None,
-    label_column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Column that holds the true label: adds accuracy.  [default: none]"),
-    ] = None,
-    threshold: Annotated[
-        str,
-        typer.Option(
-            metavar="T",
-            callback=check_threshold,
-            help="Similarity that a record must have to serve, 0 to 1; one for all layers, or one for each separated "
-            "by commas. auto: what attmemo tune chose.",
-        ),
-    ] = "auto",
-    lookup: Annotated[
-        Lookup | None,
-        typer.Option(help="One lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"),
-    ] = None,
-    batch_size: BatchSize = 32,
-    limit: Limit = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Timed passes; the median counts.")] = 3,
+    db: options.DatabasePath, data: options.Data, more: options.MoreData = None,
+    text_column: options.TextColumn = None,
+    label_column: Annotated[str | None, typer.Option(
+        metavar="NAME", help="Column that holds the true label: adds accuracy.  [default: none]"
+    )] = None,
+    threshold: Annotated[Any, typer.Option(
+        metavar="T", parser=options.parse_threshold,
+        help="Similarity that a record must have to serve, 0 to 1; one for all layers, or one for each separated "
+        "by commas. auto: what attmemo tune chose.",
+    )] = "auto",
+    lookup: Annotated[options.Lookup | None, typer.Option(
+        help="One lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"
+    )] = None,
+    report: Annotated[Path | None, typer.Option(
+        metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"
+    )] = None,
+    batch_size: options.BatchSize = 32, limit: options.Limit = None,
+    repeats: Annotated[int, options.count("Timed passes; the median counts.")] = 3,
     compile: Annotated[
         bool, typer.Option(help="Also time torch.compile as an exact path; takes minutes and a C++ compiler.")
     ] = False,
-    controls: Annotated[
-        bool,
-        typer.Option(help="Also ask with the mean map, a random map and a duplicate cache: what the lookup is worth."),
-    ] = True,
+    controls: Annotated[bool, typer.Option(
+        help="Also ask with the mean map, a random map and a duplicate cache: what the lookup is worth."
+    )] = True,
     sweep: Annotated[bool, typer.Option(help="Also measure speed and quality at other thresholds.")] = True,
-    exhaustive: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Texts on which to find the best record there is; 0: none.")
-    ] = 200,
-    min_cosine: MinCosine = 0.98,
-    pooling: Pooling = None,
+    exhaustive: Annotated[int, options.count("Texts on which to find the best record there is; 0: none.", 0)] = 200,
+    min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None,
     gate: Annotated[bool, typer.Option(help="Let the performance model leave alone what would not pay.")] = True,
-    fetch: Fetch = "auto",
-    residency: Residency = "page-cache",
-    model: ModelPlace = None,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
+    fetch: options.Fetch = "auto", residency: options.Residency = "page-cache", model: options.ModelPlace = None,
+    json: options.Json = None, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
     """Measure hits, speed and quality.
 
     Asks texts that are not in the database, of the exact and of the memoized model. The two are timed in turn on the
@@ -164,20 +108,17 @@ def evaluate(
     values = locals()
     with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
         from attmemo.db import read_manifest
-        from attmemo.profiler.evaluate import EvaluateOptions
-        from attmemo.profiler.evaluate import evaluate as run
+        from attmemo.profiler import evaluate as asking
         from attmemo.profiler.report import write_report
 
         if report is not None:
             check_directory("--report", report)
         layers = read_manifest(db).model.layers
-        chosen = parse_threshold(threshold)
-        if isinstance(chosen, list) and len(chosen) != layers:
-            raise AttmemoError(
-                f"--threshold gives {len(chosen)} scores, the model has {layers} layers.", f"give one, or {layers}"
-            )
-        options = choose(EvaluateOptions, values | {"threshold": chosen})
-        result = run(db, data_files(data, more), options, out.stages)
+        if isinstance(threshold, list) and len(threshold) != layers:
+            wrong = f"--threshold gives {len(threshold)} scores, the model has {layers} layers."
+            raise AttmemoError(wrong, f"give one, or {layers}")
+        chosen = options.choose(asking.EvaluateOptions, values)
+        result = asking.evaluate(db, [*data, *(more or ())], chosen, out.stages)
         written = write_report(result, report) if report is not None else []
         show_result(out, result)
         if written:
@@ -191,7 +132,6 @@ def show_result(out: Output, result: dict[str, Any]) -> None:
 
     for table in make_tables(result):
         out.table(table.title, table.columns, table.rows, table.note)
-    for note in result.get("notes") or ():
-        out.say(f"Note: {note}")
+    out.notes(result.get("notes") or ())
     if result.get("verdict"):
         out.say(cell(result["verdict"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     Options = TypeVar("Options", bound=DataclassInstance)
 
 Lookup = Literal["sequence", "layer"]
-Threshold = float | list[float] | Literal["auto"]
+EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is given
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -34,7 +33,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_threshold(text: str) -> Threshold:
+def parse_threshold(text: str) -> float | list[float] | Literal["auto"]:
     """``auto``, a similarity score, or one score per layer separated by commas."""
     if text == "auto":
         return "auto"
@@ -49,24 +48,16 @@ def parse_threshold(text: str) -> Threshold:
     return scores[0] if len(scores) == 1 else scores
 
 
-def check_threshold(text: str) -> str:
-    """Refuse what `parse_threshold` cannot read; typer has no type for what it returns."""
-    parse_threshold(text)
-    return text
-
-
 def parse_share(text: str) -> float:
     """A share strictly between 0 and 1."""
-    share = _number(text)
-    if not 0.0 < share < 1.0:
+    if not 0.0 < (share := _number(text)) < 1.0:
         raise typer.BadParameter(f"{text!r} is not a share above 0 and below 1; 1 % is 0.01.")
     return share
 
 
 def parse_cosine(text: str) -> float:
     """A cosine above -1 and at most 1."""
-    cosine = _number(text)
-    if not -1.0 < cosine <= 1.0:
+    if not -1.0 < (cosine := _number(text)) <= 1.0:
         raise typer.BadParameter(f"{text!r} is not a cosine above -1 and at most 1.")
     return cosine
 
@@ -75,7 +66,17 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return math.nan
+        return float("nan")
+
+
+def count(text: str, least: int = 1) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(metavar="N", min=least, help=text)
+
+
+def share(text: str) -> Any:
+    """An option that takes a share."""
+    return typer.Option(metavar="SHARE", parser=parse_share, help=text)
 
 
 def choose(options: type[Options], values: Mapping[str, Any]) -> Options:
@@ -90,78 +91,47 @@ def check_database(path: Path) -> Path:
     return path
 
 
-def data_files(data: list[Path], more: list[Path] | None) -> list[Path]:
-    """The values of ``--data`` with those that follow them."""
-    return [*data, *(more or [])]
-
-
 DatabasePath = Annotated[
     Path, typer.Argument(metavar="DB", callback=check_database, help="The database directory.", show_default=False)
 ]
-Data = Annotated[
-    list[Path],
-    typer.Option(
-        "--data",
-        metavar="FILE",
-        show_default=False,
-        help="Texts: .txt or .log (a line each), .csv, .tsv, .jsonl, .json (lines) or .parquet. "
-        "Several files: --data a.log b.log, or --data a.log --data b.log.",
-    ),
-]
+Data = Annotated[list[Path], typer.Option(
+    "--data", metavar="FILE", show_default=False,
+    help="Texts: .txt or .log (a line each), .csv, .tsv, .jsonl, .json (lines) or .parquet. "
+    "Several files: --data a.log b.log, or --data a.log --data b.log.",
+)]  # fmt: skip
 MoreData = Annotated[
     list[Path] | None, typer.Argument(metavar="FILE", help="More data files, after --data.", show_default=False)
 ]
-TextColumn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Column that holds the text.  [default: the only column of text, or one called text, sentence, …]",
-    ),
-]
-Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most this many texts.  [default: all]")]
-BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Texts in a batch.")]
-ModelPlace = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="PATH_OR_NAME",
-        help="Where the model is now.  [default: where it was when the database was built]",
-    ),
-]
-MinCosine = Annotated[
-    float,
-    typer.Option(
-        metavar="C",
-        parser=parse_cosine,
-        help="For a model that gives embeddings: an answer counts as changed when its cosine to the exact one "
-        "is below this. Unused for a classifier, where the predicted class decides.",
-    ),
-]
-Pooling = Annotated[
-    Literal["mean", "cls"] | None,
-    typer.Option(
-        help="For a model that gives embeddings: how your application makes one of the hidden states.  "
-        "[default: as the model's own configuration says, else the mean]",
-        show_default=False,
-    ),
-]
-Fetch = Annotated[
-    Literal["auto", "direct", "map", "view", "copy"],
-    typer.Option(
-        help="How maps are read; answers are the same but for the order of sums. auto: by the kernel that reads them "
-        "where they lie; for a bfloat16 model the fastest for the page size."
-    ),
-]
+TextColumn = Annotated[str | None, typer.Option(
+    metavar="NAME",
+    help="Column that holds the text.  [default: the only column of text, or one called text, sentence, …]",
+)]  # fmt: skip
+Limit = Annotated[int | None, count("Read at most this many texts.  [default: all]")]
+BatchSize = Annotated[int, count("Texts in a batch.")]
+ModelPlace = Annotated[str | None, typer.Option(
+    "--model", metavar="PATH_OR_NAME",
+    help="Where the model is now.  [default: where it was when the database was built]",
+)]  # fmt: skip
+MinCosine = Annotated[float, typer.Option(
+    metavar="C", parser=parse_cosine,
+    help="For a model that gives embeddings: an answer counts as changed when its cosine to the exact one "
+    "is below this. Unused for a classifier, where the predicted class decides.",
+)]  # fmt: skip
+Pooling = Annotated[Literal["mean", "cls"] | None, typer.Option(
+    show_default=False,
+    help="For a model that gives embeddings: how your application makes one of the hidden states.  "
+    "[default: as the model's own configuration says, else the mean]",
+)]  # fmt: skip
+Fetch = Annotated[Literal["auto", "direct", "map", "view", "copy"], typer.Option(
+    help="How maps are read; answers are the same but for the order of sums. auto: by the kernel that reads them "
+    "where they lie; for a bfloat16 model the fastest for the page size."
+)]  # fmt: skip
 Residency = Annotated[
     Literal["page-cache", "hugepages"],
     typer.Option(help="Where maps are read from: files in the page cache, or huge pages they are loaded into."),
 ]
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write the result as JSON; '-' is standard output, and all other text then goes to standard error.",
-    ),
-]
+Json = Annotated[str | None, typer.Option(
+    "--json", metavar="FILE",
+    help="Write the result as JSON; '-' is standard output, and all other text then goes to standard error.",
+)]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and --json).")]

@@ -4,11 +4,9 @@
     bench_search()                       # index backends: time and recall
     bench_layer(family="deberta-v2")     # a forward served from memory against the exact ones, everything included
 
-Variants are measured in turns within one run: machines drift by more than the differences between them. Each turn has
-inputs of its own, so that no variant finds its data in the cache. Numbers are medians over the turns; the first turn
-does not count.
-
-Nothing here sets a number of threads or seeds a generator of the caller's.
+Variants are measured in turns within one run, because machines drift. Each turn has inputs of its own, so that no
+variant finds its data in the cache. Numbers are medians; the first turn does not count. Threads and generators of the
+caller stay as they are.
 """
 
 from attmemo.profiler.bench.gather import bench_gather

@@ -14,39 +14,20 @@ LENGTHS = (128, 512)
 LONG_LENGTHS = (1024, 2048)  # of decoders too
 BATCHES = (1, 8, 32)
 DTYPES = ("float32", "bfloat16")
-# Maps of a long batch are many bytes, and no server with few cores prefills so much at once.
-MOST_TOKENS = 32 * 512
+MOST_TOKENS = 32 * 512  # maps of a long batch are many bytes; a server with few cores prefills less at once
 
 
 def bench_families(
-    *,
-    families: Sequence[str] | None = None,
-    dtypes: Sequence[str] = DTYPES,
-    lengths: Sequence[int] = LENGTHS,
-    long_lengths: Sequence[int] = LONG_LENGTHS,
-    batches: Sequence[int] = BATCHES,
-    hidden: int = 768,
-    heads: int = 12,
-    layers: int = 2,
-    repeats: int = 3,
-    most_tokens: int = MOST_TOKENS,
-    max_bytes: int = MAX_BYTES,
+    *, families: Sequence[str] | None = None, dtypes: Sequence[str] = DTYPES, lengths: Sequence[int] = LENGTHS,
+    long_lengths: Sequence[int] = LONG_LENGTHS, batches: Sequence[int] = BATCHES, hidden: int = 768, heads: int = 12,
+    layers: int = 2, repeats: int = 3, most_tokens: int = MOST_TOKENS, max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """One forward with every sequence served, against the exact one, for every family.
 
-    Parameters
-    ----------
-    families : sequence of str, optional
-        Default: all.
-    long_lengths : sequence of int
-        Lengths of decoders besides `lengths`.
-    most_tokens : int
-        Larger batches are left out.
-    layers : int
-        Of each model. The one lookup of a forward is divided among them, so few layers make it look dear.
-    dtypes, lengths, batches, hidden, heads, repeats, max_bytes, progress
-        As for `bench_layer`.
+    `families` are all by default; `long_lengths` are measured of decoders besides `lengths`; batches of more than
+    `most_tokens` are left out. The one lookup of a forward is divided among `layers`, so few layers make it look dear.
+    The others are those of `bench_layer`.
 
     Returns
     -------
@@ -56,10 +37,10 @@ def bench_families(
         ``overhead`` (lookup and fetch, as a share of the exact attention's time). ``conditions``, ``notes``.
     """
     tell = progress or silent
-    chosen = [adapter for adapter in ADAPTERS if families is None or adapter.family in families]
     cases = [
         (adapter.family, dtype, length, batch)
-        for adapter in chosen
+        for adapter in ADAPTERS
+        if families is None or adapter.family in families
         for dtype in dtypes
         for length in (*lengths, *(long_lengths if adapter.causal else ()))
         for batch in batches
@@ -100,16 +81,9 @@ def _row(variants: Sequence[Mapping[str, Any]], family: str, dtype: str, length:
     by_name = {str(row["variant"]): row for row in variants}
     exact, served, ceiling = (by_name[name] for name in ("exact", "memoized-sequence", "ceiling"))
     return {
-        "family": family,
-        "dtype": dtype,
-        "length": length,
-        "batch": batch,
-        "exact_ms": exact["ms"],
-        "served_ms": served["ms"],
-        "ceiling_ms": ceiling["ms"],
-        "speedup": exact["ms"] / served["ms"],
-        "ceiling": exact["ms"] / ceiling["ms"],
-        "share_of_ceiling": served["share_of_ceiling"],
-        "overhead": served["overhead_of_attention"],
+        "family": family, "dtype": dtype, "length": length, "batch": batch,
+        "exact_ms": exact["ms"], "served_ms": served["ms"], "ceiling_ms": ceiling["ms"],
+        "speedup": exact["ms"] / served["ms"], "ceiling": exact["ms"] / ceiling["ms"],
+        "share_of_ceiling": served["share_of_ceiling"], "overhead": served["overhead_of_attention"],
         "attention": exact["attention"],
-    }
+    }  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -22,38 +20,14 @@ from attmemo.db.slots import SlotClass
 from attmemo.errors import AttmemoError
 from attmemo.kernels.map_product import is_direct
 from attmemo.machine import conditions
-from attmemo.mmap import (
-    Arena,
-    Batch,
-    CopyFetcher,
-    Fetcher,
-    MapFetcher,
-    Residency,
-    SlotLayout,
-    ViewFetcher,
-    choose_fetcher,
-    page_size,
-)
-from attmemo.profiler.bench.timing import (
-    MAX_BYTES,
-    SEED,
-    Job,
-    Progress,
-    Times,
-    busy,
-    check_choice,
-    check_sizes,
-    interleave,
-    silent,
-    temporary_folder,
-)
+from attmemo.mmap import Arena, Residency, SlotLayout, page_size
+from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
+from attmemo.profiler.bench import timing
+from attmemo.profiler.bench.timing import SEED, Job, Progress, Times
 from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
-
 VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
-
-_DTYPES: Final = ("float32", "bfloat16", "float16", "uint8")
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _COLD_TURNS: Final = 3
 _STILL_THERE: Final = 0.01  # share of the file's pages that may be left in the page cache of a cold turn
@@ -62,8 +36,8 @@ _STILL_THERE: Final = 0.01  # share of the file's pages that may be left in the 
 class _Buffer:
     """Hands out one tensor: filled at each fetch, or as it is. The latter is no fetch, and the floor of the others."""
 
-    def __init__(self, name: str, tensor: Tensor, fill: bool) -> None:
-        self.name, self.tensor, self.fill = name, tensor, fill
+    def __init__(self, tensor: Tensor, fill: bool) -> None:
+        self.tensor, self.fill = tensor, fill
 
     def fetch(self, arena: Arena, slots: Ints) -> Batch:
         if self.fill:
@@ -77,14 +51,8 @@ class _Buffer:
 class _Work:
     """The variants' jobs, and their tensors.
 
-    Parameters
-    ----------
-    slots : list of int64 array, shape [batch]
-        Slots of each turn.
-    values : Tensor
-        V, ``[batch, heads, length, width]``.
-    fetchers : dict of name to fetcher
-        All variants but ``direct``.
+    `slots` has an int64 array ``[batch]`` for each turn, `values` is V, ``[batch, heads, length, width]``; `fetchers`
+    are all variants but ``direct``.
     """
 
     def __init__(self, slots: list[Ints], values: Tensor, fetchers: dict[str, Any]) -> None:
@@ -127,13 +95,7 @@ class _Work:
         multiply(arena, self.slots[turn], self.packed, self._starts, self.context, self._rows)
 
     def check(self, arena: Arena) -> None:
-        """Every variant must give the same bytes, and the same product but for the order of its sums.
-
-        Raises
-        ------
-        AttmemoError
-            One does not.
-        """
+        """An AttmemoError if a variant gives other bytes, or another product beyond the order of its sums."""
         self.put_there(arena, 0)
         wanted = [arena.slot(slot) for slot in self.slots[0].tolist()]
         expected, tolerance = torch.matmul(self.there, self.values), _PRODUCT_TOLERANCE[self.values.dtype]
@@ -142,7 +104,7 @@ class _Work:
             variant = name.removesuffix("_matmul")
             if name == variant:
                 with self.fetchers[name].fetch(arena, self.slots[0]) as maps:
-                    if len(maps) != batch or not all(torch.equal(maps[i], apm) for i, apm in enumerate(wanted)):
+                    if not all(torch.equal(maps[i], apm) for i, apm in enumerate(wanted)):
                         raise _differs(name, "maps")
                 continue
             self.out.fill_(torch.nan)
@@ -155,18 +117,10 @@ class _Work:
 
 
 def bench_gather(
-    *,
-    heads: int = 12,
-    length: int = 512,
-    batch: int = 32,
-    dtype: str = "bfloat16",
-    residency: Residency = "page-cache",
-    width: int = 64,
-    repeats: int = 9,
-    cold: bool = True,
-    max_bytes: int = MAX_BYTES,
+    *, heads: int = 12, length: int = 512, batch: int = 32, dtype: str = "bfloat16", width: int = 64,
+    residency: Residency = "page-cache", repeats: int = 9, cold: bool = True, max_bytes: int = timing.MAX_BYTES,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
     The sum counts: a window of small pages only moves the cost into the product, which faults them in.
@@ -180,54 +134,38 @@ def bench_gather(
         ``contiguous`` have a product, the others None.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from.
-    repeats : int
-        Turns counted; each fetches other slots.
-    cold : bool
-        Measure with the file out of the page cache too.
-    max_bytes : int
-        Most bytes for the temporary arena, which holds twice the batch, and again for the copies in memory.
-    progress : callable, optional
-        Called with (what, done, total).
+    repeats, cold : int and bool
+        Turns counted, each with other slots; and whether to measure with the file out of the page cache too.
+    max_bytes, progress : int and callable
+        Most bytes for the temporary arena, which holds twice the batch; called with (what, done, total).
 
     Returns
     -------
     dict
-        ``rows``: for each ``variant``
-
-        - ``copy``: into a fresh tensor;
-        - ``copy_reused``: into a kept one;
-        - ``map``: a window mapped, which takes away what is left of the batch before, and made inaccessible at the
-          end of the batch: all in the time;
-        - ``view``: no gathering, one product for each record;
-        - ``direct``: our kernel reads the maps where they lie; V was packed before, outside the time;
-        - ``contiguous``: maps that are there already, in the type of V;
-
+        ``rows``: for each ``variant`` (``copy`` into a fresh tensor; ``copy_reused`` into a kept one; ``map``, a
+        window mapped, and made inaccessible at the end of the batch, all in the time; ``view``, no gathering, one
+        product for each record; ``direct``, our kernel reads the maps where they lie; ``contiguous``, maps that are
+        there already)
         ``fetch_ms``, ``fetch_matmul_ms``, ``gb_per_s`` and ``gb_per_s_matmul`` (10⁹ bytes of the maps, as they are
         read, by those times), ``faults`` and ``faults_matmul`` (minor page faults in a batch); None without a fetch.
-        ``cold_ms`` and ``cold_matmul_ms``: the first fetch, alone and with its product, from an arena opened anew
-        whose file the kernel had dropped from its page cache, median of 3; ``cold_faults_matmul``, minor and major
-        faults of the latter. None for ``contiguous``, which has no file, and with a note for all others if the arena
-        is in huge pages or the kernel did not drop the file. The disk's own cache, and that of the machine around a
-        virtual one, are as they are.
-        ``fetcher``, the choice of the engine here: "direct", "map" or "view"; ``page_bytes``, the pages of the arena;
-        ``window_page_bytes``, those of a window over it; ``residency``, where the arena really was, and ``notice``,
-        what it said about that, or None; ``bytes``, those of a batch as it is stored. Ratios of times:
-        ``chosen_over_contiguous`` (``fetcher`` with its product over ``contiguous``), ``copy_over_map`` (fresh copy
-        over map and unmap), ``map_matmul_over_contiguous``. ``conditions`` and ``notes``.
+        ``cold_ms`` and ``cold_matmul_ms``: the first fetch from an arena whose file the kernel had dropped from its
+        page cache, median of 3; ``cold_faults_matmul``, minor and major faults of the latter. None for
+        ``contiguous``, and with a note for all others if the arena is in huge pages or the kernel kept the file. The
+        disk's own cache, and that of the machine around a virtual one, are as they are.
+        ``fetcher``, the choice of the engine here; ``page_bytes``, the pages of the arena; ``window_page_bytes``,
+        those of a window over it; ``residency``, where the arena really was, and ``notice``, what it said about that,
+        or None; ``bytes``, those of a batch as it is stored. Ratios of times: ``chosen_over_contiguous``,
+        ``map_matmul_over_contiguous`` (with products), ``copy_over_map``. ``conditions`` and ``notes``.
 
     Raises
     ------
-    ValueError
-        A size is not a positive integer, or a name is not one of those listed.
-    StorageFullError
-        The limit, the disk or the memory has no room for it.
-    AttmemoError
-        The variants did not give the same maps or products; no number would mean anything.
+    ValueError, StorageFullError, AttmemoError
+        A size or name is none; there is no room; the variants did not give the same maps or products.
     """
-    check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
-    check_choice("dtype", dtype, _DTYPES)
-    check_choice("residency", residency, get_args(Residency))
-    tell = progress or silent
+    timing.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
+    timing.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
+    timing.check_choice("residency", residency, get_args(Residency))
+    tell = progress or timing.silent
     where = conditions()
     shape, kind = (heads, length, length), TYPES[dtype]
     wide = torch.float32 if kind == torch.uint8 else kind
@@ -240,8 +178,8 @@ def bench_gather(
     # its product, both in two layouts.
     in_memory = 2 * nbytes + there_bytes + (2 if residency == "hugepages" else 1) * layout.file_bytes
     in_memory += 4 * batch * heads * length * width * wide.itemsize
-    notes = busy(where)
-    with temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
+    notes = timing.busy(where)
+    with timing.temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
         scattered = np.random.default_rng(SEED)
         file = folder / "bench.slots"
         _write_maps(file, layout, dtype, generator, tell)
@@ -249,10 +187,10 @@ def bench_gather(
         mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
         fetchers: dict[str, Any] = {
             "copy": CopyFetcher(),
-            "copy_reused": _Buffer("copy_reused", torch.empty(batch, *shape, dtype=kind), fill=True),
+            "copy_reused": _Buffer(torch.empty(batch, *shape, dtype=kind), fill=True),
             "map": mapped,
             "view": ViewFetcher(),
-            "contiguous": _Buffer("contiguous", torch.empty(batch, *shape, dtype=wide), fill=False),
+            "contiguous": _Buffer(torch.empty(batch, *shape, dtype=wide), fill=False),
         }
         slots = [scattered.permutation(layout.slots)[:batch] for _ in range(1 + max(repeats, _COLD_TURNS))]
         work = _Work(slots, values, fetchers)
@@ -260,26 +198,25 @@ def bench_gather(
             with Arena(file, layout, residency) as arena:
                 work.check(arena)
                 before = partial(work.put_there, arena)
-                found = interleave(work.jobs(arena), repeats, before=before, tell=tell)
+                found = timing.interleave(work.jobs(arena), repeats, before=before, tell=tell)
                 del before  # or it keeps the arena mapped
                 notice = arena.notice and arena.notice.replace(str(file), "the arena")
                 notes += [notice] if notice else []
+                direct = is_direct(arena.layout.shape, arena.layout.dtype, wide)
+                chosen = "direct" if direct else timing.fetcher_name("auto", arena)
                 facts = {
-                    "fetcher": _chosen(arena, wide),
-                    "page_bytes": arena.page_bytes,
-                    "window_page_bytes": arena.window_page_bytes,
-                    "residency": arena.residency,
-                    "notice": notice,
-                }
+                    "fetcher": chosen, "page_bytes": arena.page_bytes, "residency": arena.residency,
+                    "window_page_bytes": arena.window_page_bytes, "notice": notice,
+                }  # fmt: skip
                 if not arena.mapping.layout.dense:
                     notes.append("slots are padded to pages: 'map' is multiplied one record at a time, as 'view' is")
             dropped: dict[str, Times] = {}
             if cold and facts["residency"] == "hugepages":
                 notes.append("nothing was measured cold: a copy of the arena in huge pages is always in memory")
             elif cold:
-                dropped, left = _cold(work, file, layout, tell)
-                if left is not None:
-                    notes.append(left)
+                names = [name for name in found if name != "contiguous_matmul"]
+                dropped, left = _cold(work, names, file, layout, tell)
+                notes += left
         finally:
             for fetcher in fetchers.values():
                 fetcher.close()
@@ -293,20 +230,14 @@ def bench_gather(
         read = there_bytes if name == "contiguous" else nbytes
         alone, product = found.get(name), found.get(f"{name}_matmul")
         cold_alone, cold_product = dropped.get(name), dropped.get(f"{name}_matmul")
-        row = {
-            "fetch_ms": alone and alone.ms,
-            "fetch_matmul_ms": product and product.ms,
-            "gb_per_s": alone and read / alone.ms / 1e6,
-            "gb_per_s_matmul": product and read / product.ms / 1e6,
-            "faults": alone and alone.faults_median,
-            "faults_matmul": product and product.faults_median,
-            "cold_ms": cold_alone and cold_alone.ms,
-            "cold_matmul_ms": cold_product and cold_product.ms,
+        rows.append({
+            "variant": name, **settings, "fetch_ms": alone and alone.ms, "fetch_matmul_ms": product and product.ms,
+            "gb_per_s": alone and read / alone.ms / 1e6, "gb_per_s_matmul": product and read / product.ms / 1e6,
+            "faults": alone and alone.faults_median, "faults_matmul": product and product.faults_median,
+            "cold_ms": cold_alone and cold_alone.ms, "cold_matmul_ms": cold_product and cold_product.ms,
             "cold_faults_matmul": cold_product and cold_product.faults_median,
-        }
-        rows.append({"variant": name, **settings, **row})
-    there = found["contiguous_matmul"].ms
-    mapped_product = found.get("map_matmul")
+        })  # fmt: skip
+    there, mapped_product = found["contiguous_matmul"].ms, found.get("map_matmul")
     ratios = {
         "chosen_over_contiguous": found[f"{facts['fetcher']}_matmul"].ms / there,
         "copy_over_map": found["copy"].ms / found["map"].ms,
@@ -316,58 +247,30 @@ def bench_gather(
     return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def _chosen(arena: Arena, computed: torch.dtype) -> str:
-    """The choice of the engine for this arena."""
-    if is_direct(arena.layout.shape, arena.layout.dtype, computed):
-        return "direct"
-    default = choose_fetcher("auto", arena.window_page_bytes)
-    default.close()
-    return default.name
-
-
-def _cold(work: _Work, file: Path, layout: SlotLayout, tell: Progress) -> tuple[dict[str, Times], str | None]:
-    """Times of the first fetch after the file left the page cache, and a note if it did not leave.
-
-    A variant of which no turn was cold is missing from the times.
-    """
+def _cold(
+    work: _Work, names: list[str], file: Path, layout: SlotLayout, tell: Progress
+) -> tuple[dict[str, Times], list[str]]:
+    """Times by job of the first fetch after the file left the page cache, if it left in a turn, else a note."""
     times: dict[str, Times] = {}
     left = 0.0
     for turn in range(_COLD_TURNS):
         tell("measure cold", turn, _COLD_TURNS)
-        with Arena(file, layout) as arena:
-            names = [name for name in work.jobs(arena) if name != "contiguous_matmul"]
         for name in names if turn % 2 else reversed(names):
             share = _drop(file)
             left = max(left, share)
-            if share > _STILL_THERE:
-                continue
-            with Arena(file, layout) as arena:
-                job = work.jobs(arena)[name]
-                faults, start = _faults(), time.perf_counter()
-                job(turn)
-                spent, faults = time.perf_counter() - start, _faults() - faults
-                del job  # or it keeps the arena
-            one = times.setdefault(name, Times())
-            one.milliseconds.append(1e3 * spent)
-            one.faults.append(faults)
+            if share <= _STILL_THERE:
+                with Arena(file, layout) as arena:
+                    # No name for the job, or it keeps the arena.
+                    times.setdefault(name, Times()).take(work.jobs(arena)[name], turn, major=True)
     tell("measure cold", _COLD_TURNS, _COLD_TURNS)
     if left <= _STILL_THERE:
-        return times, None
+        return times, []
     what = "some cold turns were left out" if times else "nothing was measured cold"
-    return times, f"{what}: asked to drop the arena from its page cache, the kernel kept up to {left:.0%} of it"
-
-
-def _faults() -> int:
-    """Page faults of this process so far, minor and major."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + usage.ru_majflt
+    return times, [f"{what}: asked to drop the arena from its page cache, the kernel kept up to {left:.0%} of it"]
 
 
 def _drop(file: Path) -> float:
-    """Ask the kernel to forget the file's pages. The share that it kept; 1 if it does not tell.
-
-    Pages that a process has mapped are kept.
-    """
+    """Ask the kernel to forget the file's pages. The share that it kept (mapped pages); 1 if it does not tell."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)  # only clean pages are dropped

@@ -24,21 +24,10 @@ from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
 from attmemo.machine import conditions
 from attmemo.memoization import Memoization, memoize, unmemoize
-from attmemo.mmap import FetcherName, Residency, choose_fetcher
+from attmemo.mmap import FetcherName, Residency
+from attmemo.profiler.bench import timing
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.bench.timing import (
-    MAX_BYTES,
-    SEED,
-    Job,
-    Progress,
-    busy,
-    check_choice,
-    check_sizes,
-    interleave,
-    silent,
-    temporary_folder,
-    threads_kept,
-)
+from attmemo.profiler.bench.timing import SEED, Job, Progress
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
 
@@ -53,13 +42,13 @@ class _Served:
     """A model whose attention comes from memory, and its counters in each turn."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.handle = model, cast("Memoization", model.attmemo)
+        self.model, self._handle = model, cast("Memoization", model.attmemo)
         self.seen: list[tuple[float, float, float]] = []  # ms of lookup and of serving, mean over layers; hit rate
 
     def note(self, turn: int) -> None:
         """Read the counters of a forward, and start anew; the first forward warms up and does not count."""
-        stats = self.handle.stats()
-        self.handle.reset_stats()
+        stats = self._handle.stats()
+        self._handle.reset_stats()
         if turn > 0:
             lookup, serve = (fmean(row[key] for row in stats["layers"]) for key in ("ms_lookup", "ms_serve"))
             self.seen.append((lookup, serve, stats["hit_rate"]))
@@ -78,7 +67,6 @@ class _Clock:
 
     @property
     def ms(self) -> float:
-        """In the median over turns."""
         return median(self._seen)
 
     def note(self, turn: int) -> None:
@@ -95,23 +83,11 @@ class _Clock:
 
 
 def bench_layer(
-    *,
-    family: str = "bert",
-    hidden: int = 768,
-    heads: int = 12,
-    length: int = 256,
-    batch: int = 8,
-    dtype: str = "float32",
-    layers: int = 2,
-    repeats: int = 5,
-    compile: bool = False,
-    lookups: Sequence[LookupName] = ("sequence", "layer"),
-    storage: str = "auto",
-    fetch: FetcherName = "auto",
-    residency: Residency = "page-cache",
-    max_bytes: int = MAX_BYTES,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+    *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 256, batch: int = 8,
+    dtype: str = "float32", layers: int = 2, repeats: int = 5, compile: bool = False,
+    lookups: Sequence[LookupName] = ("sequence", "layer"), storage: str = "auto", fetch: FetcherName = "auto",
+    residency: Residency = "page-cache", max_bytes: int = timing.MAX_BYTES, progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
     The model has the shape of its family's base model, few layers and a small vocabulary; the database is a real one,
@@ -120,82 +96,67 @@ def bench_layer(
 
     Parameters
     ----------
-    family : str
-        One of those that `attmemo families` lists.
-    hidden, heads, layers : int
-        Shape of the model; `hidden` is a multiple of `heads`.
+    family, hidden, heads, layers : str and int
+        Shape of the model: a family that `attmemo families` lists; `hidden` is a multiple of `heads`.
     length, batch : int
-        Inputs are random tokens ``[batch, length]``, without padding; others in each turn.
-    dtype : {"float32", "bfloat16"}
-        What the model computes in.
-    repeats : int
-        Turns counted.
-    compile : bool
-        Measure `torch.compile` of the exact model too; compiling takes up to minutes.
+        Inputs are random tokens ``[batch, length]``, without padding; others in each of the `repeats` turns.
+    dtype, compile : {"float32", "bfloat16"} and bool
+        What the model computes in; whether to measure `torch.compile` of it too, which takes up to minutes.
     lookups : sequence of {"sequence", "layer"}
         Which of the memoized variants to measure.
     storage : {"auto", "float32", "bfloat16", "float16"}
         How maps are stored; "auto" is what `attmemo build-database` takes.
     fetch, residency : str
         As for `attmemo.memoize`.
-    max_bytes : int
-        Most bytes for the temporary database.
-    progress : callable, optional
-        Called with (what, done, total).
+    max_bytes, progress : int and callable
+        Most bytes for the temporary database; called with (what, done, total).
 
     Returns
     -------
     dict
-        ``rows``, one for each variant:
+        ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
+        ``exact-compiled`` (if asked), ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in
+        each), ``ceiling`` (the hit path without lookup and fetch, on maps that are in contiguous memory already); with
+        ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one).
 
-        * ``exact``: the stock model, with fused attention (SDPA) where the family has it
-        * ``exact-compiled``: the same through `torch.compile`, if asked
-        * ``memoized-sequence``, ``memoized-layer``: one lookup for all layers, or one in each
-        * ``ceiling``: the hit path without lookup and fetch, on maps that are in contiguous memory already
-
-        with ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one); for
-        the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (in the mean over layers; one
-        lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of what the
-        ceiling saves; None where that saves nothing) and ``overhead_of_attention`` (lookup, and what serving takes
+        For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
+        lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
+        ceiling's; None where the ceiling saves nothing) and ``overhead_of_attention`` (lookup, and what serving takes
         longer than the ceiling's hit path, as a share of the exact attention module's time). ``exact`` and ``ceiling``
         have ``attention_ms_per_layer``. ``conditions`` and ``notes``.
 
     Raises
     ------
-    ValueError
-        A size is not a positive integer or does not fit the others, or a name is not one of those listed.
-    StorageFullError
-        The limit, the disk or the memory has no room for it.
-    AttmemoError
-        The ceiling, given the model's own maps, does not give the model's own output.
+    ValueError, StorageFullError, AttmemoError
+        A size or name is none; there is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
-    check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
-    check_choice("storage", storage, ("auto", *STORAGE))
-    check_choice("fetch", fetch, get_args(FetcherName))
-    check_choice("residency", residency, get_args(Residency))
+    timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
+    timing.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
+    timing.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
+    timing.check_choice("storage", storage, ("auto", *STORAGE))
+    timing.check_choice("fetch", fetch, get_args(FetcherName))
+    timing.check_choice("residency", residency, get_args(Residency))
     if hidden % heads:
         raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
     if storage == "auto":  # as attmemo.profiler.build does
         storage = "bfloat16" if dtype == "bfloat16" else "float16"
-    tell = progress or silent
+    tell = progress or timing.silent
     where = conditions()
     notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
-    notes += busy(where)
+    notes += timing.busy(where)
     records = max(batch, _LEAST_RECORDS)
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
     in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * TYPES[dtype].itemsize
-    with temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
+    with timing.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
         model = random_model(family, hidden, heads, length, layers, dtype)
         adapter = adapter_for(model)[0]
         implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
         generator = torch.Generator().manual_seed(SEED)
         tell("database", 0, 1)
         path = folder / "database"
-        with threads_kept(notes):
+        with timing.threads_kept(notes):
             _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
         tell("database", 1, 1)
         inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(1 + repeats)]
@@ -204,23 +165,25 @@ def bench_layer(
             served: dict[str, _Served] = {}
             for lookup in lookups:
                 twin = _twin(model)
-                with threads_kept():
+                with timing.threads_kept():
                     memoize(twin, threshold=0.0, database=database, lookup=lookup, gate=False, fetch=fetch)
                 served[f"memoized-{lookup}"] = _Served(twin)
             try:
                 models: dict[str, Any] = {"exact": adapter.host(model)}
                 if compile:
                     tell("compile", 0, 1)
-                    compiled, why = _compiled(adapter, model, inputs[0])
-                    tell("compile", 1, 1)
-                    if compiled is None:
-                        notes.append(f"exact-compiled is left out: {why}")
-                    else:
+                    try:
+                        compiled = torch.compile(adapter.host(_twin(model)))
+                        with torch.inference_mode():
+                            _forward(adapter, compiled, inputs[0])
                         models["exact-compiled"] = compiled
+                    except Exception as error:  # compilers fail in many ways; the other variants are measured
+                        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+                        notes.append(f"exact-compiled is left out: {why}")
+                    tell("compile", 1, 1)
                 models |= {name: adapter.host(one.model) for name, one in served.items()}
                 models["ceiling"] = adapter.host(ceiling)
                 clocks = {name: _Clock(adapter, one) for name, one in (("exact", model), ("ceiling", ceiling))}
-
                 watched: dict[str, _Clock | _Served] = {**clocks, **served}
 
                 def read_counters(name: str, turn: int) -> None:
@@ -228,32 +191,29 @@ def bench_layer(
                         watched[name].note(turn)
 
                 with torch.inference_mode():
-                    more = {"use_cache": False} if adapter.causal else {}
-                    jobs = {name: _forward_job(one, inputs, more) for name, one in models.items()}
-                    found = interleave(jobs, repeats, after=read_counters, tell=tell)
+                    jobs = {name: _forward_job(adapter, one, inputs) for name, one in models.items()}
+                    found = timing.interleave(jobs, repeats, after=read_counters, tell=tell)
             finally:
                 for one in served.values():
                     unmemoize(one.model)
             arena = database.arena(KIND_MAP, length)
             if arena.notice is not None:
                 notes.append(arena.notice.replace(str(path), "the database"))
-            fetcher = choose_fetcher(fetch, arena.window_page_bytes)
-            fetcher.close()
-            facts = {"fetch": fetcher.name, "page_bytes": arena.page_bytes, "residency": arena.residency}
-
+            facts: dict[str, Any] = {"page_bytes": arena.page_bytes, "residency": arena.residency}
+            facts["fetch"] = timing.fetcher_name(fetch, arena)
     stock, floor = found["exact"].ms, found["ceiling"].ms
     best = min(times.ms for name, times in found.items() if name.startswith("exact"))
     if stock <= floor:
         notes.append("the ceiling saves nothing over the exact model here: memoization cannot pay at this shape")
     rows = []
     for name, times in found.items():
-        row: dict[str, Any] = {"variant": name, "family": family, **sizes, "dtype": dtype}
-        row |= {
+        row: dict[str, Any] = {
+            "variant": name, "family": family, **sizes, "dtype": dtype,
             "attention": implementation if name.startswith("exact") else None,
             "ms": times.ms, "ms_min": min(times.milliseconds), "speedup": stock / times.ms,
             "speedup_best": best / times.ms, "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
+            **dict.fromkeys(_OF_SERVED),
         }  # fmt: skip
-        row |= dict.fromkeys(_OF_SERVED)
         if name in served:
             lookups_ms, serves_ms, hit_rates = zip(*served[name].seen, strict=True)
             lookup_ms, serve_ms, hit_rate = median(lookups_ms), median(serves_ms), min(hit_rates)
@@ -297,10 +257,9 @@ def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
     for group in by_module(sites):
         module = group[0].module
         module.forward = _hit_only(adapter, module, [maps[site.layer] for site in group])
-    more = {"use_cache": False} if adapter.causal else {}
     with torch.inference_mode():
-        expected = adapter.host(model)(**inputs, **more).last_hidden_state.float()
-        seen = adapter.host(twin)(**inputs, **more).last_hidden_state.float()
+        expected = _forward(adapter, adapter.host(model), inputs).last_hidden_state.float()
+        seen = _forward(adapter, adapter.host(twin), inputs).last_hidden_state.float()
     difference = float((seen - expected).norm() / expected.norm())
     allowed = _CEILING_TOLERANCE[maps[0].dtype]
     if not difference <= allowed:
@@ -312,10 +271,7 @@ def _ceiling_model(model: nn.Module, inputs: dict[str, Tensor]) -> nn.Module:
 
 
 def _hit_only(adapter: Adapter, module: nn.Module, maps: Sequence[Tensor]) -> Callable[..., Any]:
-    """`forward` of an attention module as a hit has it, with maps ``[B, h, L, L]`` that are already there.
-
-    One for each layer that the module stands for, called in turn.
-    """
+    """`forward` of an attention module on a hit, with the maps ``[B, h, L, L]`` of its layers, called in turn."""
     turn = cycle(maps)
     heads, width = adapter.shape(module)
 
@@ -332,16 +288,9 @@ def _hit_only(adapter: Adapter, module: nn.Module, maps: Sequence[Tensor]) -> Ca
     return forward
 
 
-def _compiled(adapter: Adapter, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any | None, str]:
-    """The model through torch.compile, compiled now; or None and why not."""
-    try:
-        compiled = torch.compile(adapter.host(_twin(model)))
-        with torch.inference_mode():
-            compiled(**inputs, **({"use_cache": False} if adapter.causal else {}))
-    except Exception as error:  # compilers fail in many ways, all of which leave the other variants to be measured
-        return None, (str(error).strip() or type(error).__name__).splitlines()[0]
-    return compiled, ""
+def _forward(adapter: Adapter, host: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Any:
+    return host(**inputs, **({"use_cache": False} if adapter.causal else {}))
 
 
-def _forward_job(model: Callable[..., Any], inputs: Sequence[dict[str, Tensor]], more: dict[str, Any]) -> Job:
-    return lambda turn: model(**inputs[turn], **more)
+def _forward_job(adapter: Adapter, host: Callable[..., Any], inputs: Sequence[Mapping[str, Tensor]]) -> Job:
+    return lambda turn: _forward(adapter, host, inputs[turn])

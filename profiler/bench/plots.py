@@ -25,15 +25,8 @@ _FETCHES: Final = {
 def draw_gather(result: Mapping[str, Any]) -> bytes:
     """Draw what a batch of maps costs with its product, by variant: against batch size, and against length.
 
-    Parameters
-    ----------
-    result : mapping
-        Of `bench_gather`, with the points of `sweep_gather` as ``sweep``. None is left out of a line.
-
-    Returns
-    -------
-    bytes
-        A PNG.
+    `result` is that of `bench_gather`, with the points of `sweep_gather` as ``sweep``; None is left out of a line.
+    Gives a PNG.
     """
     where, pages = result["conditions"], result["page_bytes"] / 1024
     said = f"{where['heads']} heads, {where['dtype']}, {where['residency']}, pages of {pages:g} KiB"
@@ -65,15 +58,8 @@ def draw_gather(result: Mapping[str, Any]) -> bytes:
 def draw_families(result: Mapping[str, Any]) -> bytes:
     """Draw how much faster a forward is with every sequence served, and at most could be, family by family.
 
-    Parameters
-    ----------
-    result : mapping
-        Of `bench_families`.
-
-    Returns
-    -------
-    bytes
-        A PNG: a panel for each family; a pair of bars, served and ceiling, for each shape and precision.
+    `result` is that of `bench_families`. Gives a PNG: a panel for each family; a pair of bars, served and ceiling, for
+    each shape and precision.
     """
     rows, where, columns = result["rows"], result["conditions"], 4
     families = list(dict.fromkeys(str(row["family"]) for row in rows))

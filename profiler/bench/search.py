@@ -10,35 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.db import BACKENDS, Backend, FlatIndex
+from attmemo.db import BACKENDS, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
 from attmemo.errors import AttmemoError, DatabaseError
 from attmemo.machine import conditions
-from attmemo.profiler.bench.timing import (
-    MAX_BYTES,
-    SEED,
-    Job,
-    Progress,
-    busy,
-    check_choice,
-    check_memory,
-    check_sizes,
-    interleave,
-    silent,
-    threads_kept,
-)
+from attmemo.profiler.bench import timing
+from attmemo.profiler.bench.timing import SEED, Job, Progress
 
 
 def bench_search(
-    *,
-    records: int = 10000,
-    dimension: int = 128,
-    queries: int = 64,
-    backends: Sequence[str] = BACKENDS,
-    repeats: int = 9,
-    max_bytes: int = MAX_BYTES,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+    *, records: int = 10000, dimension: int = 128, queries: int = 64, backends: Sequence[str] = BACKENDS,
+    repeats: int = 9, max_bytes: int = timing.MAX_BYTES, progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Cost and recall of the index backends on clustered random vectors, as template-heavy data gives.
 
     Parameters
@@ -49,12 +32,8 @@ def bench_search(
         Vectors searched at once, each near a stored one.
     backends : sequence of {"faiss", "hnswlib", "flat"}
         Those to measure; one that is not installed is left out with a note.
-    repeats : int
-        Turns counted; each searches other queries.
-    max_bytes : int
-        Most bytes for vectors and distances in memory.
-    progress : callable, optional
-        Called with (what, done, total).
+    repeats, max_bytes, progress : int, int and callable
+        Turns counted, each with other queries; most bytes in memory; called with (what, done, total).
 
     Returns
     -------
@@ -65,20 +44,19 @@ def bench_search(
 
     Raises
     ------
-    ValueError
-        A size is not a positive integer, or a backend is unknown.
-    StorageFullError
-        The limit or the memory has no room for it.
+    ValueError, StorageFullError
+        A size or backend is none; the limit or the memory has no room for it.
     """
-    check_sizes(records=records, dimension=dimension, queries=queries, repeats=repeats, max_bytes=max_bytes)
+    sizes = {"records": records, "dimension": dimension, "queries": queries}
+    timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
     if isinstance(backends, str) or not backends:
         raise ValueError(f"backends must be a sequence of names, at least one, got {backends!r}")
     for backend in backends:
-        check_choice("backends", backend, BACKENDS)
-    tell = progress or silent
+        timing.check_choice("backends", backend, BACKENDS)
+    tell = progress or timing.silent
     # Vectors here and in each index with its links, queries of all turns, distances and order of a flat search.
     vectors_bytes, asked_bytes = 4 * records * dimension, 4 * (1 + repeats) * queries * dimension
-    check_memory((2 + 2 * len(backends)) * vectors_bytes + asked_bytes + 16 * records * queries, max_bytes)
+    timing.check_memory((2 + 2 * len(backends)) * vectors_bytes + asked_bytes + 16 * records * queries, max_bytes)
     where = conditions()
     generator = np.random.default_rng(SEED)
     centres = generator.standard_normal((math.isqrt(records - 1) + 1, dimension), np.float32)
@@ -89,50 +67,36 @@ def bench_search(
         chosen = vectors[generator.integers(records, size=queries)]
         asked.append(chosen + 0.05 * generator.standard_normal((queries, dimension), np.float32))
 
-    notes = busy(where)
+    notes = timing.busy(where)
     indexes: dict[str, VectorIndex] = {}
     build_seconds: dict[str, float] = {}
-    wanted = list(dict.fromkeys(backends))
-    with threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
+    wanted: list[Any] = list(dict.fromkeys(backends))  # checked against BACKENDS
+    with timing.threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
         for step, backend in enumerate(wanted):
             tell("indexes", step, len(wanted))
             try:
-                _build(vectors[:1], backend)  # imports the library, or fails by name
+                build_index(vectors[:1], backend)  # imports the library, or fails by name
             except (DatabaseError, ImportError) as error:
                 notes.append(f"{backend} is left out: {error.what if isinstance(error, AttmemoError) else error}")
                 continue
             start = time.perf_counter()
-            indexes[backend] = _build(vectors, backend)
+            indexes[backend] = build_index(vectors, backend)
             build_seconds[backend] = time.perf_counter() - start
         tell("indexes", len(wanted), len(wanted))
         jobs = {name: _search_job(index, asked) for name, index in indexes.items()}
-        found = interleave(jobs, repeats, tell=tell)
+        found = timing.interleave(jobs, repeats, tell=tell)
         exact = FlatIndex(vectors)
         truth = [exact.search(batch, 1)[1][:, 0] for batch in asked]
         rows = []
         for name, index in indexes.items():
             # By distance: of two records at the same place either is right.
             near = [index.search(batch, 1)[1][:, 0] <= best * 1.0001 for batch, best in zip(asked, truth, strict=True)]
-            rows.append(
-                {
-                    "backend": name,
-                    "records": records,
-                    "dimension": dimension,
-                    "queries": queries,
-                    "build_seconds": build_seconds[name],
-                    "search_ms": found[name].ms,
-                    "us_per_query": 1e3 * found[name].ms / queries,
-                    "recall_at_1": float(np.mean(near)),
-                    "bytes": index.dump().nbytes,
-                }
-            )
-    where |= {"records": records, "dimension": dimension, "queries": queries, "repeats": repeats}
-    return {"rows": rows, "conditions": where, "notes": notes}
-
-
-def _build(vectors: npt.NDArray[np.float32], backend: str) -> VectorIndex:
-    name: Backend = backend  # type: ignore[assignment]  # checked against BACKENDS
-    return build_index(vectors, name)
+            rows.append({
+                "backend": name, **sizes, "build_seconds": build_seconds[name], "search_ms": found[name].ms,
+                "us_per_query": 1e3 * found[name].ms / queries, "recall_at_1": float(np.mean(near)),
+                "bytes": index.dump().nbytes,
+            })  # fmt: skip
+    return {"rows": rows, "conditions": where | sizes | {"repeats": repeats}, "notes": notes}
 
 
 def _search_job(index: VectorIndex, asked: Sequence[npt.NDArray[np.float32]]) -> Job:

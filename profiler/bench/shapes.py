@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -20,19 +19,14 @@ _PATCH: Final = 16
 
 def _tokens(hidden: int, heads: int, length: int, layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * hidden,
         "max_position_embeddings": max(512, length) + 2,  # some families count from behind the padding index
         # Q and K then have a variance of 2, and scores a standard deviation of 2: maps that are neither flat nor
         # one-hot. The usual 0.02 gives flat ones.
         "initializer_range": math.sqrt(2.0 / hidden),
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
 
 
 def _disentangled(shape: dict[str, Any], version: int) -> dict[str, Any]:
@@ -55,45 +49,43 @@ def _seq2seq(shape: dict[str, Any]) -> dict[str, Any]:
 def _config(family: str, shape: dict[str, Any], length: int) -> tuple[str, dict[str, Any]]:
     """Name of the configuration class and what it is made with."""
     hidden, heads, layers = shape["hidden_size"], shape["num_attention_heads"], shape["num_hidden_layers"]
-    spread = shape["initializer_range"]
-    made: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
-        "bert": lambda: ("BertConfig", shape),
-        "albert": lambda: ("AlbertConfig", shape | {"embedding_size": 128}),
-        "distilbert": lambda: ("DistilBertConfig", {
-            "vocab_size": VOCABULARY, "dim": hidden, "hidden_dim": 4 * hidden, "n_layers": layers, "n_heads": heads,
-            "max_position_embeddings": shape["max_position_embeddings"], "initializer_range": spread}),
-        "mpnet": lambda: ("MPNetConfig", shape),
-        "deberta": lambda: ("DebertaConfig", _disentangled(shape, 1)),
-        "deberta-v2": lambda: ("DebertaV2Config", _disentangled(shape, 2)),
-        "modernbert": lambda: ("ModernBertConfig", shape | {
+    spread, positions, wide = shape["initializer_range"], shape["max_position_embeddings"], shape["intermediate_size"]
+    common = {"vocab_size": VOCABULARY, "max_position_embeddings": positions, "initializer_range": spread}
+    made: dict[str, tuple[str, dict[str, Any]]] = {
+        "bert": ("BertConfig", shape),
+        "albert": ("AlbertConfig", shape | {"embedding_size": 128}),
+        "distilbert": ("DistilBertConfig", common | {
+            "dim": hidden, "hidden_dim": wide, "n_layers": layers, "n_heads": heads}),
+        "mpnet": ("MPNetConfig", shape),
+        "deberta": ("DebertaConfig", _disentangled(shape, 1)),
+        "deberta-v2": ("DebertaV2Config", _disentangled(shape, 2)),
+        "modernbert": ("ModernBertConfig", shape | {
             "intermediate_size": 3 * hidden // 2, "cls_token_id": 1, "sep_token_id": 2}),
-        "rotary-encoder": lambda: ("NomicBertConfig", shape),
-        "vit": lambda: ("ViTConfig", {
+        "rotary-encoder": ("NomicBertConfig", shape),
+        "vit": ("ViTConfig", {
             "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
             "intermediate_size": 4 * hidden, "initializer_range": spread, "patch_size": _PATCH,
             "image_size": [_PATCH, _PATCH * (length - 1)]}),
-        "bart": lambda: ("BartConfig", _seq2seq(shape)),
-        "t5": lambda: ("T5Config", {
+        "bart": ("BartConfig", _seq2seq(shape)),
+        "t5": ("T5Config", {
             "vocab_size": VOCABULARY, "d_model": hidden, "d_kv": hidden // heads, "d_ff": 4 * hidden,
             "num_layers": layers, "num_decoder_layers": 1, "num_heads": heads}),
-        "whisper": lambda: ("WhisperConfig", _seq2seq(shape) | {
+        "whisper": ("WhisperConfig", _seq2seq(shape) | {
             "max_source_positions": length, "num_mel_bins": _MELS}),
-        "gpt2": lambda: ("GPT2Config", {
+        "gpt2": ("GPT2Config", {
             "vocab_size": VOCABULARY, "n_embd": hidden, "n_layer": layers, "n_head": heads,
-            "n_positions": shape["max_position_embeddings"], "initializer_range": spread}),
-        "gpt-neo": lambda: ("GPTNeoConfig", {
-            "vocab_size": VOCABULARY, "hidden_size": hidden, "num_layers": layers, "num_heads": heads,
-            "attention_types": [[["global", "local"], -(-layers // 2)]] if layers % 2 == 0 else [[["global"], layers]],
-            "max_position_embeddings": shape["max_position_embeddings"], "initializer_range": spread,
-            "intermediate_size": 4 * hidden}),
-        "opt": lambda: ("OPTConfig", {
+            "n_positions": positions, "initializer_range": spread}),
+        "gpt-neo": ("GPTNeoConfig", common | {
+            "hidden_size": hidden, "num_layers": layers, "num_heads": heads, "intermediate_size": wide,
+            "attention_types": [[["global"], layers]] if layers % 2 else [[["global", "local"], layers // 2]]}),
+        "opt": ("OPTConfig", {
             "vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden, "init_std": spread,
-            "max_position_embeddings": shape["max_position_embeddings"]}),
-        "llama": lambda: ("LlamaConfig", shape | {
+            "num_attention_heads": heads, "ffn_dim": wide, "word_embed_proj_dim": hidden, "init_std": spread,
+            "max_position_embeddings": positions}),
+        "llama": ("LlamaConfig", shape | {
             "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads, "intermediate_size": 8 * hidden // 3}),
     }  # fmt: skip
-    return made[family]()
+    return made[family]
 
 
 def random_model(family: str, hidden: int, heads: int, length: int, layers: int, dtype: str) -> nn.Module:

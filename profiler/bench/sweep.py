@@ -14,31 +14,14 @@ LENGTHS: Final = (128, 256, 512)
 
 
 def sweep_gather(
-    *,
-    length: int = 512,
-    batch: int = 32,
-    repeats: int = 9,
-    progress: Progress | None = None,
-    **settings: Any,
+    *, length: int = 512, batch: int = 32, repeats: int = 9, progress: Progress | None = None, **settings: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """`bench_gather`, warm only, over batch sizes at one length and over lengths at one batch size.
 
-    Parameters
-    ----------
-    length, batch : int
-        The length at which batches of `BATCHES` are measured; the batch at which `LENGTHS` are.
-    repeats : int
-        At most 5 are made of each.
-    **settings
-        The others of `bench_gather`.
-
-    Returns
-    -------
-    points : list of dict
-        ``axis`` ("batch" or "length": which of the two was swept), ``batch``, ``length``, ``fetcher``,
-        ``page_bytes``, and ``<variant>_matmul_ms`` of each variant.
-    notes : list of str
-        What was left out because there was no room for it.
+    Batches of `BATCHES` are measured at `length`, `LENGTHS` at `batch`, with at most 5 repeats of each; the other
+    `settings` are those of `bench_gather`. Gives the points (``axis``, "batch" or "length": which was swept;
+    ``batch``, ``length``, ``fetcher``, ``page_bytes``, and ``<variant>_matmul_ms`` of each variant), and notes of what
+    was left out because there was no room for it.
     """
     tell = progress or silent
     wanted = [("batch", size, length) for size in BATCHES] + [("length", batch, size) for size in LENGTHS]

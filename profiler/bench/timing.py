@@ -17,75 +17,66 @@ import torch
 
 from attmemo.errors import StorageFullError
 from attmemo.memory import available_memory
+from attmemo.mmap import Arena, FetcherName, choose_fetcher
 
 Progress = Callable[[str, int, int], None]
 Job = Callable[[int], object]
 
-MAX_BYTES: Final = 8 << 30
-"""Default limit on the bytes that a benchmark writes or allocates."""
-
+MAX_BYTES: Final = 8 << 30  # that a benchmark writes or allocates, by default
 SEED: Final = 20240229
 
 
 @dataclass
 class Times:
-    """One variant: milliseconds and minor page faults, turn by turn."""
+    """One variant: milliseconds and page faults of the whole process, turn by turn."""
 
     milliseconds: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
 
+    def take(self, job: Job, turn: int, major: bool = False) -> None:
+        """Time a turn of a job; its major page faults count on demand."""
+        faults, start = _faults(major), time.perf_counter()
+        result = job(turn)
+        spent = time.perf_counter() - start
+        faults = _faults(major) - faults
+        self.milliseconds.append(1e3 * spent)
+        self.faults.append(faults)
+        del result  # freed outside the time
+
     @property
     def ms(self) -> float:
-        """Median of the milliseconds."""
         return median(self.milliseconds)
 
     @property
     def faults_median(self) -> int:
-        """Median of the faults, of the whole process."""
         return int(median(self.faults))
 
 
+def _faults(major: bool) -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + (usage.ru_majflt if major else 0)
+
+
 def interleave(
-    jobs: Mapping[str, Job],
-    repeats: int,
-    *,
-    before: Callable[[int], None] | None = None,
-    after: Callable[[str, int], None] | None = None,
-    tell: Progress,
-) -> dict[str, Times]:
+    jobs: Mapping[str, Job], repeats: int, *, tell: Progress, before: Callable[[int], None] = lambda _turn: None,
+    after: Callable[[str, int], None] = lambda _name, _turn: None,
+) -> dict[str, Times]:  # fmt: skip
     """Time jobs in turns: ``1 + repeats`` turns of all of them, the first not counted.
 
-    Parameters
-    ----------
-    jobs : mapping of name to callable
-        Called with the number of the turn.
-    before : callable, optional
-        Called before each turn with its number, not timed.
-    after : callable, optional
-        Called after each job with its name and the turn, not timed.
+    Jobs are called with the number of the turn. Not timed: `before` a turn, with its number; `after` a job, with its
+    name and the turn.
     """
     names = list(jobs)
     times = {name: Times() for name in names}
     for turn in range(1 + repeats):
         tell("measure", turn, 1 + repeats)
-        if before is not None:
-            before(turn)
+        before(turn)
         # Rotated and turned round: each variant leaves the caches to another one in each turn.
         first = turn % max(1, len(names))
         order = names[first:] + names[:first]
         for name in reversed(order) if turn % 2 else order:
-            job = jobs[name]
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            start = time.perf_counter()
-            result = job(turn)
-            spent = time.perf_counter() - start
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-            del result  # freed outside the time
-            if after is not None:
-                after(name, turn)
-            if turn > 0:
-                times[name].milliseconds.append(1e3 * spent)
-                times[name].faults.append(faults)
+            (times[name] if turn > 0 else Times()).take(jobs[name], turn)
+            after(name, turn)
     tell("measure", 1 + repeats, 1 + repeats)
     return times
 
@@ -109,6 +100,13 @@ def threads_kept(notes: list[str] | None = None) -> Iterator[None]:
             torch.set_num_threads(before)
             if notes is not None:
                 notes.append(f"loading an index changed torch from {before} to {after} threads; {before} are measured")
+
+
+def fetcher_name(fetch: FetcherName, arena: Arena) -> str:
+    """The fetcher that "auto", or another choice, is for this arena."""
+    fetcher = choose_fetcher(fetch, arena.window_page_bytes)
+    fetcher.close()
+    return fetcher.name
 
 
 def silent(_what: str, _done: int, _total: int) -> None:
