@@ -775,7 +775,7 @@ class TestWhereNothingCanHit:
         inputs = case.inputs([*case.stored[:3], case.short[0]])
         model, exact = case.serve(0.0), case.model()
         handle = handle_of(model)
-        monkeypatch.setattr(type(handle.engine.gate), "hopeless", True)
+        monkeypatch.setattr(handle.engine.gate, "hopeless", True)
 
         def read(*_: Any) -> None:
             raise AssertionError("the call was read")

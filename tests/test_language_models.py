@@ -224,7 +224,7 @@ def _tuned(
     """The commands, one after the other."""
     model, path = places[request.param], tmp_path_factory.mktemp("way") / "db"
     succeed("build-database", "--model", model, "--data", logs["build"], "--output", path, "--max-length", "32")
-    succeed("train-embedder", path, "--steps", "20")
+    succeed("train-embedder", path, "--steps", "20", "--no-profile")  # what pays is no matter of this test
     told = succeed("tune", path, "--data", logs["tune"], "--budget", "0.3", "--json", "-", "--quiet")
     tuning = json.loads(told)
     assert tuning["certified"] is True

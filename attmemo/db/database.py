@@ -71,7 +71,7 @@ class Database:
             raise ValueError(f"residency must be one of {', '.join(get_args(Residency))}; got {residency!r}")
         self.path = Path(path)
         self.residency: Residency = residency
-        self._arenas: dict[str, Arena] = {}
+        self._arenas: dict[tuple[str, int], Arena] = {}
         self._indexes: dict[int, LayerIndex] = {}
         self._opening = threading.Lock()
         self._closed = False
@@ -103,7 +103,8 @@ class Database:
 
     def slots_of(self, kind: str, layer: int, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slot numbers of a kind and layer for records; DatabaseError if records keep none."""
-        layers = self.manifest.layers_kept(kind)
+        known = self._kinds.get(kind)
+        layers = 0 if known is None else known.layers
         if not 0 <= layer < layers:
             kept = ", ".join(f"{found.name} (layers 0 to {found.layers - 1})" for found in self._kinds.values())
             what = f"{self.path} keeps no slots of kind {kind!r} and layer {layer}."
@@ -117,12 +118,12 @@ class Database:
             what = f"{self.path} has no record of {length} tokens with slots of kind {kind!r}."
             hint = f"attmemo inspect {self.path} lists lengths; the kinds are {', '.join(self._kinds)}"
             raise DatabaseError(what, hint)
-        arena = self._arenas.get(found.name)
+        arena = self._arenas.get((kind, length))
         if arena is None:
             with self._opening:
                 self._check_open()
                 residency: Residency = self.residency if FORMS[kind].served else "page-cache"
-                arena = self._arenas.get(found.name) or self._open_arena(found, residency)
+                arena = self._arenas.get((kind, length)) or self._open_arena(found, residency)
         return arena
 
     def slot(self, kind: str, layer: int, record: int) -> Tensor:
@@ -241,7 +242,7 @@ class Database:
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
         arena = Arena(self.path / found.file, found.layout, residency, progress)
         check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
-        self._arenas[found.name] = arena
+        self._arenas[found.kind, found.length] = arena
         return arena
 
     def _check_open(self) -> None:
