@@ -242,7 +242,7 @@ class Database:
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
         arena = Arena(self.path / found.file, found.layout, residency, progress)
         check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
-        self._arenas[found.kind, found.length] = arena
+        self._arenas[found.kind.name, found.length] = arena
         return arena
 
     def _check_open(self) -> None:
