@@ -194,7 +194,7 @@ static bool check(const Job *job, size_t maps, size_t values, size_t context, si
 static bool run(Job *job, const Set *set, size_t threads)
 {
     size_t tasks = job->count * job->heads, blocks = (job->length + set->rows - 1) / set->rows;
-    /* A few tasks for each thread, so that nobody waits long for the last; packing V anew for each costs little. */
+    /* A few tasks for each thread, so that no thread waits long for the last; packing V anew for each costs little. */
     job->parts = tasks >= 4 * threads ? 1 : (4 * threads + tasks - 1) / tasks;
     if (job->parts > (blocks + 3) / 4)
         job->parts = (blocks + 3) / 4;

@@ -117,7 +117,7 @@ def test_gather_of_maps_in_8_bits_has_two_products() -> None:
 
 
 def test_gather_unmaps_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or half of what a window costs would be paid by whoever comes next."""
+    """Or half of what a window costs would be paid by the next variant."""
     made: list[MapFetcher] = []
 
     def kept(**options: Any) -> MapFetcher:

@@ -187,7 +187,7 @@ def test_ctrl_c_again_and_again_still_completes(
 def test_any_failure_publishes_what_was_computed(
     loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """An error nobody expected, in the middle: published like Ctrl-C, and raised on."""
+    """An unexpected error, in the middle: published like Ctrl-C, and raised on."""
     path, calls = tmp_path / "db", 0
 
     def fail(done: int, total: int) -> None:

@@ -510,7 +510,9 @@ class TestBadInput:
 
 
 class TestErrors:
-    def test_what_nobody_expected(self, monkeypatch: pytest.MonkeyPatch, database: Path) -> None:
+    def test_an_unexpected_error_is_shown_without_a_traceback(
+        self, monkeypatch: pytest.MonkeyPatch, database: Path
+    ) -> None:
         def fail(self: Database, path: Path) -> None:
             raise RuntimeError("the first line\nthe second line")
 

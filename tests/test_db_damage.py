@@ -218,7 +218,7 @@ def test_a_flipped_catalogue_never_ends_the_process(whole: Path) -> None:
                     with Database(whole) as database:
                         for name in ("ids", "lengths", "sources", "rows", "splits", "places", "checksums"):
                             same = np.array_equal(getattr(database.records, name), getattr(original, name))
-                            assert same, f"{name} changed by byte {place}, and nobody said so"
+                            assert same, f"{name} changed by byte {place}, without an error"
                         seen["same"] += 1
                 except DatabaseCorruptError:
                     seen["refused"] += 1
@@ -230,7 +230,7 @@ def test_a_flipped_catalogue_never_ends_the_process(whole: Path) -> None:
 
 
 def test_a_flipped_lock_file_stops_no_reader(whole: Path) -> None:
-    """LMDB's lock file holds nothing worth keeping: with nobody else there, it is made anew."""
+    """LMDB's lock file holds nothing worth keeping: without another process it is made anew."""
 
     def flip() -> None:
         generator = random.Random(6)
@@ -305,7 +305,7 @@ def test_two_swapped_indexes_are_refused(copy: Path) -> None:
 
 
 def test_bytes_behind_the_end_are_no_error(copy: Path) -> None:
-    """What lies behind the published slots belongs to nobody: a builder may just be writing there."""
+    """What lies behind the published slots belongs to no record: a builder may just be writing there."""
     for file in _files(copy, "arena/*"):
         with file.open("ab") as stream:
             stream.write(b"\xff" * 5000)

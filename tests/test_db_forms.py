@@ -185,7 +185,7 @@ class TestAdmission:
         everything, asked = ask()
         assert (asked, everything.added) == (first.alike, first.alike)
 
-    def test_what_was_left_out_for_a_record_that_was_lost_is_lost(
+    def test_a_text_left_out_for_a_record_that_was_lost_is_stored_again(
         self, tiny_bert: str, log_lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A note of unpublished work would leave out rows for which no record stands."""

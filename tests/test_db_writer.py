@@ -312,7 +312,7 @@ def test_two_builders_never_write_at_once(tmp_path: Path) -> None:
 
 
 def test_a_dead_builder_gives_its_lock_back(tmp_path: Path) -> None:
-    """The holder is another process: its pid is named; when it is killed nobody has to clean up."""
+    """The holder is another process: its pid is named; after its death no cleaning up is needed."""
     path = fill(tmp_path / "db", LENGTHS[:2])
     ready, tell = os.pipe()
 
@@ -336,7 +336,7 @@ def test_a_dead_builder_gives_its_lock_back(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ENOLCK is not somebody else's pid."""
+    """ENOLCK is not the pid of another process."""
 
     def flock(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -385,7 +385,7 @@ def test_a_full_disk_never_costs_what_was_published(forever: bool) -> None:
                 except StorageFullError as error:
                     said = str(error)
                 if not said:
-                    assert not disk.full, f"call {at} failed and nobody said so"
+                    assert not disk.full, f"call {at} failed without an error"
                     break
                 assert "disk is full" in said
                 assert "run the same command again" in said

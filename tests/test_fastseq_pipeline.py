@@ -377,7 +377,7 @@ class TestOutOfMemory:
 
 @pytest.fixture(scope="module")
 def whole(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The output of a run that nobody interrupted."""
+    """The output of a run without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     Pipeline(models["bart"], tokenizer(), batch=4, window=10, **BEAMS).run(write(folder, TEXTS), folder / "out")
     found = (folder / "out").read_bytes()
@@ -809,7 +809,7 @@ class TestMapAhead:
         with pytest.raises(ZeroDivisionError):
             next(results)
 
-    def test_a_source_that_hangs_keeps_nobody(self) -> None:
+    def test_a_source_that_hangs_never_keeps_the_caller_waiting(self) -> None:
         gate = threading.Event()
 
         def source() -> Iterator[int]:

@@ -375,7 +375,7 @@ class TestNeighbours:
     """Others who put themselves into the way of a model, or share its layers."""
 
     @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a layer"])
-    def test_what_was_put_around_a_served_layer_is_thrown_away(
+    def test_a_forward_put_around_a_served_one_stays(
         self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path, whole: bool
     ) -> None:
         module = model.base_model if whole else model.base_model.encoder.layer[1].attention.self
@@ -398,7 +398,7 @@ class TestNeighbours:
         module.forward = served  # as they leave it who put back what was there
         assert torch.equal(logits(model, inputs), exact)
 
-    def test_memoizing_a_model_undoes_another_one_unsaid(
+    def test_memoizing_a_model_says_that_it_undoes_another(
         self, model: Any, bert_database: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         other = copy.copy(model.base_model)

@@ -146,7 +146,7 @@ def test_of_values_in_bfloat16_the_product_is_that_of_float64_rounded(
     slots = torch.randint(0, 5, (batch,), generator=generator)
     starts = torch.randperm(batch, generator=generator) * length + 2
     values = torch.randn(batch * length + 2, heads * width, generator=generator).bfloat16()
-    values[:2] = torch.nan  # rows of nobody
+    values[:2] = torch.nan  # rows that no map reads
     rows = torch.randperm(batch + 2, generator=generator)[:batch]
     context = torch.full((batch + 2, length + padding, heads * width), POISON).bfloat16()
     _map_product.multiply(

@@ -55,7 +55,7 @@ for calls, code, forever in itertools.product(
             assert error.errno == code, where
             try:
                 assert window.dark(), where
-            except ValueError as refusal:  # the pages could not even be taken away: then nobody may look
+            except ValueError as refusal:  # the pages could not even be taken away: then the window must stay dark
                 assert "unknown state" in str(refusal)
                 assert calls & MPROTECT, where  # which would have made the window dark
                 report["broken"] += 1

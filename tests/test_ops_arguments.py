@@ -387,7 +387,7 @@ def test_the_signature_is_the_specifications() -> None:  # 1
 
 def test_a_default_device_does_not_move_numbers() -> None:
     inputs = PAGED.make() | {"decoding_batches": 0, "max_seqlen": None, "max_kvlen": None}
-    with torch.device("meta"):  # where, as on "cuda", new tensors land that nobody put anywhere
+    with torch.device("meta"):  # where, as on "cuda", new tensors land without a device of their own
         output = multi_head_cache_attention(**inputs, **PAGED.attributes())
     assert output.device.type == "cpu"
 

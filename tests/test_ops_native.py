@@ -253,7 +253,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, 2 * 
 
 
 def test_the_native_call_checks_what_it_can() -> None:
-    """Sizes that would lead astray are refused whoever calls."""
+    """Sizes that would lead astray are refused for every caller."""
     case = Case([(1, 3)], bits=8)
     a = check_arguments(**case.make(), **case.attributes())
     at = a.indices

@@ -179,7 +179,7 @@ def test_requests_that_arrive_together_share_what_one_of_them_computes(small: Ca
     assert [request.shared for request in requests] == [0, 29, 29]
 
 
-def test_a_kept_prefix_is_there_when_nobody_runs(llama: Any, small: CachedModel) -> None:
+def test_a_kept_prefix_is_there_when_no_sequence_runs(llama: Any, small: CachedModel) -> None:
     server = Server(small, max_tokens=6)
     prompt = list(range(1, 21))
     number = server.keep_prefix(prompt)

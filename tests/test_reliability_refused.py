@@ -75,7 +75,7 @@ for calls, code, forever, used in itertools.product(calls_sets, codes, (0, 1), (
             result["copied"] += 1
             assert hit, where
             assert os.strerror(code) in fetcher.fallback_reason, (where, fetcher.fallback_reason)
-            # All that there is of a window is dark; where not even that could be had, nobody may look.
+            # All that there is of a window is dark; where not even that could be had, it must not be read.
             if calls & 8 == 0:
                 assert dark(), where
         else:

@@ -1,4 +1,4 @@
-"""Weights and dropout that change after memoize: maps of the old ones are served to nobody."""
+"""Weights and dropout that change after memoize: maps of the old ones are never served."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def serve(case: Case, model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("lookup", ["sequence", "layer"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_new_weights_are_served_old_maps(
+def test_new_weights_are_never_served_old_maps(
     case: Case, model: Any, change: Callable[[nn.Module], None], lookup: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = serve(case, model, lookup=lookup)
@@ -144,7 +144,7 @@ def test_new_weights_are_served_old_maps(
     assert torch.equal(seen[1], output(model, case.stored))
 
 
-def test_weights_that_count_no_versions_are_served_old_maps(case: Case) -> None:
+def test_weights_that_count_no_versions_are_never_served_old_maps(case: Case) -> None:
     """Those of a model that was made in inference mode."""
     with torch.inference_mode():
         model: Any = FAMILIES["BERT"].make()
@@ -159,7 +159,7 @@ def test_weights_that_count_no_versions_are_served_old_maps(case: Case) -> None:
     unmemoize(model)
 
 
-def test_that_weights_changed_is_not_said(case: Case, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_weights_is_said_once(case: Case, model: Any, caplog: pytest.LogCaptureFixture) -> None:
     serve(case, model)
     load(model)
     with caplog.at_level(logging.WARNING, "attmemo"):
@@ -168,7 +168,7 @@ def test_that_weights_changed_is_not_said(case: Case, model: Any, caplog: pytest
     assert caplog.text.count("the model stays exact: its weights changed since memoize") == 1
 
 
-def test_switched_off_the_change_is_forgotten(case: Case, model: Any) -> None:
+def test_a_change_while_switched_off_is_remembered(case: Case, model: Any) -> None:
     handle = serve(case, model)
     handle.disable()
     load(model)
@@ -177,7 +177,7 @@ def test_switched_off_the_change_is_forgotten(case: Case, model: Any) -> None:
     assert set(handle.stats()["ineligible"]) == {CHANGED}
 
 
-def test_a_layer_driven_by_hand_is_served_old_maps(case: Case, model: Any) -> None:
+def test_a_layer_driven_by_hand_is_never_served_old_maps(case: Case, model: Any) -> None:
     handle = serve(case, model, lookup="layer")
     module = model.encoder.layer[1].attention.self
     hidden = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(1))
@@ -189,7 +189,7 @@ def test_a_layer_driven_by_hand_is_served_old_maps(case: Case, model: Any) -> No
     assert handle.stats()["ineligible"] == {CHANGED: 1}
 
 
-def test_the_same_weights_are_taken_for_new_ones(case: Case, model: Any, tmp_path: Path) -> None:
+def test_the_same_weights_are_never_taken_for_new_ones(case: Case, model: Any, tmp_path: Path) -> None:
     """What people do to a model beside changing it; and what comes behind the last map counts for nothing."""
     handle = serve(case, model)
     model.train()
@@ -208,7 +208,7 @@ def test_the_same_weights_are_taken_for_new_ones(case: Case, model: Any, tmp_pat
     assert handle.stats()["hit_rate"] == 1.0
 
 
-def test_a_new_head_keeps_the_model_exact(case: Case) -> None:
+def test_a_model_with_a_new_head_is_served(case: Case) -> None:
     torch.manual_seed(1)
     model: Any = FAMILIES["BERT classifier"].make()
     model.bert.load_state_dict(case.model.state_dict())
@@ -221,7 +221,7 @@ def test_a_new_head_keeps_the_model_exact(case: Case) -> None:
 
 
 @pytest.mark.parametrize("lookup", ["sequence", "layer"])
-def test_monte_carlo_dropout_loses_its_noise(case: Case, model: Any, lookup: str) -> None:
+def test_monte_carlo_dropout_keeps_its_noise(case: Case, model: Any, lookup: str) -> None:
     """Only the dropouts are in training mode, as those do who draw answers from them."""
     handle = serve(case, model, lookup=lookup)
     for module in model.modules():

@@ -249,7 +249,7 @@ class TestPrecision:
         assert "float16" in str(precision.slow(torch.float16))
 
     @pytest.mark.parametrize("native", [False, None, True])
-    def test_emulated_bfloat16_is_slow_and_memoize_says_nothing(
+    def test_memoize_warns_where_bfloat16_is_emulated(
         self, native: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         from attmemo import precision

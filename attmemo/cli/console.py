@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TRACEBACK: Final = "ATTMEMO_TRACEBACK"
-_PIPED_WIDTH = 140  # columns when nobody's terminal says how many there are
+_PIPED_WIDTH = 140  # columns where no terminal says how many there are
 _PATIENCE = 2.0  # seconds before a bar appears in a log file; on a terminal it appears at once
 
 

@@ -29,7 +29,7 @@ def test_readers_beside_a_builder_for_a_minute_read_a_torn_slot() -> None:
     readers_beside_a_builder(4, 60.0)
 
 
-def test_one_bit_of_all_is_flipped_and_nobody_sees() -> None:
+def test_every_single_flipped_bit_is_found() -> None:
     """Every bit of the arenas and the manifest of a tiny database."""
     with memory_directory() as folder:
         assert flip_every(tiny(folder / "db"), lambda at: list(range(8))) > 130_000
