@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-# How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Whoever sets it keeps what they set.
+# How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Your own setting wins.
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test test-slow sanitize sanitize-threads lint bench install clean help

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attmemo.plan import Plan
 
@@ -53,6 +53,14 @@ class Counters:
                 stats.serve_seconds += serve
                 stats.exact_seconds += exact
                 stats.saved_ms += saved
+
+    def copy(self) -> Counters:
+        """The counters as they are now, while other threads go on."""
+        found = Counters(0)
+        with self._lock:
+            found.layers = [replace(layer) for layer in self.layers]
+            found.ineligible, found.failures = self.ineligible.copy(), self.failures.copy()
+        return found
 
     def looked_up(self, layer: int, seconds: float) -> None:
         """Time of one lookup."""

@@ -69,7 +69,7 @@ class _Forward(threading.local):
     def __init__(self) -> None:  # called anew in every thread
         self.given: _Given | None = None  # None: no forward of the model runs
         self.plan: Plan | None = None
-        self.last: Plan | None = None  # of the forward before
+        self.last: Found | None = None  # by the lookup of the forward before
         self.masks: dict[tuple[int, int | None, int, int], tuple[Any, Spans | str]] = {}  # every mask is read once
         self.turns: Counter[int] = Counter()  # calls of modules that several layers share
 
@@ -178,18 +178,18 @@ class Engine:
             plan = forward.plan = None
         if plan is not None and not plan.layers:
             return plan, None
-        read = self._read(site, args, kwargs)
-        if isinstance(read, str):
-            plan = Plan(read, eligible=False)
-            return self._kept(plan) if site.layer == 0 else plan, None
-        call, spans = read
-        if plan is None:
-            try:
-                plan = self._plan(site.layer, call, spans)
-            except _FAILURES as error:
-                plan = _NO_LOOKUP
-                self._failed(site.layer, plan, error, len(spans.lengths))
-            plan = self._kept(plan)
+        try:
+            read = self._read(site, args, kwargs)
+            if isinstance(read, str):
+                plan = Plan(read, eligible=False)
+                return self._kept(plan) if site.layer == 0 else plan, None
+            call, spans = read
+            if plan is None:
+                plan = self._kept(self._plan(site.layer, call, spans))
+        except _FAILURES as error:
+            layers = self.layers - site.layer if inside and self.lookup == "sequence" else 1
+            self._failed(site.layer, _NO_LOOKUP, error, layers * _sequences(args, kwargs))
+            return self._kept(_NO_LOOKUP), None
         if plan.spans is not None and plan.spans != spans:
             return Plan("the mask differs from the first layer's", eligible=False), None
         return plan, call
@@ -309,7 +309,8 @@ class Engine:
 
     def end_forward(self) -> None:
         """After a forward of the model, or after an error in it."""
-        self._forward.last = self._forward.plan
+        plan = self._forward.plan
+        self._forward.last = None if plan is None else plan.found  # the plan itself holds masks
         self._forget()
         self._forward.given = None
 
@@ -345,7 +346,7 @@ class Engine:
     @property
     def last_found(self) -> Found | None:
         """What the lookup of this thread's last forward found; None if there was no lookup."""
-        return None if self._forward.last is None else self._forward.last.found
+        return self._forward.last
 
     @contextmanager
     def planned(self, plan: Plan) -> Iterator[None]:

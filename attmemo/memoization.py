@@ -13,7 +13,7 @@ from torch import nn
 
 from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
 from attmemo.adapters.base import by_module
-from attmemo.db import Database, find_database
+from attmemo.db import KIND_MAP, Database, find_database
 from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
 from attmemo.errors import AttmemoError, DatabaseError, StaleDatabaseError, UnsupportedModelError
@@ -101,7 +101,7 @@ class Memoization:
             ``ineligible``: sequences times layers that stayed exact, by reason.
             ``failures``: sequences times layers that stayed exact after an error, by the error's text.
         """
-        engine, counters = self.engine, self.engine.counters
+        engine, counters = self.engine, self.engine.counters.copy()
         gates = {row["layer"]: row for row in engine.gate.state()}
         layers = []
         for layer, s in enumerate(counters.layers):
@@ -273,6 +273,7 @@ def _prepare(
             undo.callback(opened.close)
         check_fields(opened.manifest.model.fields, fields, opened.path)
         _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
+        _check_maps(opened, len(sites))
         scores, radii, chosen, source = _resolve(threshold, lookup, opened, len(sites))
         check_adapter(adapter, encoder, sites)
         reuse = Maps(adapter, opened, fetch)
@@ -331,6 +332,14 @@ def _check_kind(database: Database, family: str, mask_kind: str, layers: int) ->
                 f"{database.path} was built for another model; {what}: database {stored}, model {seen}.",
                 "attmemo build-database --model … --data …",
             )
+
+
+def _check_maps(database: Database, layers: int) -> None:
+    if database.manifest.layers_kept(KIND_MAP) < layers:
+        raise DatabaseError(
+            f"{database.path} keeps no attention maps of {layers} layers.",
+            "attmemo build-database --model … --data …, or a newer attmemo",
+        )
 
 
 def _resolve(

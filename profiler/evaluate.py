@@ -63,12 +63,13 @@ def evaluate(
     never tuned is a `DatabaseError`.
     """
     tell = progress or (lambda what, done, total: None)
-    with Database(path, options.residency) as database:
+    with Database(path) as database:
         loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
         asked = open_texts(loaded, database, files, options.text_column, options.label_column, options.limit)
         if not asked.tokens:
             raise DataError("there is no text to evaluate on.", "check the files and --text-column")
         labels = read_labels(loaded, asked, options.label_column)
+        database.reside(options.residency)  # only now: it may take minutes and gigabytes
         prepared = prepare(loaded, asked.tokens, options.batch_size)
         total = len(asked.tokens)
         exact = ask(loaded, prepared, progress=lambda done: tell("exact answers", done, total))

@@ -28,13 +28,19 @@ class Asked:
 
 
 def open_model(
-    info: ModelInfo, name: str | None = None, pooling: str | None = None, answer: Answer | None = None
+    info: ModelInfo,
+    name: str | None = None,
+    pooling: str | None = None,
+    answer: Answer | None = None,
+    *,
+    answers: bool = True,
 ) -> LoadedModel:
     """The model of a database, in the precision it was built in, checked against the fingerprint.
 
     It is loaded from `name`, by default from where it was at the build. For `pooling` and `answer` see `LoadedModel`;
-    the pooling of an encoder is known afterwards. Another model or tokenizer is a `StaleDatabaseError`; none there, or
-    one whose configuration asks for a pooling that is not computed here, a `DataError`.
+    the pooling of an encoder is known afterwards, unless no `answers` will be asked for. Another model or tokenizer is
+    a `StaleDatabaseError`; none there, or one whose configuration asks for a pooling that is not computed here, a
+    `DataError`.
     """
     try:
         loaded = load_model(name or info.name, info.dtype, pooling=pooling, answer=answer)
@@ -47,7 +53,7 @@ def open_model(
             "the database was built for another tokenizer than the one beside this model.",
             "load the tokenizer of the build, or build a database: attmemo build-database --model … --data …",
         )
-    if loaded.kind == "encoder":
+    if loaded.kind == "encoder" and answers:
         loaded.pooling = loaded.pooling or own_pooling(loaded.name)
     elif pooling is not None:
         raise DataError(f"the model gives {GIVES[loaded.kind]}, so there is nothing to pool.", "leave --pooling out")

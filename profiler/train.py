@@ -51,7 +51,7 @@ def train_database(
     notes: list[str] = []
     manifest = read_manifest(path)
     # A named model must be the right one. If the model of the build has moved, only the profile is lost.
-    loaded = open_model(manifest.model, model) if profile and model is not None else None
+    loaded = open_model(manifest.model, model, answers=False) if profile and model is not None else None
     with DatabaseWriter.reopen(path) as writer, Database(path) as database:
         before = writer.manifest.embedder
         trained = train(database, options, progress)
@@ -64,7 +64,7 @@ def train_database(
         measured = None
         if profile and loaded is None:
             try:
-                loaded = open_model(manifest.model)
+                loaded = open_model(manifest.model, answers=False)
             except DataError as error:
                 notes.append(f"not profiled, so the gate will always try: {error.what}")
         if loaded is not None:

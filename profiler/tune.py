@@ -82,6 +82,7 @@ def tune(
     """
     tell = progress or (lambda what, done, total: None)
     needed = sequences_needed(options.budget, options.confidence)
+    DatabaseWriter.reopen(path).close()  # a database that cannot be written is refused now, not after the work
     with Database(path) as database:
         database.embedder_ref()
         loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
@@ -114,6 +115,7 @@ def tune(
         "lookup": options.lookup,
         "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
         "pooling": loaded.pooling,
+        "batch_size": options.batch_size,
         "in_database": asked.in_database,
         "data": [Path(file).name for file in files],
         "digests": [digest(file) for file in files],

@@ -264,7 +264,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                             f"{options.shape} N={length} T={new} M={beams} {rung}: {seconds[rung][-1]:.2f} s",
                             flush=True,
                         )
-                # Nobody asks for the states of the last token; an encoder-decoder has a first one of its own.
+                # The states of the last token are not needed; an encoder-decoder has a first one of its own.
                 kept = new if model.config.is_encoder_decoder else new - 1
                 loads = dict.fromkeys(rungs, load)
                 if bench.peer:

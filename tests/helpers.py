@@ -202,7 +202,7 @@ SHIM = r"""
 
 enum { SHOW = 1, CLEAR = 2, RESERVE = 4, MPROTECT = 8, MUNMAP = 16 };
 static int watched, seen, at, sticky, code;
-static const char *callers; /* part of the name of the library whose calls count; NULL: everybody's */
+static const char *callers; /* part of the name of the library whose calls count; NULL: all calls */
 
 /* From now on watch these calls; the `first`-th fails with `error` (0: none), and if `forever` all after it do. */
 void arm(int calls, int first, int forever, int error)

@@ -20,7 +20,13 @@ from typer.testing import CliRunner
 from attmemo.cli.app import app
 from attmemo.db import Database, DatabaseWriter, migrate, read_manifest
 from attmemo.db.catalogue import Catalogue
-from attmemo.errors import DatabaseCorruptError, DatabaseLockedError, DatabaseNotFoundError, DatabaseTruncatedError
+from attmemo.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseNotFoundError,
+    DatabaseTruncatedError,
+)
 
 pytestmark = pytest.mark.skipif(mmap.PAGESIZE > 4096, reason="the database was built for pages of 4096 bytes")
 
@@ -29,6 +35,13 @@ pytestmark = pytest.mark.skipif(mmap.PAGESIZE > 4096, reason="the database was b
 def old(tmp_path: Path) -> Path:
     """A copy of the database of version 1 in the repository."""
     return Path(shutil.copytree(GOLDEN / "v1", tmp_path / "v1"))
+
+
+def test_tuning_a_database_that_cannot_be_written_is_refused_before_the_work(old: Path, tmp_path: Path) -> None:
+    from attmemo.profiler.tune import TuneOptions, tune
+
+    with pytest.raises(DatabaseError, match="attmemo migrate"):
+        tune(old, [tmp_path / "no-such.log"], TuneOptions())
 
 
 def _keys(path: Path) -> list[int]:

@@ -192,6 +192,15 @@ def test_the_words_are_plain(document: Path) -> None:
     assert not re.findall(r"(?i)\b(?:nobody|whoever|somebody|but for|told by)\b", text)
 
 
+def test_the_words_of_the_code_are_plain() -> None:
+    for place in ("attmemo", "profiler", "native", "scripts", "tests", "examples"):
+        for file in sorted((REPOSITORY / place).rglob("*")):
+            if file.suffix in (".py", ".pyi", ".c", ".h") and file != Path(__file__):
+                text = file.read_text(encoding="utf-8")
+                found = re.findall(r"(?i)\b(?:nobody|whoever|somebody|anybody|brain)\b", text)
+                assert not found, (file, found)
+
+
 def test_sources_are_papers_that_a_reader_can_find() -> None:
     """References are arXiv ids, not names of local files."""
     rooms = ("attmemo", "profiler", "scripts", "tests", "native", "docs")

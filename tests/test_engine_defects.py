@@ -15,7 +15,7 @@ import torch
 from test_memoize import Inputs, exact, flat_database, inputs, loaded, logits, model  # noqa: F401  # fixtures
 from torch import Tensor
 
-from attmemo import AdapterCheckError, Database, memoize, unmemoize
+from attmemo import AdapterCheckError, Database, DatabaseError, memoize, unmemoize
 from attmemo.adapters.bert import BertAdapter
 from attmemo.counters import Counters
 from attmemo.kernels import map_product
@@ -120,6 +120,27 @@ class TestDatabasesThatGoAway:
             0,
             ["the lookup failed (MemoryError: no room for 12 vectors)"],
         )
+
+
+    def test_a_database_without_maps_is_refused_by_name(
+        self, model: Any, bert_database: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(Database(bert_database).manifest), "layers_kept", lambda self, kind: 0)
+        with pytest.raises(DatabaseError, match="keeps no attention maps"):
+            serve(model, bert_database)
+
+    def test_a_mask_that_cannot_be_read_for_lack_of_memory_leaves_a_request_exact(
+        self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path
+    ) -> None:
+        serve(model, bert_database)
+        engine = model.attmemo.engine
+
+        def broken(*_: Any) -> Any:
+            raise MemoryError("no room for the mask")
+
+        engine.reuse.read = broken
+        assert torch.equal(logits(model, inputs), exact)
+        assert sum(model.attmemo.stats()["failures"].values()) == len(inputs["input_ids"]) * engine.layers
 
 
 class TestArguments:

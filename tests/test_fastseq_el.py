@@ -20,7 +20,7 @@ B, M, H, D_HEAD, D, N = 3, 4, 5, 6, 21, 11  # h·d is not D
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention as everybody writes it down, every beam with its own copy: `[R, h, T, d]` → `[R, T, h, d]`."""
+    """Attention in its usual form, every beam with its own copy: `[R, h, T, d]` → `[R, T, h, d]`."""
     scores = query @ key.transpose(-1, -2) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask

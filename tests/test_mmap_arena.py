@@ -436,7 +436,7 @@ def test_the_copy_in_memory_is_the_same_bytes_at_a_wider_stride(
         assert arena.mapping.layout.offset(1) == HUGE_PAGE
 
 
-def test_the_copy_in_memory_cannot_be_changed_by_anybody(
+def test_the_copy_in_memory_cannot_be_changed(
     path: Path, layout: SlotLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F_SEAL_SHRINK alone lets a punched hole turn data to zeros; all four ways are tried."""

@@ -54,20 +54,20 @@ def test_what_is_changed_below_is_valid_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_heads": 3}, "num_heads 3 is not a multiple of num_kv_heads 2"),  # 9
+        ({"num_heads": 3}, "num_heads 3 is not a multiple of num_kv_heads 2"),
         ({"num_heads": 0}, "num_heads is 0"),
         ({"head_dim": 0}, "head_dim is 0"),
-        ({"head_dim": 8}, "query has shape"),  # 2
+        ({"head_dim": 8}, "query has shape"),
         ({"num_heads": 8}, "query has shape"),
         ({"num_kv_heads": 0}, "current_key has shape"),
         ({"num_kv_heads": 4}, "current_key has shape"),
-        ({"num_layer": 3}, "cache has shape"),  # 8, 21
+        ({"num_layer": 3}, "cache has shape"),
         ({"layer_idx": 2}, "layer_idx is 2"),
         ({"layer_idx": -1}, "layer_idx is -1"),
         ({"quant_bit": 3}, "quant_bit is 3"),
         ({"quant_bit": 8}, "cache is float32, expected int8"),
         ({"cache_mode": 2}, "cache_mode is 2"),
-        ({"cache_mode": 0}, "cachestarts has shape"),  # 6
+        ({"cache_mode": 0}, "cachestarts has shape"),
         ({"cache_layout": 4}, "cache_layout is 4"),
         ({"cache_layout": 1}, "cache has shape"),
         ({"page_size": 0}, "page_size is 0"),
@@ -77,28 +77,28 @@ def test_what_is_changed_below_is_valid_as_it_is() -> None:
         ({"query": lambda t: t.double()}, "query is float64"),
         ({"current_key": lambda t: t.half()}, "current_key is float16, expected float32"),
         ({"current_value": lambda t: t[:, :1]}, "current_value has shape"),
-        ({"seqstarts": torch.tensor([0, 2])}, "seqstarts has shape [2], expected [3]"),  # 3
+        ({"seqstarts": torch.tensor([0, 2])}, "seqstarts has shape [2], expected [3]"),
         ({"seqstarts": torch.tensor([0.0, 2, 3])}, "seqstarts is float32"),
         ({"seqstarts": torch.tensor([1, 2, 3])}, "seqstarts must begin with 0"),
         ({"seqstarts": torch.tensor([0, 4, 3])}, "seqstarts must begin with 0 and never decrease"),
         ({"seqstarts": torch.tensor([0, 2, 4])}, "seqstarts ends with 4, but query has 3"),
-        ({"kvstarts": torch.tensor([0, 5, 13])}, "kvstarts gives sequence 1 8 keys"),  # 4
+        ({"kvstarts": torch.tensor([0, 5, 13])}, "kvstarts gives sequence 1 8 keys"),
         ({"kvstarts": torch.tensor([0, 4, 12])}, "kvstarts gives sequence 0 4 keys"),
         ({"kvstarts": torch.tensor([0, 2**62, 2**62 + 1])}, "kvstarts gives sequence 0"),
-        ({"start_pos": torch.tensor([3, -6])}, "start_pos of sequence 1 is -6"),  # 5
+        ({"start_pos": torch.tensor([3, -6])}, "start_pos of sequence 1 is -6"),
         ({"start_pos": torch.tensor([3])}, "seqstarts has shape"),
         ({"start_pos": torch.tensor([[3, 6]])}, "start_pos has shape"),
         ({"cachestarts": lambda t: t[:1]}, "cachestarts has 1 sequences"),
         ({"cachestarts": lambda t: t[:, :1]}, "pages of 4 hold 4"),
-        ({"cachestarts": lambda t: t.index_fill(1, torch.tensor([1]), -1)}, "cachestarts[0, 1] is -1"),  # 7, 17
+        ({"cachestarts": lambda t: t.index_fill(1, torch.tensor([1]), -1)}, "cachestarts[0, 1] is -1"),
         ({"cachestarts": lambda t: t.index_fill(1, torch.tensor([0]), 10**6)}, "cachestarts[0, 0] is 1000000"),
         ({"cachestarts": lambda t: t.index_fill(1, torch.tensor([1]), 2**63 - 1)}, "cachestarts[0, 1] is"),
-        ({"decoding_batches": 3}, "decoding_batches is 3, expected 0 to 2"),  # 10
+        ({"decoding_batches": 3}, "decoding_batches is 3, expected 0 to 2"),
         ({"decoding_batches": -1}, "decoding_batches is -1"),
         ({"decoding_batches": torch.tensor([0, 1])}, "decoding_batches is a tensor [2]"),
         ({"decoding_batches": torch.tensor(0.5)}, "decoding_batches is a tensor"),
         ({"decoding_batches": torch.tensor(1 + 0j, dtype=torch.complex128)}, "decoding_batches is a tensor"),
-        ({"max_seqlen": 1}, "max_seqlen is 1, but a sequence has 2"),  # 18
+        ({"max_seqlen": 1}, "max_seqlen is 1, but a sequence has 2"),
         ({"max_kvlen": torch.tensor(6)}, "max_kvlen is 6, but a sequence has 7"),
         ({"max_kvlen": -5}, "max_kvlen is -5"),
         ({"cache": lambda t: t[:, :1]}, "cache has shape"),
@@ -106,8 +106,8 @@ def test_what_is_changed_below_is_valid_as_it_is() -> None:
         ({"cache": lambda t: t[0]}, "cache has shape"),
         ({"cache": lambda t: t.to(torch.int8)}, "cache is int8, expected float32"),
         ({"cache": lambda t: t[:1].expand(t.shape)}, "cache is expanded"),
-        ({"scale": torch.ones(3)}, "scale is given with quant_bit 0"),  # 23
-        ({"attn_mask": torch.ones(3, 12, dtype=torch.bool)}, "attn_mask is bool"),  # 11, 12
+        ({"scale": torch.ones(3)}, "scale is given with quant_bit 0"),
+        ({"attn_mask": torch.ones(3, 12, dtype=torch.bool)}, "attn_mask is bool"),
         ({"attn_mask": torch.ones(0, dtype=torch.bool)}, "attn_mask is bool"),
         ({"attn_mask": torch.ones(3, 12, dtype=torch.int64)}, "attn_mask is int64"),
         ({"attn_mask": torch.zeros(3, 11)}, "attn_mask has 11 columns, but all sequences together have 12 keys"),
@@ -136,7 +136,7 @@ def test_a_broken_rule_is_named(changes: dict[str, Any], words: str) -> None:
         (INT8, {"scale": lambda t: t.double()}, "scale is float64"),
         (INT8, {"cache": lambda t: t.view(torch.uint8)}, "cache is uint8, expected int8"),
         (INT8, {"scale": lambda t: t[:1].expand(t.shape)}, "scale is expanded"),
-        (INT4, {"quant_group": 1}, "must be even"),  # 39
+        (INT4, {"quant_group": 1}, "must be even"),
         (INT4, {"cache": lambda t: t.float()}, "cache is float32, expected uint8, int8"),
         (INT4, {"quant_bit": 8, "cache": lambda t: t.view(torch.int8)}, "cache has shape"),
         (
@@ -260,7 +260,7 @@ def test_native_and_python_checks_agree() -> None:
     assert min(seen.values()) > 500, seen
 
 
-def test_unused_entries_may_be_anything() -> None:  # 7
+def test_unused_entries_may_be_anything() -> None:
     inputs = PAGED.make()
     expected = multi_head_cache_attention(**clone(inputs), **PAGED.attributes())
     inputs["cachestarts"][inputs["cachestarts"] < 0] = 2**63 - 1
@@ -271,7 +271,7 @@ def test_unused_entries_may_be_anything() -> None:  # 7
 @pytest.mark.parametrize(
     "kind", [int, torch.tensor, lambda n: torch.tensor([n]), lambda n: torch.tensor(n, dtype=torch.int32)]
 )
-def test_numbers_may_be_integers_or_tensors(implementation: str, kind: Any) -> None:  # 10
+def test_numbers_may_be_integers_or_tensors(implementation: str, kind: Any) -> None:
     inputs = PAGED.make()
     expected = multi_head_cache_attention(**clone(inputs), **PAGED.attributes(), implementation=implementation)
     inputs |= {"decoding_batches": kind(0), "max_seqlen": kind(100), "max_kvlen": kind(100)}
@@ -280,7 +280,7 @@ def test_numbers_may_be_integers_or_tensors(implementation: str, kind: Any) -> N
 
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu"])
-def test_index_inputs_may_be_int32_or_strided(implementation: str) -> None:  # 3
+def test_index_inputs_may_be_int32_or_strided(implementation: str) -> None:
     inputs = PAGED.make()
     expected = multi_head_cache_attention(**clone(inputs), **PAGED.attributes(), implementation=implementation)
     names = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
@@ -295,7 +295,7 @@ def test_index_inputs_may_be_int32_or_strided(implementation: str) -> None:  # 3
 
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu"])
-def test_without_validation_the_same(implementation: str) -> None:  # 15
+def test_without_validation_the_same(implementation: str) -> None:
     inputs = PAGED.make()
     outputs = [
         multi_head_cache_attention(
@@ -340,7 +340,7 @@ def test_native_code_never_leaves_the_cache(changes: dict[str, Any]) -> None:
         ("cache_layout", 1),
     ],
 )
-def test_nothing_is_silently_ignored(name: str, value: Any) -> None:  # 14
+def test_nothing_is_silently_ignored(name: str, value: Any) -> None:
     """What the tests above do not show to be refused changes the result."""
     case = Case([(2, 3), (1, 6)], layers=9 if name == "cache_layout" else 2)
     inputs = case.make()
@@ -360,7 +360,7 @@ def test_nothing_is_silently_ignored(name: str, value: Any) -> None:  # 14
     assert not torch.allclose(*outputs)
 
 
-def test_inputs_that_require_grad_are_refused() -> None:  # 12
+def test_inputs_that_require_grad_are_refused() -> None:
     case = replace(PAGED, mask="2d")
     for name in ("query", "current_key", "current_value", "cache", "attn_mask"):
         inputs = case.make()
@@ -371,7 +371,7 @@ def test_inputs_that_require_grad_are_refused() -> None:  # 12
             assert not multi_head_cache_attention(**inputs, **case.attributes()).requires_grad
 
 
-def test_the_signature_is_the_specifications() -> None:  # 1
+def test_the_signature_is_the_specifications() -> None:
     parameters = inspect.signature(multi_head_cache_attention).parameters
     assert [*parameters] == [
         "query", "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos",
@@ -401,7 +401,7 @@ def test_what_was_checked_is_what_is_used() -> None:
     assert np.array_equal(arguments.indices.cachestarts, before)
 
 
-def test_tensors_on_two_devices_are_refused() -> None:  # 12
+def test_tensors_on_two_devices_are_refused() -> None:
     inputs = PAGED.make()
     with pytest.raises(ArgumentError, match="query is on cpu, others on meta"):
         multi_head_cache_attention(**inputs | {"cache": inputs["cache"].to("meta")}, **PAGED.attributes())
@@ -409,7 +409,7 @@ def test_tensors_on_two_devices_are_refused() -> None:  # 12
         check_arguments(**inputs | {"cache": inputs["cache"].to("meta")}, **PAGED.attributes())
 
 
-def test_an_implementation_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:  # 14, 67
+def test_an_implementation_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = PAGED.make()
     with pytest.raises(ImplementationError, match="there is no implementation 'fast'"):
         multi_head_cache_attention(**inputs, **PAGED.attributes(), implementation="fast")
@@ -428,6 +428,6 @@ def test_an_implementation_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch) 
         choose_implementation(arguments)
 
 
-def test_page_numbers_become_offsets() -> None:  # 15
+def test_page_numbers_become_offsets() -> None:
     table = torch.tensor([[2, 0, -1], [1, -1, -1]], dtype=torch.int32)
     assert page_offsets(table, 16).tolist() == [[32, 0, -1], [16, -1, -1]]

@@ -119,13 +119,13 @@ def test_anything_valid_at_length(case: Case) -> None:
 
 @BOTH
 @pytest.mark.parametrize("keys", [*range(1, 66), 96, 97, 511, 512, 513, 1025])
-def test_every_remainder_of_a_block(implementation: str, keys: int) -> None:  # 48, 56
+def test_every_remainder_of_a_block(implementation: str, keys: int) -> None:
     check(Case([(1, keys - 1), (1, 2)], heads=2, kv_heads=1, width=8, page=7, decoding=2, bits=8), implementation)
 
 
 @BOTH
 @pytest.mark.parametrize("bits", [0, 8])
-def test_a_long_text(implementation: str, bits: int) -> None:  # 56
+def test_a_long_text(implementation: str, bits: int) -> None:
     check(Case([(1, 8300)], heads=2, kv_heads=1, width=8, page=128, bits=bits), implementation)
 
 
@@ -138,7 +138,7 @@ def test_prompts_of_more_than_one_tile(implementation: str, length: int, before:
 
 @BOTH
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (8, 2), (12, 2), (8, 1), (16, 1)])
-def test_query_heads_share_the_right_keys(implementation: str, heads: int, kv_heads: int) -> None:  # 54
+def test_query_heads_share_the_right_keys(implementation: str, heads: int, kv_heads: int) -> None:
     case = Case(MIXED, heads=heads, kv_heads=kv_heads)
     check(case, implementation)
     if heads == kv_heads:
@@ -152,14 +152,14 @@ def test_a_hundred_query_heads_on_one_key_head(implementation: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("width", [2, 7, 8, 16, 40, 80, 96, 128, 136, 256])
-def test_any_width_and_its_scale(implementation: str, width: int) -> None:  # 31, 44, 72
+def test_any_width_and_its_scale(implementation: str, width: int) -> None:
     check(Case([(2, 3), (1, 33)], width=width, heads=2, kv_heads=1, mask="3d"), implementation)
     for bits, group in ((8, width), (4, 2)) if width % 2 == 0 else ():
         check(Case([(2, 3), (1, 33)], width=width, heads=2, kv_heads=1, bits=bits, group=group), implementation)
 
 
 @BOTH
-def test_causal_is_aligned_to_the_last_key(implementation: str) -> None:  # 49
+def test_causal_is_aligned_to_the_last_key(implementation: str) -> None:
     """One new token at a time sees what a chunk's last token sees: the whole chunk is right, not only its last row."""
     whole = Case([(6, 5)])
     inputs = whole.make()
@@ -179,7 +179,7 @@ def test_causal_is_aligned_to_the_last_key(implementation: str) -> None:  # 49
 
 
 @BOTH
-def test_decoding_batches_see_everything(implementation: str) -> None:  # 10, 50
+def test_decoding_batches_see_everything(implementation: str) -> None:
     inputs = Case([(3, 2), (3, 2)]).make()
     outputs = [check(Case([(3, 2), (3, 2)], decoding=n), implementation, clone(inputs)) for n in range(3)]
     free = check(Case([(3, 2), (3, 2)], causal=False), implementation, clone(inputs))
@@ -199,7 +199,7 @@ def test_one_query_is_never_masked(implementation: str) -> None:  # "when sequen
 
 
 @BOTH
-def test_order_and_company_do_not_matter(implementation: str) -> None:  # 51, 52
+def test_order_and_company_do_not_matter(implementation: str) -> None:
     """Alone, in company and in another order: with the native implementation the same bits."""
     case = Case([(1, 40), (1, 600), (4, 9), (30, 0)], heads=4, kv_heads=2, bits=8, page=16)
     inputs = case.make()
@@ -232,7 +232,7 @@ def test_sequences_without_new_tokens(implementation: str, sequences: list[tuple
 
 @BOTH
 @pytest.mark.parametrize("scale", [1e3, 1e4])
-def test_large_and_equal_scores(implementation: str, scale: float) -> None:  # 55
+def test_large_and_equal_scores(implementation: str, scale: float) -> None:
     case = Case([(1, 70), (3, 20)], width=4)
     inputs = case.make()
     inputs["query"] *= scale
@@ -246,7 +246,7 @@ def test_large_and_equal_scores(implementation: str, scale: float) -> None:  # 5
 
 
 @BOTH
-def test_infinity_and_nan_stay_with_who_sees_them(implementation: str) -> None:  # 36
+def test_infinity_and_nan_stay_with_who_sees_them(implementation: str) -> None:
     case = Case([(1, 40), (1, 12)], heads=4, kv_heads=2, decoding=2)
     inputs = case.make()
     clean = run(case, clone(inputs), implementation)
@@ -267,13 +267,13 @@ def test_infinity_and_nan_stay_with_who_sees_them(implementation: str) -> None: 
 @BOTH
 @pytest.mark.parametrize("mask", ["2d", "2d+", "3d", "3d+", "1d", "1d+"])
 @pytest.mark.parametrize("mask_dtype", [*FLOATS, torch.float64], ids=str)
-def test_masks_of_all_shapes_and_types(implementation: str, mask: str, mask_dtype: torch.dtype) -> None:  # 57, 58, 60
+def test_masks_of_all_shapes_and_types(implementation: str, mask: str, mask_dtype: torch.dtype) -> None:
     """The blocks of other sequences, and the columns behind the last, are NaN."""
     check(Case([(2, 3), (1, 6), (4, 0)], mask=mask, mask_dtype=mask_dtype, alibi=True), implementation)
 
 
 @BOTH
-def test_a_query_that_sees_nothing_gets_zeros(implementation: str) -> None:  # 11, 59
+def test_a_query_that_sees_nothing_gets_zeros(implementation: str) -> None:
     case = Case([(2, 3), (1, 40), (1, 600)], causal=False, mask="2d", hidden=0.0)
     inputs = case.make()
     clean = check(case, implementation, clone(inputs))
@@ -286,7 +286,7 @@ def test_a_query_that_sees_nothing_gets_zeros(implementation: str) -> None:  # 1
 
 
 @BOTH
-def test_the_first_block_may_be_hidden(implementation: str) -> None:  # 55
+def test_the_first_block_may_be_hidden(implementation: str) -> None:
     case = Case([(1, 700), (3, 100)], causal=False, mask="2d", hidden=0.0)
     inputs = case.make()
     inputs["attn_mask"][0, :650] = -math.inf
@@ -295,7 +295,7 @@ def test_the_first_block_may_be_hidden(implementation: str) -> None:  # 55
 
 
 @BOTH
-def test_a_finite_low_row_is_uniform(implementation: str) -> None:  # 59
+def test_a_finite_low_row_is_uniform(implementation: str) -> None:
     case = Case([(1, 9)], mask="2d", hidden=0.0)
     inputs = case.make()
     inputs["attn_mask"].fill_(-1e9)
@@ -307,7 +307,7 @@ def test_a_finite_low_row_is_uniform(implementation: str) -> None:  # 59
 
 
 @BOTH
-def test_masks_with_any_strides(implementation: str) -> None:  # 60
+def test_masks_with_any_strides(implementation: str) -> None:
     case = Case([(2, 3), (4, 1)], mask="3d", hidden=0.0)
     inputs = case.make()
     expected = check(case, implementation, clone(inputs))
@@ -323,7 +323,7 @@ def test_masks_with_any_strides(implementation: str) -> None:  # 60
 
 
 @BOTH
-def test_a_mask_can_do_what_causal_does(implementation: str) -> None:  # 61
+def test_a_mask_can_do_what_causal_does(implementation: str) -> None:
     case = Case([(4, 3), (5, 0)], mask="2d", hidden=0.0)
     inputs = case.make()
     inputs["attn_mask"].zero_()
@@ -347,7 +347,7 @@ def test_an_empty_mask_is_none(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [*range(1, 65), 71, 112])
-def test_slopes_against_the_closed_form(heads: int) -> None:  # 62
+def test_slopes_against_the_closed_form(heads: int) -> None:
     assert alibi_slopes(heads).tolist() == pytest.approx([slope(h, heads) for h in range(heads)], rel=1e-7)
 
 
@@ -356,12 +356,12 @@ def test_slopes_of_six_heads() -> None:
 
 
 @BOTH
-def test_alibi_of_a_chunk_and_of_tokens_agree(implementation: str) -> None:  # 63
+def test_alibi_of_a_chunk_and_of_tokens_agree(implementation: str) -> None:
     check(Case([(3, 9), (1, 6), (5, 0)], alibi=True, heads=6, kv_heads=2), implementation)
 
 
 @BOTH
-def test_alibi_hides_the_future_always(implementation: str) -> None:  # 2, 64
+def test_alibi_hides_the_future_always(implementation: str) -> None:
     inputs = Case([(4, 2)]).make()
     causal = run(Case([(4, 2)], alibi=True), clone(inputs), implementation)
     assert torch.equal(run(Case([(4, 2)], alibi=True, causal=False), clone(inputs), implementation), causal)
@@ -369,7 +369,7 @@ def test_alibi_hides_the_future_always(implementation: str) -> None:  # 2, 64
 
 
 @BOTH
-def test_alibi_is_exact_far_away_in_half_precision(implementation: str) -> None:  # 3, 65
+def test_alibi_is_exact_far_away_in_half_precision(implementation: str) -> None:
     case = Case([(1, 4095)], heads=2, kv_heads=1, width=4, dtype=torch.float16, alibi=True, page=64)
     inputs = case.make()
     inputs["query"].zero_()  # only the bias counts: weights e^(-d / 16) and e^(-d / 256)
@@ -377,7 +377,7 @@ def test_alibi_is_exact_far_away_in_half_precision(implementation: str) -> None:
 
 
 @BOTH
-def test_alibi_with_mask_is_a_mask_for_each_head(implementation: str) -> None:  # 66
+def test_alibi_with_mask_is_a_mask_for_each_head(implementation: str) -> None:
     case = Case([(3, 2), (1, 4)], alibi=True, mask="2d", hidden=0.0, heads=6, kv_heads=2)
     inputs = case.make()
     output = check(case, implementation, clone(inputs))

@@ -34,14 +34,14 @@ def attend(case: Case, inputs: dict[str, Any], isa: str = "") -> torch.Tensor:
     return cpu.attend(check_arguments(**inputs, **case.attributes()), isa)
 
 
-def test_the_best_instruction_set_comes_first() -> None:  # 67
+def test_the_best_instruction_set_comes_first() -> None:
     assert SETS[-2:] == ["generic", "plain"]
     assert [name for name in ("amx", "avx512", "avx2", "generic", "plain") if name in SETS] == SETS
     with pytest.raises(ValueError, match="no such instruction set"):
         attend(Case([(1, 1)]), Case([(1, 1)]).make(), "avx1024")
 
 
-def test_work_is_shared_with_torchs_threads() -> None:  # 71
+def test_work_is_shared_with_torchs_threads() -> None:
     """Without a team every other test would pass, on one thread."""
     if not re.search(r"/lib(gomp|iomp5|omp)\b", Path("/proc/self/maps").read_text()):
         pytest.skip("torch has loaded no OpenMP library here")
@@ -52,7 +52,7 @@ def test_work_is_shared_with_torchs_threads() -> None:  # 71
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(case=cases())
-def test_instruction_sets_agree_with_the_reference(case: Case) -> None:  # 68, 72
+def test_instruction_sets_agree_with_the_reference(case: Case) -> None:
     inputs = case.make()
     expected = clone(inputs)
     output = multi_head_cache_attention(**expected, **case.attributes(), implementation="reference").double()
@@ -66,7 +66,7 @@ def test_instruction_sets_agree_with_the_reference(case: Case) -> None:  # 68, 7
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 33, 100, 130, 1040])
-def test_widths_that_are_no_multiple_of_a_vector(isa: str, width: int) -> None:  # 72
+def test_widths_that_are_no_multiple_of_a_vector(isa: str, width: int) -> None:
     for bits, group in ((0, 1), (8, width)):
         case = Case([(1, 40), (20, 3)], width=width, heads=8, kv_heads=1, bits=bits, group=group)
         inputs = case.make()
@@ -77,7 +77,7 @@ def test_widths_that_are_no_multiple_of_a_vector(isa: str, width: int) -> None: 
 @pytest.mark.parametrize(
     "sequences", [[(1, 2000)], [(1, 511), (1, 512), (1, 513)], [(120, 30), (1, 700), (2, 600)], [(30, 2000)]]
 )
-def test_threads_change_no_bit(sequences: list[tuple[int, int]]) -> None:  # 71, 80
+def test_threads_change_no_bit(sequences: list[tuple[int, int]]) -> None:
     case = Case(sequences, bits=8, page=16)
     inputs = case.make()
     before = torch.get_num_threads()
@@ -92,7 +92,7 @@ def test_threads_change_no_bit(sequences: list[tuple[int, int]]) -> None:  # 71,
 
 
 @pytest.mark.parametrize("keys", [512, 513, 1024, 1500])
-def test_splits_agree_with_the_reference(keys: int) -> None:  # 80
+def test_splits_agree_with_the_reference(keys: int) -> None:
     case = Case([(1, keys - 1), (3, keys - 3)], mask="2d", page=32)
     inputs = case.make()
     inputs["attn_mask"][0, 512:1024] = float("-inf")  # a whole split is hidden
@@ -107,7 +107,7 @@ def test_splits_agree_with_the_reference(keys: int) -> None:  # 80
 @pytest.mark.parametrize("width", [40, 64])
 def test_prompts_of_many_blocks_agree_with_the_reference(
     isa: str, dtype: torch.dtype, extra: dict[str, Any], bits: int, width: int
-) -> None:  # 68, 80
+) -> None:
     """Chunks behind thousands of keys, which are split; a prompt of several tiles; queries that see none of a step."""
     case = Case(
         [(40, 2500), (300, 5), (9, 600), (1, 3)], heads=8, kv_heads=2, width=width, dtype=dtype, page=16, bits=bits,
@@ -184,7 +184,7 @@ def before_walls(tensor: torch.Tensor, planes: int = 1) -> torch.Tensor:
 )
 def test_nothing_behind_a_tensors_end_is_touched(
     isa: str, dtype: torch.dtype, bits: int, group: int, width: int
-) -> None:  # 70
+) -> None:
     """A vector too far is a crash where memory ends, and goes unseen elsewhere."""
     case = Case(
         [(1, 70), (1, 200), (30, 3)], width=width, bits=bits, group=group, dtype=dtype, layout=3, mask="2d", page=16
@@ -209,7 +209,7 @@ def test_nothing_behind_a_tensors_end_is_touched(
     assert run_child(run).result
 
 
-def test_python_threads_with_caches_of_their_own() -> None:  # 71
+def test_python_threads_with_caches_of_their_own() -> None:
     case = Case([(1, 300), (4, 20)], bits=8, page=16)
     inputs = case.make()
     expected = attend(case, clone(inputs))
@@ -228,7 +228,7 @@ def test_python_threads_with_caches_of_their_own() -> None:  # 71
     assert not wrong
 
 
-def test_nothing_of_the_size_of_the_keys_is_allocated() -> None:  # 74
+def test_nothing_of_the_size_of_the_keys_is_allocated() -> None:
     """No unpacked copy of an int8 cache: peak memory grows by far less than that would take."""
     program = """
 import resource, torch

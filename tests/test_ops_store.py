@@ -57,7 +57,7 @@ def quantized(name: str, numbers: torch.Tensor, bits: int, group: int, scale_dty
         "current_value": numbers.flip(0)[:, None],
         "cachestarts": torch.tensor([0]),
         "cache": torch.zeros(cache_shape(0, n, 1, 1, width, bits), dtype=torch.int8),
-        "scale": torch.full(scale_shape(0, n, 1, 1, width, group), math.nan, dtype=scale_dtype),  # 46
+        "scale": torch.full(scale_shape(0, n, 1, 1, width, group), math.nan, dtype=scale_dtype),
     }
     attend(name, case, inputs)
     codes, scale = inputs["cache"][:, 0, :, 0], inputs["scale"][:, 0, :, 0]
@@ -92,9 +92,9 @@ def hard_numbers(dtype: torch.dtype, group: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("bits", "group"), [(8, 1), (8, 3), (8, 8), (8, 16), (8, 40), (8, 128), (4, 2), (4, 8), (4, 32)]
 )
-def test_codes_and_scales_bit_by_bit(name: str, dtype: torch.dtype, bits: int, group: int) -> None:  # 28, 29, 31, 38
+def test_codes_and_scales_bit_by_bit(name: str, dtype: torch.dtype, bits: int, group: int) -> None:
     numbers = hard_numbers(dtype, group)
-    for scale_dtype in FLOATS:  # 32
+    for scale_dtype in FLOATS:
         codes, scale = quantized(name, numbers, bits, group, scale_dtype)
         expected_codes, expected_scale = by_hand(numbers, bits, group)
         assert torch.equal(codes, expected_codes)
@@ -111,7 +111,7 @@ def test_rounding_half_to_even(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_clamp_matters_in_bfloat16(name: str) -> None:  # 29
+def test_the_clamp_matters_in_bfloat16(name: str) -> None:
     numbers = hard_numbers(torch.bfloat16, 8)
     groups = numbers.reshape(-1, 8)
     scale = (groups.abs().amax(1) / torch.tensor(127.0).bfloat16()).clamp(min=1e-5)
@@ -122,7 +122,7 @@ def test_the_clamp_matters_in_bfloat16(name: str) -> None:  # 29
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=NAMES.get)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_have_a_scale(name: str, dtype: torch.dtype, bits: int) -> None:  # 30
+def test_zeros_have_a_scale(name: str, dtype: torch.dtype, bits: int) -> None:
     codes, scale = quantized(name, torch.zeros(2, 8, dtype=dtype), bits, 8, torch.float32)
     assert not codes.any()
     assert torch.equal(scale, torch.full((2, 1), 1e-5).to(dtype).float())
@@ -159,7 +159,7 @@ def test_any_numbers(numbers: list[float], dtype: torch.dtype, bits: int, group:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_error_is_half_a_step(bits: int) -> None:  # 33, 40
+def test_the_error_is_half_a_step(bits: int) -> None:
     numbers = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     codes, scale = quantized(SETS[-1], numbers, bits, 16, torch.float32)
     steps = scale.repeat_interleave(16, 1)
@@ -169,7 +169,7 @@ def test_the_error_is_half_a_step(bits: int) -> None:  # 33, 40
     assert int((other.int() - codes.int()).abs().max()) <= 1
 
 
-def test_packing_is_undone_for_every_byte() -> None:  # 38
+def test_packing_is_undone_for_every_byte() -> None:
     every = torch.arange(256, dtype=torch.int64).to(torch.uint8)[None]
     codes = unpack(every)
     assert codes.min() == -8
@@ -180,7 +180,7 @@ def test_packing_is_undone_for_every_byte() -> None:  # 38
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_small_cache_is_small(bits: int) -> None:  # 41
+def test_a_small_cache_is_small(bits: int) -> None:
     shape = cache_shape(0, 100, 3, 2, 64, bits)
     assert math.prod(shape) == 100 * 3 * 2 * 2 * 64 * bits // 8
     assert math.prod(scale_shape(0, 100, 3, 2, 64, 16)) == 100 * 3 * 2 * 2 * 4
@@ -189,7 +189,7 @@ def test_a_small_cache_is_small(bits: int) -> None:  # 41
 @BOTH
 @pytest.mark.parametrize("dtype", FLOATS, ids=NAMES.get)
 @pytest.mark.parametrize("cache_dtype", FLOATS, ids=NAMES.get)
-def test_casts_between_floating_types(implementation: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:  # 24
+def test_casts_between_floating_types(implementation: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     case = Case([(3, 4), (1, 2)], dtype=dtype, cache_dtype=cache_dtype, width=18, magnitude=30.0)
     inputs = case.make()
     inputs["current_key"][0, 0, :4] = torch.tensor([65504.0, 1e-7, -0.0, 6.1e-5])
@@ -242,14 +242,14 @@ def test_casts_round_half_to_even(implementation: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("page", [1, 3, 16, 128, 256])
-def test_chunks_that_cross_pages(implementation: str, page: int) -> None:  # 19
+def test_chunks_that_cross_pages(implementation: str, page: int) -> None:
     check(Case([(1, page - 1), (1, page), (5, max(0, page - 2)), (7, page)], page=page, width=8), implementation)
 
 
 @BOTH
 @pytest.mark.parametrize("bits", [0, 8, 4])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7])
-def test_chunks_do_what_one_call_does(implementation: str, bits: int, chunk: int) -> None:  # 21, 22
+def test_chunks_do_what_one_call_does(implementation: str, bits: int, chunk: int) -> None:
     """Bit by bit in the cache; outputs are the same to rounding, for each token sees what is stored of the others."""
     case = Case([(11, 0)], bits=bits, page=3)
     inputs = case.make()
@@ -272,7 +272,7 @@ def test_chunks_do_what_one_call_does(implementation: str, bits: int, chunk: int
 
 @BOTH
 @pytest.mark.parametrize("bits", [0, 8, 4])
-def test_layouts_and_modes_hold_the_same(implementation: str, bits: int) -> None:  # 18
+def test_layouts_and_modes_hold_the_same(implementation: str, bits: int) -> None:
     """The same numbers in all layouts, by pages and by offset: the same output, bit by bit."""
     outputs = []
     for layout in range(4):
@@ -287,13 +287,13 @@ def test_layouts_and_modes_hold_the_same(implementation: str, bits: int) -> None
 
 @BOTH
 @pytest.mark.parametrize("layer", [0, 4])
-def test_first_and_last_layer(implementation: str, layer: int) -> None:  # 25
+def test_first_and_last_layer(implementation: str, layer: int) -> None:
     for layout in range(4):
         check(Case([(2, 3)], layers=5, layer=layer, layout=layout, bits=8), implementation)
 
 
 @BOTH
-def test_inputs_from_one_fused_tensor(implementation: str) -> None:  # 26
+def test_inputs_from_one_fused_tensor(implementation: str) -> None:
     case = Case([(3, 2), (1, 5)], heads=4, kv_heads=2, bits=8)
     inputs = case.make()
     expected = run(case, clone(inputs), implementation)
@@ -313,7 +313,7 @@ def test_inputs_from_one_fused_tensor(implementation: str) -> None:  # 26
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu", "auto"])
 @pytest.mark.parametrize(("name", "bits"), [("cache", 0), ("scale", 8)])
-def test_a_cache_with_any_strides(implementation: str, name: str, bits: int) -> None:  # 26
+def test_a_cache_with_any_strides(implementation: str, name: str, bits: int) -> None:
     """Right, or by 'auto' left to the one that can: never wrong."""
     case = Case([(3, 2), (1, 5)], layout=2, bits=bits)
     inputs = case.make()
@@ -330,7 +330,7 @@ def test_a_cache_with_any_strides(implementation: str, name: str, bits: int) -> 
 
 @BOTH
 @pytest.mark.parametrize("bits", [0, 8])
-def test_sequences_share_a_prefix(implementation: str, bits: int) -> None:  # 27
+def test_sequences_share_a_prefix(implementation: str, bits: int) -> None:
     """Two page lists begin with the same pages, and write to their own."""
     case = Case([(1, 8), (2, 8)], bits=bits, page=4)
     inputs = case.make()
@@ -339,7 +339,7 @@ def test_sequences_share_a_prefix(implementation: str, bits: int) -> None:  # 27
 
 
 @BOTH
-def test_rows_that_are_used_again(implementation: str) -> None:  # 47
+def test_rows_that_are_used_again(implementation: str) -> None:
     """A sequence ends, another one is given its rows: nothing of the first is left."""
     case = Case([(9, 0)], bits=8, page=4)
     inputs = case.make()
@@ -352,7 +352,7 @@ def test_rows_that_are_used_again(implementation: str) -> None:  # 47
 
 @BOTH
 @pytest.mark.parametrize("bits", [8, 4])
-def test_new_tokens_are_attended_as_they_were_stored(implementation: str, bits: int) -> None:  # 34
+def test_new_tokens_are_attended_as_they_were_stored(implementation: str, bits: int) -> None:
     case = Case([(6, 0)], bits=bits, width=32)
     inputs = case.make()
     output = check(case, implementation, clone(inputs))
@@ -373,7 +373,7 @@ def unquantized(case: Case, inputs: dict[str, Any]) -> torch.Tensor:
 
 @BOTH
 @pytest.mark.parametrize(("bits", "lowest"), [(8, -128), (4, 0x88)])
-def test_codes_that_were_never_written_are_never_read(implementation: str, bits: int, lowest: int) -> None:  # 35
+def test_codes_that_were_never_written_are_never_read(implementation: str, bits: int, lowest: int) -> None:
     case = Case([(1, 5)], bits=bits)
     inputs = case.make()
     for t in range(5):
@@ -382,7 +382,7 @@ def test_codes_that_were_never_written_are_never_read(implementation: str, bits:
 
 
 @BOTH
-def test_flushing_subnormals_changes_nothing(implementation: str) -> None:  # 37
+def test_flushing_subnormals_changes_nothing(implementation: str) -> None:
     case = Case([(4, 0)], dtype=torch.float16, bits=8, scale_dtype=torch.float16, magnitude=1e-4)
     inputs = case.make()
     expected = clone(inputs)

@@ -41,14 +41,14 @@ def as_positional(case: Case, inputs: dict[str, Any], implementation: str) -> tu
 
 @pytest.mark.parametrize("case", CASES, ids=["mask", "int8", "int4"])
 @pytest.mark.parametrize("implementation", ["reference", "cpu"])
-def test_opcheck(case: Case, implementation: str) -> None:  # 83
+def test_opcheck(case: Case, implementation: str) -> None:
     arguments = as_positional(case, case.make(), implementation)
     torch.library.opcheck(torch.ops.attmemo.multi_head_cache_attention.default, arguments)
 
 
 @pytest.mark.parametrize("case", CASES, ids=["mask", "int8", "int4"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_in_one_graph(case: Case, backend: str) -> None:  # 84
+def test_compile_in_one_graph(case: Case, backend: str) -> None:
     inputs = case.make()
     layer = Attention(case)
     expected = clone(inputs)
@@ -61,7 +61,7 @@ def test_compile_in_one_graph(case: Case, backend: str) -> None:  # 84
     assert case.bits == 0 or torch.equal(octets(inputs["scale"]), octets(expected["scale"]))
 
 
-def test_compile_once_for_all_sizes() -> None:  # 84
+def test_compile_once_for_all_sizes() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     layer = torch.compile(Attention(Case([])), backend=counter, fullgraph=True, dynamic=True)
@@ -89,7 +89,7 @@ def test_compile_with_numbers_as_integers() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=["mask", "int8", "int4"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(case: Case, strict: bool) -> None:  # 85
+def test_export(case: Case, strict: bool) -> None:
     inputs = {name: value for name, value in case.make().items() if value is not None}
     fixed = {name: None for name in ("scale", "attn_mask") if name not in inputs}
     layer = Attention(case, **fixed)
@@ -103,7 +103,7 @@ def test_export(case: Case, strict: bool) -> None:  # 85
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_modes(mode: Any) -> None:  # 84
+def test_modes(mode: Any) -> None:
     case = CASES[0]
     inputs = case.make()
     expected = multi_head_cache_attention(**clone(inputs), **case.attributes())
@@ -111,7 +111,7 @@ def test_modes(mode: Any) -> None:  # 84
         assert torch.equal(multi_head_cache_attention(**inputs, **case.attributes()), expected)
 
 
-def test_the_output_shares_no_memory_with_inputs() -> None:  # 83
+def test_the_output_shares_no_memory_with_inputs() -> None:
     for implementation in ("reference", "cpu"):
         inputs = CASES[0].make()
         output = multi_head_cache_attention(**inputs, **CASES[0].attributes(), implementation=implementation)
@@ -119,7 +119,7 @@ def test_the_output_shares_no_memory_with_inputs() -> None:  # 83
         assert output.untyped_storage().data_ptr() not in homes
 
 
-def test_the_same_twice() -> None:  # 86
+def test_the_same_twice() -> None:
     case = Case([(1, 700), (30, 4)], bits=8)
     inputs = case.make()
     torch.manual_seed(1)
@@ -128,7 +128,7 @@ def test_the_same_twice() -> None:  # 86
     assert torch.equal(multi_head_cache_attention(**inputs, **case.attributes()), first)
 
 
-def test_meta_tensors_have_a_shape_only() -> None:  # 87
+def test_meta_tensors_have_a_shape_only() -> None:
     inputs = {name: value.to("meta") if value is not None else None for name, value in CASES[0].make().items()}
     output = multi_head_cache_attention(**inputs, **CASES[0].attributes())
     assert output.is_meta
@@ -137,7 +137,7 @@ def test_meta_tensors_have_a_shape_only() -> None:  # 87
         multi_head_cache_attention(**inputs | {"cache": CASES[0].make()["cache"]}, **CASES[0].attributes())
 
 
-def test_copies_of_a_cache_go_their_own_ways() -> None:  # 87
+def test_copies_of_a_cache_go_their_own_ways() -> None:
     case = replace(CASES[0], mask="none")
     inputs = case.make()
     for other in (copy.deepcopy(inputs), pickle.loads(pickle.dumps(inputs))):

@@ -121,7 +121,7 @@ def test_an_arena_cut_under_an_open_database_is_an_error_and_no_signal(copy: Pat
 
 
 def test_a_replaced_arena_never_gives_other_numbers(whole: Path, copy: Path) -> None:
-    """Renamed over: who has it mapped reads what was; who opens it later is told that it is another file."""
+    """Renamed over: a reader that mapped the file reads the old numbers; a later open is refused."""
     with Database(whole) as database:
         expected = {(k, n): database.slot(k, 1, n) for k in (KIND_MAP, KIND_INPUT) for n in range(len(database))}
     with Database(copy) as database:

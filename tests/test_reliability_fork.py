@@ -15,7 +15,7 @@ from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, ForkedHandleError
 
 
-def test_a_forked_writer_writes_over_its_parent(tmp_path: Path) -> None:
+def test_a_forked_writer_is_refused(tmp_path: Path) -> None:
     """In the child add and publish are refused; it closes and exits, and the parent's lock and file are as before."""
     path = tmp_path / "db"
     expected = contents(fill(tmp_path / "straight", SHORT, every=len(SHORT)))
@@ -41,7 +41,7 @@ def test_a_forked_writer_writes_over_its_parent(tmp_path: Path) -> None:
     assert findings(path) == []
 
 
-def test_a_forked_reader_reads_other_bytes(whole: Path) -> None:
+def test_a_forked_reader_reads_the_same_bytes(whole: Path) -> None:
     """A reader that was opened before the fork, its arenas mapped or not yet: exact in child and parent."""
     expected = contents(whole)
     with Database(whole) as database:

@@ -180,7 +180,7 @@ class Against(RuleBasedStateMachine):
             window.darken()  # refused while a tensor is held
 
 
-def test_a_database_differs_from_a_dict() -> None:
+def test_a_database_behaves_like_a_dict() -> None:
     run_state_machine_as_test(
         Against,
         settings=settings(

@@ -14,7 +14,7 @@ from attmemo.db import KIND_MAP, Database
 from attmemo.mmap import CopyFetcher, MapFetcher, ViewFetcher
 
 
-def test_an_overlay_shows_a_reader_another_file_than_it_opened(tmp_path: Path) -> None:
+def test_an_overlay_never_shows_a_reader_another_file_than_it_opened(tmp_path: Path) -> None:
     """A builder's first write copies a file up: who opened it before keeps the one below, who comes after does not."""
     tmpfs = _Tmpfs(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Nobody writes what is served."""
+"""No process writes what is served."""
 
 from __future__ import annotations
 

@@ -667,6 +667,14 @@ class TestPooling:
             with pytest.raises(DataError, match=f"(?s){said}.*--pooling mean"):
                 evaluate(tmp_path / "db", [later["ask"]], QUICK)
 
+    def test_that_is_not_computed_here_never_keeps_costs_from_being_measured(
+        self, encoder: Path, service_log: Path, tmp_path: Path
+    ) -> None:
+        build_database(load_model(str(encoder)), [service_log], tmp_path / "db", BuildOptions(48, limit=40))
+        self.save(encoder, ("Pooling", "Dense"), pooling_mode_mean_tokens=True)
+        told = train_database(tmp_path / "db", TrainOptions(steps=0), model=str(encoder))
+        assert told["profile"] is not None
+
     def test_asked_for_is_used_and_noted(
         self, encoder: Path, service_log: Path, later: dict[str, Path], tmp_path: Path
     ) -> None:

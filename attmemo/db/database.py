@@ -242,7 +242,10 @@ class Database:
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
         arena = Arena(self.path / found.file, found.layout, residency, progress)
         check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
+        before = self._arenas.get((found.kind.name, found.length))
         self._arenas[found.kind.name, found.length] = arena
+        if before is not None:
+            before.close()
         return arena
 
     def _check_open(self) -> None:

@@ -32,7 +32,7 @@ BUGS: dict[str, tuple[str, str]] = {
         "        bias = None",
         "        keys[start_pos[b] :], values[start_pos[b] :] = key[new[b]], value[new[b]]\n        bias = None",
     ),
-    "mask from column 0 for everybody": (
+    "mask from column 0 for all sequences": (
         "columns = slice(kvstarts[b], kvstarts[b + 1])",
         "columns = slice(0, kvstarts[b + 1] - kvstarts[b])",
     ),

@@ -12,12 +12,12 @@ from test_reliability_rot import flip_every, tiny
 pytestmark = pytest.mark.slow
 
 
-def test_a_builder_killed_five_hundred_times_loses_what_it_acknowledged() -> None:
+def test_a_builder_killed_five_hundred_times_never_loses_what_it_acknowledged() -> None:
     kill_cycles(500, seed=523)
 
 
 @pytest.mark.parametrize("backend", ["faiss", "hnswlib", "flat"])
-def test_a_database_forged_for_minutes_ends_the_process(backend: str) -> None:
+def test_a_database_forged_for_minutes_never_ends_the_process(backend: str) -> None:
     """Ten minutes in all."""
     if backend == "hnswlib":
         pytest.importorskip("hnswlib", reason="hnswlib is an extra")
@@ -25,7 +25,7 @@ def test_a_database_forged_for_minutes_ends_the_process(backend: str) -> None:
         forged_in_a_child(backend, seed=3100 + part, trials=1 << 30, seconds=50.0)
 
 
-def test_readers_beside_a_builder_for_a_minute_read_a_torn_slot() -> None:
+def test_readers_beside_a_builder_for_a_minute_never_read_a_torn_slot() -> None:
     readers_beside_a_builder(4, 60.0)
 
 
