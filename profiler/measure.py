@@ -21,9 +21,9 @@ from torch import Tensor
 from attmemo.adapters import Site, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
-from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import Trained
 from attmemo.machine import conditions
+from attmemo.memoization import Memoization
 from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
@@ -49,27 +49,30 @@ def measure(
     sizes = _sizes(database, longest)
     exact, hit, lookup, miss = ([list[_Sample]() for _ in range(layers)] for _ in range(4))
     sequence: list[_Sample] = []
-    start = time.monotonic()
-    for step, (batch, length) in enumerate(sizes):
-        if step >= 3 and time.monotonic() - start > seconds:
-            break
-        tell("costs", step, len(sizes))
-        # Other texts in every repeat, or a hit would be timed on maps that are in the cache from the time before.
-        inputs = [_inputs(loaded, batch, length, turn) for turn in range(1 + REPEATS)]
-        lengths = [length] * batch
-        for layer, ms in enumerate(_time_exact(loaded, inputs)):
-            exact[layer].append((lengths, ms))
-        times = _time_served(loaded, database, inputs, "sequence")
-        sequence.append((lengths, times["ms_lookup"][0]))
-        if batch > 1:
-            for layer, ms in enumerate(_time_served(loaded, database, inputs, "sequence", half=True)["ms_misses"]):
-                miss[layer].append(([length] * (batch // 2), ms))
-        if own:
-            times = _time_served(loaded, database, inputs, "layer")
-        for layer in range(layers):
-            hit[layer].append((lengths, times["ms_serve"][layer]))
-            if own:
-                lookup[layer].append((lengths, times["ms_lookup"][layer]))
+    start, done = time.monotonic(), 0
+    with serving(loaded, database, "sequence") as handle:
+        for batch, length in sizes:
+            if done >= 3 and time.monotonic() - start > seconds:
+                break
+            tell("costs", done, len(sizes))
+            inputs, lengths = _texts(loaded, batch, length), [length] * batch
+            handle.disable()
+            for layer, ms in enumerate(_time_exact(loaded, inputs)):
+                exact[layer].append((lengths, ms))
+            handle.enable()
+            times = _time_served(loaded, handle, inputs)
+            sequence.append((lengths, times["ms_lookup"][0]))
+            for layer, ms in enumerate(times["ms_serve"]):
+                hit[layer].append((lengths, ms))
+            if batch > 1:
+                for layer, ms in enumerate(_time_served(loaded, handle, inputs, half=True)["ms_misses"]):
+                    miss[layer].append(([length] * (batch // 2), ms))
+            done += 1
+    if own:
+        with serving(loaded, database, "layer") as handle:
+            for batch, length in sizes[:done]:
+                for layer, ms in enumerate(_time_served(loaded, handle, _texts(loaded, batch, length))["ms_lookup"]):
+                    lookup[layer].append(([length] * batch, ms))
     tell("costs", len(sizes), len(sizes))
     fit, free = CostModel.fit, CostModel(0.0, 0.0, 0.0)
     costs = [
@@ -95,6 +98,11 @@ def _sizes(database: Database, longest: int) -> list[tuple[int, int]]:
     chosen = sorted({int(np.quantile(lengths, q, method="nearest")) for q in (0.05, 0.5, 0.95, 1.0)})
     sizes = [(b, n) for b in BATCHES for n in chosen if b * n <= MOST_TOKENS]
     return sorted(sizes, key=lambda size: size[0] * size[1] ** 2) or [(1, chosen[0])]
+
+
+def _texts(loaded: LoadedModel, batch: int, length: int) -> list[dict[str, Tensor]]:
+    """Other texts in every repeat, or a hit would be timed on maps that are in the cache from the time before."""
+    return [_inputs(loaded, batch, length, turn) for turn in range(1 + REPEATS)]
 
 
 def _inputs(loaded: LoadedModel, batch: int, length: int, turn: int) -> dict[str, Tensor]:
@@ -151,27 +159,29 @@ def _time_exact(loaded: LoadedModel, inputs: list[dict[str, Tensor]]) -> list[fl
 
 
 def _time_served(
-    loaded: LoadedModel, database: Database, inputs: list[dict[str, Tensor]], lookup: LookupName, *, half: bool = False
+    loaded: LoadedModel, handle: Memoization, inputs: list[dict[str, Tensor]], *, half: bool = False
 ) -> dict[str, list[float]]:
     """Milliseconds per layer, ``ms_serve``, ``ms_lookup`` and ``ms_misses``, on records of this length.
 
     Every sequence is served. With `half` every second sequence is served, and the others miss.
     """
     names = ("ms_serve", "ms_lookup", "ms_misses")
-    with serving(loaded, database, lookup) as handle:
-        find = handle.engine.index.find
+    index = handle.engine.index
+    find = index.find
 
-        def find_half(*args: Any) -> Any:
-            found = find(*args)
-            found.records[1::2], found.distances[1::2] = -1, np.inf
-            return found
+    def find_half(*args: Any) -> Any:
+        found = find(*args)
+        found.records[1::2], found.distances[1::2] = -1, np.inf
+        return found
 
-        if half:
-            handle.engine.index.find = find_half  # type: ignore[assignment,method-assign]
-        samples = []
+    samples = []
+    index.find = find_half if half else find  # type: ignore[assignment,method-assign]
+    try:
         for turn in inputs:
             handle.reset_stats()
             _run(loaded, turn)
             samples.append([[row[name] for name in names] for row in handle.stats()["layers"]])
+    finally:
+        index.find = find  # type: ignore[method-assign]
     medians = np.median(samples[1:], axis=0)  # [layers, names]
     return {name: medians[:, column].tolist() for column, name in enumerate(names)}

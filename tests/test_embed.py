@@ -506,7 +506,7 @@ class TestReadingRecords:
             scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
         with DatabaseWriter(tmp_path / "db", info, storage) as writer:
             source = writer.add_source("rows.txt", "0" * 64)
-            writer.add_maps([scores.softmax(-1)], [torch.ones(n, 4)], Provenance(source, 0))
+            add_maps(writer, [scores.softmax(-1)], [torch.ones(n, 4)], Provenance(source, 0))
             writer.publish()
         rows = torch.tensor([[0, 3], [1, 6], [5, 2]])
         with Database(tmp_path / "db") as database:

@@ -159,12 +159,14 @@ class TestArguments:
         self, model: Any, bert_database: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         loads: list[Any] = []
-        monkeypatch.setattr(Database, "reside", lambda *given: loads.append(given))
+        monkeypatch.setattr(
+            Database, "reside", lambda self, asked, *_: loads.append(asked) if asked == "hugepages" else None
+        )
         with pytest.raises(ValueError, match="similarity score"):
             memoize(model, 2.0, bert_database, residency="hugepages")
         assert not loads
         memoize(model, 0.5, bert_database, residency="hugepages")
-        assert len(loads) == 1
+        assert loads == ["hugepages"]
 
 
 class TestOneDecision:
