@@ -149,10 +149,13 @@ class Engine:
         `sites` holds the one layer that the module is, or all layers that share the module.
         """
         site = sites[0] if len(sites) == 1 else self._turn(sites)
-        plan, call = (_BY_HAND, None) if site is None else self._decide(site, args, kwargs)
-        share = plan.layers.get(site.layer) if site is not None else None
-        if site is None or share is None or call is None or plan.spans is None:
-            self.counters.call(0 if site is None else site.layer, plan, _sequences(args, kwargs))
+        if site is None:
+            self.counters.call(0, _BY_HAND, _sequences(args, kwargs))
+            return exact(*args, **kwargs)
+        plan, call = self._decide(site, args, kwargs)
+        share = plan.layers.get(site.layer)
+        if share is None or call is None or plan.spans is None:
+            self.counters.call(site.layer, plan, _sequences(args, kwargs))
             return exact(*args, **kwargs)
         batch, padded = call.hidden.shape[:2]
         start = perf_counter()

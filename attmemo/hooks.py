@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from attmemo.engine import Engine
 _LOG = logging.getLogger("attmemo")
 
 
-class Hook:
+class Hook(ABC):
     """Base of both hooks.
 
     A copied or pickled model must not take the engine along: the copy would serve the maps of the modules that it was
@@ -44,8 +45,9 @@ class Hook:
         else:
             self.module.forward = self._before
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """The module's `forward`, served."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._before is not None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Rows, Site, Spans
 from attmemo.adapters.base import by_module
-from attmemo.adapters.check import QUANTIZED, TOLERANCE, UNKNOWN, context_from_maps, is_exact
+from attmemo.adapters.check import QUANTIZED, UNKNOWN, checking, context_from_maps, difference, tolerance
 from attmemo.db import KIND_MAP
 from attmemo.db.forms import pack, unpack
 from attmemo.engine import Engine
-from attmemo.errors import AdapterCheckError, AttmemoError
+from attmemo.errors import AdapterCheckError
 from attmemo.plan import Plan, Share
 from attmemo.reuse.maps import Maps
 from attmemo.reuse.source import HeldMaps
@@ -52,37 +52,23 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
     inputs, lengths = _doubled(*adapter.sample(model))
     hits = (0, 3) if len(lengths) == 4 else (0,)  # one of each length
     form = next(kind.dtype for kind in engine.database.manifest.known_kinds if kind.name == KIND_MAP)
-    training = [module for module in model.modules() if module.training]
-    before = reuse.source
-    try:
-        model.eval()
-        with torch.inference_mode():
-            maps = _maps(adapter, model, sites, inputs, lengths)
-            stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}
-            reuse.source = HeldMaps(stored)
-            with ExitStack() as stack:
-                check = _Check(adapter, engine, lengths, hits, stored, _allowed(model))
-                for group in by_module(sites):
-                    exact = group[0].module.forward
-                    hook = group[0].module.register_forward_hook(check.hook(group, exact), with_kwargs=True)
-                    stack.callback(hook.remove)
-                stack.enter_context(engine.planned(_plan(lengths, hits, len(sites))))
-                handle.enable()
-                stack.callback(handle.disable)
-                host(**inputs, **({"use_cache": True} if adapter.causal else {}))
-        if check.seen != len(sites):
-            raise AdapterCheckError(f"{check.seen} of {len(sites)} layers are called in a forward.", UNKNOWN)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if isinstance(error, AttmemoError):
-            raise
-        raise AdapterCheckError(
-            f"a small batch cannot be served ({type(error).__name__}: {str(error).splitlines()[0]}).", UNKNOWN
-        ) from error
-    finally:
-        reuse.source = before
-        handle.reset_stats()
-        for module in training:  # one by one: a model may be in training mode in parts
-            module.training = True
+    with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+        maps = _maps(adapter, model, sites, inputs, lengths)
+        stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}
+        stack.callback(handle.reset_stats)
+        stack.callback(setattr, reuse, "source", reuse.source)
+        reuse.source = HeldMaps(stored)
+        check = _Check(adapter, engine, lengths, hits, stored, tolerance(model, _ROUNDED))
+        for group in by_module(sites):
+            exact = group[0].module.forward
+            hook = group[0].module.register_forward_hook(check.hook(group, exact), with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(engine.planned(_plan(lengths, hits, len(sites))))
+        handle.enable()
+        stack.callback(handle.disable)
+        host(**inputs, **({"use_cache": True} if adapter.causal else {}))
+    if check.seen != len(sites):
+        raise AdapterCheckError(f"{check.seen} of {len(sites)} layers are called in a forward.", UNKNOWN)
 
 
 def _doubled(inputs: Mapping[str, Tensor], lengths: list[int]) -> tuple[dict[str, Tensor], list[int]]:
@@ -124,11 +110,6 @@ def _plan(lengths: Sequence[int], hits: Sequence[int], layers: int) -> Plan:
     places = np.asarray(hits, np.int64)
     share = Share(places, places, Rows.without(len(lengths), places), 0.0)
     return Plan(spans=Spans(list(lengths)), layers=dict.fromkeys(range(layers), share))
-
-
-def _allowed(model: nn.Module) -> float:
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return TOLERANCE.get(dtype, 1e-5) if is_exact(model) else _ROUNDED
 
 
 class _Check:
@@ -174,12 +155,11 @@ class _Check:
                 apm = unpack(self._stored[site.layer, sequence])
                 context = context_from_maps(adapter, module, hidden, [apm])[0]
                 expected = adapter.finish(module, context[None], hidden[None])[0]
-            scale = float(expected.abs().max()) or 1.0
-            difference = float((seen[sequence, :n] - expected).abs().max()) / scale
-            if not difference <= self._allowed:
+            found = difference(seen[sequence, :n], expected)
+            if not found <= self._allowed:
                 what = "a hit" if sequence in self._hits else "a miss beside hits"
                 raise AdapterCheckError(
-                    f"layer {site.layer} ({site.name}): {what} differs from the plain path by {difference:.2e} of its "
+                    f"layer {site.layer} ({site.name}): {what} differs from the plain path by {found:.2e} of its "
                     f"range (allowed {self._allowed:.0e}).",
                     UNKNOWN,
                 )

@@ -271,3 +271,19 @@ def preloaded(shim: Path) -> dict[str, str]:
     """What to add to a child's environment for the shim; before whatever is preloaded already (a sanitizer)."""
     options = ":".join(filter(None, [os.environ.get("ASAN_OPTIONS"), "verify_asan_link_order=0"]))
     return {"LD_PRELOAD": " ".join([str(shim), *os.environ.get("LD_PRELOAD", "").split()]), "ASAN_OPTIONS": options}
+
+
+def die_at(at: int, after: bool) -> None:
+    """From now on the at-th system call of the builder ends it: before its effect, or half-way through a write."""
+    calls = 0
+
+    def die(write: Write) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == at:
+            if after:
+                write.half() if write.name == "pwrite" else write.do()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write.do()
+
+    intercept_writes(pytest.MonkeyPatch(), die)

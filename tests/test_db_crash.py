@@ -9,10 +9,9 @@ import signal
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers import SHORT, Write, check_published, intercept_writes
+from helpers import SHORT, check_published, die_at
 from test_db_tools import (
     LENGTHS,
     MODEL,
@@ -30,22 +29,6 @@ from test_db_tools import (
 
 from attmemo.db import Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseCorruptError, DatabaseNotFoundError, StorageFullError
-
-
-def _die_at(at: int, after: bool) -> None:
-    """From now on the at-th system call of the builder ends it: before its effect, or half-way through a write."""
-    calls = 0
-
-    def die(write: Write) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls - 1 == at:
-            if after:
-                write.half() if write.name == "pwrite" else write.do()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write.do()
-
-    intercept_writes(pytest.MonkeyPatch(), die)
 
 
 def _acknowledging(path: Path, oracle: Path) -> None:
@@ -92,7 +75,7 @@ def test_a_builder_killed_at_any_call_leaves_the_last_generation_whole(
             oracle.unlink(missing_ok=True)
 
             def build(path: Path = path, at: int = at) -> None:
-                _die_at(at, after)
+                die_at(at, after)
                 _acknowledging(path, oracle)
 
             code = in_child(build)

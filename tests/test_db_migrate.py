@@ -12,7 +12,7 @@ from typing import Any
 
 import lmdb
 import pytest
-from helpers import Write, intercept_writes
+from helpers import die_at
 from reliability_tools import GOLDEN, body_of, seal, use
 from test_db_tools import MODEL, contents, end_of, findings, in_child, memory_directory, start_child
 from typer.testing import CliRunner
@@ -75,18 +75,7 @@ def test_killed_at_any_call_the_database_is_readable_and_migration_goes_on(after
             path = Path(shutil.copytree(GOLDEN / "v1", folder / f"db{at}"))
 
             def convert(path: Path = path, at: int = at) -> None:
-                calls = 0
-
-                def die(write: Write) -> Any:
-                    nonlocal calls
-                    calls += 1
-                    if calls - 1 == at:
-                        if after:
-                            write.half() if write.name == "pwrite" else write.do()
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return write.do()
-
-                intercept_writes(pytest.MonkeyPatch(), die)
+                die_at(at, after)
                 migrate(path)
 
             code = in_child(convert)

@@ -1,14 +1,10 @@
-"""The house: which room imports which, how long files are, and stubs that say what an extension holds."""
+"""The house: which room imports which, and how long files are."""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = {"errors", "fields", "machine", "memory", "loading", "similarity", "fingerprint", "precision"}
@@ -95,14 +91,3 @@ def test_no_file_of_the_core_is_longer_than_a_reader_likes() -> None:
     files += sorted((ROOT / "profiler").rglob("*.py"))
     long = {str(file.relative_to(ROOT)): n for file in files if (n := len(file.read_text().splitlines())) > LONGEST}
     assert not long
-
-
-@pytest.mark.parametrize(
-    "name", ["mmap._window", "kernels._map_product", "kernels._cache_attention", "kernels._ngram"]
-)
-def test_a_stub_declares_all_that_an_extension_holds(name: str) -> None:
-    held = {n for n in vars(importlib.import_module(f"attmemo.{name}")) if not n.startswith("__")}
-    stub = (ROOT / "attmemo" / (name.replace(".", "/") + ".pyi")).read_text()
-    declared = set(re.findall(r"^(?:def|class) (\w+)", stub, re.MULTILINE))
-    declared |= set(re.findall(r"^([A-Z][A-Z_]*): ", stub, re.MULTILINE))
-    assert held == declared

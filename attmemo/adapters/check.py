@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,41 +42,57 @@ def check_adapter(adapter: Adapter, model: nn.Module, sites: Sequence[Site]) -> 
     a hit would put into a key-value cache. Returns the greatest absolute difference, relative to the largest output
     value. Raises `AdapterCheckError`, which names the first layer that is not reproduced; nothing has been changed.
     """
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    allowed = TOLERANCE.get(dtype, 1e-5) if is_exact(model) else QUANTIZED
     host = adapter.host(model)
-    training = [module for module in model.modules() if module.training]
-    handles = []
-    try:
+    with checking(model, "a small input cannot be checked with this model") as stack:
         inputs, lengths = adapter.sample(model)
-        check = _Check(adapter, lengths, allowed)
+        check = _Check(adapter, lengths, tolerance(model, QUANTIZED))
         for group in by_module(sites):
             adapter.forget(group[0].module)
-            handles.append(group[0].module.register_forward_hook(check.hook(group), with_kwargs=True))
-        model.eval()
+            handle = group[0].module.register_forward_hook(check.hook(group), with_kwargs=True)
+            stack.callback(handle.remove)
         with torch.no_grad(), adapter.capturing(model) as extra:
             if adapter.causal:
                 extra = extra | {"use_cache": True}
             device = next(model.parameters()).device
             host(**{name: tensor.to(device) for name, tensor in inputs.items()}, **extra)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if isinstance(error, AttmemoError):
-            raise
-        raise AdapterCheckError(
-            f"a small input cannot be checked with this model ({type(error).__name__}: {str(error).splitlines()[0]}).",
-            UNKNOWN,
-        ) from error
-    finally:
-        for module in training:  # one by one: a model may be in training mode in parts
-            module.training = True
-        for handle in handles:
-            handle.remove()
     for site in sites:
         if site.layer not in check.seen:
             raise AdapterCheckError(
                 f"layer {site.layer} ({site.name}) is not called in a forward of this model.", UNKNOWN
             )
     return check.worst
+
+
+@contextmanager
+def checking(model: nn.Module, failure: str) -> Iterator[ExitStack]:
+    """The model in evaluation mode; afterwards it is as before, and so is all that the stack undoes.
+
+    An error of the model's code becomes an `AdapterCheckError` that begins with `failure`.
+    """
+    training = [module for module in model.modules() if module.training]
+    with ExitStack() as stack:
+        try:
+            model.eval()
+            yield stack
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            if isinstance(error, AttmemoError):
+                raise
+            what = f"{failure} ({type(error).__name__}: {str(error).splitlines()[0]})."
+            raise AdapterCheckError(what, UNKNOWN) from error
+        finally:
+            for module in training:  # one by one: a model may be in training mode in parts
+                module.training = True
+
+
+def tolerance(model: nn.Module, rounded: float) -> float:
+    """Greatest relative difference that a check allows; `rounded` where projections round by the batch."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return TOLERANCE.get(dtype, 1e-5) if is_exact(model) else rounded
+
+
+def difference(seen: Tensor, expected: Tensor) -> float:
+    """Greatest absolute difference, relative to the largest expected value; NaN where either is."""
+    return float((seen - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
 
 
 class _Check:
@@ -130,10 +147,9 @@ class _Check:
             self._compare(where, "what a hit puts into the key-value cache", ours, keys)
 
     def _compare(self, where: str, what: str, seen: Tensor, expected: Tensor) -> None:
-        scale = float(expected.abs().max()) or 1.0
-        difference = float((seen - expected).abs().max()) / scale
+        found = difference(seen, expected)
         # max() would forget a NaN that another row follows
-        self.worst = difference if math.isnan(difference) or difference > self.worst else self.worst
+        self.worst = found if math.isnan(found) or found > self.worst else self.worst
         if not self.worst <= self.allowed:
             raise AdapterCheckError(
                 f"{where}: {what} differs from the exact output by {self.worst:.2e} of its range "

@@ -76,12 +76,9 @@ class StoredMaps(MapSource):
     def multiply(
         self, layer: int, length: int, records: Ints, values: Tensor, starts: Ints, context: Tensor, rows: Ints
     ) -> None:
-        mapping = self._database.arena(KIND_MAP, length).mapping
-        shape, dtype = mapping.layout.shape, mapping.layout.dtype
-        if self._direct and map_product.is_direct(shape, dtype, values.dtype):
-            mapping.check_whole()
-            offsets = mapping.offsets(self._database.slots_of(KIND_MAP, layer, records))
-            map_product.multiply(mapping.memory, offsets, shape, dtype, length, values, starts, context, rows)
+        arena = self._database.arena(KIND_MAP, length)
+        if self._direct and map_product.is_direct(arena.layout.shape, arena.layout.dtype, values.dtype):
+            multiply(arena, self._database.slots_of(KIND_MAP, layer, records), values, starts, context, rows)
         else:
             super().multiply(layer, length, records, values, starts, context, rows)
 
