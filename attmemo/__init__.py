@@ -20,12 +20,13 @@ if TYPE_CHECKING:
         StaleDatabaseError,
         UnsupportedModelError,
     )
-    from attmemo.memoization import Memoization, memoize, unmemoize
+    from attmemo.handle import Memoization
+    from attmemo.memoization import memoize, unmemoize
     from attmemo.similarity import similarity_score
 
 _HOMES = {
     "Database": "db",
-    "Memoization": "memoization",
+    "Memoization": "handle",
     "memoize": "memoization",
     "unmemoize": "memoization",
     "similarity_score": "similarity",

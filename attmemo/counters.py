@@ -26,12 +26,24 @@ class LayerStats:
     saved_ms: float = 0.0  # by the profile's cost model, for the sequences served
 
 
+@dataclass(slots=True)
+class Work:
+    """What a stack of blocks did since the counters were last reset."""
+
+    tokens: int = 0
+    rows: int = 0  # that were computed
+    plan_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    blocks_seconds: float = 0.0
+
+
 class Counters:
     """Everything that `stats()` reports."""
 
     def __init__(self, layers: int) -> None:
         self._lock = threading.Lock()
         self.layers = [LayerStats() for _ in range(layers)]
+        self.done = Work()
         self.ineligible: Counter[str] = Counter()  # sequences times layers, by reason
         self.failures: Counter[str] = Counter()  # sequences times layers, by the error's text
 
@@ -54,11 +66,21 @@ class Counters:
                 stats.exact_seconds += exact
                 stats.saved_ms += saved
 
+    def work(self, tokens: int, rows: int, *, plan: float = 0.0, fetch: float = 0.0, blocks: float = 0.0) -> None:
+        """Work of one call of a stack: tokens of its sequences, rows computed, and seconds by part."""
+        with self._lock:
+            self.done.tokens += tokens
+            self.done.rows += rows
+            self.done.plan_seconds += plan
+            self.done.fetch_seconds += fetch
+            self.done.blocks_seconds += blocks
+
     def copy(self) -> Counters:
         """The counters as they are now, while other threads go on."""
         found = Counters(0)
         with self._lock:
             found.layers = [replace(layer) for layer in self.layers]
+            found.done = replace(self.done)
             found.ineligible, found.failures = self.ineligible.copy(), self.failures.copy()
         return found
 

@@ -24,23 +24,19 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Call, Rows, Site, Spans
-from attmemo.adapters.masks import consecutive
+from attmemo.adapters import Adapter, Call, Site, Spans
 from attmemo.counters import Counters
-from attmemo.db import KIND_INPUT, SEQUENCE, Database
-from attmemo.embed.lookup import Found, Lookup, LookupName
-from attmemo.errors import AttmemoError, DatabaseError
-from attmemo.guard import Threshold
-from attmemo.machine import conditions
-from attmemo.perfmodel import Gate, Profile
-from attmemo.plan import Plan, Share
+from attmemo.db import Database
+from attmemo.embed.lookup import Found
+from attmemo.errors import AttmemoError
+from attmemo.plan import Plan
+from attmemo.planner import Given, Planner
 from attmemo.reuse import Exact, Reuse
 from attmemo.watch import CHANGED, Watch
 
@@ -50,24 +46,16 @@ _LOG = logging.getLogger("attmemo")
 _FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError)
 
 TRACED = "the model is traced or exported: stored maps would become constants"
-_UNREADABLE, _NO_LOOKUP = Plan("maps could not be read"), Plan("the lookup failed")
+_UNREADABLE, _NO_LOOKUP = Plan("records could not be read"), Plan("the lookup failed")
 _BY_HAND = Plan("a layer that stands for several was called by hand", eligible=False)
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in torch 2.6
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """One forward of the model, as its caller made it."""
-
-    reason: str | None  # why the whole forward stays exact
-    positions: Tensor | None  # given by the caller, where positions matter to attention itself
 
 
 class _Forward(threading.local):
     """State of the forward that this thread runs. Only the plan decides."""
 
     def __init__(self) -> None:  # called anew in every thread
-        self.given: _Given | None = None  # None: no forward of the model runs
+        self.given: Given | None = None  # None: no forward of the model runs
         self.plan: Plan | None = None
         self.last: Found | None = None  # by the lookup of the forward before
         self.masks: dict[tuple[int, int | None, int, int], tuple[Any, Spans | str]] = {}  # every mask is read once
@@ -75,7 +63,7 @@ class _Forward(threading.local):
 
 
 class Engine:
-    """Serves the layers of one model from a database.
+    """Serves the layers of one model.
 
     Parameters
     ----------
@@ -84,62 +72,24 @@ class Engine:
     watch : Watch
         Notices changed weights.
     layers : int
-        Number of attention layers.
-    database : Database
-        Opened, with a trained embedder.
+        Number of sites: attention layers for maps, 1 for a stack of blocks.
+    database : Database or None
+        Where records come from.
     reuse : Reuse
         The kind of reuse.
-    threshold : sequence of float
-        Similarity score in [0, 1] that a hit needs, one for each layer.
-    lookup : {"layer", "sequence"}
-        One lookup in each layer, or one for each sequence.
-    radii : sequence of float, optional
-        The threshold as distances, where they are known.
-    gated : bool
-        Ask the performance model before every lookup; False always tries.
+    planner : Planner
+        Makes the plan of a forward.
     """
 
     def __init__(
-        self,
-        adapter: Adapter,
-        watch: Watch,
-        layers: int,
-        database: Database,
-        reuse: Reuse,
-        threshold: Sequence[float],
-        lookup: LookupName,
-        *,
-        radii: Sequence[float] | None = None,
-        gated: bool = True,
+        self, adapter: Adapter, watch: Watch, layers: int, database: Database | None, reuse: Reuse, planner: Planner
     ) -> None:
-        if lookup == "layer" and database.manifest.layers_kept(KIND_INPUT) < layers:
-            raise DatabaseError(
-                f"{database.path} keeps hidden states of the first layer only: there is no lookup in each layer.",
-                "lookup='sequence', or build with --inputs all",
-            )
         self.adapter, self.layers, self.database, self.reuse = adapter, layers, database, reuse
-        self.lookup: LookupName = lookup
-        self.index = Lookup(database, lookup)
-        profile = database.manifest.profile
-        self.profile = None if profile is None else Profile.from_dict(profile)
-        foreign = self.profile.foreign(conditions()) if gated and self.profile is not None else None
-        if foreign is not None:
-            _LOG.warning("attmemo: %s attmemo train-embedder %s measures again", foreign, database.path)
-        self._gated, self._watch, self._told = gated, watch, False
+        self.planner = planner
+        self._watch, self._told = watch, False
         self._forward = _Forward()
         self._forced: Plan | None = None
-        self.set_thresholds(threshold, radii)
         self.reset_stats()
-
-    def set_thresholds(self, scores: Sequence[float], radii: Sequence[float] | None = None) -> None:
-        """Accept other scores from now on; the gate begins anew, as after `memoize`."""
-        self.threshold = Threshold(self.index.curves, scores, radii)
-        profile = self.profile if self._gated else None
-        self.gate = Gate(profile, self.threshold.scores, self.lookup, self.layers, always=not self._gated)
-
-    def set_radii(self, radii: Sequence[float]) -> None:
-        """Accept other distances from now on. The gate goes on with the scores it has."""
-        self.threshold = Threshold(self.index.curves, self.threshold.scores, radii)
 
     # -- the path
 
@@ -160,18 +110,26 @@ class Engine:
         batch, padded = call.hidden.shape[:2]
         start = perf_counter()
         try:
-            served = self.reuse.serve(site, call, plan.spans, share)
+            served = self.reuse.serve(site, call, plan.spans, share, self.counters)
         except _FAILURES as error:
+            if self.reuse.whole:
+                self._forward.plan = _UNREADABLE  # no follower may leave its work to this call
             self.counters.call(site.layer, _UNREADABLE, batch)
-            self._failed(site.layer, _UNREADABLE, error, len(share.sequences))
+            self._failed(site.layer, _UNREADABLE, error, batch if self.reuse.whole else len(share.sequences))
             return exact(*args, **kwargs)
         serving = perf_counter() - start
         output, spent = self.reuse.join(site, call, share, served, exact, (args, kwargs))
-        saved = 0.0
-        if self.profile is not None:
-            saved = self.profile.exact_ms(site.layer, batch, padded) - 1e3 * (perf_counter() - start)
+        expected = self.planner.exact_ms(site.layer, batch, padded)
+        saved = 0.0 if expected is None else expected - 1e3 * (perf_counter() - start)
         self.counters.call(site.layer, plan, batch, serving, spent, saved)
         return output
+
+    def follow(self, exact: Exact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a block whose work the first block of this forward has done, or else `exact`."""
+        plan = self._forward.plan
+        if plan is None or not plan.layers:
+            return exact(*args, **kwargs)
+        return args[0] if args else kwargs["hidden_states"]
 
     def _decide(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Call | None]:
         """The plan that holds for this call, and the call if it is to be served."""
@@ -188,9 +146,10 @@ class Engine:
                 return self._kept(plan) if site.layer == 0 else plan, None
             call, spans = read
             if plan is None:
-                plan = self._kept(self._plan(site.layer, call, spans))
+                plan = self._forced or self.planner.plan(site.layer, call, spans, forward.given, self.counters)
+                plan = self._kept(plan)
         except _FAILURES as error:
-            layers = self.layers - site.layer if inside and self.lookup == "sequence" else 1
+            layers = self.layers - site.layer if inside and self.planner.lookup == "sequence" else 1
             self._failed(site.layer, _NO_LOOKUP, error, layers * _sequences(args, kwargs))
             return self._kept(_NO_LOOKUP), None
         if plan.spans is not None and plan.spans != spans:
@@ -199,46 +158,9 @@ class Engine:
 
     def _kept(self, plan: Plan) -> Plan:
         """The plan, kept for the layers behind if one lookup serves all of them."""
-        if self.lookup == "sequence" and self._forward.given is not None:
+        if self.planner.lookup == "sequence" and self._forward.given is not None:
             self._forward.plan = plan
         return plan
-
-    def _plan(self, layer: int, call: Call, spans: Spans) -> Plan:
-        """What could serve, may it, does it pay: for all layers at once, or for this one."""
-        if self._forced is not None:
-            return self._forced
-        owner, layers = layer, range(layer, layer + 1)
-        if self.lookup == "sequence":
-            # Only the first layer's input can be looked up. A layer that is called by hand could be fed anything.
-            if layer != 0 or self._forward.given is None:
-                return Plan("only forwards of the whole model are looked up")
-            owner, layers = SEQUENCE, range(self.layers)
-        lengths, padded = spans.lengths, int(call.hidden.shape[1])
-        verdict = self.gate.ask(owner, lengths, padded)
-        if not verdict.tries:
-            self.gate.leave(verdict)
-            return Plan("a lookup does not pay")
-        start = perf_counter()
-        found = self.index.find(owner, spans.to_front(call.hidden), lengths)
-        self.counters.looked_up(layer, perf_counter() - start)
-        shares: dict[int, Share] = {}
-        declined: dict[int, int] = {}
-        missed: dict[bytes, Rows] = {}  # layers that miss the same sequences share the rows taken out of the mask
-        for other in layers:
-            near = self.threshold.near(other, found.distances)
-            if not len(near):
-                continue
-            if not verdict.pays(other, [lengths[place] for place in near.tolist()]):
-                declined[other] = len(near)
-                continue
-            key = near.tobytes()
-            if key not in missed:
-                missed[key] = Rows.without(len(lengths), near)
-            predicted = self.threshold.predicted(other, found.distances[near])
-            shares[other] = Share(near, found.records[near], missed[key], predicted)
-        self.gate.record(verdict, sum(len(share.sequences) for share in shares.values()) / len(layers))
-        reason = None if shares else "no record is near enough"
-        return Plan(reason, spans=spans, found=found, layers=shares, declined=declined)
 
     def _failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
         if self.counters.failure(str(plan.reason), error, sequences):
@@ -283,18 +205,14 @@ class Engine:
 
     def _spans(self, module: nn.Module, call: Call) -> Spans | str:
         """Where valid tokens lie, or why this is unknown. The layers of a forward get the same mask, or one of two."""
-        forward, window = self._forward, self.adapter.window(module)
+        forward = self._forward
         batch, padded = int(call.hidden.shape[0]), int(call.hidden.shape[1])
-        key = id(call.mask), window, batch, padded
+        key = id(call.mask), self.reuse.window(module), batch, padded
         if forward.given is not None and key in forward.masks:
             return forward.masks[key][1]
-        spans = self.adapter.spans(module, call.mask, batch, padded) if batch else None
-        found: Spans | str = "the mask is not plain padding on one side" if spans is None else spans
-        if spans is not None and self.adapter.rotary:
-            if forward.given is None:
-                found = "a layer was called outside of its model: its positions are unknown"
-            elif not consecutive(forward.given.positions, spans, padded):
-                found = "positions are not consecutive"
+        found: Spans | str = "the batch is empty"
+        if batch:
+            found = self.reuse.spans(module, call, None if forward.given is None else forward.given.arguments)
         if forward.given is not None:
             forward.masks[key] = call.mask, found  # holding the mask keeps its identity from reuse
         return found
@@ -305,10 +223,9 @@ class Engine:
         """Before a forward of the model; arguments that only the exact path can honour keep all of it exact."""
         forward = self._forward
         self._forget()
-        positions = given.get("position_ids") if self.adapter.rotary else None
-        forward.given = _Given(self._refusal(model, given), positions)
-        if self.gate.hopeless and self._forced is None and forward.given.reason is None:
-            forward.plan = Plan("no stored record of any length reaches the threshold")  # not even a mask is read
+        forward.given = Given(self._refusal(model, given), given)
+        if self._forced is None and forward.given.reason is None:
+            forward.plan = self.planner.before()  # if there is one, not even a mask is read
 
     def end_forward(self) -> None:
         """After a forward of the model, or after an error in it."""
@@ -324,7 +241,8 @@ class Engine:
 
     def _stays_idle(self, site: Site, plan: Plan | None) -> bool:
         """Whether the plan was made before the first layer, and holds."""
-        return plan is not None and self.gate.hopeless and not site.module.training and not torch.is_grad_enabled()
+        holds = not site.module.training and not torch.is_grad_enabled()
+        return holds and plan is not None and plan is self.planner.before()
 
     def _refusal(self, model: nn.Module, given: Mapping[str, Any]) -> str | None:
         if _is_traced():

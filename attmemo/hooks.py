@@ -18,10 +18,10 @@ _LOG = logging.getLogger("attmemo")
 
 
 class Hook(ABC):
-    """Base of both hooks.
+    """Base of all hooks.
 
-    A copied or pickled model must not take the engine along: the copy would serve the maps of the modules that it was
-    copied from. So a copy gets the `forward` that was there before.
+    A copied or pickled model must not take the engine along: the copy would get the records of the model it was copied
+    from. So a copy gets the `forward` that was there before.
     """
 
     def __init__(self, owner: object, module: nn.Module) -> None:
@@ -90,6 +90,20 @@ class LayerHook(Hook):
         if not self.active or (compiled and _is_exporting()):
             return self.__wrapped__(*args, **kwargs)
         return (self._attend_unseen if compiled else self._attend)(self._sites, self.__wrapped__, args, kwargs)
+
+
+class FollowerHook(Hook):
+    """Passes hidden states through a block whose work the first block of the forward has done."""
+
+    def __init__(self, owner: object, engine: Engine, module: nn.Module) -> None:
+        super().__init__(owner, module)
+        self._follow, self._follow_unseen = engine.follow, _unseen(engine.follow)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = torch.compiler.is_compiling()
+        if not self.active or (compiled and _is_exporting()):
+            return self.__wrapped__(*args, **kwargs)
+        return (self._follow_unseen if compiled else self._follow)(self.__wrapped__, args, kwargs)
 
 
 def _is_exporting() -> bool:

@@ -4,158 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from numbers import Real
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from torch import nn
 
-from attmemo.adapters import Site, adapter_for, check_adapter, encoder_of
-from attmemo.adapters.base import by_module
-from attmemo.db import KIND_MAP, Database, find_database
+from attmemo.adapters import adapter_for, encoder_of
+from attmemo.db import Database, find_database
 from attmemo.embed.lookup import LookupName
-from attmemo.engine import Engine
-from attmemo.errors import AttmemoError, DatabaseError, StaleDatabaseError, UnsupportedModelError
+from attmemo.errors import UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
-from attmemo.hooks import Hook, LayerHook, ModelHook
+from attmemo.handle import Memoization
+from attmemo.hooks import Hook
+from attmemo.map_handle import Threshold, prepare_maps
 from attmemo.mmap import FetcherName, Residency
-from attmemo.perfmodel import SEQUENCE
-from attmemo.perfmodel.tuning import Tuning
 from attmemo.precision import slow
-from attmemo.reuse.maps import Maps
-from attmemo.selfcheck import check_serving
-from attmemo.watch import Watch
+from attmemo.stack_handle import prepare_stack
 
 _LOG = logging.getLogger("attmemo")
 
 Model = TypeVar("Model")
-Threshold = float | Sequence[float] | Literal["auto"]
-
-
-class Memoization:
-    """The handle at ``model.attmemo``: counters and the switch.
-
-    Attributes
-    ----------
-    lookup : str
-        ``"layer"`` or ``"sequence"``.
-    database : Database
-    host : nn.Module
-        The part of the model that is served.
-    """
-
-    def __init__(self, model: nn.Module, sites: Sequence[Site], engine: Engine, source: str, owned: bool) -> None:
-        self.engine = engine
-        self.owns_database = owned  # opened for this memoization alone, and closed with it
-        self.database = engine.database
-        self.lookup: LookupName = engine.lookup
-        self.threshold_source = source
-        self.host = engine.adapter.host(model)
-        self._sites = list(sites)
-        self._hooks: list[Hook] = []
-        self._undone = False
-
-    @property
-    def threshold(self) -> list[float]:
-        """Similarity score that a hit needs, one for each layer."""
-        return self.engine.threshold.scores
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the model is being served."""
-        return bool(self._hooks)
-
-    def enable(self) -> None:
-        """Serve from the database."""
-        if self.enabled:
-            return
-        if self._undone:
-            raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
-        layers = [LayerHook(self, self.engine, sites) for sites in by_module(self._sites)]
-        for hook in (*layers, ModelHook(self, self.engine, self.host)):
-            hook.insert()
-            self._hooks.append(hook)
-
-    def disable(self) -> None:
-        """Put the original `forward` of every module back; nothing of the engine stays in the way."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def reset_stats(self) -> None:
-        """Start counting anew."""
-        self.engine.reset_stats()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the last reset, JSON-able.
-
-        Returns
-        -------
-        dict
-            ``hit_rate``: share of attention calls served, Eq. 2 of arXiv 2301.09262 (sequences times layers,
-            ineligible ones included).
-            ``layers``: for each layer ``sequences`` (seen), ``queries`` (looked up), ``hits``, ``declined`` (near
-            enough, but too few in their batch to pay), ``mean_predicted_similarity`` of the hits, ``ms_spent``
-            (lookup, fetch and A·V), ``ms_saved`` (exact cost by the profile less the cost of serving; None without a
-            profile), and the state of the gate.
-            ``ineligible``: sequences times layers that stayed exact, by reason.
-            ``failures``: sequences times layers that stayed exact after an error, by the error's text.
-        """
-        engine, counters = self.engine, self.engine.counters.copy()
-        gates = {row["layer"]: row for row in engine.gate.state()}
-        layers = []
-        for layer, s in enumerate(counters.layers):
-            gate = gates.get(layer, {})
-            layers.append(
-                {
-                    "layer": layer,
-                    "threshold": self.threshold[layer],
-                    "sequences": s.sequences,
-                    "queries": s.queries,
-                    "hits": s.hits,
-                    "declined": s.declined,
-                    "hit_rate": s.hits / s.sequences if s.sequences else 0.0,
-                    "mean_predicted_similarity": s.predicted / s.hits if s.hits else None,
-                    "ms_spent": 1e3 * (s.lookup_seconds + s.serve_seconds),
-                    "ms_saved": None if engine.profile is None else s.saved_ms - 1e3 * s.lookup_seconds,
-                    "ms_lookup": 1e3 * s.lookup_seconds,
-                    "ms_serve": 1e3 * s.serve_seconds,
-                    "ms_misses": 1e3 * s.exact_seconds,
-                    "gate": "on" if gate.get("on", True) else "off",
-                    "why": gate.get("why", ""),
-                }
-            )
-        calls = sum(s.sequences for s in counters.layers) + sum(counters.ineligible.values())
-        hits = sum(s.hits for s in counters.layers)
-        return {
-            "enabled": self.enabled,
-            "database": str(self.database.path),
-            "threshold": list(self.threshold),
-            "threshold_source": self.threshold_source,
-            "lookup": self.lookup,
-            "hit_rate": hits / calls if calls else 0.0,
-            "calls": calls,
-            "hits": hits,
-            "ineligible": dict(counters.ineligible),
-            "failures": dict(counters.failures),
-            "gate": gates.get(SEQUENCE, {}),
-            "layers": layers,
-        }
-
-    def undo(self) -> None:
-        """Disable for good and give windows back, as `unmemoize` does."""
-        self.disable()
-        self._undone = True
-        self.engine.close()
-        if self.owns_database:
-            self.database.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copied or pickled model is a bare one
-
-    def __repr__(self) -> str:
-        state = "on" if self.enabled else "off"
-        return f"<attmemo {state}: {self.database}, lookup per {self.lookup}, threshold {self.threshold}>"
+ReuseName = Literal["auto", "maps", "rows", "none"]
 
 
 def memoize(
@@ -163,6 +32,7 @@ def memoize(
     threshold: Threshold = "auto",
     database: str | os.PathLike[str] | Database | None = None,
     *,
+    reuse: ReuseName = "auto",
     lookup: LookupName | None = None,
     gate: bool = True,
     fetch: FetcherName = "auto",
@@ -212,6 +82,7 @@ def memoize(
     ValueError
         An argument is none of the values above.
     """
+    _check_choices(reuse=(reuse, get_args(ReuseName)))
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)))
     encoder = encoder_of(model)
@@ -220,7 +91,7 @@ def memoize(
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(encoder, threshold, database, lookup, gate, fetch, residency)
+        handle = _prepare(encoder, threshold, database, reuse, lookup, gate, fetch, residency)
     except BaseException:
         for earlier in serving:
             earlier.enable()
@@ -228,7 +99,7 @@ def memoize(
     if any(earlier.host is not handle.host for earlier in serving):
         _LOG.warning("attmemo: another memoized model shares layers with this one, and is no longer memoized")
     for earlier in before:
-        if earlier.database is handle.database and earlier.owns_database:
+        if earlier.database is not None and earlier.database is handle.database and earlier.owns_database:
             earlier.owns_database, handle.owns_database = False, True
     unmemoize(model)
     handle.enable()
@@ -253,6 +124,7 @@ def _prepare(
     encoder: nn.Module,
     threshold: Threshold,
     database: str | os.PathLike[str] | Database | None,
+    reuse: ReuseName,
     lookup: LookupName | None,
     gate: bool,
     fetch: FetcherName,
@@ -264,6 +136,8 @@ def _prepare(
     if weight.device.type != "cpu":
         where = f"the model is on {weight.device}; attmemo serves models on the CPU."
         raise UnsupportedModelError(where, "model.to('cpu')")
+    if reuse == "none":
+        return prepare_stack(encoder, adapter)
     fields = model_fields(adapter.host(encoder))
     with ExitStack() as undo:
         if isinstance(database, Database):
@@ -272,16 +146,10 @@ def _prepare(
             opened = Database(database if database is not None else find_database(fingerprint(fields)))
             undo.callback(opened.close)
         check_fields(opened.manifest.model.fields, fields, opened.path)
-        _check_kind(opened, adapter.family, adapter.mask_kind, len(sites))
-        _check_maps(opened, len(sites))
-        scores, radii, chosen, source = _resolve(threshold, lookup, opened, len(sites))
-        check_adapter(adapter, encoder, sites)
-        reuse = Maps(adapter, opened, fetch)
-        undo.callback(reuse.close)
-        watch = Watch(adapter.host(encoder), sites)
-        engine = Engine(adapter, watch, len(sites), opened, reuse, scores, chosen, radii=radii, gated=gate)
-        handle = Memoization(encoder, sites, engine, source, owned=opened is not database)
-        check_serving(handle, reuse, encoder, sites)
+        handle = prepare_maps(
+            encoder, adapter, sites, opened,
+            owned=opened is not database, threshold=threshold, lookup=lookup, gate=gate, fetch=fetch,
+        )  # fmt: skip
         if opened is not database:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
         warning = slow(weight.dtype)
@@ -320,52 +188,3 @@ def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 
-def _check_kind(database: Database, family: str, mask_kind: str, layers: int) -> None:
-    model = database.manifest.model
-    for what, stored, seen in (
-        ("family", model.family, family),
-        ("mask kind", model.mask_kind, mask_kind),
-        ("layers", model.layers, layers),
-    ):
-        if stored != seen:
-            raise StaleDatabaseError(
-                f"{database.path} was built for another model; {what}: database {stored}, model {seen}.",
-                "attmemo build-database --model … --data …",
-            )
-
-
-def _check_maps(database: Database, layers: int) -> None:
-    if database.manifest.layers_kept(KIND_MAP) < layers:
-        raise DatabaseError(
-            f"{database.path} keeps no attention maps of {layers} layers.",
-            "attmemo build-database --model … --data …, or a newer attmemo",
-        )
-
-
-def _resolve(
-    threshold: Threshold, lookup: LookupName | None, database: Database, layers: int
-) -> tuple[list[float], list[float] | None, LookupName, str]:
-    """Scores and radii of the layers (None: not known), the lookup, and where the threshold comes from."""
-    allowed = f"a similarity score in [0, 1], one for each of {layers} layers, or 'auto'"
-    expected = f"a threshold is {allowed}; got {threshold!r}"
-    if isinstance(threshold, str):
-        if threshold != "auto":
-            raise ValueError(expected)
-        if database.manifest.tuning is None:
-            raise DatabaseError(
-                f"{database.path} was never tuned, so there is no 'auto' threshold.",
-                f"attmemo tune {database.path} --data FILE --budget 0.01, or give threshold=0.9",
-            )
-        tuning = Tuning.from_dict(database.manifest.tuning, layers, str(database.path))
-        if lookup not in (None, tuning.lookup):
-            raise DatabaseError(
-                f"{database.path} was tuned for lookup={tuning.lookup!r}, not {lookup!r}.",
-                f"attmemo tune {database.path} --data FILE --lookup {lookup}",
-            )
-        radii = None if tuning.radii is None else list(tuning.radii)
-        return list(tuning.thresholds), radii, tuning.lookup, f"tuned for a budget of {tuning.budget:g}"
-    several = list(threshold) if isinstance(threshold, Iterable) else [threshold] * layers
-    numbers = [value for value in several if isinstance(value, Real) and not isinstance(value, bool)]
-    if len(several) != layers or len(numbers) != layers or not all(0.0 <= float(value) <= 1.0 for value in numbers):
-        raise ValueError(expected)
-    return [float(value) for value in numbers], None, lookup or "sequence", "given"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attmemo.adapters import Adapter, Rows, Site, Spans
 from attmemo.adapters.base import by_module
 from attmemo.adapters.check import QUANTIZED, UNKNOWN, checking, context_from_maps, difference, tolerance
-from attmemo.db import KIND_MAP
+from attmemo.db import KIND_MAP, Database
 from attmemo.db.forms import pack, unpack
 from attmemo.engine import Engine
 from attmemo.errors import AdapterCheckError
@@ -30,9 +30,10 @@ _ROUNDED = 4 * QUANTIZED  # int8 activations are rounded by all sequences of the
 
 
 class Handle(Protocol):
-    """The part of `Memoization` that is checked."""
+    """The part of `MapMemoization` that is checked."""
 
     engine: Engine
+    store: Database
 
     def enable(self) -> None: ...
     def disable(self) -> None: ...
@@ -51,7 +52,7 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
     host = adapter.host(model)
     inputs, lengths = _doubled(*adapter.sample(model))
     hits = (0, 3) if len(lengths) == 4 else (0,)  # one of each length
-    form = next(kind.dtype for kind in engine.database.manifest.known_kinds if kind.name == KIND_MAP)
+    form = next(kind.dtype for kind in handle.store.manifest.known_kinds if kind.name == KIND_MAP)
     with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
         maps = _maps(adapter, model, sites, inputs, lengths)
         stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Site
 from attmemo.fingerprint import AFTER_ATTENTION
 
 CHANGED = "its weights changed since memoize (call memoize again)"
@@ -28,11 +27,11 @@ class Watch:
     ----------
     host : nn.Module
         The part of the model whose weights maps depend on.
-    sites : sequence of Site
-        Its attention layers.
+    layers : sequence of sequences of nn.Module
+        The modules whose work is served, by site.
     """
 
-    def __init__(self, host: nn.Module, sites: Sequence[Site]) -> None:
+    def __init__(self, host: nn.Module, layers: Sequence[Sequence[nn.Module]]) -> None:
         modules = [module for name, module in host.named_modules() if not f"{name}.".startswith(AFTER_ATTENTION)]
         self._members: list[dict[str, Any]] = [
             members for module in modules for members in (module._modules, module._parameters) if members
@@ -46,8 +45,8 @@ class Watch:
         self._before: tuple[Any, ...] | None = (self._places(), self._values())
         # A hit drops nothing: serving would take the noise out of Monte Carlo dropout.
         self._dropouts = [
-            [child for child in site.module.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
-            for site in sites
+            [child for one in modules for child in one.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
+            for modules in layers
         ]
 
     def changed(self) -> bool:

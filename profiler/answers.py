@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from attmemo.db import Database
 from attmemo.embed.lookup import LookupName
-from attmemo.memoization import Memoization, memoize, unmemoize
+from attmemo.map_handle import MapMemoization
+from attmemo.memoization import memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 
 Batch = tuple[list[Tokens], dict[str, Tensor]]
@@ -59,7 +60,7 @@ def likeliest(logits: Tensor) -> Tensor:
 @contextmanager
 def serving(
     loaded: LoadedModel, database: Database, lookup: LookupName, *, gate: bool = False
-) -> Iterator[Memoization]:
+) -> Iterator[MapMemoization]:
     """The model memoized while inside, at threshold 0; bare afterwards."""
     memoize(loaded.model, 0.0, database, lookup=lookup, gate=gate)
     try:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attmemo.adapters import adapter_for
 from attmemo.db import SEQUENCE, Database
-from attmemo.engine import Engine
-from attmemo.memoization import Memoization
+from attmemo.map_handle import MapMemoization
 from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.models import LoadedModel, Progress, Tokens, collate
 from attmemo.similarity import similarity_matrix, similarity_score
@@ -21,7 +20,7 @@ _BATCH = 16
 
 
 def search_all(
-    loaded: LoadedModel, handle: Memoization, tokens: Sequence[Tokens], most: int, tell: Progress
+    loaded: LoadedModel, handle: MapMemoization, tokens: Sequence[Tokens], most: int, tell: Progress
 ) -> tuple[list[dict[str, Any]], int]:
     """What is found and what could be, by layer, on a sample of at most so many texts; and how many these are.
 
@@ -29,7 +28,7 @@ def search_all(
     memoized model's own. Rows have ``mean_true_similarity`` of the records that serve, ``sample_hit_rate``,
     ``exhaustive_hit_rate`` and ``exhaustive_mean_similarity`` of the best records there are. No text, no rows.
     """
-    engine, database = handle.engine, handle.database
+    engine, database = handle.engine, handle.store
     count = min(most, len(tokens))
     if count <= 0:
         return [], 0
@@ -52,7 +51,7 @@ def search_all(
                 captured = capture.run(collate(loaded, part))
                 for layer in range(engine.layers):
                     best[layer] += [_best(database, layer, maps, there) for maps in captured.maps[layer]]
-                for layer, score in _served(engine, captured):
+                for layer, score in _served(handle, captured):
                     true[layer].append(score)
     finally:
         handle.enable()
@@ -60,23 +59,23 @@ def search_all(
         {
             "mean_true_similarity": float(np.mean(true[layer])) if true[layer] else None,
             "sample_hit_rate": len(true[layer]) / count,
-            "exhaustive_hit_rate": sum(score >= engine.threshold.scores[layer] for score in best[layer]) / count,
+            "exhaustive_hit_rate": sum(score >= handle.threshold[layer] for score in best[layer]) / count,
             "exhaustive_mean_similarity": float(np.mean(best[layer])) if best[layer] else None,
         }
         for layer in range(engine.layers)
     ], count
 
 
-def _served(engine: Engine, captured: Captured) -> list[tuple[int, float]]:
+def _served(handle: MapMemoization, captured: Captured) -> list[tuple[int, float]]:
     """Layer and true similarity of every map that would be served."""
     scores, found = [], None
-    for layer in range(engine.layers):
-        if found is None or engine.lookup == "layer":
-            owner = SEQUENCE if engine.lookup == "sequence" else layer
-            found = engine.index.find(owner, captured.inputs[layer], captured.spans.lengths)
+    for layer in range(handle.engine.layers):
+        if found is None or handle.planner.lookup == "layer":
+            owner = SEQUENCE if handle.planner.lookup == "sequence" else layer
+            found = handle.planner.index.find(owner, captured.inputs[layer], captured.spans.lengths)
         for row, maps in enumerate(captured.maps[layer]):
-            if found.records[row] >= 0 and found.distances[row] <= engine.threshold.radii[layer]:
-                record = engine.database.map(layer, int(found.records[row]))
+            if found.records[row] >= 0 and found.distances[row] <= handle.planner.threshold.radii[layer]:
+                record = handle.store.map(layer, int(found.records[row]))
                 scores.append((layer, float(similarity_score(maps, record))))
     return scores
 

@@ -65,7 +65,7 @@ def serving_control(engine: Engine, name: str) -> Iterator[None]:
     """Serve a control's maps instead of the records' while inside; lookups stay real."""
     maps = engine.reuse
     assert isinstance(maps, Maps)
-    before, maps.source = maps.source, CONTROLS[name](engine.database)
+    before, maps.source = maps.source, CONTROLS[name](maps.database)
     try:
         yield
     finally:

@@ -18,7 +18,8 @@ from attmemo.db import KIND_MAP, Database
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import DataError
 from attmemo.machine import conditions
-from attmemo.memoization import Memoization, Threshold, memoize, unmemoize
+from attmemo.map_handle import MapMemoization, Threshold
+from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import ask, prepare
 from attmemo.profiler.ceiling import search_all
@@ -77,7 +78,7 @@ def evaluate(
         surprise, predicted = judge.perplexity()
         result = _describe(loaded, database, asked, files, options)
 
-        def serve(threshold: Threshold, gate: bool, lookup: LookupName | None) -> Memoization:
+        def serve(threshold: Threshold, gate: bool, lookup: LookupName | None) -> MapMemoization:
             memoize(loaded.model, threshold, database, lookup=lookup, gate=gate, fetch=options.fetch)
             return loaded.model.attmemo  # type: ignore[return-value]
 
@@ -109,7 +110,7 @@ def evaluate(
         return result
 
 
-def _served(handle: Memoization) -> dict[str, Any]:
+def _served(handle: MapMemoization) -> dict[str, Any]:
     """What the memoized model did: its thresholds, and the counters by layer."""
     keys = (
         "layer", "threshold", "sequences", "queries", "hits", "hit_rate", "mean_predicted_similarity", "gate", "why"

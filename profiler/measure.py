@@ -23,7 +23,7 @@ from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.training import Trained
 from attmemo.machine import conditions
-from attmemo.memoization import Memoization
+from attmemo.map_handle import MapMemoization
 from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
@@ -159,14 +159,14 @@ def _time_exact(loaded: LoadedModel, inputs: list[dict[str, Tensor]]) -> list[fl
 
 
 def _time_served(
-    loaded: LoadedModel, handle: Memoization, inputs: list[dict[str, Tensor]], *, half: bool = False
+    loaded: LoadedModel, handle: MapMemoization, inputs: list[dict[str, Tensor]], *, half: bool = False
 ) -> dict[str, list[float]]:
     """Milliseconds per layer, ``ms_serve``, ``ms_lookup`` and ``ms_misses``, on records of this length.
 
     Every sequence is served. With `half` every second sequence is served, and the others miss.
     """
     names = ("ms_serve", "ms_lookup", "ms_misses")
-    index = handle.engine.index
+    index = handle.planner.index
     find = index.find
 
     def find_half(*args: Any) -> Any:

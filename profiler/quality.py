@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import DataError
-from attmemo.memoization import Memoization
+from attmemo.map_handle import MapMemoization
 from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import GIVES, LoadedModel, Progress
@@ -102,7 +102,9 @@ def read_labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor
     return torch.tensor(numbers)
 
 
-def try_controls(judge: Judge, handle: Memoization, found: dict[str, Any], duplicates: float, tell: Progress) -> Any:
+def try_controls(
+    judge: Judge, handle: MapMemoization, found: dict[str, Any], duplicates: float, tell: Progress
+) -> Any:
     """Rows of a table: the memoized model, the controls in its place, and a cache of exact duplicates."""
     rows = [_control("memoized", found["hit_rate"], found["quality"])]
     for step, name in enumerate(CONTROLS):
@@ -125,13 +127,13 @@ def _control(name: str, hit_rate: float, quality: dict[str, Any]) -> dict[str, A
     return {"name": name, "hit_rate": hit_rate, **row, "accuracy": accuracy, "perplexity": surprise}
 
 
-def sweep_thresholds(judge: Judge, handle: Memoization, tell: Progress) -> list[dict[str, Any]]:
+def sweep_thresholds(judge: Judge, handle: MapMemoization, tell: Progress) -> list[dict[str, Any]]:
     """Speed and quality at one threshold for all layers, on a sample. The handle is to have no gate."""
     judge = judge.sample(SWEEP_SEQUENCES)
     found = []
     for number, threshold in enumerate(SWEEP):
         tell("threshold sweep", number, len(SWEEP))
-        handle.engine.set_thresholds([threshold] * handle.engine.layers)
+        handle.planner.set_thresholds([threshold] * handle.engine.layers)
         handle.enable()  # the timing of the threshold before may have ended with the exact path
         handle.reset_stats()
         quality = judge.compare(ask(judge.loaded, judge.prepared))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attmemo.memoization import Memoization
+from attmemo.map_handle import MapMemoization
 from attmemo.profiler.answers import Batch
 from attmemo.profiler.models import LoadedModel, NextToken, Progress, answers
 
@@ -20,7 +20,8 @@ Path = Callable[[], nn.Module | None]
 
 
 def time_paths(
-    loaded: LoadedModel, handle: Memoization, prepared: Sequence[Batch], repeats: int, tell: Progress, compiling: bool
+    loaded: LoadedModel, handle: MapMemoization, prepared: Sequence[Batch], repeats: int, tell: Progress,
+    compiling: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Milliseconds a sequence of every path, where the memoized one spends them, and what could not be timed.
 

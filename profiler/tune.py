@@ -23,9 +23,10 @@ from attmemo.embed import Calibration
 from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
 from attmemo.errors import StaleDatabaseError, TuningError
-from attmemo.memoization import Memoization
+from attmemo.map_handle import MapMemoization
 from attmemo.perfmodel.policy import NEVER, propose, split_halves
 from attmemo.perfmodel.tuner import Candidate, Outcome, changes_allowed, choose, sequences_needed
+from attmemo.planner import MapPlanner
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
@@ -101,7 +102,7 @@ def tune(
             groups, policies = _policies(loaded, database, texts, allowed)
         texts = _Texts(loaded, judged, options, tell)
         with serving(loaded, database, options.lookup, gate=True) as handle:
-            candidates = _candidates(options.lookup, handle.engine.index.curves, policies)
+            candidates = _candidates(options.lookup, handle.planner.index.curves, policies)
             trial, uncertified = _Trial(handle, texts, len(candidates)), options.allow_uncertified
             choice = choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
         manifest = database.manifest
@@ -167,20 +168,20 @@ def _numbered(tokens: Iterable[Tokens]) -> list[Tokens]:
 class _Trial:
     """Runs candidates through the path that serves."""
 
-    def __init__(self, handle: Memoization, texts: _Texts, most: int) -> None:
+    def __init__(self, handle: MapMemoization, texts: _Texts, most: int) -> None:
         self._handle, self._texts, self._most = handle, texts, most
         self._step = 0
         self._before: tuple[Candidate, list[bool], Outcome] | None = None
 
     def __call__(self, candidate: Candidate) -> Outcome:
-        engine, texts, total = self._handle.engine, self._texts, len(self._texts.tokens)
+        planner, texts, total = self._handle.planner, self._texts, len(self._texts.tokens)
         self._step += 1
         what = f"candidate {self._step}/{self._most}"
-        engine.set_thresholds(candidate.thresholds, candidate.radii)
+        planner.set_thresholds(candidate.thresholds, candidate.radii)
         tried: list[bool] = []
-        if engine.lookup == "sequence":
+        if planner.lookup == "sequence":
             lengths = [[len(item) for item in batch] for batch, _ in texts.prepared]
-            tried = [engine.gate.ask(SEQUENCE, batch, max(batch)).tries for batch in lengths]
+            tried = [planner.gate.ask(SEQUENCE, batch, max(batch)).tries for batch in lengths]
         if max(candidate.radii) < 0.0:
             outcome = Outcome(0, total, 0.0)
         elif self._serves_the_same(candidate, tried):
@@ -188,7 +189,7 @@ class _Trial:
             outcome = self._before[2]
         else:
             self._handle.reset_stats()
-            flags = texts.changed(what, engine)
+            flags = texts.changed(what, self._handle.engine)
             outcome = Outcome(int(flags.sum()), total, float(self._handle.stats()["hit_rate"]))
             self._before = candidate, tried, outcome
         texts.tell(what, total, total)
@@ -239,17 +240,17 @@ def _policies(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Groups of layers, and policies worth a test: a radius for each layer. From forced passes over these texts."""
     with serving(loaded, database, "sequence") as handle:
-        engine = handle.engine
-        groups = _groups(engine, texts)
+        engine, planner = handle.engine, handle.planner
+        groups = _groups(handle, texts)
         harmed = []
         for k in range(len(groups)):
-            _serve_only(engine, [layer for group in groups[: k + 1] for layer in group])
+            _serve_only(planner, [layer for group in groups[: k + 1] for layer in group])
             harmed.append(texts.changed(f"layers {k + 1}/{len(groups)}", engine))
-        distances = np.where(texts.distances <= _reach(engine.index.curves), texts.distances, np.inf)
+        distances = np.where(texts.distances <= _reach(planner.index.curves), texts.distances, np.inf)
         gains = [float(len(group)) for group in groups]
-        if engine.profile is not None:
+        if planner.profile is not None:
             n = round(float(np.mean([len(item) for item in texts.tokens])))
-            gains = [max(1e-6, sum(engine.profile.saving_ms(i, [n] * 32, n) for i in group)) for group in groups]
+            gains = [max(1e-6, sum(planner.profile.saving_ms(i, [n] * 32, n) for i in group)) for group in groups]
         found = []
         for radii in propose(distances, np.stack(harmed), gains, allowed):
             by_layer = {layer: radius for radius, group in zip(radii, groups, strict=True) for layer in group}
@@ -257,21 +258,22 @@ def _policies(
         return groups, found
 
 
-def _groups(engine: Engine, texts: _Texts) -> list[list[int]]:
+def _groups(handle: MapMemoization, texts: _Texts) -> list[list[int]]:
     """Layers in groups, from the most robust to the most sensitive, by the harm that serving each alone does."""
     rows = np.linspace(0, len(texts.tokens) - 1, min(PROBE, len(texts.tokens))).round().astype(int).tolist()
     prepared = prepare(texts.loaded, _numbered(texts.tokens[row] for row in rows), texts.options.batch_size)
     harms = []
-    for layer in range(engine.layers):
-        texts.tell("sensitivity", layer, engine.layers)
-        _serve_only(engine, [layer])
+    layers = handle.engine.layers
+    for layer in range(layers):
+        texts.tell("sensitivity", layer, layers)
+        _serve_only(handle.planner, [layer])
         harms.append(float(harm(texts.loaded.kind, texts.exact[rows], ask(texts.loaded, prepared)).mean()))
-    texts.tell("sensitivity", engine.layers, engine.layers)
+    texts.tell("sensitivity", layers, layers)
     order = np.argsort(harms, kind="stable")
-    return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, engine.layers))]
+    return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, layers))]
 
 
-def _serve_only(engine: Engine, layers: Sequence[int]) -> None:
+def _serve_only(planner: MapPlanner, layers: Sequence[int]) -> None:
     """Serve every sequence that has a record in these layers, and none in the others."""
-    reach = _reach(engine.index.curves)
-    engine.set_radii([reach if layer in layers else NEVER for layer in range(engine.layers)])
+    reach = _reach(planner.index.curves)
+    planner.set_radii([reach if layer in layers else NEVER for layer in range(planner.layers)])

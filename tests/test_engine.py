@@ -164,21 +164,21 @@ def serve_half(case: Case, lookup: str, items: Sequence[Tokens]) -> Any:
     model = case.serve(0.0, lookup=lookup)
     engine = handle_of(model).engine
     found: dict[int, list[float]] = {}
-    find = engine.index.find
+    find = engine.planner.index.find
 
     def watched(layer: int, hidden: Tensor, lengths: Sequence[int]) -> Any:
         outcome = find(layer, hidden, lengths)
         found.setdefault(layer, []).extend(outcome.distances[np.isfinite(outcome.distances)].tolist())
         return outcome
 
-    engine.index.find = watched  # type: ignore[method-assign]
+    engine.planner.index.find = watched  # type: ignore[method-assign]
     for item in items:
         logits(model, case.inputs([item]))
-    del engine.index.find
+    del engine.planner.index.find
     if lookup == "sequence":
-        engine.set_radii([split_radius(found[-1])] * engine.layers)
+        engine.planner.set_radii([split_radius(found[-1])] * engine.layers)
     else:
-        engine.set_radii([split_radius(found[layer]) for layer in range(engine.layers)])
+        engine.planner.set_radii([split_radius(found[layer]) for layer in range(engine.layers)])
     return model
 
 
@@ -461,7 +461,7 @@ class TestHits:
         logits(model, case.inputs([item]))
         hook.remove()
         hidden, context = seen[0]
-        record = int(engine.index.find(-1 if lookup == "sequence" else 0, hidden, [len(item)]).records[0])
+        record = int(engine.planner.index.find(-1 if lookup == "sequence" else 0, hidden, [len(item)]).records[0])
         apm = case.database.slot(KIND_MAP, 0, record)
         with torch.no_grad():
             value = engine.adapter.value(module, hidden[0]).view(len(item), 4, 8).transpose(0, 1)
@@ -689,11 +689,11 @@ class TestNothingIsStale:
                 else:
                     logits(model, inputs)
                 if lookup == "layer":
-                    handle.engine.set_thresholds([1.0, 1.0])  # nothing is near random numbers but by chance
+                    handle.engine.planner.set_thresholds([1.0, 1.0])  # nothing is near random numbers but by chance
                 with torch.inference_mode():
                     ours = self._layer(model, 1, hidden)
                     theirs = self._layer(exact, 1, hidden)
-                handle.engine.set_thresholds([0.0, 0.0])
+                handle.engine.planner.set_thresholds([0.0, 0.0])
                 assert torch.equal(ours, theirs)
 
     def test_layers_driven_by_hand_may_be_interleaved(self, case: Case, lookup: str) -> None:
@@ -775,7 +775,7 @@ class TestWhereNothingCanHit:
         inputs = case.inputs([*case.stored[:3], case.short[0]])
         model, exact = case.serve(0.0), case.model()
         handle = handle_of(model)
-        monkeypatch.setattr(handle.engine.gate, "hopeless", True)
+        monkeypatch.setattr(handle.engine.planner.gate, "hopeless", True)
 
         def read(*_: Any) -> None:
             raise AssertionError("the call was read")
@@ -788,7 +788,7 @@ class TestWhereNothingCanHit:
         assert stats["layers"][0]["queries"] == 0
 
     def test_a_gate_is_hopeless_only_if_no_score_of_any_length_reaches_a_threshold(self, case: Case) -> None:
-        assert not handle_of(case.serve(0.0)).engine.gate.hopeless  # without a profile everything is tried
+        assert not handle_of(case.serve(0.0)).engine.planner.gate.hopeless  # without a profile everything is tried
 
 
 class TestMapsThatCannotBeRead:
@@ -820,14 +820,14 @@ class TestFinding:
     def test_lengths_beyond_what_the_embedder_knows_are_not_looked_up(self, case: Case) -> None:
         """A held-out text may be longer than any text the embedder was trained on: its end would not count."""
         engine: Engine = handle_of(case.serve(0.0)).engine
-        embedder = engine.index._embedders[-1]
+        embedder = engine.planner.index._embedders[-1]
         hidden = torch.randn(2, MAX_LENGTH, 32)
-        assert (engine.index.find(-1, hidden, [MAX_LENGTH, MAX_LENGTH - 1]).records >= 0).all()
+        assert (engine.planner.index.find(-1, hidden, [MAX_LENGTH, MAX_LENGTH - 1]).records >= 0).all()
         keep = (MAX_LENGTH - 1) * embedder.channels
-        engine.index._embedders[-1] = type(embedder)(
+        engine.planner.index._embedders[-1] = type(embedder)(
             embedder.token, embedder.bias, embedder.position[:keep], embedder.output
         )
-        found = engine.index.find(-1, hidden, [MAX_LENGTH, MAX_LENGTH - 1])
+        found = engine.planner.index.find(-1, hidden, [MAX_LENGTH, MAX_LENGTH - 1])
         assert found.records[0] == -1
         assert np.isinf(found.distances[0])
         assert found.records[1] >= 0
@@ -836,7 +836,7 @@ class TestFinding:
         engine: Engine = handle_of(case.serve(0.0)).engine
         hidden = torch.randn(60, 60, 32)
         lengths = [*range(1, 61)]
-        found = engine.index.find(-1, hidden, lengths)
+        found = engine.planner.index.find(-1, hidden, lengths)
         for n, record, distance in zip(lengths, found.records.tolist(), found.distances.tolist(), strict=True):
             if n in case.database.lengths:
                 assert case.database.records.lengths[record] == n

@@ -113,7 +113,7 @@ class TestDatabasesThatGoAway:
         def broken(*_: Any) -> Any:
             raise MemoryError("no room for 12 vectors")
 
-        model.attmemo.engine.index.find = broken
+        model.attmemo.engine.planner.index.find = broken
         assert torch.equal(logits(model, inputs), exact)
         stats = model.attmemo.stats()
         assert (stats["hits"], list(stats["failures"])) == (

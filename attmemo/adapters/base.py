@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from attmemo.adapters.masks import Spans, read_mask
 from attmemo.adapters.projections import is_linear
+
+if TYPE_CHECKING:
+    from attmemo.adapters.blocks import Blocks
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -293,6 +296,12 @@ class Adapter:
         if self.heads is not None:
             return int(getattr(module, self.heads)), width
         return int(getattr(module, str(self.out)).in_features) // width, width
+
+    # -- blocks
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        """The blocks of the model, to be run over packed rows; or why there are none."""
+        return f"the family {self.family} has no adapter for whole blocks"
 
     # -- offline
 

@@ -7,9 +7,12 @@ the interface gets Q, K and V already projected, so it cannot skip their project
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from attmemo.adapters.base import Adapter
+from attmemo.adapters.blocks import Blocks, bert_block
 
 
 class BertAdapter(Adapter):
@@ -32,3 +35,21 @@ class BertAdapter(Adapter):
             and not getattr(module, "is_decoder", False)
             and not getattr(module, "is_causal", False)
         )
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        encoder: Any = getattr(self.host(model), "encoder", None)
+        if encoder is None or not hasattr(encoder, "layer"):
+            return "it has no encoder with blocks"
+        found = []
+        for layer in encoder.layer:
+            own, out = layer.attention.self, layer.attention.output
+            if getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
+                return "its blocks are those of a decoder"
+            found.append(
+                bert_block(
+                    layer, (own.query, own.key, own.value), out.dense, out.LayerNorm, layer.intermediate.dense,
+                    layer.intermediate.intermediate_act_fn, layer.output.dense, layer.output.LayerNorm,
+                )
+            )  # fmt: skip
+        heads, width = self.shape(encoder.layer[0].attention.self)
+        return Blocks(encoder, found, heads, width, width**-0.5)

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call
+from attmemo.adapters.blocks import Blocks, bert_block
 from attmemo.adapters.masks import Spans
+from attmemo.kernels.row_attention import Disentangled
 
 
 class DisentangledAdapter(Adapter):
@@ -49,3 +54,67 @@ class DebertaV2Adapter(DisentangledAdapter):
     models = ("DeBERTa-v2", "DeBERTa-v3")
     projections = ("query_proj", "key_proj", "value_proj")
     marks = ("relative_attention", "pos_att_type")
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        host = self.host(model)
+        encoder: Any = getattr(host, "encoder", None)
+        if encoder is None or not hasattr(encoder, "get_rel_embedding"):
+            return "it has no encoder with blocks"
+        if getattr(encoder, "conv", None) is not None:
+            return "a convolution follows its first block"
+        if getattr(host, "z_steps", 0) > 1:
+            return "its last block runs more than once (z_steps)"
+        found = []
+        for layer in encoder.layer:
+            own, out = layer.attention.self, layer.attention.output
+            found.append(
+                bert_block(
+                    layer, (own.query_proj, own.key_proj, own.value_proj), out.dense, out.LayerNorm,
+                    layer.intermediate.dense, layer.intermediate.intermediate_act_fn, layer.output.dense,
+                    layer.output.LayerNorm,
+                )
+            )  # fmt: skip
+        own = encoder.layer[0].attention.self
+        terms = [term for term in own.pos_att_type if term in ("c2p", "p2c")] if own.relative_attention else []
+        heads, width = self.shape(own)
+        return DisentangledBlocks(encoder, found, heads, width, (width * (1 + len(terms))) ** -0.5)
+
+
+class DisentangledBlocks(Blocks):
+    """Blocks of DeBERTa-v2: scores gain q·PK and k·PQ of the distance between query and key."""
+
+    relative = True
+
+    def leave(self, hidden: Tensor, call: Call) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput  # seconds to import
+
+        # The model takes the last of all hidden states, and drops them before it returns.
+        if not call.given.get("return_dict", True):
+            return hidden, (hidden,)
+        return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
+    def disentangled(self, layer: int, span: int) -> Disentangled | None:
+        encoder: Any = self.module
+        own = encoder.layer[layer].attention.self
+        terms = own.pos_att_type if own.relative_attention else ()
+        if "c2p" not in terms and "p2c" not in terms:
+            return None
+        embedded = encoder.get_rel_embedding()[: 2 * own.pos_ebd_size]
+        shared = own.share_att_key
+        key = query = None
+        if "c2p" in terms:
+            key = (own.key_proj if shared else own.pos_key_proj)(embedded)
+        if "p2c" in terms:
+            query = (own.query_proj if shared else own.pos_query_proj)(embedded)
+        return Disentangled(key, query, _buckets(own, span))
+
+
+def _buckets(own: Any, span: int) -> npt.NDArray[np.int32]:
+    """Row of the relative embeddings for each distance of query less key, from ``1 - span`` to ``span - 1``."""
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # seconds to import
+
+    distances = torch.arange(1 - span, span)
+    if own.position_buckets > 0 and own.max_relative_positions > 0:
+        distances = make_log_bucket_position(distances, own.position_buckets, own.max_relative_positions)
+    rows = torch.clamp(distances + own.pos_ebd_size, 0, 2 * own.pos_ebd_size - 1)
+    return rows.to(torch.int32).numpy()

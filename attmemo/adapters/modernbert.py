@@ -6,10 +6,14 @@ sees 64 tokens to each side. The map of such a layer is a band; it is stored and
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attmemo.adapters.base import Adapter, Site, layers_named, number, takes
+from attmemo.adapters.blocks import Block, Blocks, RotaryBlocks
 from attmemo.adapters.projections import is_linear, is_plain, why_not
 
 
@@ -46,3 +50,28 @@ class ModernBertAdapter(Adapter):
         fused: nn.Linear = module.Wqkv  # type: ignore[assignment]
         first = 2 * fused.out_features // 3
         return linear(tokens, fused.weight[first:], None if fused.bias is None else fused.bias[first:])
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        host: Any = self.host(model)
+        if not hasattr(host, "rotary_emb"):
+            return "its rotary positions are unknown"
+        found = []
+        for layer in host.layers:
+            own, feed = layer.attn, layer.mlp
+            before = None if isinstance(layer.attn_norm, nn.Identity) else layer.attn_norm
+            found.append(
+                Block(
+                    layer, (own.Wqkv,), own.Wo, before, None, (feed.Wi,), feed.act, True, feed.Wo, layer.mlp_norm, None,
+                    window=self.window(own), kind=layer.attention_type,
+                )
+            )  # fmt: skip
+        heads, width = self.shape(host.layers[0].attn)
+        return ModernBertBlocks(host, found, heads, width)
+
+
+class ModernBertBlocks(RotaryBlocks):
+    """Blocks with rotary positions of two kinds: in layers with a window, and in layers without."""
+
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None], kind)
+        return cosine[0], sine[0]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call
+from attmemo.adapters.blocks import Blocks, bert_block
 
 
 class MPNetAdapter(Adapter):
@@ -29,3 +31,35 @@ class MPNetAdapter(Adapter):
 
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         return (output,)
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        encoder: Any = getattr(self.host(model), "encoder", None)
+        if encoder is None or not hasattr(encoder, "relative_attention_bias"):
+            return "it has no encoder with blocks"
+        found = []
+        for layer in encoder.layer:
+            own = layer.attention.attn
+            found.append(
+                bert_block(
+                    layer, (own.q, own.k, own.v), own.o, layer.attention.LayerNorm, layer.intermediate.dense,
+                    layer.intermediate.intermediate_act_fn, layer.output.dense, layer.output.LayerNorm,
+                )
+            )  # fmt: skip
+        heads, width = self.shape(encoder.layer[0].attention.attn)
+        return MPNetBlocks(encoder, found, heads, width, width**-0.5)
+
+
+class MPNetBlocks(Blocks):
+    """Blocks whose scores gain a bias by distance, the same in all layers."""
+
+    relative = True
+
+    def leave(self, hidden: Tensor, call: Call) -> Any:
+        return super().leave(hidden, call) if call.given.get("return_dict") else (hidden,)
+
+    def table(self, span: int) -> Tensor | None:
+        encoder: Any = self.module
+        distances = torch.arange(1 - span, span)  # key less query
+        buckets = encoder.relative_position_bucket(distances, num_buckets=32)  # as `compute_position_bias` calls it
+        table: Tensor = encoder.relative_attention_bias(buckets).T
+        return table.float().contiguous()

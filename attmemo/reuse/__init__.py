@@ -5,12 +5,13 @@ Each kind is one file with one class that follows `Reuse`. `maps` supplies atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
+from torch import nn
 
 from attmemo.adapters import Call, Site, Spans
+from attmemo.counters import Counters
 from attmemo.plan import Share
 
 Exact = Callable[..., Any]
@@ -25,21 +26,28 @@ class Reuse(Protocol):
 
     name: ClassVar[str]
     """Value of ``reuse=`` that asks for this kind."""
+    whole: ClassVar[bool]
+    """Whether one call does the work of all blocks."""
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
         """The call, or the reason why this call must stay exact."""
 
-    def serve(self, site: Site, call: Call, spans: Spans, share: Share) -> Any:
+    def window(self, module: nn.Module) -> int | None:
+        """How far a token sees by the module's mask; None: without a limit."""
+
+    def spans(self, module: nn.Module, call: Call, given: Mapping[str, Any] | None) -> Spans | str:
+        """Where the valid tokens lie, or the reason why the call must stay exact.
+
+        `given` holds the arguments of the model's forward; None outside of a forward.
+        """
+
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Any:
         """Compute what the served sequences get; changes nothing outside, so that an error costs only time."""
 
     def join(
         self, site: Site, call: Call, share: Share, served: Any, exact: Exact, arguments: tuple[Any, Any]
     ) -> tuple[Any, float]:
         """Compute all other sequences by `exact`; what `forward` returns, and the seconds that `exact` took."""
-
-    @staticmethod
-    def slots(inputs: Sequence[Tensor], maps: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
-        """What a record keeps of one captured sequence: tensors of each kind of slot, by layer."""
 
     def close(self) -> None:
         """Give memory windows back."""

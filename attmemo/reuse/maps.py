@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Call, Rows, Site, Spans
+from attmemo.adapters.masks import consecutive
 from attmemo.adapters.projections import share_heads
+from attmemo.counters import Counters
 from attmemo.db import KIND_INPUT, KIND_MAP, Database
 from attmemo.mmap import FetcherName
 from attmemo.plan import Share
@@ -59,15 +61,30 @@ class Maps:
     """
 
     name: ClassVar[str] = "maps"
+    whole: ClassVar[bool] = False
 
     def __init__(self, adapter: Adapter, database: Database, fetch: FetcherName = "auto") -> None:
-        self.adapter = adapter
+        self.adapter, self.database = adapter, database
         self.source: MapSource = StoredMaps(database, fetch)
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
         return self.adapter.read(site.module, args, dict(kwargs))
 
-    def serve(self, site: Site, call: Call, spans: Spans, share: Share) -> _Hits:
+    def window(self, module: nn.Module) -> int | None:
+        return self.adapter.window(module)
+
+    def spans(self, module: nn.Module, call: Call, given: Mapping[str, Any] | None) -> Spans | str:
+        spans = self.adapter.spans(module, call.mask, int(call.hidden.shape[0]), int(call.hidden.shape[1]))
+        if spans is None:
+            return "the mask is not plain padding on one side"
+        if self.adapter.rotary:
+            if given is None:
+                return "a layer was called outside of its model: its positions are unknown"
+            if not consecutive(given.get("position_ids"), spans, int(call.hidden.shape[1])):
+                return "positions are not consecutive"
+        return spans
+
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> _Hits:
         """V of the hits, A·V with the maps read where they lie, and the rest of the module."""
         adapter, module, hidden = self.adapter, site.module, call.hidden
         batch, padded, _ = hidden.shape

@@ -23,7 +23,8 @@ from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
 from attmemo.machine import conditions
-from attmemo.memoization import Memoization, memoize, unmemoize
+from attmemo.map_handle import MapMemoization
+from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.bench import timing
 from attmemo.profiler.bench.shapes import random_inputs, random_model
@@ -42,7 +43,7 @@ class _Served:
     """A model whose attention comes from memory, and its counters in each turn."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._handle = model, cast("Memoization", model.attmemo)
+        self.model, self._handle = model, cast("MapMemoization", model.attmemo)
         self.seen: list[tuple[float, float, float]] = []  # ms of lookup and of serving, mean over layers; hit rate
 
     def note(self, turn: int) -> None:

@@ -1,0 +1,187 @@
+"""The blocks of an encoder: where they are, how one is put together, and what its attention needs beside Q, K and V.
+
+`reuse/packed.py` runs blocks over packed rows: the valid tokens of all sequences, one behind the other. An adapter of a
+family with blocks returns a `Blocks`; families differ in names, in where they normalise, and in positions.
+
+Shapes: N packed rows, hidden size H, h heads of width d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters.base import Call
+from attmemo.adapters.masks import Spans, read_mask, spans_of
+from attmemo.adapters.projections import is_linear
+from attmemo.kernels.row_attention import Disentangled
+
+# Arguments of a stack that cannot change what it computes, or that `read` looks at by name.
+_HARMLESS = frozenset({
+    "hidden_states", "attention_mask", "position_embeddings", "position_ids", "return_dict", "use_cache",
+    "output_hidden_states", "output_attentions", "past_key_values",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block: attention with its residual, then the feed-forward layer with its residual.
+
+    Each of the four norms may be missing (None): before and behind attention, before and behind the feed-forward layer.
+    """
+
+    module: nn.Module
+    qkv: tuple[nn.Module, ...]  # layers for Q, K and V; or one layer whose outputs are Q, K and V in this order
+    out: nn.Module
+    before: nn.Module | None
+    behind: nn.Module | None
+    up: tuple[nn.Module, ...]  # one layer, or the layer that is activated and the one that it is multiplied by
+    activation: Callable[[Tensor], Tensor]
+    gated: bool  # half of what `up` gives is multiplied by the activation of the other half
+    down: nn.Module
+    before_feed: nn.Module | None
+    behind_feed: nn.Module | None
+    window: int | None = None  # a token sees tokens less than this far away
+    kind: str = ""  # of layers with different rotary positions
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        return (*self.qkv, self.out, *self.up, self.down)
+
+    @property
+    def norms(self) -> tuple[nn.Module | None, ...]:
+        return self.before, self.behind, self.before_feed, self.behind_feed
+
+
+class Blocks:
+    """All blocks of one model, in order.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Its `forward` gets the embedded hidden states and the mask. It holds all blocks; or it is the first block, and
+        `followers` are the others, which the model itself calls one after the other.
+    blocks : sequence of Block
+    heads, width : int
+        Heads of the attention, h, and their width, d.
+    scale : float
+        Factor of a product of query and key.
+    followers : sequence of nn.Module
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # given by position
+    rotary: ClassVar[bool] = False  # K is stored rotated by its position
+    relative: ClassVar[bool] = False  # scores depend on distances between tokens
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[Block], heads: int, width: int, scale: float,
+        followers: Sequence[nn.Module] = (),
+    ) -> None:  # fmt: skip
+        self.module, self.blocks, self.followers = module, tuple(blocks), tuple(followers)
+        self.heads, self.width, self.scale = heads, width, scale
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules whose work the stack does."""
+        return (self.module, *self.followers)
+
+    def refusal(self) -> str | None:
+        """Why these blocks cannot be run over packed rows; None if they can."""
+        for number, block in enumerate(self.blocks):
+            for linear in block.linears:
+                if not is_linear(linear):
+                    return f"block {number} has a {type(linear).__qualname__} in place of a linear layer"
+            for norm in block.norms:
+                if norm is not None and type(norm) is not nn.LayerNorm:
+                    return f"block {number} has a {type(norm).__qualname__} in place of a layer norm"
+        return None
+
+    # -- a call of the stack
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
+        """The call's hidden states and mask, or the reason why the call must stay exact."""
+        if len(args) > len(self.parameters):
+            return "more positional arguments than are known"
+        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        hidden = given.get("hidden_states")
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            return "hidden states are not [batch, length, hidden]"
+        for name in ("output_attentions", "past_key_values", "use_cache"):
+            if given.get(name):
+                return name
+        for name, value in given.items():
+            if name not in _HARMLESS and value is not None and value is not False:
+                return f"the argument {name}"
+        return Call(hidden, given.get("attention_mask"), None, given)
+
+    def spans(self, mask: Any, batch: int, length: int) -> Spans | None:
+        """Where valid tokens lie; None if the mask is not plain padding on the right."""
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if mask.shape != (batch, length) or bool(((mask != 0) & (mask != 1)).any()):
+                return None
+            spans = spans_of(mask != 0)
+        else:
+            spans = read_mask(mask, batch, length, window=self.mask_window)
+        return None if spans is None or spans.left else spans
+
+    @property
+    def mask_window(self) -> int | None:
+        """The window of the mask that `module` gets."""
+        return self.blocks[0].window if self.followers else None
+
+    def leave(self, hidden: Tensor, call: Call) -> Any:
+        """The return value of the module's `forward`, from the last hidden states ``[B, L, H]``."""
+        if self.followers:
+            return hidden
+        # Seconds to import. Of all classes that stacks return, this one has all their fields.
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
+
+        return Output(last_hidden_state=hidden)
+
+    # -- what attention needs beside Q, K and V; asked for once and kept
+
+    def table(self, span: int) -> Tensor | None:
+        """Bias by distance, float32 ``[h, 2 * span - 1]``: of key position less query position, plus ``span - 1``."""
+        return None
+
+    def disentangled(self, layer: int, span: int) -> Disentangled | None:
+        """Position terms of DeBERTa for one layer."""
+        return None
+
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[N, d]`` of rotary positions ``[N]``, as the model computes them in this type."""
+        raise NotImplementedError(f"{type(self).__name__} has no rotary positions")
+
+
+class RotaryBlocks(Blocks):
+    """Blocks that the model itself calls one after the other; queries and keys are rotated by their positions.
+
+    Parameters
+    ----------
+    host : nn.Module
+        The model that calls the blocks; its ``rotary_emb`` computes the angles.
+    """
+
+    rotary = True
+    relative = True
+
+    def __init__(self, host: Any, blocks: Sequence[Block], heads: int, width: int) -> None:
+        first, *others = (block.module for block in blocks)
+        super().__init__(first, blocks, heads, width, width**-0.5, others)
+        self.host = host
+
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
+        return cosine[0], sine[0]
+
+
+def bert_block(
+    module: nn.Module, qkv: Sequence[nn.Module], out: nn.Module, behind: nn.Module, up: nn.Module,
+    activation: Callable[[Tensor], Tensor], down: nn.Module, behind_feed: nn.Module,
+) -> Block:  # fmt: skip
+    """A block that normalises behind each residual, without a gate."""
+    return Block(module, tuple(qkv), out, None, behind, (up,), activation, False, down, None, behind_feed)

@@ -1,0 +1,90 @@
+"""The handle at ``model.attmemo``: the switch and the counters, for every kind of reuse."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from attmemo.adapters import Site
+from attmemo.adapters.base import by_module
+from attmemo.db import Database
+from attmemo.engine import Engine
+from attmemo.errors import AttmemoError
+from attmemo.hooks import FollowerHook, Hook, LayerHook, ModelHook
+
+
+class Memoization(ABC):
+    """The handle at ``model.attmemo``: counters and the switch.
+
+    Attributes
+    ----------
+    reuse : str
+        The kind of reuse: ``"maps"``, ``"rows"`` or ``"none"``.
+    database : Database or None
+        None if nothing is reused.
+    host : nn.Module
+        The part of the model that is served.
+    """
+
+    reuse: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        engine: Engine,
+        *,
+        owned: bool = False,
+        followers: Sequence[nn.Module] = (),
+    ) -> None:
+        self.engine = engine
+        self.owns_database = owned  # opened for this memoization alone, and closed with it
+        self.database: Database | None = engine.database
+        self.host = engine.adapter.host(model)
+        self._sites, self._followers = list(sites), list(followers)
+        self._hooks: list[Hook] = []
+        self._undone = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model is being served."""
+        return bool(self._hooks)
+
+    def enable(self) -> None:
+        """Serve from now on."""
+        if self.enabled:
+            return
+        if self._undone:
+            raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
+        hooks: list[Hook] = [LayerHook(self, self.engine, sites) for sites in by_module(self._sites)]
+        hooks += [FollowerHook(self, self.engine, module) for module in self._followers]
+        for hook in (*hooks, ModelHook(self, self.engine, self.host)):
+            hook.insert()
+            self._hooks.append(hook)
+
+    def disable(self) -> None:
+        """Put the original `forward` of every module back; nothing of the engine stays in the way."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.engine.reset_stats()
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counters since the last reset, JSON-able."""
+
+    def undo(self) -> None:
+        """Disable for good and give windows back, as `unmemoize` does."""
+        self.disable()
+        self._undone = True
+        self.engine.close()
+        if self.owns_database and self.database is not None:
+            self.database.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied or pickled model is a bare one

@@ -1,0 +1,220 @@
+"""Blocks of an encoder over packed rows: the valid tokens of all sequences, one behind the other, without padding.
+
+The limit. The work of a block is its linear layers, 24 H² operations a row for a feed-forward size of 4 H, and
+attention, 4 n H a row. A padded batch computes ``B·L`` rows; the packed one computes the valid ones, and attention
+looks at valid keys only. Q, K and V are one product, its rows are read by the attention kernel where they lie, and a residual, a norm
+or an activation never makes a copy of its own where a kernel can do it on the way.
+
+Every row is the model's own arithmetic up to rounding: nothing here approximates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from attmemo.adapters.blocks import Block, Blocks
+from attmemo.adapters.projections import is_plain
+from attmemo.kernels.linear import Linear
+from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
+
+TYPES = (torch.float32, torch.bfloat16)
+"""Number types of models whose blocks can be packed."""
+
+_ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
+                "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
+
+Fetch = Callable[[int], Stored | None]
+"""K and V of records in a layer; None if no sequence has a record."""
+Keep = Callable[[int, Tensor, Tensor], None]
+"""Gets the layer's number and K and V ``[N, H]`` of the rows that were computed."""
+
+
+class Packed:
+    """The blocks of one model with their weights made ready. The original weights stay where they are.
+
+    Parameters
+    ----------
+    blocks : Blocks
+    dtype : torch.dtype
+        Of the model.
+    """
+
+    def __init__(self, blocks: Blocks, dtype: torch.dtype) -> None:
+        self.blocks, self.dtype = blocks, dtype
+        self._layers = [_Layer(block) for block in blocks.blocks]
+        self._spans: dict[int, Positions] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that were made ready, beside the model's own."""
+        return sum(linear.nbytes for layer in self._layers for linear in layer.linears)
+
+    def run(
+        self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor, fetch: Fetch | None = None,
+        keep: Keep | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states ``[N, H]`` of packed rows.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            Embedded rows, ``[N, H]``.
+        layout : Layout
+            Where the rows and their keys lie.
+        longest : int
+            Tokens of the longest sequence.
+        positions : Tensor
+            Position of each row as the model counts them, int64 ``[N]``; used by rotary models.
+        fetch : Fetch, optional
+            Gives the rows of records.
+        keep : Keep, optional
+            Called in each layer.
+        """
+        known = self.positions(longest)
+        angles = Angles(self.blocks, positions, hidden.dtype)
+        for number in range(len(self._layers)):
+            stored = None if fetch is None else fetch(number)
+            hidden = self.block(number, hidden, layout, known, angles, stored, keep)
+        return hidden
+
+    def block(
+        self, number: int, hidden: Tensor, layout: Layout, known: Positions, angles: Angles,
+        stored: Stored | None = None, keep: Keep | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One block: ``[N, H]`` to ``[N, H]``."""
+        layer, blocks = self._layers[number], self.blocks
+        block = layer.block
+        projected = layer.qkv(_norm(block.before, hidden))
+        size = blocks.heads * blocks.width
+        queries, keys, values = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
+        if blocks.rotary:
+            cosine, sine = angles.of(block.kind)
+            _rotate(projected[:, : 2 * size], cosine, sine, blocks.width)
+        if keep is not None:
+            keep(number, keys, values)
+        context = attend(
+            queries, keys, values, blocks.heads, layout,
+            scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
+            table=known.table, window=block.window, disentangled=known.disentangled(number),
+        )  # fmt: skip
+        hidden = _norm(block.behind, layer.out(context, add=hidden))
+        inner = layer.up(_norm(block.before_feed, hidden))
+        if block.gated:
+            half = inner.shape[1] // 2
+            inner = layer.activate(inner[:, :half]).mul_(inner[:, half:])
+        elif layer.activates:
+            inner = layer.activate(inner)
+        return _norm(block.behind_feed, layer.down(inner, add=hidden))
+
+    def positions(self, longest: int) -> Positions:
+        """What attention needs for sequences of up to so many tokens; made once for a power of two."""
+        span = max(64, 1 << (longest - 1).bit_length())
+        found = self._spans.get(span)
+        if found is None:
+            found = self._spans[span] = Positions(self.blocks, span)
+        return found
+
+
+class _Layer:
+    """The linear layers of one block."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        name = _ACTIVATIONS.get(type(block.activation).__name__)
+        fused = name if name is not None and not block.gated else "none"
+        self.activates = fused == "none"  # the activation is a step of its own
+        self.activate = block.activation
+        self.qkv, self.out = _ready(block.qkv), _ready((block.out,))
+        self.up, self.down = _ready(block.up, fused), _ready((block.down,))
+
+    @property
+    def linears(self) -> tuple[Linear | _Called, ...]:
+        return self.qkv, self.out, self.up, self.down
+
+
+class _Called:
+    """Linear layers that are called as they are: int8 layers keep their weights to themselves."""
+
+    nbytes = 0
+
+    def __init__(self, modules: tuple[nn.Module, ...], activation: str) -> None:
+        self._modules = modules
+        self._activate = {"none": None, "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"), "relu": nn.ReLU(),
+                          "silu": nn.SiLU()}[activation]  # fmt: skip
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        found = torch.cat([module(x) for module in self._modules], 1)
+        if self._activate is not None:
+            found = self._activate(found)
+        return found if add is None else found.add_(add)
+
+
+def _ready(modules: tuple[nn.Module, ...], activation: str = "none") -> Linear | _Called:
+    if all(is_plain(module) for module in modules):
+        weights: list[Any] = [module.weight for module in modules]
+        biases: list[Any] = [module.bias for module in modules]
+        return Linear.of(weights, biases, activation)
+    return _Called(modules, activation)
+
+
+class Positions:
+    """What attention needs to know of positions, for sequences of up to `span` tokens."""
+
+    def __init__(self, blocks: Blocks, span: int) -> None:
+        self._blocks, self._span = blocks, span
+        with torch.no_grad():
+            self.table = blocks.table(span)
+            self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
+        self._turns: dict[str, Turn] = {}
+
+    def disentangled(self, layer: int) -> Disentangled | None:
+        return self._terms[layer]
+
+    def turn(self, kind: str) -> Turn | None:
+        """Rotations by a distance, for stored keys."""
+        if not self._blocks.rotary:
+            return None
+        if kind not in self._turns:
+            distances = torch.arange(1 - self._span, self._span)
+            cosine, sine = self._blocks.angles(kind, distances, torch.float32)
+            half = cosine.shape[1] // 2
+            self._turns[kind] = Turn(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
+        return self._turns[kind]
+
+
+@dataclass
+class Angles:
+    """Rotary angles of the rows of one forward, by kind of layer."""
+
+    blocks: Blocks
+    positions: Tensor
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def of(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles."""
+        if kind not in self._found:
+            cosine, sine = self.blocks.angles(kind, self.positions, self.dtype)
+            half = cosine.shape[1] // 2
+            self._found[kind] = cosine[:, None, :half].contiguous(), sine[:, None, :half].contiguous()
+        return self._found[kind]
+
+
+def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, width: int) -> None:
+    """Rotate queries and keys, ``[N, 2 h d]``, in place."""
+    heads = projected.view(len(projected), -1, width)
+    first, second = heads.float().chunk(2, dim=-1)
+    heads.copy_(torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1))
+
+
+def _norm(norm: Any, hidden: Tensor) -> Tensor:
+    """The norm of a block, or the rows themselves where the block has none there."""
+    return hidden if norm is None else layer_norm(hidden, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

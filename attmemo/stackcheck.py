@@ -1,0 +1,109 @@
+"""The self-check of packed blocks: each block on the input that it really got, then all of them through the hooks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters import Adapter
+from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
+from attmemo.engine import Engine
+from attmemo.errors import AdapterCheckError
+from attmemo.kernels.row_attention import Layout
+from attmemo.reuse.packed import Angles, Packed
+from attmemo.reuse.stack import places_of
+
+_ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
+_DEEP = 10  # errors of single blocks add up
+
+
+class Handle(Protocol):
+    """The part of a `StackMemoization` that is checked."""
+
+    engine: Engine
+
+    def enable(self) -> None: ...
+    def disable(self) -> None: ...
+    def reset_stats(self) -> None: ...
+
+
+def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
+    """Run a small padded batch through the original blocks, and each block again over its packed rows.
+
+    Raises
+    ------
+    AdapterCheckError
+        Names the first block that differs. Nothing has been changed.
+    """
+    inputs, lengths = adapter.sample(model)
+    padded, allowed = max(lengths), tolerance(model, _ROUNDED)
+    places = places_of(lengths, padded)
+    assert places is not None
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    layout, known = Layout(starts, starts), packed.positions(padded)
+    angles = Angles(packed.blocks, torch.arange(padded).repeat(len(lengths))[places], packed.dtype)
+    seen: list[int] = []
+
+    def compare(number: int, args: Any, kwargs: Any, returned: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        expected = returned if isinstance(returned, Tensor) else returned[0]
+        found = packed.block(number, _rows(hidden, places), layout, known, angles)
+        worst = difference(found, _rows(expected, places))
+        seen.append(number)
+        if not worst <= allowed:
+            raise AdapterCheckError(
+                f"block {number} over packed rows differs from the original by {worst:.2e} of its range "
+                f"(allowed {allowed:.0e}).",
+                UNKNOWN,
+            )
+
+    with checking(model, "a small batch cannot be checked with this model") as stack, torch.inference_mode():
+        for number, block in enumerate(packed.blocks.blocks):
+
+            def hook(_module: nn.Module, args: Any, kwargs: Any, returned: Any, number: int = number) -> None:
+                compare(number, args, kwargs, returned)
+
+            stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+        adapter.host(model)(**inputs)
+    if seen != list(range(len(packed.blocks.blocks))):
+        raise AdapterCheckError(f"its blocks are called in the order {seen}, not one after the other.", UNKNOWN)
+
+
+def check_stack(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
+    """Serve a small padded batch through the hooks and compare the last hidden states with the original's.
+
+    Raises
+    ------
+    AdapterCheckError
+        Names what differs. Nothing has been changed.
+    """
+    inputs, lengths = adapter.sample(model)
+    host = adapter.host(model)
+    places = places_of(lengths, max(lengths))
+    assert places is not None
+    with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+        expected = _rows(host(**inputs)[0], places)
+        stack.callback(handle.reset_stats)
+        handle.enable()
+        stack.callback(handle.disable)
+        seen = _rows(host(**inputs)[0], places)
+        counters = handle.engine.counters
+        if counters.layers[0].sequences != len(lengths):
+            reasons = [*counters.failures, *counters.ineligible, "no reason was counted"]
+            raise AdapterCheckError(f"a small batch cannot be served: {reasons[0]}.", UNKNOWN)
+    allowed = _DEEP * tolerance(model, _ROUNDED)
+    worst = difference(seen, expected)
+    if not worst <= allowed:
+        raise AdapterCheckError(
+            f"the last hidden states differ from the original's by {worst:.2e} of their range "
+            f"(allowed {allowed:.0e}).",
+            UNKNOWN,
+        )
+
+
+def _rows(hidden: Tensor, places: Tensor) -> Tensor:
+    """Valid rows ``[N, H]`` of ``[B, L, H]``."""
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
