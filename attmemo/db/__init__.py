@@ -5,14 +5,14 @@ from attmemo.db.database import Database, Finding
 from attmemo.db.files import file_digest, storing
 from attmemo.db.find import cache_directory, default_path, find_database
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
-from attmemo.db.kinds import KIND_INPUT, KIND_MAP, SlotKind
+from attmemo.db.kinds import KIND_INPUT, KIND_LAST, KIND_MAP, KIND_ROWS, KIND_SCALES, KIND_TOKENS, SlotKind, kinds_of_rows
 from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
 from attmemo.db.migration import migrate
 from attmemo.db.writer import DatabaseWriter, Provenance
 
 __all__ = [
-    "BACKENDS", "KIND_INPUT", "KIND_MAP", "SEQUENCE", "SPLIT_HELD_OUT", "SPLIT_TRAIN", "Backend", "Database",
-    "DatabaseWriter", "EmbedderRef", "FileRef", "Finding", "FlatIndex", "LayerIndex", "Manifest", "ModelInfo",
-    "Provenance", "SlotKind", "cache_directory", "default_path", "file_digest", "find_database", "migrate",
-    "read_manifest", "storing",
+    "BACKENDS", "KIND_INPUT", "KIND_LAST", "KIND_MAP", "KIND_ROWS", "KIND_SCALES", "KIND_TOKENS", "SEQUENCE",
+    "SPLIT_HELD_OUT", "SPLIT_TRAIN", "Backend", "Database", "DatabaseWriter", "EmbedderRef", "FileRef", "Finding",
+    "FlatIndex", "LayerIndex", "Manifest", "ModelInfo", "Provenance", "SlotKind", "cache_directory", "default_path",
+    "file_digest", "find_database", "kinds_of_rows", "migrate", "read_manifest", "storing",
 ]  # fmt: skip

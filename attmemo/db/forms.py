@@ -17,7 +17,7 @@ from torch import Tensor
 
 TYPES: Final = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-    "uint8": torch.uint8, "float8_e4m3": torch.float8_e4m3fn, "int32": torch.int32,
+    "uint8": torch.uint8, "int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "int32": torch.int32,
 }  # fmt: skip
 """Number types that a slot may have, by the name in the manifest."""
 
@@ -27,6 +27,10 @@ TOPS: Final = range(255, 247, -1)
 # the loss of mantissa disappears in their means.
 STORAGE: Final = {name: (name, name) for name in ("float32", "bfloat16", "float16")}
 STORAGE["uint8"] = ("uint8", "float8_e4m3")
+# Choices of storage of rows: the types of K and V, and of the last hidden states.
+ROW_STORAGE: Final = {name: (name, name) for name in ("float32", "bfloat16", "float16")}
+ROW_STORAGE["int8"] = ("int8", "bfloat16")
+CHOICES: Final = tuple(STORAGE | ROW_STORAGE)
 
 
 def length_of(shape: tuple[int, ...]) -> int:
@@ -65,6 +69,17 @@ def _to_roots(apm: Tensor) -> Tensor:
             best[better] = q[better]
             least = torch.minimum(lost, least)
     return found
+
+
+def quantize(rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 ``[..., n, h * d]`` of rows, and a scale for each row and head, float32 ``[..., n, h]``.
+
+    A number is its code times its scale. The largest number of a row and head has code 127 or -127.
+    """
+    parts = rows.float().unflatten(-1, (heads, -1))  # type: ignore[no-untyped-call]
+    scales = parts.abs().amax(-1) / 127
+    codes = (parts / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round_()
+    return codes.to(torch.int8).flatten(-2), scales
 
 
 def unpack(stored: Tensor) -> Tensor:

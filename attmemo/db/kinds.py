@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from attmemo.db.forms import STORAGE, TYPES, pack
+from attmemo.db.forms import ROW_STORAGE, STORAGE, TYPES, pack
 from attmemo.errors import DatabaseCorruptError
 from attmemo.fields import Field
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 KIND_MAP: Final = "map"  # the attention map of a layer over the valid tokens
 KIND_INPUT: Final = "input"  # the hidden states that entered the layer
+KIND_TOKENS: Final = "tokens"  # ids of the valid tokens, with their types
+KIND_ROWS: Final = "rows"  # K, then V, of a layer
+KIND_SCALES: Final = "scales"  # of rows in 8 bits: one number for each row and head
+KIND_LAST: Final = "last"  # the hidden states that left the last layer
 LENGTH, TRIANGLE = "n", "n(n+1)/2"  # sizes of a shape
 CAUSAL: Final = "causal"  # mask kind of a model whose maps are lower triangles
 INPUTS: Final = ("all", "first")  # setting: the layers whose hidden states are kept
@@ -82,13 +86,43 @@ def kinds_of_maps(model: ModelInfo, storage: str, settings: Mapping[str, Any]) -
     return of_maps, inputs[INPUTS.index(settings.get("inputs", "all"))]
 
 
+def kinds_of_rows(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    """The kinds of a database that serves rows."""
+    (rows,), scales = _row_kinds(model, storage), _scale_kinds(model, storage)
+    return *_token_kinds(model, storage), rows, *scales, *_last_kinds(model, storage)
+
+
+def _token_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    return (SlotKind(KIND_TOKENS, 1, "int32", (LENGTH,)),)
+
+
+def _row_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    if storage not in ROW_STORAGE:
+        return ()
+    return (SlotKind(KIND_ROWS, model.layers, ROW_STORAGE[storage][0], (2, LENGTH, model.hidden)),)
+
+
+def _scale_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    return (SlotKind(KIND_SCALES, model.layers, "float32", (2, LENGTH, model.heads)),) if storage == "int8" else ()
+
+
+def _last_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    if storage not in ROW_STORAGE:
+        return ()
+    return (SlotKind(KIND_LAST, 1, ROW_STORAGE[storage][1], (LENGTH, model.hidden)),)
+
+
 def _map_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    if storage not in STORAGE:
+        return ()
     causal = model.mask_kind == CAUSAL
     shape = (model.heads, TRIANGLE) if causal else (model.heads, LENGTH, LENGTH)
     return (SlotKind(KIND_MAP, model.layers, STORAGE[storage][0], shape),)
 
 
 def _input_kinds(model: ModelInfo, storage: str) -> tuple[SlotKind, ...]:
+    if storage not in STORAGE:
+        return ()
     shape, dtype = (LENGTH, model.hidden), STORAGE[storage][1]
     return tuple(SlotKind(KIND_INPUT, layers, dtype, shape) for layers in (model.layers, 1))
 
@@ -118,5 +152,24 @@ def _store_input(hidden: Tensor, kind: SlotKind) -> Tensor:
     return stored
 
 
-FORMS: Final = {KIND_MAP: Form(_map_kinds, _store_map, served=True), KIND_INPUT: Form(_input_kinds, _store_input)}
+def _store_as_it_is(tensor: Tensor, kind: SlotKind) -> Tensor:
+    """Tokens, and codes and scales that `forms.quantize` has made."""
+    stored = tensor.detach().contiguous()
+    if stored.is_floating_point() and not bool(torch.isfinite(stored).all()):
+        raise DatabaseCorruptError(f"the {kind.name} are not finite", "check the model in this precision")
+    return stored
+
+
+def _store_rows(rows: Tensor, kind: SlotKind) -> Tensor:
+    return _store_as_it_is(rows, kind) if kind.dtype == "int8" else _store_input(rows, kind)
+
+
+FORMS: Final = {
+    KIND_MAP: Form(_map_kinds, _store_map, served=True),
+    KIND_INPUT: Form(_input_kinds, _store_input),
+    KIND_TOKENS: Form(_token_kinds, _store_as_it_is),
+    KIND_ROWS: Form(_row_kinds, _store_rows, served=True),
+    KIND_SCALES: Form(_scale_kinds, _store_as_it_is, served=True),
+    KIND_LAST: Form(_last_kinds, _store_input),
+}
 """The kinds that this library knows, by name."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 import xxhash
 
 from attmemo.db.files import MANIFEST, RESTORE, write_durably
-from attmemo.db.forms import STORAGE
+from attmemo.db.forms import CHOICES
 from attmemo.db.kinds import FORMS, SlotKind
 from attmemo.db.slots import SlotClass
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
@@ -168,7 +168,7 @@ class Manifest:
 
 def _parse(body: Field) -> Manifest:
     model, page = ModelInfo.read(body["model"]), read_page_size(body)
-    storage = body["storage"].text(among=STORAGE)
+    storage = body["storage"].text(among=CHOICES)
     kinds = tuple(SlotKind.read(item, model, storage) for item in body["kinds"].items())
     if len({kind.name for kind in kinds}) != len(kinds):
         body["kinds"].refuse("each kind once")

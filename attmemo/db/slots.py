@@ -11,7 +11,7 @@ import xxhash
 
 from attmemo.db.files import ARENA, RESTORE
 from attmemo.db.forms import TYPES
-from attmemo.db.kinds import SlotKind
+from attmemo.db.kinds import KIND_INPUT, KIND_MAP, SlotKind
 from attmemo.errors import DatabaseCorruptError, DatabaseTruncatedError
 from attmemo.fields import Field
 from attmemo.mmap import CACHE_LINE, HUGE_PAGE, SlotLayout, round_up
@@ -78,7 +78,9 @@ class SlotClass:
 
 
 def _is_tight(kind: SlotKind, length: int) -> bool:
-    """Whether slots need not begin at a page: never mapped one by one, and few bytes each."""
+    """Whether slots need not begin at a page: they are never mapped one by one, or have few bytes each."""
+    if kind.name not in (KIND_MAP, KIND_INPUT):
+        return True
     return TYPES[kind.dtype].itemsize == 1 and kind.nbytes(length) < TIGHT
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from attmemo.db import files
 from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, Snapshot, add_to_digest, read_records
 from attmemo.db.files import BuilderLock, named, storing
-from attmemo.db.forms import STORAGE, TYPES, unpack
+from attmemo.db.forms import CHOICES, TYPES, unpack
 from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
 from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, Source, read_manifest, write_manifest
 from attmemo.db.slots import SlotClass, arena_header, check_arena, slot_checksum
@@ -53,8 +53,8 @@ class DatabaseWriter:
         self, path: Path, model: ModelInfo, storage: str, settings: Mapping[str, Any] | None = None, *,
         kinds: Sequence[SlotKind] | None = None, when_full: str = files.WHEN_FULL,
     ) -> None:  # fmt: skip
-        if storage not in STORAGE:
-            raise ValueError(f"storage must be one of {', '.join(STORAGE)}, got {storage!r}")
+        if storage not in CHOICES:
+            raise ValueError(f"storage must be one of {', '.join(CHOICES)}, got {storage!r}")
         self.path, self._when_full, self._pid = path, when_full, os.getpid()
         self._files: dict[str, int] = {}
         self._pending: list[Record] = []

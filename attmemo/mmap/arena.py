@@ -75,7 +75,7 @@ class Mapping:
         # Only hugetlbfs and tmpfs mounted with huge= announce such blocks.
         if self.sealed or os.fstat(self.fd).st_blksize >= pages.HUGE_PAGE:
             self._map[layout.header]
-            self._page_bytes, self.huge_bytes = pages.huge_mapping(self._address, nbytes)
+            self._page_bytes, self.huge_bytes = pages.huge_mapping(self.address, nbytes)
         elif layout.stride % pages.HUGE_PAGE == layout.header % pages.HUGE_PAGE == 0:
             # The page cache of ext4, xfs and btrfs may have huge pages too, since Linux 6.x; it announces nothing.
             # What is not in memory yet is read in such pieces if asked, and slots are at least that large.
@@ -107,13 +107,14 @@ class Mapping:
     def reload(self, progress: hugepages.Progress | None) -> int:
         """Have the file in huge pages of the page cache, if its file system has any. Bytes that are."""
         self.check_whole()
-        self.huge_bytes = hugepages.reload(self.fd, self.memory, self._address, progress)
+        self.huge_bytes = hugepages.reload(self.fd, self.memory, self.address, progress)
         if 2 * self.huge_bytes > len(self.memory):
             self._page_bytes = pages.HUGE_PAGE
         return self.huge_bytes
 
     @property
-    def _address(self) -> int:
+    def address(self) -> int:
+        """Where the mapped file begins; valid as long as this object is held."""
         return np.frombuffer(self.memory, np.uint8).ctypes.data
 
     def _look(self) -> int:
@@ -124,7 +125,7 @@ class Mapping:
         for slot in looked_at:
             offset = self.layout.offset(slot)
             self.memory[offset]
-            huge += pages.is_huge(self._address + offset)
+            huge += pages.is_huge(self.address + offset)
         return pages.HUGE_PAGE if 2 * huge > len(looked_at) else pages.page_size()
 
     @property

@@ -1,0 +1,191 @@
+"""Where rows of records come from: a database's arenas, or memory.
+
+A record keeps the tokens of a sequence, K and V of every layer, and the last hidden states. K and V are read where
+they lie: a store only says where.
+
+Shapes: n tokens of a record, hidden size H, h heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attmemo.db import KIND_LAST, KIND_ROWS, KIND_SCALES, KIND_TOKENS, Database
+from attmemo.db.forms import quantize
+from attmemo.embed.tokens import TokenIndex
+from attmemo.kernels.row_attention import Stored
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record in memory, as a database stores it."""
+
+    tokens: npt.NDArray[np.int32]  # [n]
+    rows: Tensor  # [layers, 2, n, H]
+    scales: Tensor | None  # [layers, 2, n, h] of rows in 8 bits
+    last: Tensor  # [n, H]
+
+    @classmethod
+    def pack(
+        cls, tokens: npt.NDArray[np.int32], rows: Tensor, last: Tensor, storage: tuple[torch.dtype, torch.dtype],
+        heads: int,
+    ) -> Record:  # fmt: skip
+        """A record of computed rows ``[layers, 2, n, H]`` in the types of a choice of storage."""
+        of_rows, of_last = storage
+        if of_rows is torch.int8:
+            codes, scales = quantize(rows, heads)
+            return cls(tokens, codes, scales, last.to(of_last))
+        return cls(tokens, rows.to(of_rows), None, last.to(of_last))
+
+    @property
+    def slots(self) -> dict[str, Sequence[Tensor]]:
+        """Tensors of each kind of slot, by layer."""
+        found: dict[str, Sequence[Tensor]] = {
+            KIND_TOKENS: [torch.from_numpy(self.tokens)], KIND_ROWS: list(self.rows), KIND_LAST: [self.last],
+        }  # fmt: skip
+        return found if self.scales is None else found | {KIND_SCALES: list(self.scales)}
+
+
+class Fetched(Protocol):
+    """Rows of the records of one batch; what they lie in is held as long as this object is."""
+
+    def layer(self, number: int) -> Stored:
+        """K and V of one layer."""
+
+    def last(self, place: int) -> Tensor:
+        """Last hidden states ``[n, H]`` of the record at this place of the batch; to be read only."""
+
+
+class RowStore(Protocol):
+    """A collection of records."""
+
+    index: TokenIndex
+    """Finds records by tokens."""
+
+    def fetch(self, records: Ints) -> Fetched:
+        """Rows of these records, ``[B]``; -1: none."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class DatabaseRows:
+    """Records of a database, read where they lie in its arenas.
+
+    Parameters
+    ----------
+    database : Database
+        One that keeps rows.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._kinds = {kind.name: kind for kind in database.manifest.known_kinds}
+        self.index = TokenIndex()
+        for record in range(len(database)):
+            self.index.add(database.view(KIND_TOKENS, 0, record).numpy())
+
+    def fetch(self, records: Ints) -> _Mapped:
+        return _Mapped(self._database, self._kinds, records)
+
+    def close(self) -> None:
+        """Nothing is held: the database is its owner's."""
+
+
+class _Mapped:
+    """Rows in arenas: addresses of layer 0, and the bytes from one layer's slot to the next."""
+
+    def __init__(self, database: Database, kinds: dict[str, Any], records: Ints) -> None:
+        self._database, self._records = database, records
+        self._lengths = np.where(records < 0, 0, database.records.lengths[records])
+        self._held: list[Any] = []
+        self._rows, self._row_steps = self._find(KIND_ROWS)
+        self._kind = kinds[KIND_ROWS]
+        self._dtype = {"int8": torch.int8, "float32": torch.float32, "float16": torch.float16}.get(
+            self._kind.dtype, torch.bfloat16
+        )
+        self._coded = KIND_SCALES in kinds
+        if self._coded:
+            self._scales, self._scale_steps = self._find(KIND_SCALES)
+            self._heads = int(kinds[KIND_SCALES].shape[-1])
+        self._lasts: dict[int, Any] = {}
+
+    def _find(self, kind: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        addresses, steps = np.zeros((2, len(self._records)), np.uint64)
+        for length in np.unique(self._lengths[self._records >= 0]).tolist():
+            mapping = self._database.arena(kind, length).mapping
+            mapping.check_whole()
+            self._held.append(mapping)
+            there = np.flatnonzero(self._lengths == length)
+            slots = mapping.indices(self._database.slots_of(kind, 0, self._records[there]))
+            addresses[there] = (mapping.address + mapping.offsets(slots)).astype(np.uint64)
+            steps[there] = mapping.layout.stride
+        return addresses, steps
+
+    def layer(self, number: int) -> Stored:
+        size = int(self._kind.shape[-1]) * self._dtype.itemsize
+        keys = self._rows + np.uint64(number) * self._row_steps
+        values = keys + (self._lengths * size).astype(np.uint64)
+        key_scales = value_scales = None
+        if self._coded:
+            key_scales = self._scales + np.uint64(number) * self._scale_steps
+            value_scales = key_scales + (self._lengths * 4 * self._heads).astype(np.uint64)
+        return Stored(
+            keys, values, self._lengths.astype(np.int64), self._dtype, size, key_scales, value_scales,
+            4 * self._heads if self._coded else 0,
+        )  # fmt: skip
+
+    def last(self, place: int) -> Tensor:
+        return self._database.view(KIND_LAST, 0, int(self._records[place]))
+
+
+class HeldRows:
+    """Records in memory: the self-check serves them through the path that serves a database."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._held = list(records)
+        self.index = TokenIndex()
+        for record in self._held:
+            self.index.add(record.tokens)
+
+    def fetch(self, records: Ints) -> _Held:
+        return _Held([None if record < 0 else self._held[record] for record in records.tolist()])
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+class _Held:
+    """Rows in memory."""
+
+    def __init__(self, records: Sequence[Record | None]) -> None:
+        self._records = records
+
+    def layer(self, number: int) -> Stored:
+        def addresses(name: str, plane: int) -> npt.NDArray[np.uint64]:
+            found = [None if record is None else getattr(record, name)[number, plane] for record in self._records]
+            return np.array([0 if part is None else part.data_ptr() for part in found], np.uint64)
+
+        some = next(record for record in self._records if record is not None)
+        rows = np.array([0 if record is None else len(record.tokens) for record in self._records], np.int64)
+        coded = some.scales is not None
+        return Stored(
+            addresses("rows", 0), addresses("rows", 1), rows, some.rows.dtype,
+            some.rows.shape[-1] * some.rows.itemsize,
+            addresses("scales", 0) if coded else None, addresses("scales", 1) if coded else None,
+            some.scales.shape[-1] * 4 if some.scales is not None else 0,
+        )  # fmt: skip
+
+    def last(self, place: int) -> Tensor:
+        record = self._records[place]
+        assert record is not None
+        return record.last

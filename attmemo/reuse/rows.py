@@ -1,0 +1,101 @@
+"""Reuse of rows: a record supplies K and V of every layer, and the last hidden states, of the tokens it shares.
+
+Only the other tokens are computed, in every layer, and attend to all keys: fresh ones and those of the record, read
+where they lie. Sequences without a record are computed whole in the same packed batch.
+
+A reused row is the row of another input: it has not seen the tokens that changed. So its output is an approximation.
+Rows that are computed are exact arithmetic over approximate keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attmemo.adapters import Call, Site, Spans
+from attmemo.adapters.blocks import Blocks
+from attmemo.counters import Counters
+from attmemo.kernels.row_attention import Layout
+from attmemo.plan import Share
+from attmemo.reuse.packed import Packed
+from attmemo.reuse.row_store import RowStore
+from attmemo.reuse.stack import Stack, places_of
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare(Share):
+    """What a stack is served: for every token of the batch the row of its sequence's record that supplies it."""
+
+    source: npt.NDArray[np.int32]  # [sum n]; -1: computed
+    record: npt.NDArray[np.int64]  # [B]; -1: the sequence is computed whole
+
+
+class Rows(Stack):
+    """Serves a stack of blocks from the rows of records.
+
+    Parameters
+    ----------
+    blocks : Blocks
+    packed : Packed
+    store : RowStore
+        The records.
+    """
+
+    name: ClassVar[str] = "rows"
+
+    def __init__(self, blocks: Blocks, packed: Packed, store: RowStore) -> None:
+        super().__init__(blocks, packed)
+        self.store = store
+
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
+        if not isinstance(share, RowShare) or not len(share.sequences):
+            return super().serve(site, call, spans, share, counters)
+        start = perf_counter()
+        batch, padded, size = call.hidden.shape
+        lengths = np.asarray(spans.lengths, np.int64)
+        places = places_of(spans.lengths, padded)
+        fresh = share.source < 0
+        computed = torch.from_numpy(np.flatnonzero(fresh))
+        if places is not None:
+            computed = places.index_select(0, computed)
+        layout = layout_of(lengths, share.source)
+        fetched = self.store.fetch(share.record)
+        planned = perf_counter()
+        rows = call.hidden.reshape(batch * padded, size).index_select(0, computed)
+        positions = self.positions(call, computed, batch, padded)
+        found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer)
+        done = perf_counter()
+        output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
+        key_starts = layout.key_starts
+        for place in share.sequences.tolist():
+            first, end = int(key_starts[place]), int(key_starts[place + 1])
+            source = share.source[first:end]
+            kept = np.flatnonzero(source >= 0)
+            rows = fetched.last(place).index_select(0, torch.from_numpy(source[kept].astype(np.int64)))
+            output[place * padded + torch.from_numpy(kept)] = rows.to(output.dtype)
+        fetching = planned - start + perf_counter() - done
+        counters.work(len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
+        return output.view(batch, padded, size)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:
+    """Where the computed rows and all keys of a batch lie.
+
+    `source` ``[sum n]`` is as in `RowShare`.
+    """
+    key_starts = np.concatenate([[0], np.cumsum(lengths)])
+    fresh = source < 0
+    numbers = np.cumsum(fresh)  # of fresh rows up to here
+    starts = np.concatenate([[0], numbers])[key_starts]
+    positions = np.arange(len(source)) - np.repeat(key_starts[:-1], lengths)
+    sources = np.where(fresh, numbers - 1, -1 - source)
+    return Layout(starts, key_starts, positions[fresh].astype(np.int32), sources.astype(np.int32))
