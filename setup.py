@@ -53,5 +53,11 @@ setup(
             extra_compile_args=[*STRICT, "-O3", *CHECKS],
             extra_link_args=CHECKS,
         ),
+        Extension(
+            "attmemo.kernels._align",
+            sources=["native/align.c"],
+            extra_compile_args=[*STRICT, "-O3", *CHECKS],
+            extra_link_args=CHECKS,
+        ),
     ],
 )

@@ -1,0 +1,47 @@
+"""Vectors of token sequences that need no training: sequences that share tokens have vectors that point the same way.
+
+A vector is a sum of random ones: one for each token, and half of one for each pair of neighbours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from attmemo.kernels.align import sketch
+
+Vectors = npt.NDArray[np.float32]
+
+
+class Sketch:
+    """Turns token sequences into vectors of length 1; those of empty sequences are zero.
+
+    The random vectors come from a hash of the token ids: there is no table, and every machine gets the same bits.
+
+    Parameters
+    ----------
+    dimensions : int
+        A multiple of 64, at most 1024. The product of two vectors is their similarity with an error of about
+        ``1 / sqrt(dimensions)``.
+
+    Raises
+    ------
+    ValueError
+        Other dimensions.
+    """
+
+    def __init__(self, dimensions: int = 128) -> None:
+        if dimensions % 64 or not 0 < dimensions <= 1024:
+            raise ValueError(f"dimensions must be a multiple of 64, at most 1024; seen {dimensions}")
+        self.dimensions = dimensions
+
+    def __call__(self, tokens: npt.NDArray[np.int32], starts: npt.NDArray[np.int64]) -> Vectors:
+        """Vectors, float32 ``[B, dimensions]``, of sequences that lie one behind the other.
+
+        `tokens` is int32 ``[n]``, `starts` int64 ``[B + 1]``: where each sequence starts, and n. ValueError if not.
+        """
+        sums = sketch(tokens, starts, self.dimensions).astype(np.float32)
+        # The squares of whole numbers: their sum is exact in float64, so the order of adding does not matter.
+        lengths = np.sqrt(np.einsum("bd,bd->b", sums, sums, dtype=np.float64))
+        scale = np.where(lengths > 0, 1.0 / np.maximum(lengths, 1.0), 0.0).astype(np.float32)
+        return np.asarray(sums * scale[:, None], np.float32)

@@ -1,0 +1,270 @@
+"""Which rows of a stored record serve a new input: `native/align.c` and its oracle in plain Python.
+
+Tokens of an input and of a record are paired by their longest common subsequence. A token with a partner takes the
+rows of its partner, the others are computed. `align`, `sketch` and `nearest` are the C kernels; `align_in_python`,
+`sketch_in_numpy` and `nearest_in_numpy` give the very same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from attmemo.kernels import _align
+
+Tokens = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
+
+LONGEST = 8192
+"""An input or a record with more tokens shares only its prefix and its suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which rows are computed beside those of tokens without a partner.
+
+    Attributes
+    ----------
+    near : int
+        So many neighbours of each token without a partner, on both sides.
+    most_moved : int or None
+        Two tokens whose positions differ by more are no pair. None: any two may be.
+    edges : bool
+        The first token of a block that follows another block at once, at another offset.
+    ends : bool
+        The first and the last token.
+    """
+
+    near: int = 1
+    most_moved: int | None = None
+    edges: bool = True
+    ends: bool = True
+
+    def __post_init__(self) -> None:
+        if self.near < 0 or (self.most_moved is not None and self.most_moved < 0):
+            raise ValueError(f"near and most_moved must not be negative; seen {self.near} and {self.most_moved}")
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """The best record of each of B inputs, and what it supplies.
+
+    Attributes
+    ----------
+    record : int64 [B]
+        The candidate with the fewest rows to compute, the first of equals; -1: there was none.
+    source : int32 [tokens]
+        For each token of the inputs the row of its record that supplies it; -1: computed.
+    computed : int64 [B]
+        Rows to compute.
+    """
+
+    record: Ints
+    source: Tokens
+    computed: Ints
+
+
+def align(
+    tokens: Tokens, starts: Ints, candidates: Ints, record_tokens: Tokens, record_starts: Ints, rule: Rule
+) -> Alignment:
+    """Align each input with its candidates and keep the best.
+
+    Parameters
+    ----------
+    tokens : int32 [n]
+        Token ids of B inputs, one behind the other.
+    starts : int64 [B + 1]
+        Where each input starts, and n.
+    candidates : int64 [B, k]
+        Numbers of records to try, -1: none.
+    record_tokens : int32 [t]
+        Token ids of the records.
+    record_starts : int64 [R + 1]
+        Record r is ``record_tokens[record_starts[r] : record_starts[r + 1]]``. Only those of candidates are read.
+    rule : Rule
+        Which rows are computed.
+
+    Returns
+    -------
+    Alignment
+        The pairs are a longest common subsequence; `native/align.c` says which. Beyond `LONGEST` tokens they are the
+        common prefix and suffix.
+
+    Raises
+    ------
+    ValueError
+        Arrays of other types or shapes, starts that do not rise to n, a candidate that is no record.
+    """
+    return _aligned(tokens, starts, candidates, record_tokens, record_starts, rule, LONGEST)
+
+
+def _aligned(
+    tokens: Tokens,
+    starts: Ints,
+    candidates: Ints,
+    record_tokens: Tokens,
+    record_starts: Ints,
+    rule: Rule,
+    longest: int,
+) -> Alignment:
+    batch = len(candidates)
+    result = Alignment(np.empty(batch, np.int64), np.empty(len(tokens), np.int32), np.empty(batch, np.int64))
+    moved = -1 if rule.most_moved is None else rule.most_moved
+    _align.align(
+        tokens,
+        starts,
+        candidates,
+        record_tokens,
+        record_starts,
+        result.record,
+        result.source,
+        result.computed,
+        rule.near,
+        moved,
+        rule.edges,
+        rule.ends,
+        longest,
+    )
+    return result
+
+
+def align_in_python(
+    tokens: Tokens,
+    starts: Ints,
+    candidates: Ints,
+    record_tokens: Tokens,
+    record_starts: Ints,
+    rule: Rule,
+    longest: int = LONGEST,
+) -> Alignment:
+    """What `align` returns, from a table of all lengths: slow and plain."""
+    best = Alignment(np.full(len(starts) - 1, -1), np.full(len(tokens), -1, np.int32), np.diff(starts))
+    for b, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        for number in candidates[b]:
+            if number < 0:
+                continue
+            record = record_tokens[record_starts[number] : record_starts[number + 1]].tolist()
+            partner = pairs(tokens[start:stop].tolist(), record, rule.most_moved, longest)
+            source = _ruled(partner, rule)
+            computed = source.count(-1)
+            if best.record[b] < 0 or computed < best.computed[b]:
+                best.record[b], best.computed[b], best.source[start:stop] = number, computed, source
+    return best
+
+
+def pairs(own: list[int], record: list[int], most_moved: int | None = None, longest: int = LONGEST) -> list[int]:
+    """For each token of `own` the position of its partner in `record`, or -1."""
+
+    def equal(i: int, j: int) -> bool:
+        return record[i] == own[j] and (most_moved is None or abs(i - j) <= most_moved)
+
+    n, m = len(own), len(record)
+    prefix = suffix = 0
+    while prefix < min(n, m) and equal(prefix, prefix):
+        prefix += 1
+    while suffix < min(n, m) - prefix and equal(m - 1 - suffix, n - 1 - suffix):
+        suffix += 1
+    partner = [*range(prefix), *[-1] * (n - suffix - prefix), *range(m - suffix, m)]
+    if max(n, m) <= longest:
+        present = set(own)
+        rows = [i for i in range(prefix, m - suffix) if record[i] in present]
+        _pair_middle(partner, rows, range(prefix, n - suffix), equal)
+    here = there = 0  # behind the last pair: in own, in the record
+    for j in range(n):
+        if partner[j] >= 0:
+            moves = (here, there) != (j, partner[j]) and own[here] == record[there]
+            new, old = (here, there) if moves else (j, partner[j])
+            partner[j] = -1
+            partner[new] = old
+            here, there = new + 1, old + 1
+    return partner
+
+
+def _pair_middle(partner: list[int], rows: list[int], columns: range, equal: Callable[[int, int], bool]) -> None:
+    """Pairs of the longest common subsequence of these rows of the record and these columns of the input."""
+    length = [[0] * (len(columns) + 1)]
+    for i in rows:
+        above, row = length[-1], [0]
+        for c, j in enumerate(columns):
+            row.append(above[c] + 1 if equal(i, j) else max(above[c + 1], row[c]))
+        length.append(row)
+    r, c = len(rows), len(columns)
+    while r and c:
+        if equal(rows[r - 1], columns[c - 1]):
+            r, c = r - 1, c - 1
+            partner[columns[c]] = rows[r]
+        elif length[r][c - 1] == length[r][c]:
+            c -= 1
+        else:
+            r -= 1
+
+
+def _ruled(partner: list[int], rule: Rule) -> list[int]:
+    """`partner` without those that the rule has computed."""
+    n = len(partner)
+    single = [j for j in range(n) if partner[j] < 0]
+    computed = {k for j in single for k in range(max(0, j - rule.near), min(n, j + rule.near + 1))}
+    if rule.edges:
+        computed |= {j for j in range(1, n) if -1 < partner[j] != partner[j - 1] + 1 > 0}
+    if rule.ends and n:
+        computed |= {0, n - 1}
+    return [-1 if j in computed else partner[j] for j in range(n)]
+
+
+def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
+    """Sums of random signs, int32 ``[B, dimensions]``: for each token of a sequence two times its signs, for each
+    pair of neighbours its signs once.
+
+    Signs are bits of a hash: they need no table and are the same on every machine. `tokens` and `starts` are those of
+    `align`, `dimensions` is a multiple of 64, at most 1024. ValueError: other arrays or dimensions.
+    """
+    sums = np.empty((len(starts) - 1, dimensions), np.int32)
+    _align.sketch(tokens, starts, sums)
+    return sums
+
+
+def nearest(scores: npt.NDArray[np.float32], k: int) -> Ints:
+    """The columns of the k highest scores above zero of each row, int64 ``[B, k]``: best first, then -1.
+
+    The lower column of two equal scores is first. ValueError: k is below 1, or scores are no float32 ``[B, R]``.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1; seen {k}")
+    columns = np.empty((len(scores), k), np.int64)
+    _align.nearest(scores, columns)
+    return columns
+
+
+def nearest_in_numpy(scores: npt.NDArray[np.float32], k: int) -> Ints:
+    """What `nearest` returns."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    found = np.where(np.take_along_axis(scores, order, 1) > 0, order, -1)
+    return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
+
+
+def sketch_in_numpy(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
+    """What `sketch` returns."""
+    ids = tokens.astype(np.uint32).astype(np.uint64)
+    sums = np.zeros((len(starts) - 1, dimensions), np.int32)
+    for b, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        own = ids[start:stop]
+        couples = ~(own[:-1] << np.uint64(32) | own[1:])
+        sums[b] = 2 * _signs(own + np.uint64(1), dimensions) + _signs(couples, dimensions)
+    return sums
+
+
+def _signs(features: npt.NDArray[np.uint64], dimensions: int) -> npt.NDArray[np.int64]:
+    """Sum of the signs of all features: ``[dimensions]``."""
+    lanes = np.arange(1, dimensions // 64 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    words = _mix(_mix(features)[:, None] + lanes).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return (2 * bits.astype(np.int64) - 1).sum(0)
+
+
+def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ numbers >> np.uint64(31)
