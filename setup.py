@@ -16,7 +16,15 @@ if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
 SHARED = ["native/amx.h", "native/numbers.h", "native/team.h"]
 ATTENTION = ["plain", "generic", "avx2", "avx512"]
-ATTENTION_PARTS = ["attention", "attention_amx", "attention_kernel", "attention_rows", "attention_x86", "vectors"]
+ATTENTION_PARTS = [
+    "attention",
+    "attention_amx",
+    "attention_kernel",
+    "attention_rows",
+    "attention_sets",
+    "attention_x86",
+    "vectors",
+]
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 
 setup(
@@ -42,6 +50,14 @@ setup(
             "attmemo.kernels._cache_attention",
             # One source for each instruction set: see native/attention.h.
             sources=["native/cache_attention.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
+            depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
+            libraries=["dl", "m"],
+        ),
+        Extension(
+            "attmemo.kernels._row_attention",
+            sources=["native/row_attention.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
             depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,

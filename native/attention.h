@@ -3,7 +3,7 @@
  *
  * A front knows where things lie: caches, pages, records, Python arguments. The arithmetic (attention_plain.c,
  * attention_kernel.h, attention_amx.h) knows queries, blocks of keys and values, and softmax. Neither knows the other
- * but through this file. cache_attention.c is a front.
+ * but through this file. cache_attention.c and row_attention.c are fronts.
  *
  * WHAT A FRONT PROVIDES
  *   - An Attention: the types and sizes that all tasks of a call share.
@@ -12,6 +12,7 @@
  *   - `locate`: where the rows of a block of keys and values lie. Each row has an address of its own, so rows may come
  *     from several bases, and from memory that cannot be written. All rows of a call have one Format.
  *   - A scratch for each thread, `scratch` bytes of it, at a multiple of LINE.
+ *   - For scores that depend on distances: Distances of each head, made ready by `prepare` before the first task.
  *
  * WHAT THE ARITHMETIC PROMISES
  *   - Queries, keys, values, scales and biases are only read, and only those rows that the front named.
@@ -36,6 +37,7 @@ enum {
     BLOCK = 64, /* keys at a time */
     TILE = 96,  /* queries of a task at most, without a matrix unit */
     TURNS = 16, /* so many queries are worth transposing the keys, and the matrix unit */
+    HELD = 4,   /* blocks whose rows must stay where they are: the last that `locate` filled */
 };
 
 /* How one row is stored, a key or a value of one head: `width` numbers of `type`, or their codes and scales. */
@@ -50,6 +52,8 @@ typedef struct {
 typedef struct {
     Format stored;      /* keys and values */
     enum type type;     /* queries and outputs; numbers of the cache are rounded to it */
+    float root;         /* products of queries and keys are multiplied with it */
+    bool distant;       /* scores gain products with the rows of Distances */
     bool sloped;        /* a score loses slope * (reach - 1 - key): ALiBi */
     bool biased;        /* each score gains a number of its own */
     enum type bias_type;
@@ -63,7 +67,22 @@ typedef struct {
     size_t reach;      /* the query sees keys before this one; from a query of a task to the next it never decreases */
     float slope;
     const char *bias;  /* of key 0; there is one for each key before the task's last */
+    ptrdiff_t position; /* of the query, for Distances; key k stands at position k */
 } Query;
+
+/*
+ * Keys and queries that stand for distances, of one head (DeBERTa). Before the root is taken, the product of a query and
+ * a key gains that of the query and the distance's key, and that of the key and the distance's query. Distances are the
+ * query's position - the key's; many may share a row.
+ */
+typedef struct {
+    const char *keys, *queries; /* row 0, of the attention's type and width; NULL: without this product */
+    ptrdiff_t key_line, query_line; /* bytes from a row to the next */
+    size_t rows;
+    const int32_t *row; /* row[distance], for -reach < distance < reach */
+    size_t reach;
+    void *ready; /* what `prepare` made of all this; begins with a line */
+} Distances;
 
 enum plane { KEY, VALUE };
 
@@ -95,6 +114,7 @@ typedef struct Task {
     size_t split, splits; /* which of the shares, and how many; 0 and 1 for keys that are not divided */
     float *kept;          /* splits * count * (width + 2) */
     atomic_size_t *ended; /* how many shares are done; zero at first */
+    const Distances *distances;
 } Task;
 
 /* The arithmetic for one instruction set. */
@@ -107,6 +127,16 @@ typedef struct {
     void (*attend)(const Attention *attention, const Task *task, void *scratch);
     /* Writes one row: `width` numbers of `type` become numbers of the format, or codes and their scales. */
     void (*store)(const Format *format, enum type type, const char *source, char *row, char *scales, void *scratch);
+    /*
+     * Reads one row of a format, in which all codes have one scale, and writes it as numbers of `type`. If there are
+     * angles, number i < half and number half + i are turned by angle i, of which cosine and sine are given. The scratch
+     * has room for the row in float32 and LINE bytes.
+     */
+    void (*bring)(const Format *format, const char *row, const char *scale, const float *cosine, const float *sine,
+                  size_t half, enum type type, char *out, void *scratch);
+    /* Bytes of what `prepare` makes, and making it: once for each head, before the tasks. */
+    size_t (*measure)(const Attention *attention, const Distances *distances);
+    void (*prepare)(const Attention *attention, const Distances *distances);
 } Kernel;
 
 #pragma GCC visibility push(hidden)

@@ -343,7 +343,7 @@ AMX INLINE __m512 amx_power(__m512 y, size_t parts)
 AMX static void amx_adjust(const Attention *attention, const Room *room, const Strip *strip, size_t first, size_t count,
                            float *scores)
 {
-    const __m512 root = _mm512_set1_ps(1 / sqrtf((float)attention->stored.width));
+    const __m512 root = _mm512_set1_ps(attention->root);
     const __m512 slope = _mm512_loadu_ps(strip->slope);
     int32_t seen[SIDE];   /* of the block */
     float distance[SIDE]; /* from the block's first key; with slopes later keys are hidden */
@@ -374,7 +374,7 @@ AMX INLINE void amx_soften(const Attention *attention, const Room *room, Strip *
     if (attention->sloped || attention->biased || strip->reach[0] < (int64_t)(first + count))
         amx_adjust(attention, room, strip, first, count, scores);
     else
-        root = _mm512_set1_ps(1 / sqrtf((float)attention->stored.width));
+        root = _mm512_set1_ps(attention->root);
     size_t at = 0;
     for (; at + 4 <= count; at += 4)
 #pragma GCC unroll 4
@@ -530,7 +530,7 @@ AMX static void attend_amx(const Attention *attention, const Task *task, void *s
     const Form form = !bfloats ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
     enum reading reading;
     const bool codes = whole && choose_codes(format, &reading);
-    if (task->count < TURNS)
+    if (task->count < TURNS || attention->distant)
         attend(attention, task, scratch);
     else if (attention->type == FLOAT16)
         amx_attend(attention, task, scratch, IN_PARTS, (Parts){2, 2, 2});

@@ -265,7 +265,7 @@ static enum reading choose_reading(const Attention *attention, size_t queries, b
     if (!format->bits && format->type == FLOAT32 && attention->type == FLOAT32)
         return AS_FLOATS;
 #ifdef BYTES
-    *direct = *direct && queries <= OFTEN;
+    *direct = *direct && queries <= OFTEN && !attention->distant;
     if (*direct && !format->bits && (attention->type == FLOAT32 || attention->type == format->type))
         return format->type == FLOAT16 ? AS_HALVES : AS_BFLOATS;
     /* Products would have to be rounded to the types of the scales and of the queries. Where these have but half the
@@ -387,6 +387,68 @@ static inline void adjust(const Attention *attention, const Query *query, size_t
     }
 }
 
+/* ---- distances -------------------------------------------------------------------------------------------------- */
+
+/* Ready are rows of `wide` float32: those of the keys, then those of the queries, multiplied with the root. */
+static size_t measure(const Attention *attention, const Distances *distances)
+{
+    const size_t wide = round_to(attention->stored.width, LANES);
+    return ((distances->keys != NULL) + (distances->queries != NULL)) * distances->rows * wide * sizeof(float);
+}
+
+static void prepare(const Attention *attention, const Distances *distances)
+{
+    const size_t width = attention->stored.width, wide = round_to(width, LANES);
+    float *out = distances->ready;
+    memset(out, 0, measure(attention, distances));
+    for (size_t row = 0; distances->keys && row < distances->rows; row++, out += wide)
+        widen(distances->keys + (ptrdiff_t)row * distances->key_line, attention->type, width, out);
+    for (size_t row = 0; distances->queries && row < distances->rows; row++, out += wide) {
+        widen(distances->queries + (ptrdiff_t)row * distances->query_line, attention->type, width, out);
+        for (size_t d = 0; d < wide; d += LANES)
+            STORE(out + d) = LOAD(out + d) * attention->root;
+    }
+}
+
+/* What the scores of a query and `count` keys from `first` on gain by their distances. */
+INLINE void relate_as(bool to_keys, bool to_queries, const Distances *distances, const Query *query,
+                      const float *numbers, const Lines *keys, size_t first, size_t count, size_t wide, float *scores)
+{
+    const float *of_keys = distances->ready, *of_queries = of_keys + (to_keys ? distances->rows * wide : 0);
+    const int32_t *row = distances->row + (query->position - (ptrdiff_t)first);
+    for (size_t k = 0; k < count; k += LANES) {
+        vector sum[LANES];
+#pragma GCC unroll 16
+        for (size_t i = 0; i < LANES; i++)
+            sum[i] = SPLAT(0);
+#pragma GCC unroll 4
+        for (size_t i = 0; i < LANES; i++) {
+            const size_t key = k + i < count ? k + i : count - 1;
+            const size_t at = (size_t)row[-(ptrdiff_t)key] * wide;
+            for (size_t d = 0; d < wide; d += LANES) {
+                if (to_keys)
+                    sum[i] += LOAD(numbers + d) * LOAD(of_keys + at + d);
+                if (to_queries)
+                    sum[i] += LOAD((const float *)keys->rows[key] + d) * LOAD(of_queries + at + d);
+            }
+        }
+        STORE(scores + k) = LOAD(scores + k) + reduce(sum);
+    }
+}
+
+static void relate(const Distances *distances, const Query *query, const float *numbers, const Lines *keys,
+                   size_t first, size_t count, size_t wide, float *scores)
+{
+    if (!distances->queries)
+        relate_as(true, false, distances, query, numbers, keys, first, count, wide, scores);
+    else if (!distances->keys)
+        relate_as(false, true, distances, query, numbers, keys, first, count, wide, scores);
+    else
+        relate_as(true, true, distances, query, numbers, keys, first, count, wide, scores);
+}
+
+/* ---- a task ----------------------------------------------------------------------------------------------------- */
+
 /* The scratch is laid out here; `scratch_bytes` says how much. */
 static void attend(const Attention *attention, const Task *task, void *scratch)
 {
@@ -411,12 +473,11 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
 
     memset(queries, 0, padded * wide * sizeof(float));
     memset(sums, 0, padded * wide * sizeof(float));
-    const float root = 1 / sqrtf((float)width);
     for (size_t r = 0; r < rows; r++) {
         float *query = queries + r * wide;
         widen(task->queries[r].query, attention->type, width, query);
         for (size_t d = 0; d < wide; d += LANES)
-            STORE(query + d) = LOAD(query + d) * root;
+            STORE(query + d) = LOAD(query + d) * attention->root;
         most[r] = -INFINITY;
         total[r] = 0;
     }
@@ -454,6 +515,8 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
             float *score = scores + r * BLOCK;
             if (factors)
                 multiply_by(score, factors);
+            if (attention->distant)
+                relate(task->distances, query, queries + r * wide, &lines, first, seen, wide, score);
             adjust(attention, query, first, seen, score, bias);
             float before = most[r], sum = soften(score, seen, &most[r]);
             if (most[r] != before) {

@@ -50,11 +50,26 @@ static float read_stored(const Attention *attention, const Block *block, enum pl
     return rounded(rounded((float)code_at(row, stored->bits, i) * scale, stored->scale_type), attention->type);
 }
 
-/* output = softmax(query . keys / sqrt(width) + bias) . values, for each query over keys [first, reach). */
+/* What the product of a query and key k of a block gains because they are a distance apart. */
+static float read_distance(const Attention *attention, const Distances *distances, const Query *query,
+                           const Block *block, size_t k, ptrdiff_t distance)
+{
+    float gain = 0;
+    for (size_t d = 0; d < attention->stored.width; d++) {
+        const char *keys = distances->keys + distances->row[distance] * distances->key_line;
+        const char *queries = distances->queries + distances->row[distance] * distances->query_line;
+        if (distances->keys)
+            gain += number_at(query->query, attention->type, d) * number_at(keys, attention->type, d);
+        if (distances->queries)
+            gain += read_stored(attention, block, KEY, k, d) * number_at(queries, attention->type, d);
+    }
+    return gain;
+}
+
+/* output = softmax(query . keys * root + bias) . values, for each query over keys [first, reach). */
 static void attend(const Attention *attention, const Task *task, void *scratch)
 {
     const size_t width = attention->stored.width;
-    const float root = 1 / sqrtf((float)width);
     float *sums = scratch, *scores = sums + width; /* [width], [last - first] */
     Block block;
 
@@ -73,7 +88,10 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
             for (size_t d = 0; d < width; d++)
                 score += number_at(query->query, attention->type, d) *
                          read_stored(attention, &block, KEY, k % BLOCK, d);
-            score *= root;
+            if (attention->distant)
+                score += read_distance(attention, task->distances, query, &block, k % BLOCK,
+                                       query->position - (ptrdiff_t)key);
+            score *= attention->root;
             if (attention->sloped)
                 score -= query->slope * (float)(query->reach - 1 - key);
             if (attention->biased)
@@ -139,10 +157,40 @@ static void store(const Format *format, enum type type, const char *source, char
     }
 }
 
+static void bring(const Format *format, const char *row, const char *scale, const float *cosine, const float *sine,
+                  size_t half, enum type type, char *out, void *scratch)
+{
+    float *numbers = scratch;
+    for (size_t i = 0; i < format->width; i++)
+        numbers[i] = format->bits ? (float)code_at(row, format->bits, i) * number_at(scale, format->scale_type, 0)
+                                  : number_at(row, format->type, i);
+    for (size_t i = 0; cosine && i < half; i++) {
+        float low = numbers[i], high = numbers[half + i];
+        numbers[i] = low * cosine[i] - high * sine[i];
+        numbers[half + i] = high * cosine[i] + low * sine[i];
+    }
+    for (size_t i = 0; i < format->width; i++)
+        put_number(out, type, i, numbers[i]);
+}
+
+/* Rows of distances are read where they lie. */
+static size_t measure(const Attention *attention, const Distances *distances)
+{
+    (void)attention;
+    (void)distances;
+    return 0;
+}
+
+static void prepare(const Attention *attention, const Distances *distances)
+{
+    (void)attention;
+    (void)distances;
+}
+
 static size_t scratch_bytes(const Attention *attention, size_t queries, size_t keys)
 {
     (void)queries;
     return (attention->stored.width + keys) * sizeof(float);
 }
 
-const Kernel attention_plain = {"plain", TILE, false, scratch_bytes, attend, store};
+const Kernel attention_plain = {"plain", TILE, false, scratch_bytes, attend, store, bring, measure, prepare};

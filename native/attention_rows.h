@@ -129,6 +129,41 @@ INLINE void fetch(const Attention *attention, const char *source, const char *st
         round_to_type(out, wide, attention->type);
 }
 
+/* See `bring` of a Kernel. */
+static void bring(const Format *format, const char *row, const char *scale, const float *cosine, const float *sine,
+                  size_t half, enum type type, char *out, void *scratch)
+{
+    const size_t width = format->width;
+    float *numbers = scratch, *high = numbers + half;
+    if (format->bits) {
+        float factor;
+        widen(scale, format->scale_type, 1, &factor);
+        size_t i = 0;
+#ifdef BYTES
+        for (; format->bits == 8 && i + LANES <= width; i += LANES)
+            STORE(numbers + i) = BYTES(row + i) * factor;
+#endif
+        for (; i < width; i++)
+            numbers[i] = (float)code_at(row, format->bits, i) * factor;
+    } else {
+        widen(row, format->type, width, numbers);
+    }
+    if (cosine) {
+        size_t i = 0;
+        for (; i + LANES <= half; i += LANES) {
+            const vector a = LOAD(numbers + i), b = LOAD(high + i), c = LOAD(cosine + i), s = LOAD(sine + i);
+            STORE(numbers + i) = a * c - b * s;
+            STORE(high + i) = b * c + a * s;
+        }
+        for (; i < half; i++) {
+            const float a = numbers[i], b = high[i];
+            numbers[i] = a * cosine[i] - b * sine[i];
+            high[i] = b * cosine[i] + a * sine[i];
+        }
+    }
+    narrow(numbers, width, type, out);
+}
+
 /* ---- storing ---------------------------------------------------------------------------------------------------- */
 
 /* One row: numbers of `type` at `source` into `row`, as the format says. The scratch holds three rows. */

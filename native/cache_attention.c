@@ -30,6 +30,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <math.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -40,6 +41,8 @@
 #include "attention.h"
 #include "numbers.h"
 #include "team.h"
+
+#include "attention_sets.h" /* after what it uses */
 
 enum {
     MOST = 1 << 20,
@@ -118,18 +121,6 @@ static void locate_block(const Task *task, size_t at, bool spreads, Block *block
         }
     }
 }
-
-static const Kernel *const kernels[] = {
-#if defined(__x86_64__)
-    &attention_amx,
-    &attention_avx512,
-    &attention_avx2,
-#endif
-    &attention_generic,
-    &attention_plain,
-};
-
-enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
 /* ---- the plan --------------------------------------------------------------------------------------------------- */
 
@@ -471,10 +462,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                           &width, &bits, &group, &pages, &page_size, &causal, &decoding, &threads, &slopes, &isa))
         return NULL;
 
-    const Kernel *kernel = NULL;
-    for (size_t i = 0; i < KERNELS && !kernel; i++)
-        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && has_instructions(kernels[i]->name))
-            kernel = kernels[i];
+    const Kernel *kernel = choose_kernel(isa);
     bool done = false;
     if (is_fine(kernel != NULL, "this processor has no such instruction set") &&
         is_fine(heads > 0 && heads < MOST && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && width < MOST &&
@@ -519,6 +507,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                                                .group = (size_t)group,
                                                .groups = bits ? (size_t)(width / group) : 0},
                                     .type = job.query.type,
+                                    .root = 1 / sqrtf((float)width),
                                     .sloped = job.slopes != NULL,
                                     .biased = job.mask.data != NULL,
                                     .bias_type = job.mask.type,
@@ -589,26 +578,11 @@ static PyObject *native_is_sound(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(sound);
 }
 
-static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < KERNELS; i++) {
-        if (!has_instructions(kernels[i]->name))
-            continue;
-        PyObject *name = PyUnicode_FromString(kernels[i]->name);
-        if (!name || PyList_Append(list, name) != 0)
-            Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
-    return list;
-}
-
 static PyMethodDef native_methods[] = {
     {"attend", native_attend, METH_VARARGS, attend_doc},
     {"is_sound", native_is_sound, METH_VARARGS, is_sound_doc},
     {"use_team", native_use_team, METH_VARARGS, use_team_doc},
-    {"instruction_sets", native_instruction_sets, METH_NOARGS,
-     "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first."},
+    {"instruction_sets", native_instruction_sets, METH_NOARGS, instruction_sets_doc},
     {NULL, NULL, 0, NULL},
 };
 

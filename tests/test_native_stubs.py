@@ -10,7 +10,13 @@ import pytest
 
 import attmemo
 
-EXTENSIONS = ["kernels._cache_attention", "kernels._map_product", "kernels._ngram", "mmap._window"]
+EXTENSIONS = [
+    "kernels._cache_attention",
+    "kernels._map_product",
+    "kernels._ngram",
+    "kernels._row_attention",
+    "mmap._window",
+]
 
 
 def told(body: list[ast.stmt]) -> dict[str, dict[str, object] | None]:

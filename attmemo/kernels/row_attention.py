@@ -1,0 +1,366 @@
+"""Self-attention of packed sequences, over rows read where they lie: `native/row_attention.c` and its oracle in torch.
+
+Encoders: sequences lie one behind the other, without padding, and each token sees all tokens of its sequence. Keys and
+values of some tokens may come from a record of an earlier input; queries are then those of the other tokens.
+Shapes: B sequences, N fresh rows in all, H heads of D numbers, n_b keys of sequence b.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attmemo.kernels import _row_attention as native
+from attmemo.kernels.team import join_torch
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
+_NONE = b""
+_NOT_STORED = (_NONE, _NONE, _NONE, _NONE, _NONE, 0, 0, 0, 0)
+_NOT_TURNED = (0, 0, 0, 0)
+_NOT_DISTANT = (0, 0, 0, 0, 0, _NONE, 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where queries and keys of a batch lie: made once a forward, for all layers.
+
+    Attributes
+    ----------
+    starts
+        ``[B + 1]``. Fresh rows of sequence b are ``starts[b]`` to ``starts[b + 1] - 1``; N is the last.
+    key_starts
+        ``[B + 1]``. Sequence b has ``n_b = key_starts[b + 1] - key_starts[b]`` keys, at positions 0 to ``n_b - 1``.
+    positions
+        ``[N]``. Position of each fresh row in its sequence; they increase within a sequence. None: every row is fresh.
+    sources
+        ``[key_starts[-1]]``. Where the key at each position lies: the number of a fresh row (>= 0), or row
+        ``-1 - source`` of the sequence's record (< 0). None: every row is fresh.
+    """
+
+    starts: npt.NDArray[np.int64]
+    key_starts: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int32] | None = None
+    sources: npt.NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys and values of records, of one layer, in memory that is only read. The caller keeps it alive.
+
+    Attributes
+    ----------
+    keys, values
+        ``[B]``. Addresses of row 0 of each sequence's record; a row has H * D numbers or codes. 0: no record.
+    rows
+        ``[B]``. Rows of each record.
+    dtype
+        float32, float16, bfloat16, or int8: codes, to be multiplied with scales.
+    row_bytes
+        Bytes from a row to the next.
+    key_scales, value_scales
+        ``[B]``. Addresses of the float32 scales of codes, one for each row and head: ``[row][head]``.
+    scale_row_bytes
+        Bytes from the scales of a row to those of the next.
+    """
+
+    keys: npt.NDArray[np.uint64]
+    values: npt.NDArray[np.uint64]
+    rows: npt.NDArray[np.int64]
+    dtype: torch.dtype
+    row_bytes: int
+    key_scales: npt.NDArray[np.uint64] | None = None
+    value_scales: npt.NDArray[np.uint64] | None = None
+    scale_row_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Rotary positions: a key of a record is turned by the distance that it moved.
+
+    Its old position is its row in the record. Halves are turned against each other (`rotate_half` in transformers).
+    `cos` and `sin` are float32 ``[2 * span - 1, half]``, row ``span - 1 + new position - old position``. The first
+    ``2 * half`` numbers of a head are turned.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Disentangled:
+    """DeBERTa's terms: products with keys and queries that stand for distances.
+
+    Attributes
+    ----------
+    key
+        ``[R, H * D]``, in the type of the queries: a query is multiplied with a row of these (c2p). None: it is not.
+    query
+        ``[R, H * D]``: a key is multiplied with a row of these (p2c). None: it is not.
+    bucket
+        int32 ``[2 * span - 1]``: the row, of both, for position of the query - position of the key, + span - 1. In
+        transformers this is ``clamp(make_log_bucket_position(distance) + pos_ebd_size, 0, 2 * pos_ebd_size - 1)``:
+        buckets of opposite distances are opposite, so what p2c reads at ``-bucket`` is the same row.
+    """
+
+    key: Tensor | None
+    query: Tensor | None
+    bucket: npt.NDArray[np.int32]
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    layout: Layout,
+    *,
+    scale: float,
+    stored: Stored | None = None,
+    turn: Turn | None = None,
+    table: Tensor | None = None,
+    window: int | None = None,
+    disentangled: Disentangled | None = None,
+    out: Tensor | None = None,
+    threads: int | None = None,
+    isa: str = "",
+) -> Tensor:
+    """Attend with each fresh row over all keys of its sequence: ``[N, H * D]``.
+
+    Parameters
+    ----------
+    queries, keys, values
+        Fresh rows, ``[N, H * D]`` on the CPU, of one type: float32, bfloat16 or float16. Rows may lie apart.
+    scale
+        Products of queries and keys, and those of `disentangled`, are multiplied with it.
+    stored, turn
+        Records, and how far keys of these are turned.
+    table
+        float32 ``[H or 1, 2 * span - 1]``, added to the scores: ``span - 1 + position of the key - of the query``.
+    window
+        Keys are seen whose position differs by less than this. None: all are.
+    out
+        Where the result is written; it shares no memory with what is read. None: a new tensor.
+    threads
+        None: as many as torch uses.
+    isa
+        One of `instruction_sets`. Empty: the best.
+
+    Raises
+    ------
+    ValueError
+        Arguments do not fit each other; nothing was written.
+    MemoryError
+        There is no memory for some hundred rows a thread.
+    """
+    _check(queries, keys, values, heads, out)
+    if out is None:
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+    rows, columns = queries.shape
+    item = queries.element_size()
+    # Native code gets addresses: these references keep the tensors alive until the call has returned.
+    turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
+    added = None if table is None else table.contiguous()
+    relative, distances = _distances(disentangled, queries)
+    native.attend(
+        tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),  # type: ignore[arg-type]
+        (_TYPES[queries.dtype], rows, int(layout.key_starts[-1]), heads, columns // heads),
+        (
+            _array(layout.starts, np.int64),
+            _array(layout.key_starts, np.int64),
+            _array(layout.positions, np.int32),
+            _array(layout.sources, np.int32),
+        ),
+        _NOT_STORED if stored is None else _records(stored, columns, heads),
+        _NOT_TURNED if turns is None else _turns(turns),
+        _table(added, window, heads),
+        distances,
+        (scale, torch.get_num_threads() if threads is None else threads, isa),
+    )
+    del relative
+    return out
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets of this processor that the kernel was built for, best first."""
+    return native.instruction_sets()
+
+
+def attend_plain(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    layout: Layout,
+    *,
+    scale: float,
+    stored: Stored | None = None,
+    turn: Turn | None = None,
+    table: Tensor | None = None,
+    window: int | None = None,
+    disentangled: Disentangled | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`attend` in plain torch, one sequence after the other. Everything is computed, and returned, in `dtype`.
+
+    Rows of records become numbers of the queries' type first, as in the kernel. The layout is not checked.
+    """
+    width = queries.shape[1] // heads
+    out = torch.zeros(queries.shape, dtype=dtype)
+    for b in range(len(layout.starts) - 1):
+        rows = slice(int(layout.starts[b]), int(layout.starts[b + 1]))
+        length = int(layout.key_starts[b + 1] - layout.key_starts[b])
+        if rows.start == rows.stop:
+            continue
+        key, value = keys[rows], values[rows]
+        if layout.sources is not None:
+            sources = torch.from_numpy(layout.sources[layout.key_starts[b] : layout.key_starts[b + 1]]).long()
+            key, value = (_sourced(plane, sources, b, heads, stored, turn, k) for plane, k in ((keys, 0), (values, 1)))
+        positions = torch.arange(length) if layout.positions is None else torch.from_numpy(layout.positions[rows])
+        query, key, value = (t.to(dtype).view(len(t), heads, width) for t in (queries[rows], key, value))
+        distance = positions.long()[:, None] - torch.arange(length)  # [i, j]
+        scores = torch.einsum("ihd,jhd->hij", query, key)
+        if disentangled is not None:
+            bucket = torch.from_numpy(disentangled.bucket).long()
+            bucket = bucket[distance + len(bucket) // 2]
+            if disentangled.key is not None:
+                other = disentangled.key.to(dtype).view(-1, heads, width)[bucket]  # [i, j, h, d]
+                scores = scores + torch.einsum("ihd,ijhd->hij", query, other)
+            if disentangled.query is not None:
+                other = disentangled.query.to(dtype).view(-1, heads, width)[bucket]
+                scores = scores + torch.einsum("jhd,ijhd->hij", key, other)
+        scores = scores * scale
+        if table is not None:
+            scores = scores + table.to(dtype)[:, table.shape[1] // 2 - distance]
+        if window is not None:
+            scores = scores.masked_fill(distance.abs() >= window, -torch.inf)
+        out[rows] = torch.einsum("hij,jhd->ihd", torch.softmax(scores, -1), value).flatten(1)
+    return out
+
+
+def _sourced(
+    fresh: Tensor, sources: Tensor, b: int, heads: int, stored: Stored | None, turn: Turn | None, plane: int
+) -> Tensor:
+    """The keys or values of a sequence, ``[n_b, H * D]``, from fresh rows and its record."""
+    rows = fresh[sources.clamp(min=0)]
+    old = -1 - sources
+    moved = sources < 0
+    if stored is None or not bool(moved.any()):
+        return rows
+    record = _record(stored, b, fresh.shape[1], heads, plane)[old.clamp(min=0)]
+    if turn is not None and plane == 0:
+        distance = torch.arange(len(sources)) - old
+        index = (distance + len(turn.cos) // 2).clamp(0, len(turn.cos) - 1)
+        cos, sin = (t[index][:, None] for t in (turn.cos, turn.sin))  # [n, 1, half]
+        half = turn.cos.shape[1]
+        low, high, rest = record.float().view(len(rows), heads, -1).tensor_split((half, 2 * half), -1)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1).flatten(1)
+        record = torch.where((distance != 0)[:, None], turned, record)
+    return torch.where(moved[:, None], record.to(fresh.dtype), rows)
+
+
+def _record(stored: Stored, b: int, columns: int, heads: int, plane: int) -> Tensor:
+    """All rows of a record's keys or values, float32 ``[rows, H * D]``."""
+    rows = int(stored.rows[b])
+    address = int((stored.keys, stored.values)[plane][b])
+    numbers = _read(address, rows, columns, stored.row_bytes, stored.dtype).float()
+    scales = (stored.key_scales, stored.value_scales)[plane]
+    if stored.dtype != torch.int8 or scales is None:
+        return numbers
+    each = _read(int(scales[b]), rows, heads, stored.scale_row_bytes, torch.float32)
+    return numbers * each.repeat_interleave(columns // heads, 1)
+
+
+def _read(address: int, rows: int, columns: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
+    """A copy of rows in memory."""
+    size = (rows - 1) * row_bytes + columns * dtype.itemsize
+    octets = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
+    return octets.as_strided((rows, columns * dtype.itemsize), (row_bytes, 1)).contiguous().view(dtype)
+
+
+def _check(queries: Tensor, keys: Tensor, values: Tensor, heads: int, out: Tensor | None) -> None:
+    if queries.dtype not in _TYPES:
+        raise ValueError(f"queries are {queries.dtype}; expected float32, bfloat16 or float16")
+    if queries.dim() != 2 or heads < 1 or queries.shape[1] % heads != 0:
+        raise ValueError(f"queries of shape {tuple(queries.shape)} do not have {heads} heads")
+    for name, tensor in (("queries", queries), ("keys", keys), ("values", values), ("out", out)):
+        if tensor is None:
+            continue
+        if tensor.shape != queries.shape or tensor.dtype != queries.dtype:
+            raise ValueError(f"{name} {tuple(tensor.shape)} {tensor.dtype} do not fit the queries")
+        if tensor.device.type != "cpu" or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+            raise ValueError(f"{name} must be on the CPU, with neighbouring numbers in a row")
+
+
+def _array(array: npt.NDArray[Any] | None, dtype: type) -> npt.NDArray[Any] | bytes:
+    if array is None:
+        return _NONE
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"an array of {array.dtype} where a contiguous one of {np.dtype(dtype)} is expected")
+    return array
+
+
+def _records(stored: Stored, columns: int, heads: int) -> Any:
+    codes = stored.dtype == torch.int8
+    if not codes and stored.dtype not in _TYPES:
+        raise ValueError(f"stored rows are {stored.dtype}; expected float32, bfloat16, float16 or int8")
+    if stored.row_bytes < columns * stored.dtype.itemsize or (codes and stored.scale_row_bytes < heads * 4):
+        raise ValueError("row_bytes or scale_row_bytes are fewer than those of a row")
+    return (
+        _array(stored.keys, np.uint64),
+        _array(stored.values, np.uint64),
+        _array(stored.rows, np.int64),
+        _array(stored.key_scales, np.uint64),
+        _array(stored.value_scales, np.uint64),
+        _TYPES.get(stored.dtype, 0),
+        8 if codes else 0,
+        stored.row_bytes,
+        stored.scale_row_bytes,
+    )
+
+
+def _turns(turns: tuple[Tensor, Tensor]) -> tuple[int, int, int, int]:
+    cos, sin = turns
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or cos.shape != sin.shape:
+        raise ValueError("cos and sin are float32 of one shape")
+    if cos.dim() != 2 or cos.shape[0] % 2 != 1:
+        raise ValueError(f"cos and sin are [2 * span - 1, half], not {tuple(cos.shape)}")
+    return cos.data_ptr(), sin.data_ptr(), cos.shape[0] // 2 + 1, cos.shape[1]
+
+
+def _table(table: Tensor | None, window: int | None, heads: int) -> tuple[int, int, int, int]:
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window}: a query must see itself")
+    if table is None:
+        return 0, 0, 0, window or 0
+    if table.dtype != torch.float32 or table.dim() != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 != 1:
+        raise ValueError(f"the table is float32 [{heads} or 1, 2 * span - 1], not {table.dtype} {tuple(table.shape)}")
+    return table.data_ptr(), table.shape[1] // 2 + 1, table.shape[1] if table.shape[0] > 1 else 0, window or 0
+
+
+def _distances(disentangled: Disentangled | None, queries: Tensor) -> tuple[list[Tensor], Any]:
+    """What must stay alive, and what the native call gets."""
+    if disentangled is None or (disentangled.key is None and disentangled.query is None):
+        return [], _NOT_DISTANT
+    given = [t for t in (disentangled.key, disentangled.query) if t is not None]
+    for tensor in given:
+        if tensor.dtype != queries.dtype or tensor.dim() != 2 or tensor.shape[1] != queries.shape[1]:
+            raise ValueError(f"relative keys and queries {tuple(tensor.shape)} {tensor.dtype} do not fit the queries")
+        if len(tensor) != len(given[0]):
+            raise ValueError("relative keys and queries differ in rows")
+    bucket = _array(disentangled.bucket, np.int32)
+    if len(disentangled.bucket) % 2 != 1:
+        raise ValueError("buckets are int32 [2 * span - 1]")
+    kept = [None if t is None else t.contiguous() for t in (disentangled.key, disentangled.query)]
+    line = queries.shape[1] * queries.element_size()
+    key, query = (0 if t is None else t.data_ptr() for t in kept)
+    span = len(disentangled.bucket) // 2 + 1
+    return [t for t in kept if t is not None], (key, line, query, line, len(given[0]), bucket, span)
+
+
+join_torch(native.use_team)

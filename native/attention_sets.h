@@ -1,0 +1,47 @@
+/*
+ * attention_sets.h: which arithmetic a front uses: the instruction sets that were compiled, and choosing one of them.
+ * Included once by each front, after Python.h, attention.h and team.h.
+ */
+
+#ifndef ATTMEMO_ATTENTION_SETS_H
+#define ATTMEMO_ATTENTION_SETS_H
+
+static const Kernel *const kernels[] = {
+#if defined(__x86_64__)
+    &attention_amx,
+    &attention_avx512,
+    &attention_avx2,
+#endif
+    &attention_generic,
+    &attention_plain,
+};
+
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
+
+/* The kernel of this name, or the best one for ''; NULL if the processor has no such instructions. */
+static const Kernel *choose_kernel(const char *isa)
+{
+    for (size_t i = 0; i < KERNELS; i++)
+        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && has_instructions(kernels[i]->name))
+            return kernels[i];
+    return NULL;
+}
+
+PyDoc_STRVAR(instruction_sets_doc,
+             "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
+
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < KERNELS; i++) {
+        if (!has_instructions(kernels[i]->name))
+            continue;
+        PyObject *name = PyUnicode_FromString(kernels[i]->name);
+        if (!name || PyList_Append(list, name) != 0)
+            Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+#endif
