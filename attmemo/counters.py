@@ -44,6 +44,7 @@ class Counters:
         self._lock = threading.Lock()
         self.layers = [LayerStats() for _ in range(layers)]
         self.done = Work()
+        self.skipped: Counter[str] = Counter()  # sequences that were not looked up, by reason
         self.ineligible: Counter[str] = Counter()  # sequences times layers, by reason
         self.failures: Counter[str] = Counter()  # sequences times layers, by the error's text
 
@@ -75,12 +76,17 @@ class Counters:
             self.done.fetch_seconds += fetch
             self.done.blocks_seconds += blocks
 
+    def skip(self, reason: str, sequences: int) -> None:
+        """Sequences that were computed whole without a lookup."""
+        with self._lock:
+            self.skipped[reason] += sequences
+
     def copy(self) -> Counters:
         """The counters as they are now, while other threads go on."""
         found = Counters(0)
         with self._lock:
             found.layers = [replace(layer) for layer in self.layers]
-            found.done = replace(self.done)
+            found.done, found.skipped = replace(self.done), self.skipped.copy()
             found.ineligible, found.failures = self.ineligible.copy(), self.failures.copy()
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -21,15 +21,11 @@ class Memoization(ABC):
 
     Attributes
     ----------
-    reuse : str
-        The kind of reuse: ``"maps"``, ``"rows"`` or ``"none"``.
     database : Database or None
         None if nothing is reused.
     host : nn.Module
         The part of the model that is served.
     """
-
-    reuse: ClassVar[str]
 
     def __init__(
         self,
@@ -47,6 +43,11 @@ class Memoization(ABC):
         self._sites, self._followers = list(sites), list(followers)
         self._hooks: list[Hook] = []
         self._undone = False
+
+    @property
+    @abstractmethod
+    def reuse(self) -> str:
+        """The kind of reuse: ``"maps"``, ``"rows"`` or ``"none"``."""
 
     @property
     def enabled(self) -> bool:

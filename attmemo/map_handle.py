@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -37,8 +37,6 @@ class MapMemoization(Memoization):
     store : Database
     """
 
-    reuse: ClassVar[str] = "maps"
-
     def __init__(
         self, model: nn.Module, sites: Sequence[Site], engine: Engine, planner: MapPlanner, store: Database,
         source: str, owned: bool,
@@ -46,6 +44,11 @@ class MapMemoization(Memoization):
         super().__init__(model, sites, engine, owned=owned)
         self.planner, self.store, self.threshold_source = planner, store, source
         self.lookup: LookupName = planner.lookup
+
+    @property
+    def reuse(self) -> str:
+        """``"maps"``."""
+        return self.engine.reuse.name
 
     @property
     def threshold(self) -> list[float]:

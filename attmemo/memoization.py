@@ -10,7 +10,7 @@ from typing import Literal, TypeVar, get_args
 from torch import nn
 
 from attmemo.adapters import adapter_for, encoder_of
-from attmemo.db import Database, find_database
+from attmemo.db import KIND_ROWS, Database, find_database
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
@@ -19,7 +19,7 @@ from attmemo.hooks import Hook
 from attmemo.map_handle import Threshold, prepare_maps
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
-from attmemo.stack_handle import prepare_stack
+from attmemo.stack_handle import prepare_rows, prepare_stack
 
 _LOG = logging.getLogger("attmemo")
 
@@ -33,6 +33,7 @@ def memoize(
     database: str | os.PathLike[str] | Database | None = None,
     *,
     reuse: ReuseName = "auto",
+    most_moved: int | None = None,
     lookup: LookupName | None = None,
     gate: bool = True,
     fetch: FetcherName = "auto",
@@ -91,7 +92,7 @@ def memoize(
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(encoder, threshold, database, reuse, lookup, gate, fetch, residency)
+        handle = _prepare(encoder, threshold, database, reuse, most_moved, lookup, gate, fetch, residency)
     except BaseException:
         for earlier in serving:
             earlier.enable()
@@ -125,6 +126,7 @@ def _prepare(
     threshold: Threshold,
     database: str | os.PathLike[str] | Database | None,
     reuse: ReuseName,
+    most_moved: int | None,
     lookup: LookupName | None,
     gate: bool,
     fetch: FetcherName,
@@ -146,10 +148,17 @@ def _prepare(
             opened = Database(database if database is not None else find_database(fingerprint(fields)))
             undo.callback(opened.close)
         check_fields(opened.manifest.model.fields, fields, opened.path)
-        handle = prepare_maps(
-            encoder, adapter, sites, opened,
-            owned=opened is not database, threshold=threshold, lookup=lookup, gate=gate, fetch=fetch,
-        )  # fmt: skip
+        owned = opened is not database
+        handle: Memoization
+        if reuse == "rows" or (reuse == "auto" and opened.manifest.layers_kept(KIND_ROWS)):
+            handle = prepare_rows(
+                encoder, adapter, opened, owned=owned, threshold=threshold, most_moved=most_moved, gate=gate
+            )
+        else:
+            handle = prepare_maps(
+                encoder, adapter, sites, opened,
+                owned=owned, threshold=threshold, lookup=lookup, gate=gate, fetch=fetch,
+            )  # fmt: skip
         if opened is not database:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
         warning = slow(weight.dtype)

@@ -1,7 +1,7 @@
 """The blocks of an encoder: where they are, how one is put together, and what its attention needs beside Q, K and V.
 
-`reuse/packed.py` runs blocks over packed rows: the valid tokens of all sequences, one behind the other. An adapter of a
-family with blocks returns a `Blocks`; families differ in names, in where they normalise, and in positions.
+`reuse/packed.py` runs blocks over packed rows: the valid tokens of all sequences, one behind the other. An adapter of
+a family with blocks returns a `Blocks`; families differ in names, in where they normalise, and in positions.
 
 Shapes: N packed rows, hidden size H, h heads of width d.
 """
@@ -31,7 +31,8 @@ _HARMLESS = frozenset({
 class Block:
     """One block: attention with its residual, then the feed-forward layer with its residual.
 
-    Each of the four norms may be missing (None): before and behind attention, before and behind the feed-forward layer.
+    Each of the four norms may be missing (None): before and behind attention, before and behind the feed-forward
+    layer.
     """
 
     module: nn.Module
@@ -41,7 +42,7 @@ class Block:
     behind: nn.Module | None
     up: tuple[nn.Module, ...]  # one layer, or the layer that is activated and the one that it is multiplied by
     activation: Callable[[Tensor], Tensor]
-    gated: bool  # half of what `up` gives is multiplied by the activation of the other half
+    gated: bool  # the first half of what `up` gives is activated, and multiplied by the other half
     down: nn.Module
     before_feed: nn.Module | None
     behind_feed: nn.Module | None

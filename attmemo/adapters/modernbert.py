@@ -61,8 +61,8 @@ class ModernBertAdapter(Adapter):
             before = None if isinstance(layer.attn_norm, nn.Identity) else layer.attn_norm
             found.append(
                 Block(
-                    layer, (own.Wqkv,), own.Wo, before, None, (feed.Wi,), feed.act, True, feed.Wo, layer.mlp_norm, None,
-                    window=self.window(own), kind=layer.attention_type,
+                    layer, (own.Wqkv,), own.Wo, before, None, (feed.Wi,), feed.act, True, feed.Wo, layer.mlp_norm,
+                    None, window=self.window(own), kind=layer.attention_type,
                 )
             )  # fmt: skip
         heads, width = self.shape(host.layers[0].attn)

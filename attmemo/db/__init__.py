@@ -5,7 +5,16 @@ from attmemo.db.database import Database, Finding
 from attmemo.db.files import file_digest, storing
 from attmemo.db.find import cache_directory, default_path, find_database
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
-from attmemo.db.kinds import KIND_INPUT, KIND_LAST, KIND_MAP, KIND_ROWS, KIND_SCALES, KIND_TOKENS, SlotKind, kinds_of_rows
+from attmemo.db.kinds import (
+    KIND_INPUT,
+    KIND_LAST,
+    KIND_MAP,
+    KIND_ROWS,
+    KIND_SCALES,
+    KIND_TOKENS,
+    SlotKind,
+    kinds_of_rows,
+)
 from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
 from attmemo.db.migration import migrate
 from attmemo.db.writer import DatabaseWriter, Provenance

@@ -240,7 +240,7 @@ class Database:
             _LOG.warning("attmemo: %s%s", notices[0], more)
 
     def _open_arena(self, found: SlotClass, residency: Residency, progress: Progress | None = None) -> Arena:
-        arena = Arena(self.path / found.file, found.layout, residency, progress)
+        arena = Arena(self.path / found.file, found.layout, residency, progress, windows=found.windows)
         check_arena(self.path, self.manifest.uuid, found)  # again: another file may have been put in its place
         before = self._arenas.get((found.kind.name, found.length))
         self._arenas[found.kind.name, found.length] = arena

@@ -45,6 +45,11 @@ class SlotClass:
         return self.places * self.kind.layers
 
     @property
+    def windows(self) -> bool:
+        """Whether slots are mapped into windows, and not only read where they lie."""
+        return self.kind.name in (KIND_MAP, KIND_INPUT)
+
+    @property
     def layout(self) -> SlotLayout:
         dtype = TYPES[self.kind.dtype]
         return SlotLayout(self.kind.shape_for(self.length), dtype, self.stride, self.header, self.slots)

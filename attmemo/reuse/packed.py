@@ -2,8 +2,10 @@
 
 The limit. The work of a block is its linear layers, 24 H² operations a row for a feed-forward size of 4 H, and
 attention, 4 n H a row. A padded batch computes ``B·L`` rows; the packed one computes the valid ones, and attention
-looks at valid keys only. Q, K and V are one product, its rows are read by the attention kernel where they lie, and a residual, a norm
-or an activation never makes a copy of its own where a kernel can do it on the way.
+looks at valid keys only.
+
+Q, K and V are one product, and the attention kernel reads its rows where they lie. Residuals and activations are added
+inside of the linear layers' kernels.
 
 Every row is the model's own arithmetic up to rounding: nothing here approximates.
 """
@@ -20,7 +22,7 @@ from torch.nn.functional import layer_norm
 
 from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
-from attmemo.kernels.linear import Linear
+from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -76,30 +78,36 @@ class Packed:
         keep : Keep, optional
             Called in each layer.
         """
+        rows = len(hidden)
+        run = grid_rows(rows) if hidden.dtype == torch.bfloat16 else rows
+        if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
+            hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
         known = self.positions(longest)
         angles = Angles(self.blocks, positions, hidden.dtype)
         for number in range(len(self._layers)):
             stored = None if fetch is None else fetch(number)
             hidden = self.block(number, hidden, layout, known, angles, stored, keep)
-        return hidden
+        return hidden[:rows]
 
     def block(
         self, number: int, hidden: Tensor, layout: Layout, known: Positions, angles: Angles,
         stored: Stored | None = None, keep: Keep | None = None,
     ) -> Tensor:  # fmt: skip
-        """One block: ``[N, H]`` to ``[N, H]``."""
-        layer, blocks = self._layers[number], self.blocks
+        """One block: ``[M, H]`` to ``[M, H]``. Only the first N rows are those of `layout`."""
+        layer, blocks, rows = self._layers[number], self.blocks, int(layout.starts[-1])
         block = layer.block
         projected = layer.qkv(_norm(block.before, hidden))
         size = blocks.heads * blocks.width
         queries, keys, values = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
         if blocks.rotary:
             cosine, sine = angles.of(block.kind)
-            _rotate(projected[:, : 2 * size], cosine, sine, blocks.width)
+            _rotate(projected[:rows, : 2 * size], cosine, sine, blocks.width)
         if keep is not None:
-            keep(number, keys, values)
-        context = attend(
-            queries, keys, values, blocks.heads, layout,
+            keep(number, keys[:rows], values[:rows])
+        context = projected.new_empty(len(hidden), size)
+        context[rows:] = 0
+        attend(
+            queries[:rows], keys[:rows], values[:rows], blocks.heads, layout, out=context[:rows],
             scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
             table=known.table, window=block.window, disentangled=known.disentangled(number),
         )  # fmt: skip

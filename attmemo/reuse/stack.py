@@ -1,13 +1,13 @@
 """Serving a whole stack of blocks over packed rows, from nothing: `reuse="none"`.
 
 One call of the stack does the work of all blocks. Valid tokens are taken out of the padded batch, the blocks run
-over them (`packed.py`), and the last hidden states go back to where the tokens were. Outputs of padding are zero. The pooler
-and the head are the model's own.
+over them (`packed.py`), and the last hidden states go back to where the tokens were. Outputs of padding are zero. The
+pooler and the head are the model's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -26,6 +26,10 @@ from attmemo.reuse.packed import Packed
 _ON_THE_RIGHT = "the mask is not plain padding on the right"
 
 
+Keep = Callable[[list[int], list[tuple[Tensor, Tensor]], Tensor], None]
+"""Gets lengths ``[B]``, K and V ``[N, H]`` of each layer, and the last hidden states ``[N, H]``, all packed."""
+
+
 class Stack:
     """Serves a stack of blocks.
 
@@ -34,6 +38,11 @@ class Stack:
     blocks : Blocks
     packed : Packed
         The blocks, made ready.
+
+    Attributes
+    ----------
+    keep : Keep or None
+        Gets what a forward computed: this is how records are made.
     """
 
     name: ClassVar[str] = "none"
@@ -41,6 +50,7 @@ class Stack:
 
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
+        self.keep: Keep | None = None
         # Hooks on the modules that the model itself calls run as ever.
         inner = [child for module in blocks.modules for child in module.modules() if child is not module]
         hooks = [(child._forward_hooks, child._forward_pre_hooks) for child in inner]
@@ -79,7 +89,11 @@ class Stack:
         rows = call.hidden.reshape(batch * padded, size)
         rows = rows if places is None else rows.index_select(0, places)
         positions = self.positions(call, places, batch, padded)
-        found = self.packed.run(rows, Layout(starts, starts), max(spans.lengths), positions)
+        layout, kept = Layout(starts, starts), list[tuple[Tensor, Tensor]]()
+        keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys.clone(), values.clone()))
+        found = self.packed.run(rows, layout, max(spans.lengths), positions, keep=keep)
+        if self.keep is not None:
+            self.keep(spans.lengths, kept, found)
         if places is None:
             output = found
         else:

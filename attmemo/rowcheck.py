@@ -1,0 +1,112 @@
+"""The self-check of reuse of rows: a small batch is served from records of its own sequences, through the hooks.
+
+A record of the very input supplies what would have been computed, so the outputs must be those of packed blocks up to
+the rounding of storage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attmemo.adapters import Adapter, Rows, Spans
+from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
+from attmemo.db import KIND_LAST, KIND_ROWS
+from attmemo.db.forms import TYPES
+from attmemo.errors import AdapterCheckError
+from attmemo.plan import Plan
+from attmemo.reuse.row_store import HeldRows, Record
+from attmemo.reuse.rows import Rows as RowReuse
+from attmemo.reuse.rows import RowShare
+
+_ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
+_DEEP = 10  # errors of single blocks add up
+
+
+def check_rows(handle: Any, adapter: Adapter, model: nn.Module) -> None:
+    """Serve half of a few small sequences from records, and compare the last hidden states with packed blocks.
+
+    Raises
+    ------
+    AdapterCheckError
+        The outputs differ. Nothing has been changed.
+    """
+    engine, reuse = handle.engine, handle.engine.reuse
+    assert isinstance(reuse, RowReuse)
+    assert engine.database is not None
+    kinds = {kind.name: TYPES[kind.dtype] for kind in engine.database.manifest.known_kinds}
+    inputs, lengths = adapter.sample(model)
+    both = {
+        name: torch.cat([value, value.roll(1, -1) if name == "input_ids" else value]) for name, value in inputs.items()
+    }
+    several = lengths + lengths
+    with checking(model, "a small batch cannot be served from records") as stack, torch.inference_mode():
+        host = adapter.host(model)
+        stack.callback(handle.reset_stats)
+        handle.enable()
+        stack.callback(handle.disable)
+        found: list[Record] = []
+        stack.callback(setattr, reuse, "keep", None)
+        reuse.keep = lambda given, rows, last: found.extend(
+            records_of(given, rows, last, (kinds[KIND_ROWS], kinds[KIND_LAST]), reuse.blocks.heads)
+        )
+        with engine.planned(_whole(several)):
+            expected = host(**both)[0]
+        reuse.keep = None
+        before, reuse.store = reuse.store, HeldRows(found)
+        stack.callback(setattr, reuse, "store", before)
+        with engine.planned(_half(several)):
+            seen = host(**both)[0]
+        if engine.counters.layers[0].hits != len(lengths):
+            reasons = [*engine.counters.failures, *engine.counters.ineligible, "no reason was counted"]
+            raise AdapterCheckError(f"a small batch cannot be served from records: {reasons[0]}.", UNKNOWN)
+    allowed = _DEEP * tolerance(model, 5e-2) + _ROUNDED[kinds[KIND_ROWS]]
+    valid = torch.arange(expected.shape[1])[None] < torch.tensor(several)[:, None]
+    worst = difference(seen[valid], expected[valid])
+    if not worst <= allowed:
+        raise AdapterCheckError(
+            f"rows of records give last hidden states that differ by {worst:.2e} of their range "
+            f"(allowed {allowed:.0e}).",
+            UNKNOWN,
+        )
+
+
+def records_of(
+    lengths: list[int], rows: list[tuple[Tensor, Tensor]], last: Tensor, storage: tuple[torch.dtype, torch.dtype],
+    heads: int, tokens: list[Any] | None = None,
+) -> list[Record]:  # fmt: skip
+    """Records of the sequences of one exactly computed batch, from what `Stack.keep` gets."""
+    found, start = [], 0
+    for number, n in enumerate(lengths):
+        part = slice(start, start + n)
+        both = torch.stack([torch.stack((keys[part], values[part])) for keys, values in rows])
+        own = np.zeros(n, np.int32) if tokens is None else tokens[number]
+        found.append(Record.pack(own, both, last[part].clone(), storage, heads))
+        start += n
+    return found
+
+
+def _whole(lengths: list[int]) -> Plan:
+    nothing = np.empty(0, np.int64)
+    source = np.full(sum(lengths), -1, np.int32)
+    share = RowShare(
+        nothing, nothing, Rows.without(len(lengths), nothing), 0.0, source, np.full(len(lengths), -1, np.int64)
+    )
+    return Plan(spans=Spans(lengths), layers={0: share})
+
+
+def _half(lengths: list[int]) -> Plan:
+    """The first half of the sequences is served: of three tokens two are supplied."""
+    served = np.arange(len(lengths) // 2)
+    record = np.where(np.arange(len(lengths)) < len(served), np.arange(len(lengths)), -1)
+    parts = []
+    for place, n in enumerate(lengths):
+        own = np.arange(n, dtype=np.int32)
+        parts.append(np.where((own % 3 == 0) | (place >= len(served)), np.int32(-1), own))
+    share = RowShare(
+        served, served, Rows.without(len(lengths), served), 0.0, np.concatenate(parts).astype(np.int32), record
+    )
+    return Plan(spans=Spans(lengths), layers={0: share})
