@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         StaleDatabaseError,
         UnsupportedModelError,
     )
-    from attmemo.handle import Memoization
+    from attmemo.handles.base import Memoization
     from attmemo.memoization import memoize, unmemoize
     from attmemo.similarity import similarity_score
 
 _HOMES = {
     "Database": "db",
-    "Memoization": "handle",
+    "Memoization": "handles",
     "memoize": "memoization",
     "unmemoize": "memoization",
     "similarity_score": "similarity",

@@ -14,12 +14,12 @@ from attmemo.db import KIND_ROWS, Database, find_database
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
-from attmemo.handle import Memoization
+from attmemo.handles.base import Memoization
+from attmemo.handles.maps import Threshold, prepare_maps
+from attmemo.handles.stack import prepare_rows, prepare_stack
 from attmemo.hooks import Hook
-from attmemo.map_handle import Threshold, prepare_maps
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
-from attmemo.stack_handle import prepare_rows, prepare_stack
 
 _LOG = logging.getLogger("attmemo")
 

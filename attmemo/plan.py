@@ -25,6 +25,14 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class RowShare(Share):
+    """What a stack is served: for every token of the batch the row of its sequence's record that supplies it."""
+
+    source: npt.NDArray[np.int32]  # [sum n]; -1: computed
+    record: npt.NDArray[np.int64]  # [B]; -1: the sequence is computed whole
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a forward is served, or the one reason why it stays exact.
 

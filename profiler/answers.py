@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attmemo.db import Database
 from attmemo.embed.lookup import LookupName
-from attmemo.map_handle import MapMemoization
+from attmemo.handles.maps import MapMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attmemo.adapters import adapter_for
 from attmemo.db import SEQUENCE, Database
-from attmemo.map_handle import MapMemoization
+from attmemo.handles.maps import MapMemoization
 from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.models import LoadedModel, Progress, Tokens, collate
 from attmemo.similarity import similarity_matrix, similarity_score

@@ -17,8 +17,8 @@ import numpy as np
 from attmemo.db import KIND_MAP, Database
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import DataError
+from attmemo.handles.maps import MapMemoization, Threshold
 from attmemo.machine import conditions
-from attmemo.map_handle import MapMemoization, Threshold
 from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import ask, prepare

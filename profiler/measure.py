@@ -22,8 +22,8 @@ from attmemo.adapters import Site, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.training import Trained
+from attmemo.handles.maps import MapMemoization
 from attmemo.machine import conditions
-from attmemo.map_handle import MapMemoization
 from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import DataError
-from attmemo.map_handle import MapMemoization
+from attmemo.handles.maps import MapMemoization
 from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import GIVES, LoadedModel, Progress

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attmemo.map_handle import MapMemoization
+from attmemo.handles.maps import MapMemoization
 from attmemo.profiler.answers import Batch
 from attmemo.profiler.models import LoadedModel, NextToken, Progress, answers
 

@@ -23,7 +23,7 @@ from attmemo.embed import Calibration
 from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
 from attmemo.errors import StaleDatabaseError, TuningError
-from attmemo.map_handle import MapMemoization
+from attmemo.handles.maps import MapMemoization
 from attmemo.perfmodel.policy import NEVER, propose, split_halves
 from attmemo.perfmodel.tuner import Candidate, Outcome, changes_allowed, choose, sequences_needed
 from attmemo.planner import MapPlanner

@@ -11,6 +11,7 @@ import pytest
 import attmemo
 
 EXTENSIONS = [
+    "kernels._align",
     "kernels._cache_attention",
     "kernels._map_product",
     "kernels._ngram",

@@ -9,7 +9,6 @@ Rows that are computed are exact arithmetic over approximate keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import ClassVar
 
@@ -22,18 +21,10 @@ from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
 from attmemo.counters import Counters
 from attmemo.kernels.row_attention import Layout
-from attmemo.plan import Share
+from attmemo.plan import RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
 from attmemo.reuse.stack import Stack, places_of
-
-
-@dataclass(frozen=True, slots=True)
-class RowShare(Share):
-    """What a stack is served: for every token of the batch the row of its sequence's record that supplies it."""
-
-    source: npt.NDArray[np.int32]  # [sum n]; -1: computed
-    record: npt.NDArray[np.int64]  # [B]; -1: the sequence is computed whole
 
 
 class Rows(Stack):

@@ -22,8 +22,8 @@ from attmemo.embed.indexing import build_indexes
 from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
+from attmemo.handles.maps import MapMemoization
 from attmemo.machine import conditions
-from attmemo.map_handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.bench import timing

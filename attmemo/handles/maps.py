@@ -14,13 +14,13 @@ from attmemo.db import KIND_MAP, Database
 from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
 from attmemo.errors import DatabaseError, StaleDatabaseError
-from attmemo.handle import Memoization
+from attmemo.handles.base import Memoization
 from attmemo.mmap import FetcherName
 from attmemo.perfmodel import SEQUENCE
 from attmemo.perfmodel.tuning import Tuning
 from attmemo.planner import MapPlanner
 from attmemo.reuse.maps import Maps
-from attmemo.selfcheck import check_serving
+from attmemo.selfchecks.maps import check_serving
 from attmemo.watch import Watch
 
 Threshold = float | Sequence[float] | Literal["auto"]

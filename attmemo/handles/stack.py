@@ -14,16 +14,16 @@ from attmemo.adapters.blocks import Blocks
 from attmemo.db import KIND_ROWS, Database
 from attmemo.engine import Engine
 from attmemo.errors import DatabaseError, UnsupportedModelError
-from attmemo.handle import Memoization
+from attmemo.handles.base import Memoization
 from attmemo.kernels.align import Rule
 from attmemo.planner import Planner, Whole
+from attmemo.planner.rows import THRESHOLD, RowPlanner
 from attmemo.reuse.packed import TYPES, Packed
 from attmemo.reuse.row_store import DatabaseRows
 from attmemo.reuse.rows import Rows
 from attmemo.reuse.stack import Stack
-from attmemo.row_planner import THRESHOLD, RowPlanner
-from attmemo.rowcheck import check_rows
-from attmemo.stackcheck import check_blocks, check_stack
+from attmemo.selfchecks.blocks import check_blocks, check_stack
+from attmemo.selfchecks.rows import check_rows
 from attmemo.watch import Watch
 
 _LOG = logging.getLogger("attmemo")

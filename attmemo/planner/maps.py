@@ -1,17 +1,10 @@
-"""Planners: what could serve, may it, does it pay. A planner turns one forward into one immutable plan.
-
-`MapPlanner` plans maps by an embedder, a threshold and the gate. `Whole` serves every forward from nothing.
-"""
+"""Plans of maps: the nearest record by an embedder, the threshold, and the gate."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Protocol
-
-import numpy as np
 
 from attmemo.adapters import Call, Rows, Spans
 from attmemo.counters import Counters
@@ -22,57 +15,11 @@ from attmemo.guard import Threshold
 from attmemo.machine import conditions
 from attmemo.perfmodel import Gate, Profile
 from attmemo.plan import Plan, Share
+from attmemo.planner.base import BY_HAND, Given
 
 _LOG = logging.getLogger("attmemo")
 
-BY_HAND = Plan("only forwards of the whole model are looked up")
 _HOPELESS = Plan("no stored record of any length reaches the threshold")
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """One forward of the model, as its caller made it."""
-
-    reason: str | None  # why the whole forward stays exact
-    arguments: Mapping[str, Any]
-
-
-class Planner(Protocol):
-    """Plans forwards for one kind of reuse."""
-
-    lookup: LookupName
-    """"sequence": one plan serves all layers of a forward. "layer": each layer has a plan of its own."""
-
-    def before(self) -> Plan | None:
-        """A plan that is known before anything is read; None if there is no such plan."""
-
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
-        """The plan for this layer and, if one lookup serves all layers, for those behind it.
-
-        `given` is None outside of a forward of the model.
-        """
-
-    def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
-        """Milliseconds that the layer takes without reuse; None if they are not known."""
-
-
-class Whole:
-    """Serves all sequences of every forward, from no record."""
-
-    lookup: LookupName = "sequence"
-
-    def before(self) -> Plan | None:
-        return None
-
-    def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
-        if given is None:
-            return BY_HAND
-        nothing = np.empty(0, np.int64)
-        share = Share(nothing, nothing, Rows.without(len(spans.lengths), nothing), 0.0)
-        return Plan(spans=spans, layers={layer: share})
-
-    def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
-        return None
 
 
 class MapPlanner:

@@ -17,10 +17,9 @@ from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
 from attmemo.db import KIND_LAST, KIND_ROWS
 from attmemo.db.forms import TYPES
 from attmemo.errors import AdapterCheckError
-from attmemo.plan import Plan
+from attmemo.plan import Plan, RowShare
 from attmemo.reuse.row_store import HeldRows, Record
 from attmemo.reuse.rows import Rows as RowReuse
-from attmemo.reuse.rows import RowShare
 
 _ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
 _DEEP = 10  # errors of single blocks add up

@@ -17,9 +17,8 @@ from attmemo.embed.lookup import Found, LookupName
 from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import RowGate
-from attmemo.plan import Plan, Share
-from attmemo.planner import BY_HAND, Given, Whole
-from attmemo.reuse.rows import RowShare
+from attmemo.plan import Plan, RowShare, Share
+from attmemo.planner.base import BY_HAND, Given, Whole
 
 THRESHOLD: Final = 0.5
 """Share of its tokens that a record must supply by default."""

@@ -1,0 +1,9 @@
+"""Handles at ``model.attmemo``, one class for each way to serve, and what `memoize` checks before it makes one."""
+
+from attmemo.handles.base import Memoization
+from attmemo.handles.maps import MapMemoization, Threshold, prepare_maps
+from attmemo.handles.stack import StackMemoization, prepare_rows, prepare_stack
+
+__all__ = [
+    "MapMemoization", "Memoization", "StackMemoization", "Threshold", "prepare_maps", "prepare_rows", "prepare_stack",
+]  # fmt: skip

@@ -1,0 +1,10 @@
+"""Planners: what could serve, may it, does it pay. A planner turns one forward into one immutable plan.
+
+`Whole` serves every forward from nothing, `MapPlanner` from stored maps, `RowPlanner` from stored rows.
+"""
+
+from attmemo.planner.base import Given, Planner, Whole
+from attmemo.planner.maps import MapPlanner
+from attmemo.planner.rows import RowPlanner
+
+__all__ = ["Given", "MapPlanner", "Planner", "RowPlanner", "Whole"]
