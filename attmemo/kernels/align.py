@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 
 LONGEST = 8192
-"""An input or a record with more tokens shares only its prefix and its suffix."""
+"""Most tokens of an input or a record that are aligned in the middle too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,13 @@ class Alignment:
 
 
 def align(
-    tokens: Tokens, starts: Ints, candidates: Ints, record_tokens: Tokens, record_starts: Ints, rule: Rule
+    tokens: Tokens,
+    starts: Ints,
+    candidates: Ints,
+    record_tokens: Tokens,
+    record_starts: Ints,
+    rule: Rule,
+    longest: int = LONGEST,
 ) -> Alignment:
     """Align each input with its candidates and keep the best.
 
@@ -86,30 +93,19 @@ def align(
         Record r is ``record_tokens[record_starts[r] : record_starts[r + 1]]``. Only those of candidates are read.
     rule : Rule
         Which rows are computed.
+    longest : int
+        An input or a record with more tokens shares only its prefix and its suffix; at most `LONGEST`.
 
     Returns
     -------
     Alignment
-        The pairs are a longest common subsequence; `native/align.c` says which. Beyond `LONGEST` tokens they are the
-        common prefix and suffix.
+        The pairs are a longest common subsequence; `native/align.c` says which.
 
     Raises
     ------
     ValueError
         Arrays of other types or shapes, starts that do not rise to n, a candidate that is no record.
     """
-    return _aligned(tokens, starts, candidates, record_tokens, record_starts, rule, LONGEST)
-
-
-def _aligned(
-    tokens: Tokens,
-    starts: Ints,
-    candidates: Ints,
-    record_tokens: Tokens,
-    record_starts: Ints,
-    rule: Rule,
-    longest: int,
-) -> Alignment:
     batch = len(candidates)
     result = Alignment(np.empty(batch, np.int64), np.empty(len(tokens), np.int32), np.empty(batch, np.int64))
     moved = -1 if rule.most_moved is None else rule.most_moved
@@ -142,7 +138,7 @@ def align_in_python(
 ) -> Alignment:
     """What `align` returns, from a table of all lengths: slow and plain."""
     best = Alignment(np.full(len(starts) - 1, -1), np.full(len(tokens), -1, np.int32), np.diff(starts))
-    for b, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for b, (start, stop) in enumerate(pairwise(starts)):
         for number in candidates[b]:
             if number < 0:
                 continue
@@ -215,8 +211,8 @@ def _ruled(partner: list[int], rule: Rule) -> list[int]:
 
 
 def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
-    """Sums of random signs, int32 ``[B, dimensions]``: for each token of a sequence two times its signs, for each
-    pair of neighbours its signs once.
+    """Sums of random signs, int32 ``[B, dimensions]``: for each token of a sequence its signs, for each pair of
+    neighbours two times its signs.
 
     Signs are bits of a hash: they need no table and are the same on every machine. `tokens` and `starts` are those of
     `align`, `dimensions` is a multiple of 64, at most 1024. ValueError: other arrays or dimensions.
@@ -242,17 +238,18 @@ def nearest_in_numpy(scores: npt.NDArray[np.float32], k: int) -> Ints:
     """What `nearest` returns."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     found = np.where(np.take_along_axis(scores, order, 1) > 0, order, -1)
-    return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
+    padded: Ints = np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1).astype(np.int64)
+    return padded
 
 
 def sketch_in_numpy(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
     """What `sketch` returns."""
     ids = tokens.astype(np.uint32).astype(np.uint64)
     sums = np.zeros((len(starts) - 1, dimensions), np.int32)
-    for b, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for b, (start, stop) in enumerate(pairwise(starts)):
         own = ids[start:stop]
         couples = ~(own[:-1] << np.uint64(32) | own[1:])
-        sums[b] = 2 * _signs(own + np.uint64(1), dimensions) + _signs(couples, dimensions)
+        sums[b] = _signs(own + np.uint64(1), dimensions) + 2 * _signs(couples, dimensions)
     return sums
 
 

@@ -1,0 +1,243 @@
+"""Sketches of tokens are the same everywhere and near for near sequences; a collection finds what it holds."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attmemo.embed import tokens as tokens_module
+from attmemo.embed.sketch import Sketch
+from attmemo.embed.tokens import TokenIndex
+from attmemo.kernels import _align
+from attmemo.kernels.align import Rule, align, sketch, sketch_in_numpy
+
+Tokens = npt.NDArray[np.int32]
+
+
+def packed(sequences: list[Tokens]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    starts = np.cumsum([0, *map(len, sequences)]).astype(np.int64)
+    return np.concatenate([np.empty(0, np.int32), *sequences]), starts
+
+
+def templates(count: int, seed: int = 0) -> list[Tokens]:
+    """Lines of five templates whose fields differ."""
+    random = np.random.default_rng(seed)
+    forms = np.random.default_rng(99).integers(0, 1000, (5, 40)).astype(np.int32)
+    lines = []
+    for i in range(count):
+        line = forms[i % 5].copy()
+        line[[7, 8, 20, 33]] = random.integers(1000, 3000, 4)
+        lines.append(line)
+    return lines
+
+
+class TestSketch:
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), max_size=5),
+        st.sampled_from([64, 128, 256, 1024]),
+    )
+    def test_the_kernel_adds_what_the_oracle_adds(self, sequences: list[list[int]], dimensions: int) -> None:
+        tokens, starts = packed([np.array(sequence, np.int32) for sequence in sequences])
+        assert np.array_equal(sketch(tokens, starts, dimensions), sketch_in_numpy(tokens, starts, dimensions))
+
+    @pytest.mark.parametrize("length", [8191, 8192, 8193, 40_000])
+    def test_sums_of_long_sequences_do_not_overflow(self, length: int) -> None:
+        tokens, starts = np.full(length, 7, np.int32), np.array([0, length])
+        sums = sketch(tokens, starts, 64)
+        assert np.array_equal(sums, sketch_in_numpy(tokens, starts, 64))
+        assert np.abs(sums).max() > 2 * length
+
+    def test_a_sketch_has_the_numbers_it_always_had(self) -> None:
+        """Stored sketches are compared with new ones, on other machines too."""
+        sums = sketch(np.array([101, 2023, 2003, 102], np.int32), np.array([0, 4]), 64)
+        assert sums[0, :16].tolist() == [0, 2, 2, 6, -2, 0, 4, -2, -10, 8, -2, 0, -4, 2, 0, 2]
+
+    def test_vectors_have_length_one_and_empty_sequences_none(self) -> None:
+        tokens, starts = packed([np.array([1, 2, 3], np.int32), np.empty(0, np.int32), np.array([5], np.int32)])
+        lengths = np.linalg.norm(Sketch()(tokens, starts), axis=1)
+        assert np.allclose(lengths, [1, 0, 1], atol=1e-6)
+
+    def test_sequences_that_share_more_are_nearer(self) -> None:
+        base = np.arange(60, dtype=np.int32)
+        few, many = base.copy(), base.copy()
+        few[10] = 99
+        many[::6] = np.arange(100, 110)
+        vectors = Sketch()(*packed([base, few, many, base + 500]))
+        products = vectors[1:] @ vectors[0]
+        assert products[0] > 0.9
+        assert products[0] > products[1] + 0.2
+        assert products[1] > products[2] + 0.2
+
+    def test_order_counts(self) -> None:
+        base = np.random.default_rng(0).permutation(60).astype(np.int32)
+        vectors = Sketch()(*packed([base, np.sort(base)]))
+        assert vectors[0] @ vectors[1] < 0.6
+
+    @pytest.mark.parametrize("dimensions", [0, -64, 100, 1088])
+    def test_other_dimensions_are_refused(self, dimensions: int) -> None:
+        with pytest.raises(ValueError, match="multiple of 64"):
+            Sketch(dimensions)
+
+    @pytest.mark.parametrize(
+        ("tokens", "starts", "sums"),
+        [
+            (np.zeros(3), [0, 3], (1, 64)), (np.zeros(3, np.int32), [0, 2], (1, 64)),
+            (np.zeros(3, np.int32), [0, 3], (2, 64)), (np.zeros(3, np.int32), [0, 3], (1, 65)),
+            (np.zeros(3, np.int32), [0, 4, 3], (2, 64)), (np.zeros((1, 3), np.int32), [0, 3], (1, 64)),
+        ],
+    )  # fmt: skip
+    def test_wrong_arguments_are_refused_and_nothing_is_written(
+        self, tokens: Any, starts: list[int], sums: tuple[int, int]
+    ) -> None:
+        result = np.full(sums, 77, np.int32)
+        with pytest.raises(ValueError, match="must"):
+            _align.sketch(tokens, np.array(starts), result)
+        assert (result == 77).all()
+
+
+@pytest.fixture(params=["all", "graph"])
+def index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TokenIndex:
+    """Empty, comparing with all records or, from twenty on, searching a graph."""
+    if request.param == "graph":
+        pytest.importorskip("hnswlib")
+        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
+    return TokenIndex()
+
+
+class TestTokenIndex:
+    def test_a_record_finds_itself(self, index: TokenIndex) -> None:
+        lines = templates(200)
+        numbers = [index.add(line) for line in lines]
+        assert len(index) == 200
+        assert numbers == list(range(200))
+        assert index.find(*packed(lines), k=1)[:, 0].tolist() == numbers
+        assert all(np.array_equal(index.tokens_of(n), line) for n, line in zip(numbers, lines, strict=True))
+
+    def test_best_is_the_alignment_with_the_records_found(self, index: TokenIndex) -> None:
+        lines = templates(150)
+        for line in lines:
+            index.add(line)
+        asked = packed(templates(30, seed=1))
+        expected = align(*asked, index.find(*asked, k=6), *packed(lines), Rule(near=2))
+        found = index.best(*asked, Rule(near=2), tried=6)
+        assert np.array_equal(found.record, expected.record)
+        assert np.array_equal(found.source, expected.source)
+        assert (found.computed <= 20).all()
+
+    def test_what_was_removed_is_found_no_more_and_its_number_is_not_used_again(self, index: TokenIndex) -> None:
+        lines = templates(120)
+        numbers = [index.add(line) for line in lines]
+        for number in numbers[::2]:
+            index.remove(number)
+        assert len(index) == 60
+        assert set(index.find(*packed(lines), k=100).ravel()) <= {-1, *numbers[1::2]}
+        assert set(index.best(*packed(lines)).record) <= set(numbers[1::2])
+        assert 0 not in index
+        assert 1 in index
+        for wrong in (0, -1, 120):
+            with pytest.raises(KeyError, match="no record"):
+                index.remove(wrong)
+            with pytest.raises(KeyError, match="no record"):
+                index.tokens_of(wrong)
+        assert index.add(lines[0]) == 120
+        assert index.find(*packed(lines[:1]), k=1).tolist() == [[120]]
+
+    def test_a_collection_that_forgets_as_fast_as_it_learns_does_not_grow(self, index: TokenIndex) -> None:
+        lines = templates(2000)
+        for number, line in enumerate(lines):
+            assert index.add(line) == number
+            if number >= 50:
+                index.remove(number - 50)
+        assert len(index) == 50
+        assert len(index._shelf.room[0]) <= 64 * 150
+        assert index.find(*packed(lines[-50:]), k=1)[:, 0].tolist() == list(range(1950, 2000))
+        assert all(np.array_equal(index.tokens_of(n), lines[n]) for n in range(1950, 2000))
+
+    def test_all_can_be_removed(self, index: TokenIndex) -> None:
+        lines = templates(60)
+        for number in [index.add(line) for line in lines]:
+            index.remove(number)
+        assert len(index) == 0
+        assert (index.find(*packed(lines)) == -1).all()
+        assert (index.best(*packed(lines)).computed == 40).all()
+
+    def test_an_empty_collection_finds_nothing(self) -> None:
+        found = TokenIndex().best(*packed(templates(3)))
+        assert found.record.tolist() == [-1] * 3
+        assert found.computed.tolist() == [40] * 3
+        assert TokenIndex().find(*packed([]), k=2).shape == (0, 2)
+
+    def test_empty_records_and_inputs_are_never_found(self, index: TokenIndex) -> None:
+        index.add(np.empty(0, np.int32))
+        for line in templates(30):
+            index.add(line)
+        assert 0 not in index.find(*packed(templates(5)), k=31)
+        assert (index.find(*packed([np.empty(0, np.int32)])) == -1).all()
+
+    def test_a_graph_finds_nearly_what_a_comparison_with_all_finds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("hnswlib")
+        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
+        graph = TokenIndex()
+        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 10**9)
+        whole = TokenIndex()
+        random, asked = np.random.default_rng(3), packed(templates(40, seed=9))
+        for number, line in enumerate(templates(800)):
+            monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
+            graph.add(line)
+            monkeypatch.setattr(tokens_module, "GRAPH_FROM", 10**9)
+            whole.add(line)
+            if random.random() < 0.4:
+                graph.remove(number)
+                whole.remove(number)
+        assert graph._graph is not None
+        assert whole._graph is None
+        assert (graph.find(*asked, k=4) == whole.find(*asked, k=4)).mean() > 0.95
+
+    def test_wrong_arguments_are_refused(self, index: TokenIndex) -> None:
+        for wrong in (np.arange(3), np.zeros((1, 3), np.int32), np.zeros(3, np.float32)):
+            with pytest.raises(ValueError, match="must"):
+                index.add(wrong)  # type: ignore[arg-type]
+        assert len(index) == 0
+        for k in (0, -1):
+            with pytest.raises(ValueError, match="at least one"):
+                index.find(*packed(templates(1)), k=k)
+
+    def test_readers_see_whole_records_while_one_thread_adds_and_removes(self, index: TokenIndex) -> None:
+        lines = templates(600)
+        for line in lines[:30]:
+            index.add(line)
+        asked = packed(lines[:30])
+        wrong: list[BaseException] = []
+        stop = threading.Event()
+
+        def read() -> None:
+            try:
+                while not stop.is_set():
+                    found = index.best(*asked, tried=4)
+                    for b, record in enumerate(found.record.tolist()):
+                        if record < 0:
+                            continue
+                        source = found.source[asked[1][b] : asked[1][b + 1]]
+                        kept = np.flatnonzero(source >= 0)
+                        assert np.array_equal(lines[record][source[kept]], lines[b][kept])
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for number, line in enumerate(lines[30:], 30):
+            assert index.add(line) == number
+            if number % 3 == 0:
+                index.remove(number)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
