@@ -80,7 +80,7 @@ typedef struct {
     ptrdiff_t key_line, query_line; /* bytes from a row to the next */
     size_t rows;
     const int32_t *row; /* row[distance], for -reach < distance < reach */
-    size_t reach;
+    size_t reach;       /* at most the keys that `scratch` was told of */
     void *ready; /* what `prepare` made of all this; begins with a line */
 } Distances;
 

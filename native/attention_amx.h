@@ -49,6 +49,19 @@ enum {
     AFTER = 16,     /* queries to read ahead */
 };
 
+/*
+ * Which distances the queries of a strip have to SIDE neighbouring keys, for products of keys and the distances' queries.
+ * Only tiles of distances that a query needs are multiplied; they are stored side by side. Queries that are neighbours
+ * in such a line of products, a run, are read at once.
+ */
+typedef struct {
+    ptrdiff_t position[SIDE];
+    size_t tiles, runs;
+    ptrdiff_t tile[2 * SIDE]; /* for the task's first SIDE keys; one less for each SIDE further */
+    ptrdiff_t at[SIDE];       /* where a run's lane 0 is, or would be, in the line of the last of the keys */
+    __mmask16 lanes[SIDE];
+} Places;
+
 /* Where everything lies in a thread's scratch; `deep` is the width, filled up with zeros to whole tiles. */
 typedef struct {
     size_t deep;
@@ -63,6 +76,11 @@ typedef struct {
     uint16_t *pair;    /* [2][parts][deep]: two rows of values */
     uint16_t *values;  /* [parts][SPAN / DEEP][deep / SIDE][DEEP / 2][SIDE][2] */
     uint16_t *weights; /* [2][parts][STEP / DEEP][SIDE][DEEP] */
+    /* for distances */
+    Places *places;    /* of each strip */
+    uint16_t *lines;   /* [strips][SIDE][parts][deep]: queries */
+    float *of_keys;    /* [2][SIDE, amx_line]: products of a strip's queries and the distances' keys */
+    float *of_queries; /* [2][STEP, amx_line]: of keys and the distances' queries */
 } Room;
 
 static size_t amx_parts(enum type queries)
@@ -75,9 +93,19 @@ static size_t amx_strips(size_t rows)
     return (rows + 2 * SIDE - 1) / (2 * SIDE) * 2;
 }
 
-/* Lays out the room for `rows` of queries, if there is a scratch; returns its bytes. Pieces begin with lines. */
-static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, char *scratch, Room *room)
+/* Floats of a line of so many tiles, an odd number of cache lines: rows of a tile must not meet in the cache. */
+static size_t amx_line(size_t tiles)
 {
+    return (tiles | 1) * SIDE;
+}
+
+/*
+ * Lays out the room for `rows` of queries, if there is a scratch; returns its bytes. Pieces begin with lines. `reach`: of
+ * Distances, or 0.
+ */
+static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, size_t reach, char *scratch, Room *room)
+{
+    const size_t across = reach / SIDE + 4, places = across < 2 * SIDE ? across : 2 * SIDE;
     size_t at = 0, deep = round_to(width, DEEP), strips = amx_strips(rows);
     room->deep = deep;
 #define PIECE(name, items)                                                                                             \
@@ -97,6 +125,12 @@ static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, c
     PIECE(pair, 2 * parts * deep);
     PIECE(values, parts * SPAN * deep);
     PIECE(weights, 2 * parts * STEP * SIDE);
+    if (reach > 0) {
+        PIECE(places, strips);
+        PIECE(lines, strips * parts * deep * SIDE);
+        PIECE(of_keys, 2 * SIDE * amx_line(STEP / SIDE + across));
+        PIECE(of_queries, 2 * STEP * amx_line(places));
+    }
 #undef PIECE
     return at;
 }
@@ -132,6 +166,19 @@ AMX INLINE void amx_turn(vector *square)
     swap(square, 8);
 }
 
+/* Rows of bfloat16 [SIDE][deep], B's columns, to tiles [deep / DEEP][DEEP / 2][SIDE][2]. */
+AMX INLINE void amx_pack(const uint16_t *rows, size_t deep, uint16_t *out)
+{
+    for (size_t d = 0; d < deep; d += DEEP) {
+        vector square[SIDE]; /* of pairs */
+        for (size_t i = 0; i < SIDE; i++)
+            square[i] = *(vector *)(rows + i * deep + d);
+        amx_turn(square);
+        for (size_t i = 0; i < SIDE; i++)
+            *(vector *)(out + d * SIDE + i * DEEP) = square[i];
+    }
+}
+
 /* The queries of a task, packed, and their strips made ready. */
 AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Room *room, size_t parts)
 {
@@ -140,7 +187,8 @@ AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Ro
     memset(room->row, 0, deep * sizeof *room->row);
     for (size_t s = 0; s < strips; s++) {
         Strip *strip = room->strips + s;
-        uint16_t *split = room->rows; /* [SIDE][parts][deep]: no keys are in it yet */
+        uint16_t *split = attention->distant ? room->lines + s * SIDE * parts * deep
+                                             : room->rows; /* [SIDE][parts][deep]: no keys are in it yet */
         strip->rows = rows <= s * SIDE ? 0 : rows - s * SIDE < SIDE ? rows - s * SIDE : SIDE;
         memset(split, 0, SIDE * parts * deep * sizeof *split);
         for (size_t lane = 0; lane < SIDE; lane++) {
@@ -158,14 +206,7 @@ AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Ro
             widen(query->query, attention->type, width, room->row);
             amx_split(room->row, deep, parts, split + lane * parts * deep, deep);
         }
-        for (size_t d = 0; d < parts * deep; d += DEEP) {
-            vector square[SIDE]; /* of pairs */
-            for (size_t lane = 0; lane < SIDE; lane++)
-                square[lane] = *(vector *)(split + lane * parts * deep + d);
-            amx_turn(square);
-            for (size_t i = 0; i < SIDE; i++)
-                *(vector *)(room->queries + (s * parts * deep + d) * SIDE + i * DEEP) = square[i];
-        }
+        amx_pack(split, parts * deep, room->queries + s * parts * deep * SIDE);
     }
 }
 
@@ -470,17 +511,195 @@ AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, 
     }
 }
 
+/* ---- distances -------------------------------------------------------------------------------------------------- */
+
+/*
+ * Ready are, packed, SIDE distances to a tile, ascending: the distances' queries; and their keys, of distances with the
+ * other sign. Number e of a table is that of distance e - amx_middle.
+ */
+static size_t amx_middle(size_t reach)
+{
+    return round_to(reach, SIDE) + SIDE; /* SIDE keys begin before the last */
+}
+
+static size_t amx_table(const Attention *attention, const Distances *distances)
+{
+    return 2 * amx_middle(distances->reach) * amx_parts(attention->type) * round_to(attention->stored.width, DEEP);
+}
+
+static size_t measure_amx(const Attention *attention, const Distances *distances)
+{
+    const size_t rows = SIDE * amx_parts(attention->type) * round_to(attention->stored.width, DEEP);
+    const size_t tables = (distances->keys != NULL) + (distances->queries != NULL);
+    return (tables * amx_table(attention, distances) + rows) * sizeof(uint16_t) +
+           round_to(attention->stored.width, DEEP) * sizeof(float);
+}
+
+AMX static void prepare_amx(const Attention *attention, const Distances *distances)
+{
+    const size_t width = attention->stored.width, deep = round_to(width, DEEP), parts = amx_parts(attention->type);
+    const size_t middle = amx_middle(distances->reach), table = amx_table(attention, distances);
+    const ptrdiff_t reach = (ptrdiff_t)distances->reach;
+    uint16_t *out = distances->ready, *rows = out + ((distances->keys != NULL) + (distances->queries != NULL)) * table;
+    float *row = (float *)(rows + SIDE * parts * deep);
+    memset(row, 0, deep * sizeof *row);
+    for (enum plane plane = KEY; plane <= VALUE; plane++) {
+        const char *source = plane == KEY ? distances->keys : distances->queries;
+        const ptrdiff_t line = plane == KEY ? distances->key_line : distances->query_line;
+        for (size_t tile = 0; source && tile < 2 * middle; tile += SIDE, out += SIDE * parts * deep) {
+            memset(rows, 0, SIDE * parts * deep * sizeof *rows);
+            for (size_t i = 0; i < SIDE; i++) {
+                const ptrdiff_t apart = (ptrdiff_t)(tile + i) - (ptrdiff_t)middle;
+                const ptrdiff_t distance = plane == KEY ? -apart : apart;
+                if (distance <= -reach || distance >= reach)
+                    continue;
+                const char *from = source + distances->row[distance] * line;
+                if (attention->type == BFLOAT16) {
+                    memcpy(rows + i * deep, from, width * sizeof *rows);
+                } else {
+                    widen(from, attention->type, width, row);
+                    amx_split(row, deep, parts, rows + i * parts * deep, deep);
+                }
+            }
+            amx_pack(rows, parts * deep, out);
+        }
+    }
+}
+
+/* Where the distances of each strip's queries to keys lie, from the task's first key on. */
+static void amx_place(const Task *task, const Room *room)
+{
+    const ptrdiff_t origin = (ptrdiff_t)amx_middle(task->distances->reach) - (ptrdiff_t)task->first - (SIDE - 1);
+    for (size_t s = 0; s < amx_strips(task->count); s++) {
+        Places *places = room->places + s;
+        const Query *queries = task->queries + s * SIDE;
+        const size_t rows = room->strips[s].rows;
+        places->tiles = places->runs = 0;
+        for (size_t lane = 0; lane < SIDE && rows > 0; lane++) {
+            places->position[lane] = queries[lane < rows ? lane : rows - 1].position;
+            if (lane >= rows)
+                continue;
+            const ptrdiff_t place = places->position[lane] + origin, tile = place / SIDE, rest = place % SIDE;
+            for (ptrdiff_t t = tile; t <= tile + (rest > 0); t++)
+                if (places->tiles == 0 || t > places->tile[places->tiles - 1])
+                    places->tile[places->tiles++] = t;
+            const size_t slot = places->tiles - (tile == places->tile[places->tiles - 1] ? 1 : 2);
+            const ptrdiff_t at = (ptrdiff_t)(slot * SIDE) + rest - (ptrdiff_t)lane;
+            if (places->runs == 0 || at != places->at[places->runs - 1]) {
+                places->lanes[places->runs] = 0;
+                places->at[places->runs++] = at;
+            }
+            places->lanes[places->runs - 1] |= (__mmask16)(1 << lane);
+        }
+    }
+}
+
+/*
+ * Rows of A times two packed tiles of a table, to `first` and `second`, lines of which are `line` floats. Parts of A lie
+ * a_part apart.
+ */
+AMX INLINE void amx_pair(const uint16_t *a, size_t stride, size_t a_part, const uint16_t *first_b,
+                         const uint16_t *second_b, size_t deep, size_t a_parts, size_t b_parts, float *first,
+                         float *second, size_t line)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    for (size_t p = 0; p < a_parts; p++)
+        for (size_t c = 0; c < b_parts && p + c < 3; c++)
+            for (size_t d = 0; d < deep; d += DEEP) {
+                const size_t at = (c * deep + d) * SIDE;
+                _tile_loadd(4, a + p * a_part + d, stride);
+                _tile_loadd(6, first_b + at, LINE);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, second_b + at, LINE);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+    _tile_stored(0, first, line * sizeof(float));
+    _tile_stored(1, second, line * sizeof(float));
+}
+
+/*
+ * scores [STEP, SIDE] of strip `s` gain what lies in the distances of its queries to keys [first, first + count).
+ * `which`: of two strips whose room is side by side.
+ */
+AMX INLINE void amx_relate(const Task *task, const Room *room, size_t s, size_t which, const uint16_t *const *keys,
+                           const size_t *strides, size_t first, size_t count, Parts parts, float *scores)
+{
+    const Distances *distances = task->distances;
+    const Places *places = room->places + s;
+    const size_t deep = room->deep, table = parts.query * deep, across = distances->reach / SIDE + 4;
+    const ptrdiff_t middle = (ptrdiff_t)amx_middle(distances->reach), begin = (ptrdiff_t)first;
+    const uint16_t *of_keys = distances->ready;
+    const uint16_t *of_queries = of_keys + (distances->keys ? (size_t)middle * 2 * table : 0);
+    float *from_keys = room->of_keys + which * SIDE * amx_line(STEP / SIDE + across);
+    float *from_queries =
+        room->of_queries + which * STEP * amx_line(across < 2 * SIDE ? across : 2 * SIDE);
+    const size_t line = amx_line(places->tiles);
+    size_t key_line = 0;
+    ptrdiff_t tile = 0;
+
+    AMX_SEES_MEMORY;
+    if (distances->keys) {
+        tile = (begin - places->position[SIDE - 1] + middle) / SIDE;
+        const ptrdiff_t last = (begin + (ptrdiff_t)count - 1 - places->position[0] + middle) / SIDE;
+        key_line = amx_line((size_t)(last - tile) + 1);
+        const uint16_t *a = room->lines + s * SIDE * table;
+        for (ptrdiff_t t = tile; t <= last; t += 2) {
+            const ptrdiff_t other = t < last ? t + 1 : t;
+            amx_pair(a, table * sizeof *a, deep, of_keys + (size_t)t * SIDE * table,
+                     of_keys + (size_t)other * SIDE * table, deep, parts.query, parts.query,
+                     from_keys + (t - tile) * SIDE, from_keys + (other - tile) * SIDE, key_line);
+        }
+    }
+    if (distances->queries)
+        for (size_t g = 0; g * SIDE < count; g++) {
+            const ptrdiff_t back = (ptrdiff_t)((first - task->first) / SIDE + g);
+            float *out = from_queries + g * SIDE * line;
+            for (size_t t = 0; t < places->tiles; t += 2) {
+                const size_t other = t + 1 < places->tiles ? t + 1 : t;
+                amx_pair(keys[g], strides[g], SPAN * deep, of_queries + (size_t)(places->tile[t] - back) * SIDE * table,
+                         of_queries + (size_t)(places->tile[other] - back) * SIDE * table, deep, parts.cache,
+                         parts.query, out + t * SIDE, out + other * SIDE, line);
+            }
+        }
+    AMX_SEES_MEMORY;
+    const float *lanes[SIDE];
+    for (size_t lane = 0; lane < SIDE; lane++)
+        lanes[lane] = from_keys + lane * key_line + (begin - places->position[lane] + middle - tile * SIDE);
+    for (size_t k = 0; k < count; k += SIDE) {
+        vector square[SIDE] = {{0}};
+        if (distances->keys) {
+            for (size_t lane = 0; lane < SIDE; lane++)
+                square[lane] = LOAD(lanes[lane] + k);
+            amx_turn(square);
+        }
+        for (size_t i = 0; i < SIDE; i++) {
+            float *score = scores + (k + i) * SIDE;
+            __m512 sum = _mm512_add_ps(_mm512_loadu_ps(score), (__m512)square[i]);
+            const float *own = from_queries + (k + i) * line + (SIDE - 1 - i);
+            for (size_t run = 0; distances->queries && run < places->runs; run++)
+                sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(places->lanes[run], own + places->at[run]));
+            _mm512_storeu_ps(score, sum);
+        }
+    }
+}
+
+/* ---- a task ----------------------------------------------------------------------------------------------------- */
+
 AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *scratch, Form form, Parts parts)
 {
     Room space;
     const Room *room = &space;
-    amx_room(task->count, attention->stored.width, attention->stored.groups, parts.query, scratch, &space);
+    amx_room(task->count, attention->stored.width, attention->stored.groups, parts.query,
+             attention->distant ? task->distances->reach : 0, scratch, &space);
     const size_t deep = room->deep, strips = amx_strips(task->count);
     const uint16_t *keys[SPAN / SIDE];
     size_t strides[SPAN / SIDE];
     Block block;
 
     amx_begin(attention, task, room, parts.query);
+    if (attention->distant)
+        amx_place(task, room);
     _tile_loadconfig(&tile_shapes);
     for (size_t span = task->first; span < task->last; span += SPAN) {
         const size_t end = task->last - span < SPAN ? task->last : span + SPAN;
@@ -501,6 +720,9 @@ AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *s
                           room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
                           room->scores);
                 for (size_t i = 0; i < 2 && strip[i].rows > 0; i++) {
+                    if (attention->distant)
+                        amx_relate(task, room, s + i, i, keys + at / SIDE, strides + at / SIDE, first, count, parts,
+                                   room->scores + i * STEP * SIDE);
                     if (attention->biased)
                         amx_bias(attention, task->queries + (s + i) * SIDE, room, strip[i].rows, first, count);
                     amx_soften(attention, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
@@ -521,7 +743,7 @@ AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *s
     conclude(attention, task, room->flat, deep, room->bias, room->scores);
 }
 
-/* Of a few queries the vectors do it as fast. */
+/* Of a few queries the vectors do it as fast, but for distances, which are made ready for the matrix unit. */
 AMX static void attend_amx(const Attention *attention, const Task *task, void *scratch)
 {
     const Format *format = &attention->stored;
@@ -530,7 +752,7 @@ AMX static void attend_amx(const Attention *attention, const Task *task, void *s
     const Form form = !bfloats ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
     enum reading reading;
     const bool codes = whole && choose_codes(format, &reading);
-    if (task->count < TURNS || attention->distant)
+    if (task->count < TURNS && !attention->distant)
         attend(attention, task, scratch);
     else if (attention->type == FLOAT16)
         amx_attend(attention, task, scratch, IN_PARTS, (Parts){2, 2, 2});
@@ -550,8 +772,10 @@ static size_t scratch_bytes_amx(const Attention *attention, size_t queries, size
 {
     const Format *format = &attention->stored;
     Room room;
-    size_t few = scratch_bytes(attention, queries < TURNS ? queries : TURNS, keys);
-    size_t many =
-        queries < TURNS ? 0 : amx_room(queries, format->width, format->groups, amx_parts(attention->type), NULL, &room);
+    const bool always = attention->distant;
+    size_t few = always ? 0 : scratch_bytes(attention, queries < TURNS ? queries : TURNS, keys);
+    size_t many = queries < TURNS && !always ? 0
+                                             : amx_room(queries, format->width, format->groups,
+                                                        amx_parts(attention->type), always ? keys : 0, NULL, &room);
     return few < many ? many : few;
 }

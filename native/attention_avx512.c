@@ -24,6 +24,7 @@
 #include "attention_amx.h"
 
 const Kernel attention_avx512 = {"avx512", TILE, true, scratch_bytes, attend, store, bring, measure, prepare};
-const Kernel attention_amx = {"amx", AMX_ROWS, true, scratch_bytes_amx, attend_amx, store, bring, measure, prepare};
+const Kernel attention_amx = {"amx", AMX_ROWS, true, scratch_bytes_amx, attend_amx, store, bring,
+                              measure_amx, prepare_amx};
 
 #endif
