@@ -55,6 +55,21 @@ class Record:
         return found if self.scales is None else found | {KIND_SCALES: list(self.scales)}
 
 
+def records_of(
+    lengths: list[int], rows: list[tuple[Tensor, Tensor]], last: Tensor, storage: tuple[torch.dtype, torch.dtype],
+    heads: int, tokens: list[Any] | None = None,
+) -> list[Record]:  # fmt: skip
+    """Records of the sequences of one exactly computed batch, from what `Stack.keep` gets."""
+    found, start = [], 0
+    for number, n in enumerate(lengths):
+        part = slice(start, start + n)
+        both = torch.stack([torch.stack((keys[part], values[part])) for keys, values in rows])
+        own = np.zeros(n, np.int32) if tokens is None else tokens[number]
+        found.append(Record.pack(own, both, last[part].clone(), storage, heads))
+        start += n
+    return found
+
+
 class Fetched(Protocol):
     """Rows of the records of one batch; what they lie in is held as long as this object is."""
 

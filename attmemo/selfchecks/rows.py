@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attmemo.adapters import Adapter, Rows, Spans
 from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
@@ -18,7 +18,7 @@ from attmemo.db import KIND_LAST, KIND_ROWS
 from attmemo.db.forms import TYPES
 from attmemo.errors import AdapterCheckError
 from attmemo.plan import Plan, RowShare
-from attmemo.reuse.row_store import HeldRows, Record
+from attmemo.reuse.row_store import HeldRows, Record, records_of
 from attmemo.reuse.rows import Rows as RowReuse
 
 _ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
@@ -71,21 +71,6 @@ def check_rows(handle: Any, adapter: Adapter, model: nn.Module) -> None:
             f"(allowed {allowed:.0e}).",
             UNKNOWN,
         )
-
-
-def records_of(
-    lengths: list[int], rows: list[tuple[Tensor, Tensor]], last: Tensor, storage: tuple[torch.dtype, torch.dtype],
-    heads: int, tokens: list[Any] | None = None,
-) -> list[Record]:  # fmt: skip
-    """Records of the sequences of one exactly computed batch, from what `Stack.keep` gets."""
-    found, start = [], 0
-    for number, n in enumerate(lengths):
-        part = slice(start, start + n)
-        both = torch.stack([torch.stack((keys[part], values[part])) for keys, values in rows])
-        own = np.zeros(n, np.int32) if tokens is None else tokens[number]
-        found.append(Record.pack(own, both, last[part].clone(), storage, heads))
-        start += n
-    return found
 
 
 def _whole(lengths: list[int]) -> Plan:

