@@ -110,6 +110,13 @@ class TestAgainstTheOracle:
         arrays = (*packed([own]), np.array([[0]]), *packed([record]), Rule(most_moved=most_moved))
         assert equal(align(*arrays), align_in_python(*arrays))
 
+    @pytest.mark.parametrize("far", [70, 140, 199])
+    def test_a_carry_crosses_words_without_a_match(self, far: int) -> None:
+        arrays = (*packed([list(range(200))]), np.array([[0]]), *packed([[far, 5, -1]]), BARE)
+        found = align(*arrays)
+        assert equal(found, align_in_python(*arrays))
+        assert found.source[5] == 1
+
     @settings(max_examples=200, deadline=None)
     @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(0, 40), st.integers(1, 12))
     def test_the_nearest_are_those_with_the_highest_products(self, seed: int, rows: int, columns: int, k: int) -> None:

@@ -200,6 +200,30 @@ class TestTokenIndex:
         assert whole._graph is None
         assert (graph.find(*asked, k=4) == whole.find(*asked, k=4)).mean() > 0.95
 
+    def test_without_hnswlib_all_records_are_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        index, lines = TokenIndex(), templates(60)
+        numbers = [index.add(line) for line in lines]
+        assert index._graph is None
+        assert index.find(*packed(lines), k=1)[:, 0].tolist() == numbers
+
+    def test_all_records_are_compared_when_the_graph_reaches_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("hnswlib")
+        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
+        index, lines = TokenIndex(), templates(60)
+        numbers = [index.add(line) for line in lines]
+
+        class Torn:
+            def set_ef(self, ef: int) -> None: ...
+
+            def knn_query(self, *arguments: Any, **options: Any) -> None:
+                raise RuntimeError("Cannot return the results in a contiguous 2D array.")
+
+        assert index._graph is not None
+        monkeypatch.setattr(index._graph, "_index", Torn())
+        assert index.find(*packed(lines), k=1)[:, 0].tolist() == numbers
+
     def test_wrong_arguments_are_refused(self, index: TokenIndex) -> None:
         for wrong in (np.arange(3), np.zeros((1, 3), np.int32), np.zeros(3, np.float32)):
             with pytest.raises(ValueError, match="must"):

@@ -258,7 +258,8 @@ def _signs(features: npt.NDArray[np.uint64], dimensions: int) -> npt.NDArray[np.
     lanes = np.arange(1, dimensions // 64 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words = _mix(_mix(features)[:, None] + lanes).astype("<u8")
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    return (2 * bits.astype(np.int64) - 1).sum(0)
+    sums: npt.NDArray[np.int64] = (2 * bits.astype(np.int64) - 1).sum(0)
+    return sums
 
 
 def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
