@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -97,6 +98,39 @@ def test_a_residual_is_added_behind_the_activation(activation: str, dtype: torch
         theirs = APPLIED[activation](F.linear(x, weight, bias)) + add
         assert error(layer(x, add=add), reference) <= 1.1 * error(theirs, reference) + 1e-7
         assert torch.equal(add, kept)
+
+
+@pytest.mark.parametrize("sums", ["missing", "wrong"])
+def test_a_residual_is_right_where_only_its_operator_is_not(sums: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Product:
+        def __init__(self, real: Callable[..., Tensor]) -> None:
+            self.real = real
+            if sums == "wrong":
+                self.binary = lambda x, add, weight, bias, name: real(x, weight, bias, "none", [], "") - add
+
+        def __call__(self, *arguments: object) -> Tensor:
+            return self.real(*arguments)
+
+    class Operators:
+        _reorder_linear_weight = torch.ops.mkldnn._reorder_linear_weight
+        _linear_pointwise = Product(torch.ops.mkldnn._linear_pointwise.default)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Operators)
+    weight, bias = parts(48, 64, torch.float32)
+    layer = Linear.of([weight], [bias])
+    assert layer.packed == torch.backends.mkldnn.is_available()
+    x, add = rows(17, 64, torch.float32), rows(17, 48, torch.float32, 2)
+    assert error(layer(x, add=add), exact(x, weight, bias) + add.double()) < 1e-5
+
+
+def test_threads_may_share_a_layer() -> None:
+    weight, bias = parts(80, 96, torch.bfloat16)
+    layer = Linear.of([weight], [bias], "gelu")
+    inputs = [rows(count, 96, torch.bfloat16, count) for count in range(1, 80)]
+    alone = [layer(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(layer, inputs * 4))
+    assert all(torch.equal(y, alone[i % len(alone)]) for i, y in enumerate(together))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -7,8 +7,29 @@ check fails, the layer runs by `torch.nn.functional.linear`.
 
 A NEW NUMBER OF ROWS.  oneDNN generates code for each number of rows: in bfloat16 with AMX 1 ms a layer, 8 ms with GELU
 fused, where the product of 300 rows takes 0.5 ms. A stream of packed rows has another number in every batch. So layers
-in bfloat16 run on a few numbers only, `grid_rows`, which cost at most 7 % more rows. float32 code takes 0.3 ms where
-the product takes 6: there it does not pay.
+in bfloat16 run on a few numbers only, `grid_rows`, which cost at most 7 % more rows beyond the first 256. The linear
+layers and norms of six blocks of width 384, each batch with another number of rows: 1.5 to 2.1 times as fast as on the
+number itself. float32 code takes 0.3 ms where the product takes 6: there it does not pay.
+
+WHAT IT GAINS.  Against `torch.nn.functional.linear`, for widths of 384 to 3072, on two busy cores with AMX: 1.3 to 1.9
+times as fast in bfloat16, from one row to 4096. In float32 1.0 to 1.4 times from 46 rows on, 0.9 to 1.2 at 8, 0.7 at
+one. A residual added in the same call makes a whole block about 1.05 times as fast in bfloat16, 1.1 in float32.
+
+ROADS NOT TAKEN
+  MKL's packed weights for float32: 1.1 to 1.5 times as fast, but only for the one number of rows they were packed for.
+  A kernel for the layer norm of a sum: with the sum in the product's own call there is no second pass to save. The
+  kernel made a block of width 384 or 768 0.84 to 1.07 times as fast.
+  8-bit layers: activations rounded with a scale for each row, weights with one for each column, `qlinear_pointwise`.
+  The product itself is faster, but the passes around it eat that up. The four layers of a block (1536 rows), how many
+  times as fast as they are here in bfloat16:
+
+                                                                 width 384    width 768
+    products alone, one thread                                     1.78         1.82
+    with rounding, scaling and GELU in vectorised C, one thread    1.03         1.26
+    with torch's operators around each product, two threads        0.1 to 0.4   0.4 to 0.6
+
+  With all linear layers of a six-layer MiniLM so rounded, its embeddings have a mean cosine of .9979 (OpenSSH lines)
+  and .9982 (HDFS) to those in float32; .9990 with a zero point for each row; .99996 in bfloat16.
 """
 
 from __future__ import annotations
@@ -44,8 +65,8 @@ _CHECKED: Final = 16  # rows of the check
 def grid_rows(rows: int) -> int:
     """How many rows a bfloat16 layer runs for so many: the next of 16, 32, ... 512, 544, ... 1024, 1088, ...
 
-    Sixteen steps for each power of two, none shorter than the 16 rows of an AMX tile. A caller that holds its rows at
-    the front of a buffer of this many saves `Linear` a copy.
+    Sixteen steps for each power of two, none shorter than the 16 rows of an AMX tile: 117 numbers up to 20,000 rows.
+    A caller that holds its rows at the front of a buffer of this many saves `Linear` a copy.
     """
     step = max(16, 1 << (rows - 1).bit_length() >> 5) if rows > 0 else 1
     return -(-rows // step) * step
