@@ -70,6 +70,13 @@ setup(
             extra_link_args=CHECKS,
         ),
         Extension(
+            "attmemo.kernels._rows",
+            sources=["native/rows.c"],
+            depends=["native/numbers.h"],
+            extra_compile_args=[*STRICT, "-O3", *CHECKS],
+            extra_link_args=CHECKS,
+        ),
+        Extension(
             "attmemo.kernels._align",
             sources=["native/align.c"],
             extra_compile_args=[*STRICT, "-O3", *CHECKS],

@@ -94,7 +94,7 @@ def shaped(name: str) -> Callable[[torch.dtype], nn.Module]:
                     position_biased_input=False,
                     type_vocab_size=0,
                     max_position_embeddings=512,
-                )  # fmt: skip
+                )
             )
         return model.to(dtype).eval()
 

@@ -16,6 +16,7 @@ EXTENSIONS = [
     "kernels._map_product",
     "kernels._ngram",
     "kernels._row_attention",
+    "kernels._rows",
     "mmap._window",
 ]
 

@@ -79,8 +79,7 @@ class _Shelf:
         room = _Shelf.empty(max(FEWEST, 2 * rows), 2 * (len(own) + tokens), self.vectors.shape[1]).room
         room[0][: len(own)] = own
         room[1][1 : rows + 1] = np.cumsum(lengths[kept])
-        for new, old in zip(room[2:], (self.vectors, self.numbers, kept), strict=True):
-            new[:rows] = old[kept]
+        room[2][:rows], room[3][:rows], room[4][:rows] = self.vectors[kept], self.numbers[kept], True
         return _Shelf(*_parts(room, rows, len(own)), room, rows)
 
     def rows_of(self, numbers: Ints) -> Ints:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_LAST, KIND_ROWS, KIND_SCALES, KIND_TOKENS, Database
-from attmemo.db.forms import quantize
+from attmemo.db.forms import TYPES, quantize
 from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.row_attention import Stored
 
@@ -76,8 +76,8 @@ class Fetched(Protocol):
     def layer(self, number: int) -> Stored:
         """K and V of one layer."""
 
-    def last(self, place: int) -> Tensor:
-        """Last hidden states ``[n, H]`` of the record at this place of the batch; to be read only."""
+    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+        """Where the last hidden states of each record begin, ``[B]`` (0: no record), and their type."""
 
 
 class RowStore(Protocol):
@@ -124,15 +124,12 @@ class _Mapped:
         self._lengths = np.where(records < 0, 0, database.records.lengths[records])
         self._held: list[Any] = []
         self._rows, self._row_steps = self._find(KIND_ROWS)
-        self._kind = kinds[KIND_ROWS]
-        self._dtype = {"int8": torch.int8, "float32": torch.float32, "float16": torch.float16}.get(
-            self._kind.dtype, torch.bfloat16
-        )
+        self._kinds, self._kind = kinds, kinds[KIND_ROWS]
+        self._dtype = TYPES[self._kind.dtype]
         self._coded = KIND_SCALES in kinds
         if self._coded:
             self._scales, self._scale_steps = self._find(KIND_SCALES)
             self._heads = int(kinds[KIND_SCALES].shape[-1])
-        self._lasts: dict[int, Any] = {}
 
     def _find(self, kind: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         addresses, steps = np.zeros((2, len(self._records)), np.uint64)
@@ -159,8 +156,8 @@ class _Mapped:
             4 * self._heads if self._coded else 0,
         )  # fmt: skip
 
-    def last(self, place: int) -> Tensor:
-        return self._database.view(KIND_LAST, 0, int(self._records[place]))
+    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+        return self._find(KIND_LAST)[0], TYPES[self._kinds[KIND_LAST].dtype]
 
 
 class HeldRows:
@@ -200,7 +197,6 @@ class _Held:
             some.scales.shape[-1] * 4 if some.scales is not None else 0,
         )  # fmt: skip
 
-    def last(self, place: int) -> Tensor:
-        record = self._records[place]
-        assert record is not None
-        return record.last
+    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+        addresses = [0 if record is None else record.last.data_ptr() for record in self._records]
+        return np.array(addresses, np.uint64), next(r for r in self._records if r is not None).last.dtype

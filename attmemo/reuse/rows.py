@@ -21,6 +21,7 @@ from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
 from attmemo.counters import Counters
 from attmemo.kernels.row_attention import Layout
+from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
@@ -63,13 +64,11 @@ class Rows(Stack):
         found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer)
         done = perf_counter()
         output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
-        key_starts = layout.key_starts
-        for place in share.sequences.tolist():
-            first, end = int(key_starts[place]), int(key_starts[place + 1])
-            source = share.source[first:end]
-            kept = np.flatnonzero(source >= 0)
-            rows = fetched.last(place).index_select(0, torch.from_numpy(source[kept].astype(np.int64)))
-            output[place * padded + torch.from_numpy(kept)] = rows.to(output.dtype)
+        kept = np.flatnonzero(~fresh)
+        begins, dtype = fetched.last()
+        row_bytes = np.uint64(size * dtype.itemsize)
+        addresses = np.repeat(begins, lengths)[kept] + share.source[kept].astype(np.uint64) * row_bytes
+        copy_rows(addresses, dtype, kept if places is None else places.numpy()[kept], output)
         fetching = planned - start + perf_counter() - done
         counters.work(len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
         return output.view(batch, padded, size)
