@@ -203,6 +203,10 @@ AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Ro
             const char *later = task->queries[r + AFTER < rows ? r + AFTER : rows - 1].query;
             for (size_t b = 0; b < width * item_bytes[attention->type]; b += LINE)
                 __builtin_prefetch(later + b);
+            if (attention->type == BFLOAT16) {
+                memcpy(split + lane * deep, query->query, width * sizeof *split);
+                continue;
+            }
             widen(query->query, attention->type, width, room->row);
             amx_split(room->row, deep, parts, split + lane * parts * deep, deep);
         }
@@ -305,11 +309,11 @@ AMX INLINE void amx_values(const Attention *attention, const Room *room, const B
 }
 
 /*
- * scores [2][STEP, SIDE] = keys times the queries of two strips, which lie `line` apart. `keys` begins each SIDE of the
- * keys, `strides` are in bytes.
+ * scores [2][STEP, SIDE] = keys times the queries of two strips, which lie `line` apart, or of the first if not `both`.
+ * `keys` begins each SIDE of the keys, `strides` are in bytes.
  */
 AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, size_t groups, const uint16_t *queries,
-                          size_t line, size_t deep, Parts parts, float *scores)
+                          size_t line, size_t deep, Parts parts, bool both, float *scores)
 {
     AMX_SEES_MEMORY;
     for (size_t g = 0; g < groups; g += 2) {
@@ -325,19 +329,22 @@ AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, si
                     _tile_loadd(4, keys[g] + c * SPAN * deep + d, strides[g]);
                     _tile_loadd(6, b, LINE);
                     _tile_dpbf16ps(0, 4, 6);
-                    _tile_loadd(7, b + line, LINE);
-                    _tile_dpbf16ps(1, 4, 7);
                     _tile_loadd(5, keys[h] + c * SPAN * deep + d, strides[h]);
                     _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
+                    if (both) {
+                        _tile_loadd(7, b + line, LINE);
+                        _tile_dpbf16ps(1, 4, 7);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
                 }
         float *out = scores + g * SIDE * SIDE;
         _tile_stored(0, out, LINE);
-        _tile_stored(1, out + STEP * SIDE, LINE);
-        if (h > g) {
+        if (h > g)
             _tile_stored(2, out + SIDE * SIDE, LINE);
+        if (both)
+            _tile_stored(1, out + STEP * SIDE, LINE);
+        if (both && h > g)
             _tile_stored(3, out + STEP * SIDE + SIDE * SIDE, LINE);
-        }
     }
 }
 
@@ -476,9 +483,9 @@ AMX INLINE void amx_soften(const Attention *attention, const Room *room, Strip *
     _mm512_storeu_ps(strip->total, _mm512_add_ps(total, others));
 }
 
-/* sums += weights times values, for two strips and so many times DEEP keys. */
+/* sums += weights times values, for two strips, or the first if not `both`, and so many times DEEP keys. */
 AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
-                               float *sums)
+                               bool both, float *sums)
 {
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
     AMX_SEES_MEMORY;
@@ -487,27 +494,47 @@ AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, 
         float *first = sums + d * SIDE, *second = first + SIDE * deep;
         _tile_loadd(0, first, LINE);
         _tile_loadd(1, first + OF_SUMS, LINE);
-        _tile_loadd(2, second, LINE);
-        _tile_loadd(3, second + OF_SUMS, LINE);
+        if (both) {
+            _tile_loadd(2, second, LINE);
+            _tile_loadd(3, second + OF_SUMS, LINE);
+        }
         for (size_t chunk = 0; chunk < chunks; chunk++)
             for (size_t w = 0; w < parts.weight; w++) {
                 const uint16_t *a = weights + w * STEP * SIDE + chunk * OF_PARTS;
                 _tile_loadd(4, a, LINE);
-                _tile_loadd(5, a + other, LINE);
+                if (both)
+                    _tile_loadd(5, a + other, LINE);
                 for (size_t c = 0; c < parts.cache && c + w < 3; c++) {
                     const uint16_t *b = values + (c * SPAN + chunk * DEEP) * deep + d * DEEP;
                     _tile_loadd(6, b, LINE);
                     _tile_dpbf16ps(0, 4, 6);
                     _tile_loadd(7, b + OF_PARTS, LINE);
                     _tile_dpbf16ps(1, 4, 7);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
+                    if (both) {
+                        _tile_dpbf16ps(2, 5, 6);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
                 }
             }
         _tile_stored(0, first, LINE);
         _tile_stored(1, first + OF_SUMS, LINE);
-        _tile_stored(2, second, LINE);
-        _tile_stored(3, second + OF_SUMS, LINE);
+        if (both) {
+            _tile_stored(2, second, LINE);
+            _tile_stored(3, second + OF_SUMS, LINE);
+        }
+    }
+}
+
+/* Sums to outputs of whole vectors in bfloat16; a query that sees no key gets zeros. */
+AMX INLINE void amx_finish(const Task *task, const Room *room, size_t width)
+{
+    for (size_t r = 0; r < task->count; r++) {
+        const float total = room->strips[r / SIDE].total[r % SIDE];
+        const __m512 share = _mm512_set1_ps(total == 0 ? 0 : 1 / total);
+        const float *sums = room->sums + r / SIDE * room->deep * SIDE + r % SIDE * SIDE;
+        for (size_t d = 0; d < width; d += SIDE)
+            _mm256_storeu_si256((__m256i *)(task->queries[r].output + 2 * d),
+                                (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(sums + d * SIDE), share)));
     }
 }
 
@@ -758,11 +785,12 @@ AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *s
             Strip *strip = room->strips + s;
             float *sums = room->sums + s * SIDE * deep;
             const size_t reach = (size_t)strip[1].reach[SIDE - 1], last = reach < end ? reach : end;
+            const bool both = strip[1].rows > 0;
             for (size_t first = span; first < last; first += STEP) {
                 const size_t at = first - span, count = last - first < STEP ? last - first : STEP;
                 amx_match(keys + at / SIDE, strides + at / SIDE, (count + SIDE - 1) / SIDE,
                           room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
-                          room->scores);
+                          both, room->scores);
                 if (attention->distant)
                     amx_relate(task, room, s, keys + at / SIDE, strides + at / SIDE, first, count, parts,
                                room->scores);
@@ -772,11 +800,16 @@ AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *s
                     amx_soften(attention, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
                                room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
                 }
-                amx_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, sums);
+                amx_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, both,
+                               sums);
             }
         }
     }
     _tile_release();
+    if (attention->type == BFLOAT16 && task->splits == 1 && attention->stored.width % SIDE == 0) {
+        amx_finish(task, room, attention->stored.width);
+        return;
+    }
     for (size_t r = 0; r < task->count; r++) { /* as `conclude` wants them */
         const Strip *strip = room->strips + r / SIDE;
         for (size_t d = 0; d < deep; d += SIDE)
