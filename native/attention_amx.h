@@ -50,16 +50,16 @@ enum {
 };
 
 /*
- * Which distances the queries of a strip have to SIDE neighbouring keys, for products of keys and the distances' queries.
- * Only tiles of distances that a query needs are multiplied; they are stored side by side. Queries that are neighbours
- * in such a line of products, a run, are read at once.
+ * Which distances the queries of two strips have to SIDE neighbouring keys, for products of keys and the distances'
+ * queries. Only tiles of distances that a query needs are multiplied; they are stored side by side. Queries of a strip
+ * that are neighbours in such a line of products, a run, are read at once.
  */
 typedef struct {
-    ptrdiff_t position[SIDE];
-    size_t tiles, runs;
-    ptrdiff_t tile[2 * SIDE]; /* for the task's first SIDE keys; one less for each SIDE further */
-    ptrdiff_t at[SIDE];       /* where a run's lane 0 is, or would be, in the line of the last of the keys */
-    __mmask16 lanes[SIDE];
+    size_t tiles, runs[2];
+    ptrdiff_t tile[4 * SIDE]; /* for the task's first SIDE keys; one less for each SIDE further */
+    ptrdiff_t at[2][SIDE];    /* where a run's lane 0 is, or would be, in the line of the last of the keys */
+    __mmask16 lanes[2][SIDE];
+    ptrdiff_t position[2][SIDE];
 } Places;
 
 /* Where everything lies in a thread's scratch; `deep` is the width, filled up with zeros to whole tiles. */
@@ -77,10 +77,10 @@ typedef struct {
     uint16_t *values;  /* [parts][SPAN / DEEP][deep / SIDE][DEEP / 2][SIDE][2] */
     uint16_t *weights; /* [2][parts][STEP / DEEP][SIDE][DEEP] */
     /* for distances */
-    Places *places;    /* of each strip */
+    Places *places;    /* of two strips each */
     uint16_t *lines;   /* [strips][SIDE][parts][deep]: queries */
-    float *of_keys;    /* [2][SIDE, amx_line]: products of a strip's queries and the distances' keys */
-    float *of_queries; /* [2][STEP, amx_line]: of keys and the distances' queries */
+    float *of_keys;    /* [2][SIDE, amx_line]: products of two strips' queries and the distances' keys */
+    float *of_queries; /* [STEP, amx_line]: of keys and the distances' queries */
 } Room;
 
 static size_t amx_parts(enum type queries)
@@ -105,7 +105,7 @@ static size_t amx_line(size_t tiles)
  */
 static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, size_t reach, char *scratch, Room *room)
 {
-    const size_t across = reach / SIDE + 4, places = across < 2 * SIDE ? across : 2 * SIDE;
+    const size_t across = reach / SIDE + 4, places = across < 4 * SIDE ? across : 4 * SIDE; /* tiles at most */
     size_t at = 0, deep = round_to(width, DEEP), strips = amx_strips(rows);
     room->deep = deep;
 #define PIECE(name, items)                                                                                             \
@@ -126,10 +126,10 @@ static size_t amx_room(size_t rows, size_t width, size_t groups, size_t parts, s
     PIECE(values, parts * SPAN * deep);
     PIECE(weights, 2 * parts * STEP * SIDE);
     if (reach > 0) {
-        PIECE(places, strips);
+        PIECE(places, strips / 2);
         PIECE(lines, strips * parts * deep * SIDE);
         PIECE(of_keys, 2 * SIDE * amx_line(STEP / SIDE + across));
-        PIECE(of_queries, 2 * STEP * amx_line(places));
+        PIECE(of_queries, STEP * amx_line(places));
     }
 #undef PIECE
     return at;
@@ -203,6 +203,10 @@ AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Ro
             const char *later = task->queries[r + AFTER < rows ? r + AFTER : rows - 1].query;
             for (size_t b = 0; b < width * item_bytes[attention->type]; b += LINE)
                 __builtin_prefetch(later + b);
+            if (attention->type == BFLOAT16) {
+                memcpy(split + lane * deep, query->query, width * sizeof *split);
+                continue;
+            }
             widen(query->query, attention->type, width, room->row);
             amx_split(room->row, deep, parts, split + lane * parts * deep, deep);
         }
@@ -305,11 +309,11 @@ AMX INLINE void amx_values(const Attention *attention, const Room *room, const B
 }
 
 /*
- * scores [2][STEP, SIDE] = keys times the queries of two strips, which lie `line` apart. `keys` begins each SIDE of the
- * keys, `strides` are in bytes.
+ * scores [2][STEP, SIDE] = keys times the queries of two strips, which lie `line` apart, or of the first if not `both`.
+ * `keys` begins each SIDE of the keys, `strides` are in bytes.
  */
 AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, size_t groups, const uint16_t *queries,
-                          size_t line, size_t deep, Parts parts, float *scores)
+                          size_t line, size_t deep, Parts parts, bool both, float *scores)
 {
     AMX_SEES_MEMORY;
     for (size_t g = 0; g < groups; g += 2) {
@@ -325,19 +329,22 @@ AMX INLINE void amx_match(const uint16_t *const *keys, const size_t *strides, si
                     _tile_loadd(4, keys[g] + c * SPAN * deep + d, strides[g]);
                     _tile_loadd(6, b, LINE);
                     _tile_dpbf16ps(0, 4, 6);
-                    _tile_loadd(7, b + line, LINE);
-                    _tile_dpbf16ps(1, 4, 7);
                     _tile_loadd(5, keys[h] + c * SPAN * deep + d, strides[h]);
                     _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
+                    if (both) {
+                        _tile_loadd(7, b + line, LINE);
+                        _tile_dpbf16ps(1, 4, 7);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
                 }
         float *out = scores + g * SIDE * SIDE;
         _tile_stored(0, out, LINE);
-        _tile_stored(1, out + STEP * SIDE, LINE);
-        if (h > g) {
+        if (h > g)
             _tile_stored(2, out + SIDE * SIDE, LINE);
+        if (both)
+            _tile_stored(1, out + STEP * SIDE, LINE);
+        if (both && h > g)
             _tile_stored(3, out + STEP * SIDE + SIDE * SIDE, LINE);
-        }
     }
 }
 
@@ -476,9 +483,9 @@ AMX INLINE void amx_soften(const Attention *attention, const Room *room, Strip *
     _mm512_storeu_ps(strip->total, _mm512_add_ps(total, others));
 }
 
-/* sums += weights times values, for two strips and so many times DEEP keys. */
+/* sums += weights times values, for two strips, or the first if not `both`, and so many times DEEP keys. */
 AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
-                               float *sums)
+                               bool both, float *sums)
 {
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
     AMX_SEES_MEMORY;
@@ -487,27 +494,47 @@ AMX INLINE void amx_add_values(const uint16_t *weights, const uint16_t *values, 
         float *first = sums + d * SIDE, *second = first + SIDE * deep;
         _tile_loadd(0, first, LINE);
         _tile_loadd(1, first + OF_SUMS, LINE);
-        _tile_loadd(2, second, LINE);
-        _tile_loadd(3, second + OF_SUMS, LINE);
+        if (both) {
+            _tile_loadd(2, second, LINE);
+            _tile_loadd(3, second + OF_SUMS, LINE);
+        }
         for (size_t chunk = 0; chunk < chunks; chunk++)
             for (size_t w = 0; w < parts.weight; w++) {
                 const uint16_t *a = weights + w * STEP * SIDE + chunk * OF_PARTS;
                 _tile_loadd(4, a, LINE);
-                _tile_loadd(5, a + other, LINE);
+                if (both)
+                    _tile_loadd(5, a + other, LINE);
                 for (size_t c = 0; c < parts.cache && c + w < 3; c++) {
                     const uint16_t *b = values + (c * SPAN + chunk * DEEP) * deep + d * DEEP;
                     _tile_loadd(6, b, LINE);
                     _tile_dpbf16ps(0, 4, 6);
                     _tile_loadd(7, b + OF_PARTS, LINE);
                     _tile_dpbf16ps(1, 4, 7);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
+                    if (both) {
+                        _tile_dpbf16ps(2, 5, 6);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
                 }
             }
         _tile_stored(0, first, LINE);
         _tile_stored(1, first + OF_SUMS, LINE);
-        _tile_stored(2, second, LINE);
-        _tile_stored(3, second + OF_SUMS, LINE);
+        if (both) {
+            _tile_stored(2, second, LINE);
+            _tile_stored(3, second + OF_SUMS, LINE);
+        }
+    }
+}
+
+/* Sums to outputs of whole vectors in bfloat16; a query that sees no key gets zeros. */
+AMX INLINE void amx_finish(const Task *task, const Room *room, size_t width)
+{
+    for (size_t r = 0; r < task->count; r++) {
+        const float total = room->strips[r / SIDE].total[r % SIDE];
+        const __m512 share = _mm512_set1_ps(total == 0 ? 0 : 1 / total);
+        const float *sums = room->sums + r / SIDE * room->deep * SIDE + r % SIDE * SIDE;
+        for (size_t d = 0; d < width; d += SIDE)
+            _mm256_storeu_si256((__m256i *)(task->queries[r].output + 2 * d),
+                                (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(sums + d * SIDE), share)));
     }
 }
 
@@ -566,122 +593,166 @@ AMX static void prepare_amx(const Attention *attention, const Distances *distanc
     }
 }
 
-/* Where the distances of each strip's queries to keys lie, from the task's first key on. */
+/* Where the distances of each two strips' queries to keys lie, from the task's first key on. */
 static void amx_place(const Task *task, const Room *room)
 {
     const ptrdiff_t origin = (ptrdiff_t)amx_middle(task->distances->reach) - (ptrdiff_t)task->first - (SIDE - 1);
-    for (size_t s = 0; s < amx_strips(task->count); s++) {
-        Places *places = room->places + s;
-        const Query *queries = task->queries + s * SIDE;
-        const size_t rows = room->strips[s].rows;
-        places->tiles = places->runs = 0;
-        for (size_t lane = 0; lane < SIDE && rows > 0; lane++) {
-            places->position[lane] = queries[lane < rows ? lane : rows - 1].position;
-            if (lane >= rows)
-                continue;
-            const ptrdiff_t place = places->position[lane] + origin, tile = place / SIDE, rest = place % SIDE;
-            for (ptrdiff_t t = tile; t <= tile + (rest > 0); t++)
-                if (places->tiles == 0 || t > places->tile[places->tiles - 1])
-                    places->tile[places->tiles++] = t;
-            const size_t slot = places->tiles - (tile == places->tile[places->tiles - 1] ? 1 : 2);
-            const ptrdiff_t at = (ptrdiff_t)(slot * SIDE) + rest - (ptrdiff_t)lane;
-            if (places->runs == 0 || at != places->at[places->runs - 1]) {
-                places->lanes[places->runs] = 0;
-                places->at[places->runs++] = at;
-            }
-            places->lanes[places->runs - 1] |= (__mmask16)(1 << lane);
+    for (size_t r = 0; r < amx_strips(task->count) * SIDE; r++) {
+        Places *places = room->places + r / (2 * SIDE);
+        const size_t strip = r / SIDE % 2, lane = r % SIDE;
+        if (r % (2 * SIDE) == 0)
+            places->tiles = 0;
+        if (lane == 0)
+            places->runs[strip] = 0;
+        places->position[strip][lane] = task->queries[r < task->count ? r : task->count - 1].position;
+        if (r >= task->count)
+            continue;
+        const ptrdiff_t place = places->position[strip][lane] + origin, tile = place / SIDE, rest = place % SIDE;
+        for (ptrdiff_t t = tile; t <= tile + (rest > 0); t++)
+            if (places->tiles == 0 || t > places->tile[places->tiles - 1])
+                places->tile[places->tiles++] = t;
+        const size_t slot = places->tiles - (tile == places->tile[places->tiles - 1] ? 1 : 2);
+        const ptrdiff_t at = (ptrdiff_t)(slot * SIDE) + rest - (ptrdiff_t)lane;
+        size_t *runs = &places->runs[strip];
+        if (*runs == 0 || at != places->at[strip][*runs - 1]) {
+            places->lanes[strip][*runs] = 0;
+            places->at[strip][(*runs)++] = at;
         }
+        places->lanes[strip][*runs - 1] |= (__mmask16)(1 << lane);
     }
 }
 
-/*
- * Rows of A times two packed tiles of a table, to `first` and `second`, lines of which are `line` floats. Parts of A lie
- * a_part apart.
- */
-AMX INLINE void amx_pair(const uint16_t *a, size_t stride, size_t a_part, const uint16_t *first_b,
-                         const uint16_t *second_b, size_t deep, size_t a_parts, size_t b_parts, float *first,
-                         float *second, size_t line)
+/* Rows of A, whose parts lie a_part apart, times up to three packed tiles of a table, to `out`, whose lines are given. */
+AMX INLINE void amx_row(const uint16_t *a, size_t stride, size_t a_part, const uint16_t *const *b, size_t count,
+                        size_t deep, size_t a_parts, size_t b_parts, float *out, size_t line)
 {
     _tile_zero(0);
     _tile_zero(1);
+    _tile_zero(2);
     for (size_t p = 0; p < a_parts; p++)
         for (size_t c = 0; c < b_parts && p + c < 3; c++)
             for (size_t d = 0; d < deep; d += DEEP) {
                 const size_t at = (c * deep + d) * SIDE;
                 _tile_loadd(4, a + p * a_part + d, stride);
-                _tile_loadd(6, first_b + at, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, second_b + at, LINE);
-                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, b[0] + at, LINE);
+                _tile_dpbf16ps(0, 4, 5);
+                if (count > 1) {
+                    _tile_loadd(6, b[1] + at, LINE);
+                    _tile_dpbf16ps(1, 4, 6);
+                }
+                if (count > 2) {
+                    _tile_loadd(7, b[2] + at, LINE);
+                    _tile_dpbf16ps(2, 4, 7);
+                }
             }
-    _tile_stored(0, first, line * sizeof(float));
-    _tile_stored(1, second, line * sizeof(float));
+    _tile_stored(0, out, line * sizeof(float));
+    if (count > 1)
+        _tile_stored(1, out + SIDE, line * sizeof(float));
+    if (count > 2)
+        _tile_stored(2, out + 2 * SIDE, line * sizeof(float));
+}
+
+/* Two strips of queries, which lie `apart`, times two packed tiles of a table that are neighbours. */
+AMX INLINE void amx_square(const uint16_t *a, size_t apart, const uint16_t *b, size_t deep, size_t parts, float *out,
+                           size_t line)
+{
+    const size_t stride = parts * deep * sizeof *a;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (size_t p = 0; p < parts; p++)
+        for (size_t c = 0; c < parts && p + c < 3; c++)
+            for (size_t d = 0; d < deep; d += DEEP) {
+                const uint16_t *first = b + (c * deep + d) * SIDE;
+                _tile_loadd(4, a + p * deep + d, stride);
+                _tile_loadd(6, first, LINE);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, first + SIDE * parts * deep, LINE);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, a + apart + p * deep + d, stride);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+    _tile_stored(0, out, line * sizeof(float));
+    _tile_stored(1, out + SIDE, line * sizeof(float));
+    _tile_stored(2, out + SIDE * line, line * sizeof(float));
+    _tile_stored(3, out + SIDE * line + SIDE, line * sizeof(float));
 }
 
 /*
- * scores [STEP, SIDE] of strip `s` gain what lies in the distances of its queries to keys [first, first + count).
- * `which`: of two strips whose room is side by side.
+ * scores [2][STEP, SIDE] of strips s and s + 1 gain what lies in the distances of their queries to keys [first, first +
+ * count).
  */
-AMX INLINE void amx_relate(const Task *task, const Room *room, size_t s, size_t which, const uint16_t *const *keys,
+AMX INLINE void amx_relate(const Task *task, const Room *room, size_t s, const uint16_t *const *keys,
                            const size_t *strides, size_t first, size_t count, Parts parts, float *scores)
 {
     const Distances *distances = task->distances;
-    const Places *places = room->places + s;
-    const size_t deep = room->deep, table = parts.query * deep, across = distances->reach / SIDE + 4;
+    const Places *places = room->places + s / 2;
+    const size_t deep = room->deep, tile_size = SIDE * parts.query * deep, strips = room->strips[s + 1].rows ? 2 : 1;
     const ptrdiff_t middle = (ptrdiff_t)amx_middle(distances->reach), begin = (ptrdiff_t)first;
     const uint16_t *of_keys = distances->ready;
-    const uint16_t *of_queries = of_keys + (distances->keys ? (size_t)middle * 2 * table : 0);
-    float *from_keys = room->of_keys + which * SIDE * amx_line(STEP / SIDE + across);
-    float *from_queries =
-        room->of_queries + which * STEP * amx_line(across < 2 * SIDE ? across : 2 * SIDE);
+    const uint16_t *of_queries = of_keys + (distances->keys ? (size_t)middle * 2 / SIDE * tile_size : 0);
+    const float *lanes[2][SIDE]; /* products of a query and the distances' keys, the step's first key first */
     const size_t line = amx_line(places->tiles);
-    size_t key_line = 0;
-    ptrdiff_t tile = 0;
 
     AMX_SEES_MEMORY;
     if (distances->keys) {
-        tile = (begin - places->position[SIDE - 1] + middle) / SIDE;
-        const ptrdiff_t last = (begin + (ptrdiff_t)count - 1 - places->position[0] + middle) / SIDE;
-        key_line = amx_line((size_t)(last - tile) + 1);
-        const uint16_t *a = room->lines + s * SIDE * table;
-        for (ptrdiff_t t = tile; t <= last; t += 2) {
-            const ptrdiff_t other = t < last ? t + 1 : t;
-            amx_pair(a, table * sizeof *a, deep, of_keys + (size_t)t * SIDE * table,
-                     of_keys + (size_t)other * SIDE * table, deep, parts.query, parts.query,
-                     from_keys + (t - tile) * SIDE, from_keys + (other - tile) * SIDE, key_line);
-        }
+        const uint16_t *queries = room->lines + s * tile_size;
+        const ptrdiff_t end = begin + (ptrdiff_t)count - 1 + middle;
+        const ptrdiff_t tile = (begin + middle - places->position[strips - 1][SIDE - 1]) / SIDE;
+        const size_t tiles = (size_t)((end - places->position[0][0]) / SIDE - tile) + 1;
+        const size_t line_of_keys = amx_line(tiles + 1);
+        const uint16_t *table = of_keys + (size_t)tile * tile_size;
+        float *out = room->of_keys;
+        if (strips == 2)
+            for (size_t t = 0; t < tiles; t += 2) /* of an odd number, one more than is needed */
+                amx_square(queries, tile_size, table + t * tile_size, deep, parts.query, out + t * SIDE, line_of_keys);
+        else
+            for (size_t t = 0; t < tiles; t += 3) {
+                const uint16_t *const b[] = {table + t * tile_size, table + (t + 1) * tile_size,
+                                             table + (t + 2) * tile_size};
+                amx_row(queries, tile_size / SIDE * sizeof *queries, deep, b, tiles - t < 3 ? tiles - t : 3, deep,
+                        parts.query, parts.query, out + t * SIDE, line_of_keys);
+            }
+        for (size_t i = 0; i < strips; i++)
+            for (size_t lane = 0; lane < SIDE; lane++)
+                lanes[i][lane] = out + (i * SIDE + lane) * line_of_keys +
+                                 (begin - places->position[i][lane] + middle - tile * SIDE);
     }
     if (distances->queries)
         for (size_t g = 0; g * SIDE < count; g++) {
             const ptrdiff_t back = (ptrdiff_t)((first - task->first) / SIDE + g);
-            float *out = from_queries + g * SIDE * line;
-            for (size_t t = 0; t < places->tiles; t += 2) {
-                const size_t other = t + 1 < places->tiles ? t + 1 : t;
-                amx_pair(keys[g], strides[g], SPAN * deep, of_queries + (size_t)(places->tile[t] - back) * SIDE * table,
-                         of_queries + (size_t)(places->tile[other] - back) * SIDE * table, deep, parts.cache,
-                         parts.query, out + t * SIDE, out + other * SIDE, line);
+            for (size_t t = 0; t < places->tiles; t += 3) {
+                const size_t left = places->tiles - t;
+                const ptrdiff_t *tile = places->tile + t;
+                const uint16_t *const b[] = {of_queries + (size_t)(tile[0] - back) * tile_size,
+                                             of_queries + (size_t)(tile[left > 1] - back) * tile_size,
+                                             of_queries + (size_t)(tile[left > 2 ? 2 : 0] - back) * tile_size};
+                amx_row(keys[g], strides[g], SPAN * deep, b, left < 3 ? left : 3, deep, parts.cache, parts.query,
+                        room->of_queries + g * SIDE * line + t * SIDE, line);
             }
         }
     AMX_SEES_MEMORY;
-    const float *lanes[SIDE];
-    for (size_t lane = 0; lane < SIDE; lane++)
-        lanes[lane] = from_keys + lane * key_line + (begin - places->position[lane] + middle - tile * SIDE);
-    for (size_t k = 0; k < count; k += SIDE) {
-        vector square[SIDE] = {{0}};
-        if (distances->keys) {
-            for (size_t lane = 0; lane < SIDE; lane++)
-                square[lane] = LOAD(lanes[lane] + k);
-            amx_turn(square);
+    for (size_t i = 0; i < strips; i++)
+        for (size_t k = 0; k < count; k += SIDE) {
+            float *score = scores + (i * STEP + k) * SIDE;
+            if (distances->keys) {
+                vector square[SIDE];
+                for (size_t lane = 0; lane < SIDE; lane++)
+                    square[lane] = LOAD(lanes[i][lane] + k);
+                amx_turn(square);
+                for (size_t j = 0; j < SIDE; j++)
+                    STORE(score + j * SIDE) = LOAD(score + j * SIDE) + square[j];
+            }
+            for (size_t run = 0; distances->queries && run < places->runs[i]; run++) {
+                const float *own = room->of_queries + k * line + (SIDE - 1) + places->at[i][run];
+                const __mmask16 some = places->lanes[i][run];
+                for (size_t j = 0; j < SIDE; j++)
+                    _mm512_storeu_ps(score + j * SIDE, _mm512_add_ps(_mm512_loadu_ps(score + j * SIDE),
+                                                                     _mm512_maskz_loadu_ps(some, own + j * line - j)));
+            }
         }
-        for (size_t i = 0; i < SIDE; i++) {
-            float *score = scores + (k + i) * SIDE;
-            __m512 sum = _mm512_add_ps(_mm512_loadu_ps(score), (__m512)square[i]);
-            const float *own = from_queries + (k + i) * line + (SIDE - 1 - i);
-            for (size_t run = 0; distances->queries && run < places->runs; run++)
-                sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(places->lanes[run], own + places->at[run]));
-            _mm512_storeu_ps(score, sum);
-        }
-    }
 }
 
 /* ---- a task ----------------------------------------------------------------------------------------------------- */
@@ -714,25 +785,31 @@ AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *s
             Strip *strip = room->strips + s;
             float *sums = room->sums + s * SIDE * deep;
             const size_t reach = (size_t)strip[1].reach[SIDE - 1], last = reach < end ? reach : end;
+            const bool both = strip[1].rows > 0;
             for (size_t first = span; first < last; first += STEP) {
                 const size_t at = first - span, count = last - first < STEP ? last - first : STEP;
                 amx_match(keys + at / SIDE, strides + at / SIDE, (count + SIDE - 1) / SIDE,
                           room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
-                          room->scores);
+                          both, room->scores);
+                if (attention->distant)
+                    amx_relate(task, room, s, keys + at / SIDE, strides + at / SIDE, first, count, parts,
+                               room->scores);
                 for (size_t i = 0; i < 2 && strip[i].rows > 0; i++) {
-                    if (attention->distant)
-                        amx_relate(task, room, s + i, i, keys + at / SIDE, strides + at / SIDE, first, count, parts,
-                                   room->scores + i * STEP * SIDE);
                     if (attention->biased)
                         amx_bias(attention, task->queries + (s + i) * SIDE, room, strip[i].rows, first, count);
                     amx_soften(attention, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
                                room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
                 }
-                amx_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, sums);
+                amx_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, both,
+                               sums);
             }
         }
     }
     _tile_release();
+    if (attention->type == BFLOAT16 && task->splits == 1 && attention->stored.width % SIDE == 0) {
+        amx_finish(task, room, attention->stored.width);
+        return;
+    }
     for (size_t r = 0; r < task->count; r++) { /* as `conclude` wants them */
         const Strip *strip = room->strips + r / SIDE;
         for (size_t d = 0; d < deep; d += SIDE)
