@@ -389,6 +389,60 @@ def table(name: str, result: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+
+
+def sweep(dtype: torch.dtype, storage: str, folder: Path) -> list[dict[str, float]]:
+    """Speed of rows against the share of rows computed, over packed blocks: BERT-base shape, 8 x 128 and 8 x 512."""
+    found = []
+    for length in (128, 512):
+        model = shaped("bert")(dtype)
+        packed = memoize(shaped("bert")(dtype), reuse="none")
+        for number, share in enumerate(SHARES):
+            case = shape_case("bert", 8, length, 2 if length == 128 else 1, share)
+            path = folder / f"{length}-{number}"
+            store(model, case, path, storage)
+            memoize(model, database=path, reuse="rows", threshold=0.0)
+            times: dict[str, list[float]] = {"packed": [], "rows": []}
+            with torch.inference_mode():
+                for turn in range(ROUNDS + 1):
+                    for name, chosen in (("packed", packed), ("rows", model)):
+                        start = time.perf_counter()
+                        ask(case, lambda b, chosen=chosen: chosen(**b))  # type: ignore[misc]
+                        if turn:
+                            times[name].append(time.perf_counter() - start)
+            ms = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+            computed = model.attmemo.stats()["share_computed"]  # type: ignore[union-attr]
+            unmemoize(model)
+            found.append({"length": length, "share": computed, "speed": ms["packed"] / ms["rows"], **ms})
+            print(f"{length} tokens, {computed:.2f} of the rows: {ms['packed'] / ms['rows']:.2f}x packed", flush=True)
+    return found
+
+
+def draw(points: Sequence[dict[str, float]]) -> bytes:
+    """Speed against the share of rows computed, with the limit of 1 / share. A PNG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from attmemo.profiler.plots import BLUE, GREY, ORANGE, STYLE, png
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 4.4), dpi=130, layout="constrained")
+        axes = figure.subplots()
+        shares = np.linspace(0.08, 1.0, 100)
+        axes.plot(shares, 1 / shares, "--", color=GREY, label="limit: 1 / share")
+        for length, color, style in ((128, BLUE, "o-"), (512, ORANGE, "s-")):
+            chosen = [p for p in points if p["length"] == length]
+            label = f"8 sequences of {length} tokens"
+            axes.plot([p["share"] for p in chosen], [p["speed"] for p in chosen], style, color=color, label=label)
+        axes.set_xlabel("share of rows computed")
+        axes.set_ylabel("speed, packed blocks = 1; higher is better")
+        axes.set_ylim(0, 8)
+        axes.set_title("Reuse of rows, BERT-base shape, lookup and fetch included")
+        axes.legend()
+        return png(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
@@ -401,11 +455,16 @@ def main() -> None:
     args = parser.parse_args()
     known = cases(args.shared)
     if args.list:
-        print("\n".join(known))
+        print("\n".join([*known, "shares"]))
         return
     args.output.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in args.case or known:
+    if "shares" in args.case:
+        with TemporaryDirectory() as folder:
+            points = sweep(getattr(torch, args.dtype), args.storage or args.dtype, Path(folder))
+        (args.output / f"shares-{args.dtype}.json").write_text(json.dumps(points, indent=1))
+        (args.output / f"shares-{args.dtype}.png").write_bytes(draw(points))
+    for name in [case for case in args.case if case != "shares"] if args.case else known:
         with TemporaryDirectory() as folder:
             storage = args.storage or args.dtype
             result = measure(known[name](), getattr(torch, args.dtype), storage, Path(folder), not args.no_compile)
