@@ -76,7 +76,8 @@ class Blocks:
 
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # given by position
     rotary: ClassVar[bool] = False  # K is stored rotated by its position
-    relative: ClassVar[bool] = False  # scores depend on distances between tokens
+    relative: bool = False  # positions enter by distances between tokens alone
+    added_norm: nn.Module | None = None  # behind what `added` gives
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[Block], heads: int, width: int, scale: float,
@@ -97,8 +98,10 @@ class Blocks:
                 if not is_linear(linear):
                     return f"block {number} has a {type(linear).__qualname__} in place of a linear layer"
             for norm in block.norms:
-                if norm is not None and type(norm) is not nn.LayerNorm:
+                if not _is_norm(norm):
                     return f"block {number} has a {type(norm).__qualname__} in place of a layer norm"
+        if not _is_norm(self.added_norm):
+            return f"behind its first block is a {type(self.added_norm).__qualname__} in place of a layer norm"
         return None
 
     # -- a call of the stack
@@ -143,6 +146,12 @@ class Blocks:
 
         return Output(last_hidden_state=hidden)
 
+    def added(self, hidden: Tensor) -> Tensor | None:
+        """What is added to the output of the first block, before `added_norm`: ``[B, L, H]``, from the embedded hidden
+        states of the padded batch. None: nothing is.
+        """
+        return None
+
     # -- what attention needs beside Q, K and V; asked for once and kept
 
     def table(self, span: int) -> Tensor | None:
@@ -156,6 +165,10 @@ class Blocks:
     def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[N, d]`` of rotary positions ``[N]``, as the model computes them in this type."""
         raise NotImplementedError(f"{type(self).__name__} has no rotary positions")
+
+
+def _is_norm(norm: nn.Module | None) -> bool:
+    return norm is None or type(norm) is nn.LayerNorm
 
 
 class RotaryBlocks(Blocks):

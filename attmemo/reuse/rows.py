@@ -24,7 +24,7 @@ from attmemo.kernels.row_attention import Layout
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
-from attmemo.reuse.stack import Stack, places_of
+from attmemo.reuse.stack import Stack, places_of, positions_of
 
 
 class Rows(Stack):
@@ -59,8 +59,9 @@ class Rows(Stack):
         fetched = self.store.fetch(share.record)
         planned = perf_counter()
         rows = call.hidden.reshape(batch * padded, size).index_select(0, computed)
-        positions = self.positions(call, computed, batch, padded)
-        found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer)
+        positions = positions_of(computed, batch, padded)
+        added = self.added(call, computed)
+        found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer, added=added)
         done = perf_counter()
         output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
         key_starts = layout.key_starts
@@ -71,7 +72,7 @@ class Rows(Stack):
             rows = fetched.last(place).index_select(0, torch.from_numpy(source[kept].astype(np.int64)))
             output[place * padded + torch.from_numpy(kept)] = rows.to(output.dtype)
         fetching = planned - start + perf_counter() - done
-        counters.work(len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
+        counters.work(batch, len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
         return output.view(batch, padded, size)
 
     def close(self) -> None:
