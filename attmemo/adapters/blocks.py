@@ -114,9 +114,11 @@ class Blocks:
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "hidden states are not [batch, length, hidden]"
-        for name in ("output_attentions", "past_key_values", "use_cache"):
+        for name in ("output_attentions", "use_cache"):
             if given.get(name):
                 return name
+        if given.get("past_key_values") is not None:  # an empty one too: it is there to be filled
+            return "a key-value cache is in use"
         for name, value in given.items():
             if name not in _HARMLESS and value is not None and value is not False:
                 return f"the argument {name}"
