@@ -135,13 +135,18 @@ class Blocks:
         return None if spans is None or spans.left else spans
 
     @property
+    def whole(self) -> bool:
+        """Whether `module` holds all blocks; if not it is the first of them, also if there is no other."""
+        return self.module is not self.blocks[0].module
+
+    @property
     def mask_window(self) -> int | None:
         """The window of the mask that `module` gets."""
-        return self.blocks[0].window if self.followers else None
+        return None if self.whole else self.blocks[0].window
 
     def leave(self, hidden: Tensor, call: Call) -> Any:
         """The return value of the module's `forward`, from the last hidden states ``[B, L, H]``."""
-        if self.followers:
+        if not self.whole:
             return hidden
         # Seconds to import. Of all classes that stacks return, this one has all their fields.
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output

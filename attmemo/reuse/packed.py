@@ -81,6 +81,8 @@ class Packed:
             ``[N, H]``, added to what the first block gives.
         """
         rows = len(hidden)
+        if not rows:  # records supply everything
+            return hidden
         run = grid_rows(rows) if hidden.dtype == torch.bfloat16 else rows
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))

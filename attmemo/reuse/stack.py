@@ -53,7 +53,7 @@ class Stack:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
         # Hooks on the module that holds all blocks run as ever: its input and its output are the original's.
-        whole = [] if blocks.followers else [blocks.module]
+        whole = [blocks.module] if blocks.whole else []
         inner = [child for module in blocks.modules for child in module.modules() if child not in whole]
         hooks = [(child._forward_hooks, child._forward_pre_hooks) for child in inner]
         everywhere = nn.modules.module
