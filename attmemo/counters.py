@@ -30,6 +30,7 @@ class LayerStats:
 class Work:
     """What a stack of blocks did since the counters were last reset."""
 
+    sequences: int = 0
     tokens: int = 0
     rows: int = 0  # that were computed
     plan_seconds: float = 0.0
@@ -67,9 +68,12 @@ class Counters:
                 stats.exact_seconds += exact
                 stats.saved_ms += saved
 
-    def work(self, tokens: int, rows: int, *, plan: float = 0.0, fetch: float = 0.0, blocks: float = 0.0) -> None:
-        """Work of one call of a stack: tokens of its sequences, rows computed, and seconds by part."""
+    def work(
+        self, sequences: int, tokens: int, rows: int, *, plan: float = 0.0, fetch: float = 0.0, blocks: float = 0.0
+    ) -> None:
+        """Work of one call of a stack: its sequences, their tokens, rows computed, and seconds by part."""
         with self._lock:
+            self.done.sequences += sequences
             self.done.tokens += tokens
             self.done.rows += rows
             self.done.plan_seconds += plan

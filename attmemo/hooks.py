@@ -31,6 +31,11 @@ class Hook(ABC):
         self.__wrapped__: Callable[..., Any] = module.forward  # where `inspect.signature` looks
         self._before = module.__dict__.get("forward")
 
+    @property
+    def __code__(self) -> Any:
+        """Of the function behind: `torch.export` names it in its messages."""
+        return self.__wrapped__.__code__
+
     def insert(self) -> None:
         """Stand in front of the module's `forward`."""
         self.module.forward = self

@@ -76,7 +76,8 @@ class Blocks:
 
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # given by position
     rotary: ClassVar[bool] = False  # K is stored rotated by its position
-    relative: ClassVar[bool] = False  # scores depend on distances between tokens
+    relative: bool = False  # positions enter by distances between tokens alone
+    added_norm: nn.Module | None = None  # behind what `added` gives
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[Block], heads: int, width: int, scale: float,
@@ -97,8 +98,10 @@ class Blocks:
                 if not is_linear(linear):
                     return f"block {number} has a {type(linear).__qualname__} in place of a linear layer"
             for norm in block.norms:
-                if norm is not None and type(norm) is not nn.LayerNorm:
+                if not _is_norm(norm):
                     return f"block {number} has a {type(norm).__qualname__} in place of a layer norm"
+        if not _is_norm(self.added_norm):
+            return f"behind its first block is a {type(self.added_norm).__qualname__} in place of a layer norm"
         return None
 
     # -- a call of the stack
@@ -111,9 +114,11 @@ class Blocks:
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "hidden states are not [batch, length, hidden]"
-        for name in ("output_attentions", "past_key_values", "use_cache"):
+        for name in ("output_attentions", "use_cache"):
             if given.get(name):
                 return name
+        if given.get("past_key_values") is not None:  # an empty one too: it is there to be filled
+            return "a key-value cache is in use"
         for name, value in given.items():
             if name not in _HARMLESS and value is not None and value is not False:
                 return f"the argument {name}"
@@ -130,18 +135,29 @@ class Blocks:
         return None if spans is None or spans.left else spans
 
     @property
+    def whole(self) -> bool:
+        """Whether `module` holds all blocks; if not it is the first of them, also if there is no other."""
+        return self.module is not self.blocks[0].module
+
+    @property
     def mask_window(self) -> int | None:
         """The window of the mask that `module` gets."""
-        return self.blocks[0].window if self.followers else None
+        return None if self.whole else self.blocks[0].window
 
     def leave(self, hidden: Tensor, call: Call) -> Any:
         """The return value of the module's `forward`, from the last hidden states ``[B, L, H]``."""
-        if self.followers:
+        if not self.whole:
             return hidden
         # Seconds to import. Of all classes that stacks return, this one has all their fields.
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
 
         return Output(last_hidden_state=hidden)
+
+    def added(self, hidden: Tensor) -> Tensor | None:
+        """What is added to the output of the first block, before `added_norm`: ``[B, L, H]``, from the embedded hidden
+        states of the padded batch. None: nothing is.
+        """
+        return None
 
     # -- what attention needs beside Q, K and V; asked for once and kept
 
@@ -156,6 +172,10 @@ class Blocks:
     def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[N, d]`` of rotary positions ``[N]``, as the model computes them in this type."""
         raise NotImplementedError(f"{type(self).__name__} has no rotary positions")
+
+
+def _is_norm(norm: nn.Module | None) -> bool:
+    return norm is None or type(norm) is nn.LayerNorm
 
 
 class RotaryBlocks(Blocks):

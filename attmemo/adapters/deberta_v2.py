@@ -60,8 +60,6 @@ class DebertaV2Adapter(DisentangledAdapter):
         encoder: Any = getattr(host, "encoder", None)
         if encoder is None or not hasattr(encoder, "get_rel_embedding"):
             return "it has no encoder with blocks"
-        if getattr(encoder, "conv", None) is not None:
-            return "a convolution follows its first block"
         if getattr(host, "z_steps", 0) > 1:
             return "its last block runs more than once (z_steps)"
         found = []
@@ -75,15 +73,20 @@ class DebertaV2Adapter(DisentangledAdapter):
                 )
             )  # fmt: skip
         own = encoder.layer[0].attention.self
-        terms = [term for term in own.pos_att_type if term in ("c2p", "p2c")] if own.relative_attention else []
+        terms = 1 + ("c2p" in own.pos_att_type) + ("p2c" in own.pos_att_type)  # counted also where they are not used
         heads, width = self.shape(own)
-        return DisentangledBlocks(encoder, found, heads, width, (width * (1 + len(terms))) ** -0.5)
+        blocks = DisentangledBlocks(encoder, found, heads, width, (width * terms) ** -0.5)
+        blocks.relative = getattr(host.embeddings, "position_embeddings", None) is None
+        if encoder.conv is not None:
+            blocks.added_norm = encoder.conv.LayerNorm
+        return blocks
 
 
 class DisentangledBlocks(Blocks):
-    """Blocks of DeBERTa-v2: scores gain q·PK and k·PQ of the distance between query and key."""
+    """Blocks of DeBERTa-v2: scores gain q·PK and k·PQ of the distance between query and key.
 
-    relative = True
+    In some models a convolution over the embedded tokens is added to what the first block gives.
+    """
 
     def leave(self, hidden: Tensor, call: Call) -> Any:
         from transformers.modeling_outputs import BaseModelOutput  # seconds to import
@@ -92,6 +95,17 @@ class DisentangledBlocks(Blocks):
         if not call.given.get("return_dict", True):
             return hidden, (hidden,)
         return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
+    def added(self, hidden: Tensor) -> Tensor | None:
+        module: Any = self.module
+        if module.conv is None:
+            return None
+        from transformers.activations import ACT2FN  # seconds to import
+
+        conv: Any = module.conv
+        found: Tensor = conv.conv(hidden.transpose(1, 2).contiguous()).transpose(1, 2)
+        activated: Tensor = ACT2FN[conv.conv_act](found)
+        return activated
 
     def disentangled(self, layer: int, span: int) -> Disentangled | None:
         encoder: Any = self.module

@@ -50,9 +50,7 @@ class MPNetAdapter(Adapter):
 
 
 class MPNetBlocks(Blocks):
-    """Blocks whose scores gain a bias by distance, the same in all layers."""
-
-    relative = True
+    """Blocks whose scores gain a bias by distance, the same in all layers. Embeddings hold positions too."""
 
     def leave(self, hidden: Tensor, call: Call) -> Any:
         return super().leave(hidden, call) if call.given.get("return_dict") else (hidden,)

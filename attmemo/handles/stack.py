@@ -77,7 +77,7 @@ class StackMemoization(Memoization):
             "reuse": self.reuse,
             "database": None if self.database is None else str(self.database.path),
             "threshold": self.threshold,
-            "sequences": layer.sequences,
+            "sequences": done.sequences,
             "served": layer.hits,
             "tokens": done.tokens,
             "rows_computed": done.rows,

@@ -13,7 +13,7 @@ from attmemo.counters import Counters
 from attmemo.embed.lookup import LookupName
 from attmemo.plan import Plan, Share
 
-BY_HAND = Plan("only forwards of the whole model are looked up")
+BY_HAND = Plan("only forwards of the whole model are looked up", eligible=False)
 
 
 @dataclass(frozen=True, slots=True)

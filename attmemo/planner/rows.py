@@ -87,7 +87,7 @@ class RowPlanner:
         saved = int((lengths - found.computed)[sequences].sum())
         seconds = perf_counter() - start
         self.gate.record(len(tokens), saved, seconds)
-        counters.work(0, 0, plan=seconds)
+        counters.work(0, 0, 0, plan=seconds)
         near = Found(found.record, (found.computed / lengths).astype(np.float32))
         if not len(sequences):
             return Plan(spans=spans, found=near, layers=whole.layers)

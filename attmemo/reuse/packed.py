@@ -59,7 +59,7 @@ class Packed:
 
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor, fetch: Fetch | None = None,
-        keep: Keep | None = None,
+        keep: Keep | None = None, added: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of packed rows.
 
@@ -77,8 +77,12 @@ class Packed:
             Gives the rows of records.
         keep : Keep, optional
             Called in each layer.
+        added : Tensor, optional
+            ``[N, H]``, added to what the first block gives.
         """
         rows = len(hidden)
+        if not rows:  # records supply everything
+            return hidden
         run = grid_rows(rows) if hidden.dtype == torch.bfloat16 else rows
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
@@ -87,6 +91,9 @@ class Packed:
         for number in range(len(self._layers)):
             stored = None if fetch is None else fetch(number)
             hidden = self.block(number, hidden, layout, known, angles, stored, keep)
+            if number == 0 and added is not None:
+                hidden[:rows] += added
+                hidden = _norm(self.blocks.added_norm, hidden)
         return hidden[:rows]
 
     def block(

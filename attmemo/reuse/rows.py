@@ -25,7 +25,7 @@ from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
-from attmemo.reuse.stack import Stack, places_of
+from attmemo.reuse.stack import Stack, places_of, positions_of
 
 
 class Rows(Stack):
@@ -60,8 +60,9 @@ class Rows(Stack):
         fetched = self.store.fetch(share.record)
         planned = perf_counter()
         rows = call.hidden.reshape(batch * padded, size).index_select(0, computed)
-        positions = self.positions(call, computed, batch, padded)
-        found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer)
+        positions = positions_of(computed, batch, padded)
+        added = self.added(call, computed)
+        found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer, added=added)
         done = perf_counter()
         output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
         kept = np.flatnonzero(~fresh)
@@ -70,7 +71,7 @@ class Rows(Stack):
         addresses = np.repeat(begins, lengths)[kept] + share.source[kept].astype(np.uint64) * row_bytes
         copy_rows(addresses, dtype, kept if places is None else places.numpy()[kept], output)
         fetching = planned - start + perf_counter() - done
-        counters.work(len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
+        counters.work(batch, len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
         return output.view(batch, padded, size)
 
     def close(self) -> None:

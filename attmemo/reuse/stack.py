@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
+from attmemo.adapters.masks import consecutive
 from attmemo.counters import Counters
 from attmemo.kernels.row_attention import Layout
 from attmemo.plan import Share
@@ -51,10 +52,12 @@ class Stack:
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
-        # Hooks on the modules that the model itself calls run as ever.
-        inner = [child for module in blocks.modules for child in module.modules() if child is not module]
+        # Hooks on the module that holds all blocks run as ever: its input and its output are the original's.
+        whole = [blocks.module] if blocks.whole else []
+        inner = [child for module in blocks.modules for child in module.modules() if child not in whole]
         hooks = [(child._forward_hooks, child._forward_pre_hooks) for child in inner]
         everywhere = nn.modules.module
+        self._own = [child.__dict__ for child in inner if child not in blocks.modules]
         self._hooks: list[Any] = [hook for pair in hooks for hook in pair]
         self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
 
@@ -66,19 +69,29 @@ class Stack:
             return f"hidden states are {call.hidden.dtype}, the model was {self.packed.dtype}"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
-        if any(self._hooks):
+        if any(_matters(hook) for hooks in self._hooks if hooks for hook in hooks.values()):
             return "a module inside of the blocks has hooks"
+        if any("forward" in own for own in self._own):
+            return "a module inside of the blocks has a forward of its own"
         return call
 
     def window(self, module: nn.Module) -> int | None:
         return self.blocks.mask_window
 
     def spans(self, module: nn.Module, call: Call, given: Mapping[str, Any] | None) -> Spans | str:
-        if given is not None and isinstance(given.get("attention_mask"), dict):
+        given = {} if given is None else given
+        mask = given.get("attention_mask")
+        if isinstance(mask, dict):
             return "masks of its own for each kind of layer"
+        if isinstance(mask, Tensor) and mask.dim() != 2 and any(block.window for block in self.blocks.blocks):
+            return "a mask of its own in place of windows"
         batch, padded = int(call.hidden.shape[0]), int(call.hidden.shape[1])
         spans = self.blocks.spans(call.mask, batch, padded)
-        return _ON_THE_RIGHT if spans is None else spans
+        if spans is None:
+            return _ON_THE_RIGHT
+        if self.blocks.rotary and not consecutive(given.get("position_ids"), spans, padded):
+            return "positions are not consecutive"
+        return spans
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
         """Last hidden states ``[B, L, H]``."""
@@ -88,26 +101,27 @@ class Stack:
         places = places_of(spans.lengths, padded)
         rows = call.hidden.reshape(batch * padded, size)
         rows = rows if places is None else rows.index_select(0, places)
-        positions = self.positions(call, places, batch, padded)
+        positions = positions_of(places, batch, padded)
         layout, kept = Layout(starts, starts), list[tuple[Tensor, Tensor]]()
         keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys.clone(), values.clone()))
-        found = self.packed.run(rows, layout, max(spans.lengths), positions, keep=keep)
+        added = self.added(call, places)
+        found = self.packed.run(rows, layout, max(spans.lengths), positions, keep=keep, added=added)
         if self.keep is not None:
             self.keep(spans.lengths, kept, found)
         if places is None:
             output = found
         else:
             output = found.new_zeros(batch * padded, size).index_copy_(0, places, found)
-        counters.work(int(starts[-1]), int(starts[-1]), blocks=perf_counter() - start)
+        counters.work(batch, int(starts[-1]), int(starts[-1]), blocks=perf_counter() - start)
         return output.view(batch, padded, size)
 
-    def positions(self, call: Call, places: Tensor | None, batch: int, padded: int) -> Tensor:
-        """Position of each valid token as the model counts them, int64 ``[N]``."""
-        given = call.given.get("position_ids")
-        if given is None:
-            given = torch.arange(padded)[None]
-        every = given.expand(batch, padded).reshape(-1)
-        return every if places is None else every.index_select(0, places)
+    def added(self, call: Call, places: Tensor | None) -> Tensor | None:
+        """What is added to rows at these places behind the first block, ``[N, H]``."""
+        found = self.blocks.added(call.hidden)
+        if found is None:
+            return None
+        found = found.reshape(-1, found.shape[-1])
+        return found if places is None else found.index_select(0, places)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]
@@ -116,6 +130,23 @@ class Stack:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
+    """Positions of these places of a flat batch, int64 ``[N]``; of all places if None.
+
+    They count from 0 whatever the caller counts from: rotary models see distances alone, and rows of records too were
+    counted from 0.
+    """
+    every = torch.arange(padded).repeat(batch)
+    return every if places is None else every.index_select(0, places)
+
+
+def _matters(hook: Any) -> bool:
+    """Whether a hook must be called. transformers leaves hooks on modules once hidden states were asked for: they do
+    nothing in a forward that is not asked for these.
+    """
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def places_of(lengths: list[int], padded: int) -> Tensor | None:

@@ -91,7 +91,7 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
         stack.callback(handle.disable)
         seen = _rows(host(**inputs)[0], places)
         counters = handle.engine.counters
-        if counters.layers[0].sequences != len(lengths):
+        if counters.done.sequences != len(lengths):
             reasons = [*counters.failures, *counters.ineligible, "no reason was counted"]
             raise AdapterCheckError(f"a small batch cannot be served: {reasons[0]}.", UNKNOWN)
     allowed = _DEEP * tolerance(model, _ROUNDED)

@@ -1,0 +1,633 @@
+"""`reuse="rows"`: what a record supplies is taken from it, all else is computed, and no failure costs a request."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, _bias
+from packed_tools import (
+    MODELS,
+    NEAR,
+    REFUSED,
+    Inputs,
+    batch,
+    changed,
+    gap,
+    last,
+    pair,
+    rows_database,
+    shares,
+    valid,
+)
+
+from attmemo import Database, DatabaseError, StaleDatabaseError, UnsupportedModelError, memoize, unmemoize
+from attmemo.adapters import Rows, Spans
+from attmemo.handles.stack import UNGUARDED
+from attmemo.kernels.align import Rule
+from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
+from attmemo.plan import Plan, RowShare
+from attmemo.profiler.models import load_model
+from attmemo.reuse import packed as packed_module
+from attmemo.reuse import rows as rows_module
+
+STORED = [30, 20, 33, 11, 25, 20]
+STATS = {
+    "enabled", "reuse", "database", "threshold", "sequences", "served", "tokens", "rows_computed", "share_computed",
+    "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible", "failures", "weight_bytes",
+}  # fmt: skip
+
+HALF_STEP = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-9, "int8": 1 / 254}
+"""Of the largest number of a row: what rounding to a type changes at most."""
+
+
+class Case:
+    """A bare model, the same with packed blocks, a batch, and a database of its rows."""
+
+    def __init__(self, name: str, folder: Path, storage: str = "float32", dtype: torch.dtype = torch.float32) -> None:
+        self.name, self.storage = name, storage
+        self.bare, self.packed = pair(name, dtype)
+        self.stored = batch(STORED, 3)
+        self.path = rows_database(self.bare, [self.stored], folder / "db", storage)
+
+    def serve(self, threshold: Any = 0.5, path: Any = None, **options: Any) -> Any:
+        """A model of one's own that is served; always looked up, so that nothing depends on this machine's speed."""
+        return memoize(copy.deepcopy(self.bare), threshold, path or self.path, **{"gate": False} | options)
+
+
+@pytest.fixture(params=MODELS, scope="module", name="family")
+def _family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module", name="case")
+def _case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("BERT", tmp_path_factory.mktemp("bert-rows"))
+
+
+@pytest.fixture(params=["BERT", "ModernBERT"], scope="module", name="both")
+def _both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("both-rows"))
+
+
+def supplied(inputs: Inputs, record: list[int], source: list[list[int]]) -> Plan:
+    """A plan: for each sequence its record, or -1, and the row of it for each token, or -1."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    served = np.flatnonzero(np.array(record) >= 0)
+    numbers = np.array(record, np.int64)
+    share = RowShare(
+        served, numbers[served], Rows.without(len(lengths), served), 0.0,
+        np.concatenate([np.array(part, np.int32) for part in source]), numbers,
+    )  # fmt: skip
+    return Plan(spans=Spans(lengths), layers={0: share})
+
+
+class TestExact:
+    def test_all_rows_computed_equals_packed(self, family: Case) -> None:
+        inputs = changed(family.stored, 1)
+        expected = last(family.packed, inputs)
+        model = family.serve(1.0)
+        assert torch.equal(last(model, inputs), expected)
+        stats = model.attmemo.stats()
+        assert stats["served"] == 0
+        assert stats["rows_computed"] == stats["tokens"] == sum(STORED)
+        nothing = supplied(inputs, [*range(len(STORED))], [[-1] * n for n in STORED])
+        with model.attmemo.engine.planned(nothing):
+            assert gap(last(model, inputs), expected, valid(inputs)) <= NEAR
+        assert model.attmemo.stats()["served"] == len(STORED)
+
+    def test_a_record_of_the_very_input_equals_packed(self, family: Case) -> None:
+        model = family.serve()
+        assert gap(last(model, family.stored), last(family.packed, family.stored), valid(family.stored)) <= NEAR
+        stats = model.attmemo.stats()
+        assert stats["served"] == len(STORED)
+        assert stats["rows_computed"] == 2 * len(STORED), "the first and the last of each"
+        assert not stats["failures"]
+
+    def test_a_record_that_supplies_every_row_equals_packed(self, family: Case) -> None:
+        model = family.serve()
+        whole = supplied(family.stored, [*range(len(STORED))], [[*range(n)] for n in STORED])
+        with model.attmemo.engine.planned(whole):
+            seen = last(model, family.stored)
+        assert gap(seen, last(family.packed, family.stored), valid(family.stored)) <= NEAR
+        stats = model.attmemo.stats()
+        assert not stats["failures"]
+        assert stats["rows_computed"] == 0
+
+    def test_outputs_of_padding_are_zero(self, family: Case) -> None:
+        model = family.serve()
+        assert not last(model, family.stored)[~valid(family.stored)].any()
+        assert model.attmemo.stats()["served"] == len(STORED)
+
+    @pytest.mark.parametrize("storage", ["float16", "bfloat16", "int8"])
+    @pytest.mark.parametrize("name", ["BERT", "MPNet", "DeBERTa-v3", "ModernBERT"])
+    def test_a_record_of_the_very_input_equals_packed_up_to_rounding(
+        self, name: str, storage: str, tmp_path: Path
+    ) -> None:
+        case = Case(name, tmp_path, storage)
+        model = case.serve()
+        worst = gap(last(model, case.stored), last(case.packed, case.stored), valid(case.stored))
+        assert 0 < worst <= 8 * HALF_STEP[storage], "K and V of three or four layers, and the last rows, are rounded"
+        assert model.attmemo.stats()["served"] == len(STORED)
+
+    @pytest.mark.parametrize("name", ["BERT", "DeBERTa-v2", "ModernBERT"])
+    def test_a_model_in_bfloat16_is_served_in_its_own_precision(self, name: str, tmp_path: Path) -> None:
+        case = Case(name, tmp_path, "bfloat16", torch.bfloat16)
+        model = case.serve()
+        exact = last(copy.deepcopy(case.bare).double(), case.stored)
+        seen = last(model, case.stored)
+        assert seen.dtype == torch.bfloat16
+        theirs, ours = (gap(found, exact, valid(case.stored)) for found in (last(case.bare, case.stored), seen))
+        assert ours <= 1.5 * theirs
+        assert model.attmemo.stats()["served"] == len(STORED)
+
+
+def one_layer(name: str, kind: str | None = None) -> Any:
+    """A model of a single block, of this kind."""
+    config = copy.deepcopy(MODELS[name]().config)
+    config.num_hidden_layers = 1
+    if kind is not None:
+        config.layer_types = [kind]
+    torch.manual_seed(4)
+    return _bias(type(MODELS[name]())(config))
+
+
+class TestMoved:
+    """In the first block K and V depend on the token alone, but for its position."""
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [("ModernBERT", "full_attention"), ("ModernBERT", "sliding_attention"), ("NomicBERT", None), ("GTE", None),
+         ("DeBERTa-v3", None), ("DeBERTa, c2p", None), ("DeBERTa, p2c", None), ("DeBERTa, no buckets", None)],
+    )  # fmt: skip
+    def test_rows_computed_beside_a_moved_record_are_exact_in_the_first_block(
+        self, name: str, kind: str | None, tmp_path: Path
+    ) -> None:
+        bare = one_layer(name, kind)
+        packed = memoize(copy.deepcopy(bare), reuse="none")
+        record = batch([24], 5)
+        path = rows_database(bare, [record], tmp_path / "db")
+        model = memoize(copy.deepcopy(bare), 0.5, path, gate=False)
+        ids, new = record["input_ids"][0], batch([5], 6)["input_ids"][0]
+        moved = [torch.cat((new, ids)), ids[4:], torch.cat((ids[:8], new, ids[8:])), torch.cat((ids[:8], ids[11:]))]
+        of_record = last(packed, record)[0]
+        for own in moved:
+            inputs = {"input_ids": own[None], "attention_mask": torch.ones(1, len(own), dtype=torch.long)}
+            with shares(model) as found:
+                seen = last(model, inputs)[0]
+            expected = last(packed, inputs)[0]
+            source = torch.from_numpy(found[0].source).long()  # type: ignore[attr-defined]
+            computed = source < 0
+            there = torch.arange(len(own))
+            assert bool((source[~computed] != there[~computed]).any()), "some rows have moved"
+            assert gap(seen[computed], expected[computed]) <= NEAR
+            assert gap(seen[~computed], of_record[source[~computed]]) <= NEAR
+
+    def test_how_far_a_row_may_move_is_a_setting(self, case: Case) -> None:
+        ids = case.stored["input_ids"][0]
+        own = torch.cat((batch([3], 7)["input_ids"][0], ids))
+        inputs = {"input_ids": own[None], "attention_mask": torch.ones(1, len(own), dtype=torch.long)}
+        for most, served in ((None, 1), (3, 1), (2, 0), (0, 0)):
+            model = case.serve(most_moved=most)
+            with shares(model) as found:
+                last(model, inputs)
+            assert model.attmemo.stats()["served"] == served
+            if served:
+                source = found[0].source  # type: ignore[attr-defined]
+                assert set(np.arange(len(own))[source >= 0] - source[source >= 0]) == {3}
+
+
+class TestApproximation:
+    @pytest.mark.parametrize("name", ["BERT", "MPNet", "DeBERTa-v3", "ModernBERT", "NomicBERT"])
+    def test_the_error_falls_as_more_rows_are_computed(self, name: str, tmp_path: Path) -> None:
+        bare, packed = pair(name)
+        stored = [batch([60] * 8, seed) for seed in (1, 2)]
+        path = rows_database(bare, stored, tmp_path / "db")
+        model = memoize(copy.deepcopy(bare), 0.0, path, gate=False)
+        inputs = changed({name: torch.cat([one[name] for one in stored]) for name in stored[0]}, 3, 0.05)
+        expected = last(packed, inputs)
+        errors, computed = [], []
+        for near in (0, 1, 2, 4, 8, 16, 64):
+            model.attmemo.planner.rule = Rule(near=near)
+            model.attmemo.reset_stats()
+            errors.append(float((last(model, inputs) - expected).square().mean().sqrt()))
+            computed.append(model.attmemo.stats()["rows_computed"])
+        assert computed == sorted(set(computed))
+        assert computed[-1] == 16 * 60
+        assert all(after <= before for before, after in pairwise(errors)), errors
+        assert errors[-1] <= NEAR < errors[0]
+
+    def test_a_sequence_does_not_depend_on_its_batch_order_or_threads(self, both: Case) -> None:
+        inputs = changed(both.stored, 4)
+        inputs["input_ids"][2] = batch([33], 90)["input_ids"][0]  # one without a record
+        model = both.serve(0.3)
+        together = last(model, inputs)
+        assert model.attmemo.stats()["served"] == len(STORED) - 1
+        order = torch.tensor([3, 0, 5, 2, 4, 1])
+        turned = last(model, {name: value[order] for name, value in inputs.items()})
+        assert gap(turned, together[order], valid(inputs)[order]) <= NEAR
+        for row, n in enumerate(STORED):
+            alone = last(model, {name: value[row : row + 1, :n] for name, value in inputs.items()})
+            assert gap(alone[0], together[row, :n]) <= NEAR
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            assert gap(last(model, inputs), together, valid(inputs)) <= NEAR
+        finally:
+            torch.set_num_threads(before)
+
+    def test_sequences_without_a_record_are_exact_beside_those_that_have_one(self, both: Case) -> None:
+        inputs = changed(both.stored, 5)
+        for row in (0, 3):
+            n = STORED[row]
+            inputs["input_ids"][row, :n] = batch([n], 91 + row)["input_ids"][0]
+        model = both.serve(0.3)
+        seen, expected = last(model, inputs), last(both.packed, inputs)
+        stats = model.attmemo.stats()
+        assert stats["served"] == len(STORED) - 2
+        assert stats["sequences"] == len(STORED)
+        for row, n in enumerate(STORED):
+            assert (gap(seen[row, :n], expected[row, :n]) <= NEAR) == (row in (0, 3))
+
+    def test_a_record_of_another_length_serves(self, both: Case) -> None:
+        ids, new = both.stored["input_ids"], batch([9], 8)["input_ids"][0]
+        own = [torch.cat((ids[0, :30], new)), ids[2, :18], torch.cat((ids[1, :9], ids[1, 11:20]))]
+        lengths = [len(one) for one in own]
+        inputs = batch(lengths)
+        for row, one in enumerate(own):
+            inputs["input_ids"][row, : len(one)] = one
+        model = both.serve()
+        with shares(model) as found:
+            seen = last(model, inputs)
+        assert found[0].records.tolist() == [0, 2, 1]
+        expected = last(both.packed, inputs)
+        for row, n in enumerate(lengths):
+            near = torch.nn.functional.cosine_similarity(seen[row, :n].flatten(), expected[row, :n].flatten(), dim=0)
+            assert float(near) > 0.5
+
+    def test_threads_get_their_own_answers(self, both: Case) -> None:
+        model = both.serve(0.3)
+        batches = [changed(both.stored, 10 + number) for number in range(4)]
+        expected = [last(model, inputs) for inputs in batches]
+        worst: list[float] = []
+
+        def serve(number: int) -> None:
+            for turn in range(6):
+                own = (number + turn) % 4
+                worst.append(gap(last(model, batches[own]), expected[own], valid(batches[own])))
+
+        threads = [threading.Thread(target=serve, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(worst) == 18
+        assert max(worst) <= NEAR
+        assert not model.attmemo.stats()["failures"]
+
+
+class TestWhatIsLookedUp:
+    def test_types_of_tokens_matter(self, tmp_path: Path) -> None:
+        bare, packed = pair("BERT")
+        stored = batch([20, 14], 12, types=True)
+        model = memoize(bare, 0.5, rows_database(bare, [stored], tmp_path / "db"), gate=False)
+        assert gap(last(model, stored), last(packed, stored), valid(stored)) <= NEAR
+        assert model.attmemo.stats()["served"] == 2
+        model.attmemo.reset_stats()
+        other = stored | {"token_type_ids": (1 - stored["token_type_ids"]) * stored["attention_mask"]}
+        assert torch.equal(last(model, other), last(packed, other))
+        assert model.attmemo.stats()["served"] == 0
+
+    def test_no_types_are_types_of_zero(self, case: Case) -> None:
+        model = case.serve()
+        zeros = torch.zeros_like(case.stored["input_ids"])
+        for types in (zeros, zeros[:1]):
+            last(model, case.stored, token_type_ids=types)
+        assert model.attmemo.stats()["served"] == 2 * len(STORED)
+
+    @pytest.mark.parametrize("name", ["BERT", "MPNet", "DeBERTa-v2"])
+    def test_positions_of_the_callers_own_have_no_records_where_embeddings_hold_them(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        case = Case(name, tmp_path)
+        model = case.serve()
+        positions = (torch.arange(33) + 9)[None]
+        seen, expected = (last(one, case.stored, position_ids=positions) for one in (model, case.packed))
+        assert gap(seen, expected, valid(case.stored)) <= NEAR
+        stats = model.attmemo.stats()
+        assert stats["served"] == 0
+        assert stats["not_looked_up"] == {"positions given by the caller": len(STORED)}
+
+    @pytest.mark.parametrize("name", ["ModernBERT", "NomicBERT", "GTE", "DeBERTa-v3"])
+    def test_where_counting_begins_is_nothing_to_models_that_see_distances(self, name: str, tmp_path: Path) -> None:
+        case = Case(name, tmp_path)
+        model = case.serve()
+        positions = (torch.arange(33) + 9)[None]
+        seen, expected = (last(one, case.stored, position_ids=positions) for one in (model, case.bare))
+        assert gap(seen, expected, valid(case.stored)) <= NEAR
+        assert model.attmemo.stats()["served"] == len(STORED)
+
+    def test_embeddings_in_place_of_tokens_have_no_records(self, case: Case) -> None:
+        model = case.serve()
+        mask = case.stored["attention_mask"]
+        given = {"inputs_embeds": case.bare.get_input_embeddings()(case.stored["input_ids"]), "attention_mask": mask}
+        assert gap(last(model, given), last(case.packed, given), mask.bool()) <= NEAR
+        assert model.attmemo.stats()["not_looked_up"] == {"no token ids are given": len(STORED)}
+
+    def test_padding_on_the_left_is_left_to_the_original_code(self, case: Case) -> None:
+        model = case.serve()
+        inputs = batch([9, 3], 3, left=True)
+        assert torch.equal(last(model, inputs), last(case.bare, inputs))
+        assert model.attmemo.stats()["ineligible"] == {"the mask is not plain padding on the right": 2}
+
+    def test_the_share_that_a_record_supplies_decides(self, case: Case) -> None:
+        inputs = changed(case.stored, 13)
+        expected = last(case.packed, inputs)
+        model = case.serve(0.0)
+        with shares(model) as found:
+            last(model, inputs)
+        share = found[0].source >= 0  # type: ignore[attr-defined]
+        kept = np.array([part.mean() for part in np.split(share, np.cumsum(STORED)[:-1])])
+        assert 0 < kept.min() < kept.max() < 1
+        for threshold in (float(kept.min()), float(np.median(kept)), float(kept.max()) + 1e-6):
+            model = case.serve(threshold)
+            seen = last(model, inputs)
+            assert model.attmemo.stats()["served"] == (kept >= threshold).sum()
+            for row, n in enumerate(STORED):
+                assert (gap(seen[row, :n], expected[row, :n]) > NEAR) == (kept[row] >= threshold)
+
+    def test_records_are_never_made_of_approximations(self, case: Case) -> None:
+        model = case.serve()
+        kept: list[list[int]] = []
+        model.attmemo.engine.reuse.keep = lambda lengths, rows, hidden: kept.append(lengths)
+        last(model, changed(case.stored, 14, 0.05))
+        assert model.attmemo.stats()["served"] > 0
+        assert not kept
+        last(model, batch([7, 9], 99))
+        assert kept == [[7, 9]]
+
+    def test_nothing_is_looked_up_where_the_gate_says_that_it_does_not_pay(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = case.serve(gate=True)
+        gate = model.attmemo.planner.gate
+        monkeypatch.setattr(gate, "ask", lambda seconds: False)
+        assert gap(last(model, case.stored), last(case.packed, case.stored), valid(case.stored)) <= NEAR
+        stats = model.attmemo.stats()
+        assert stats["not_looked_up"] == {"a lookup does not pay": len(STORED)}
+        assert stats["served"] == 0
+        monkeypatch.undo()
+        last(model, case.stored)
+        assert model.attmemo.stats()["served"] == len(STORED)
+
+
+@pytest.fixture(name="path")
+def _path(both: Case, tmp_path: Path) -> Path:
+    """A copy of the database, to be damaged."""
+    return Path(shutil.copytree(both.path, tmp_path / "db"))
+
+
+class TestThingsThatGoWrong:
+    """They cost time, and never a request."""
+
+    def exact_and_counted(self, both: Case, model: Any, what: str) -> None:
+        model.attmemo.reset_stats()
+        assert torch.equal(last(model, both.stored), last(both.bare, both.stored))
+        stats = model.attmemo.stats()
+        assert sum(stats["failures"].values()) == len(STORED)
+        assert what in next(iter(stats["failures"]))
+        assert stats["sequences"] == stats["served"] == stats["tokens"] == 0
+
+    @pytest.mark.parametrize("kind", ["rows", "last"])
+    @pytest.mark.parametrize("used", [True, False], ids=["used before", "not used before"])
+    def test_a_file_that_is_cut_short(self, both: Case, path: Path, kind: str, used: bool) -> None:
+        model = both.serve(path=path)
+        if used:
+            last(model, both.stored)
+        for file in (path / "arena").glob(f"{kind}-*.slots"):
+            os.truncate(file, 16)
+        self.exact_and_counted(both, model, "")
+        other = batch([12, 9], 77)
+        assert gap(last(model, other), last(both.packed, other), valid(other)) <= NEAR, "what has no record is packed"
+        assert model.attmemo.stats()["sequences"] == 2
+
+    def test_a_file_that_is_gone_before_it_was_read(self, both: Case, path: Path) -> None:
+        model = both.serve(path=path)
+        for file in (path / "arena").glob("rows-*.slots"):
+            file.unlink()
+        self.exact_and_counted(both, model, "")
+
+    def test_a_file_that_is_gone_after_it_was_read_serves_on(self, both: Case, path: Path) -> None:
+        model = both.serve(path=path)
+        seen = last(model, both.stored)
+        shutil.rmtree(path)
+        assert torch.equal(last(model, both.stored), seen)
+        assert not model.attmemo.stats()["failures"]
+
+    def test_a_database_that_is_closed(self, both: Case) -> None:
+        with Database(both.path) as database:
+            model = both.serve(path=database)
+            last(model, both.stored)
+            assert model.attmemo.stats()["served"] == len(STORED)
+        self.exact_and_counted(both, model, "closed")
+
+    def test_a_kernel_that_fails(self, both: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = both.serve()
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise MemoryError("no memory for rows")
+
+        monkeypatch.setattr(packed_module, "attend", broken)
+        self.exact_and_counted(both, model, "no memory for rows")
+
+    def test_a_lookup_that_fails(self, both: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = both.serve()
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise MemoryError("no memory to look up")
+
+        monkeypatch.setattr(model.attmemo.planner.index, "best", broken)
+        self.exact_and_counted(both, model, "no memory to look up")
+
+    def test_weights_that_changed(self, both: Case) -> None:
+        model, bare = both.serve(), copy.deepcopy(both.bare)
+        for one in (model, bare):
+            with torch.no_grad():
+                one.get_input_embeddings().weight.mul_(1.5)
+        assert torch.equal(last(model, both.stored), last(bare, both.stored))
+        assert sum(model.attmemo.stats()["ineligible"].values()) == len(STORED)
+
+
+class TestAttaching:
+    @pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan"), [0.5, 0.5, 0.5], True, "most", None])
+    def test_a_bad_threshold_is_refused(self, case: Case, bad: Any) -> None:
+        with pytest.raises(ValueError, match="threshold"):
+            case.serve(bad)
+
+    @pytest.mark.parametrize("bad", [-1, -7])
+    def test_a_bad_distance_is_refused(self, case: Case, bad: int) -> None:
+        with pytest.raises(ValueError, match="most_moved"):
+            case.serve(most_moved=bad)
+
+    def test_auto_is_half_of_the_tokens(self, case: Case) -> None:
+        assert case.serve("auto").attmemo.threshold == 0.5
+
+    def test_a_database_of_maps_is_refused_by_name(self, tiny_bert: str, bert_database: Path) -> None:
+        model: Any = load_model(tiny_bert).model
+        with pytest.raises(DatabaseError, match=r"keeps no rows of 2 blocks.(?s:.*)build-database --reuse rows"):
+            memoize(model, 0.5, bert_database, reuse="rows")
+        assert "attmemo" not in model.__dict__
+        memoize(model, 0.5, bert_database)
+        assert model.attmemo.reuse == "maps"
+        unmemoize(model)
+
+    def test_a_database_of_rows_is_refused_by_name_where_maps_are_asked_for(self, case: Case) -> None:
+        with pytest.raises(DatabaseError, match=r"(?s:.*)attmemo "):
+            case.serve(reuse="maps")
+
+    def test_rows_are_the_default_where_the_database_keeps_them(self, case: Case) -> None:
+        model = case.serve()
+        assert model.attmemo.reuse == case.serve(reuse="rows").attmemo.reuse == "rows"
+        assert "rows of" in repr(model.attmemo)
+
+    def test_a_database_of_another_model_is_refused(self, case: Case) -> None:
+        other = copy.deepcopy(case.bare)
+        with torch.no_grad():
+            other.encoder.layer[2].output.dense.weight[3, 4] += 0.1
+        with pytest.raises(StaleDatabaseError, match="weights"):
+            memoize(other, 0.5, case.path, reuse="rows")
+
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_a_family_without_blocks_is_refused_by_name(self, name: str, tmp_path: Path) -> None:
+        from attmemo.profiler.build import build_from_inputs
+
+        if FAMILIES[name].kind != "tokens":
+            pytest.skip("its inputs are no tokens")
+        model: Any = FAMILIES[name].make()
+        inputs = [batch([9], seed) for seed in range(3)]
+        path = build_from_inputs(model, iter(inputs), tmp_path / "db", held_out=0.0)
+        with pytest.raises(UnsupportedModelError, match="reuse='rows' does not know the blocks of "):
+            memoize(model, 0.5, path, reuse="rows")
+
+    def test_that_answers_are_not_guarded_is_said(self, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, "attmemo"):
+            case.serve()
+        assert UNGUARDED in caplog.text
+
+    def test_a_wrong_row_is_noticed_by_the_check(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        from attmemo.errors import AdapterCheckError
+
+        own = rows_module.layout_of
+
+        def shifted(lengths: Any, source: Any) -> Any:
+            return own(lengths, np.where(source > 0, source - 1, source).astype(np.int32))
+
+        monkeypatch.setattr(rows_module, "layout_of", shifted)
+        with pytest.raises(AdapterCheckError, match="rows of records"):
+            case.serve()
+
+    def test_an_empty_database_computes_everything(self, case: Case, tmp_path: Path) -> None:
+        path = rows_database(case.bare, [], tmp_path / "db")
+        model = case.serve(path=path)
+        assert gap(last(model, case.stored), last(case.packed, case.stored), valid(case.stored)) <= NEAR
+        assert model.attmemo.stats()["not_looked_up"] == {"there is no record yet": len(STORED)}
+
+    def test_disabled_and_undone_it_is_the_original(self, both: Case) -> None:
+        model = both.serve()
+        expected = last(both.bare, both.stored)
+        model.attmemo.disable()
+        assert torch.equal(last(model, both.stored), expected)
+        model.attmemo.enable()
+        last(model, both.stored)
+        assert model.attmemo.stats()["served"] == len(STORED)
+        handle = model.attmemo
+        unmemoize(model)
+        assert torch.equal(last(model, both.stored), expected)
+        assert not handle.enabled
+        with pytest.raises(DatabaseError):
+            handle.database.view("rows", 0, 0)
+
+
+class TestStats:
+    def test_the_fields_are_those_that_are_told_and_their_sums_fit(self, case: Case) -> None:
+        model = case.serve(0.3)
+        assert set(model.attmemo.stats()) == STATS
+        assert model.attmemo.stats()["share_computed"] is None
+        mixed = changed(case.stored, 20)
+        mixed["input_ids"][0, :30] = batch([30], 92)["input_ids"][0]
+        asked = tokens = 0
+        for inputs in (case.stored, mixed, batch([4, 5], 93), batch([4, 9], 94, left=True)):
+            last(model, inputs)
+            asked += len(inputs["input_ids"])
+            tokens += int(inputs["attention_mask"].sum())
+        stats = model.attmemo.stats()
+        assert stats["sequences"] + sum(stats["ineligible"].values()) + sum(stats["failures"].values()) == asked
+        assert stats["tokens"] == tokens - 13
+        assert 0 < stats["served"] <= stats["sequences"]
+        assert 0 < stats["rows_computed"] < stats["tokens"]
+        assert stats["share_computed"] == stats["rows_computed"] / stats["tokens"]
+        assert all(stats[name] > 0 for name in ("ms_plan", "ms_fetch", "ms_blocks"))
+        assert stats["threshold"] == 0.3
+        assert stats["database"] == str(case.path)
+        model.attmemo.reset_stats()
+        assert model.attmemo.stats()["sequences"] == model.attmemo.stats()["ms_blocks"] == 0
+
+    def test_rows_that_are_supplied_are_counted_one_by_one(self, case: Case) -> None:
+        model = case.serve(0.0)
+        inputs = changed(case.stored, 21)
+        with shares(model) as found:
+            last(model, inputs)
+        stats = model.attmemo.stats()
+        assert stats["rows_computed"] == (found[0].source < 0).sum()  # type: ignore[attr-defined]
+        assert stats["tokens"] == len(found[0].source)  # type: ignore[attr-defined]
+
+
+class TestGate:
+    def test_asking_changes_nothing(self) -> None:
+        gate = RowGate()
+        gate.record(2 * LEARNED, 0, 1.0)
+        state = gate._state
+        assert [gate.ask(1e-6) for _ in range(5)] == [False] * 5
+        assert gate._state == state
+
+    def test_everything_is_looked_up_before_something_is_learned(self) -> None:
+        gate = RowGate()
+        gate.record(LEARNED - 1, 0, 1.0)
+        assert gate.ask(1e-6)
+        gate.record(1, 0, 1.0)
+        assert not gate.ask(1e-6)
+        assert gate.ask(None), "the blocks' time is not known"
+
+    @pytest.mark.parametrize(("per_row", "pays"), [(1e-3, True), (1e-5, False)])
+    def test_what_was_saved_is_held_against_what_was_spent(self, per_row: float, pays: bool) -> None:
+        gate = RowGate()
+        gate.record(LEARNED, 100, 0.01)
+        assert gate.ask(per_row) is pays
+
+    def test_lookups_stop_where_nothing_is_found_and_begin_again(self) -> None:
+        gate, asked = RowGate(), []
+        for number in range(4000):
+            asked.append(gate.ask(1e-4))
+            if asked[-1]:
+                gate.record(128, 0 if number < 2000 else 100, 1e-3)
+            else:
+                gate.leave()
+        assert all(asked[: LEARNED // 128])
+        assert sum(asked[1000:2000]) <= 1000 / RARELY + 1
+        assert sum(asked[1000:2000]) >= 1000 / (RARELY + 1) - 1
+        assert all(asked[-1000:])
+
+    def test_one_that_is_always_open_is(self) -> None:
+        gate = RowGate(always=True)
+        gate.record(10 * LEARNED, 0, 10.0)
+        assert gate.ask(1e-9)
+        assert gate.share_saved == 0.0
