@@ -41,7 +41,7 @@ Tokens = list[int]
 Batch = dict[str, Tensor]
 LINES = ("OpenSSH", "HDFS", "BGL", "Apache")
 ASKED = 320  # requests of a stream
-ROUNDS = 7
+ROUNDS = 5
 
 
 @dataclass
@@ -379,7 +379,7 @@ def table(name: str, result: dict[str, Any]) -> str:
         stats = paths["rows"]["stats"]
         parts = stats["ms_plan"] + stats["ms_fetch"]
         share = parts / (parts + stats["ms_blocks"])
-        exact = parts / ROUNDS / stats["sequences"] * ROUNDS / paths["packed"]["ms"]
+        exact = parts / stats["sequences"] / paths["packed"]["ms"]
         rows.append("")
         rows.append(
             f"Rows computed {stats['share_computed']:.2f}, served {stats['served']} of {stats['sequences']}; lookup, "
@@ -387,6 +387,42 @@ def table(name: str, result: dict[str, Any]) -> str:
             f"{result['record_bytes']} bytes a record."
         )
     return "\n".join(rows) + "\n"
+
+
+def summary(folder: Path) -> str:
+    """All results of a folder as one table: milliseconds a request, and packed blocks and rows over the others."""
+    lines = [
+        "| case | stock | torch.compile | OpenVINO | OpenVINO int8 | packed | rows (share computed) | packed / stock, "
+        "/ best exact | rows / stock, / best peer | cosine of rows, mean, 1st percentile (OpenVINO int8) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for file in sorted(folder.glob("*.json")):
+        result = json.loads(file.read_text())
+        if "paths" not in result:
+            continue
+        paths = {name: found["ms"] for name, found in result["paths"].items()}
+
+        def both(name: str, paths: dict[str, float] = paths) -> str:
+            found = [f"{paths[n]:.2f}" for n in (name, f"{name}, sorted") if n in paths]
+            return " / ".join(found) or "–"
+
+        exact = [ms for n, ms in paths.items() if n not in ("packed", "rows") and "int8" not in n]
+        peers = [ms for n, ms in paths.items() if n not in ("packed", "rows")]
+        packed, rows = paths["packed"], paths.get("rows")
+        served = "–" if rows is None else f"{rows:.2f} ({result['paths']['rows']['stats']['share_computed']:.2f})"
+        gains = "–" if rows is None else f"{paths['stock'] / rows:.2f}, {min(peers) / rows:.2f}"
+
+        def close(name: str, result: dict[str, Any] = result) -> str:
+            found = result["paths"].get(name)
+            return "–" if found is None else f"{found['cosine_mean']:.4f}, {found['cosine_p1']:.4f}"
+
+        name = "OpenVINO f32" if result["dtype"] == "float32" else "OpenVINO bf16"
+        lines.append(
+            f"| {file.stem} | {both('stock')} | {both('torch.compile')} | {both(name)} | {both('OpenVINO int8')} "
+            f"| {packed:.2f} | {served} | {paths['stock'] / packed:.2f}, {min(exact) / packed:.2f} | {gains} "
+            f"| {close('rows')} ({close('OpenVINO int8')}) |"
+        )
+    return "\n".join([*lines, "", "Milliseconds a request; behind a stroke: requests sorted by length."])
 
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -452,10 +488,14 @@ def main() -> None:
     parser.add_argument("--storage", choices=tuple(ROW_STORAGE), help="default: the type of the model")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--summary", action="store_true", help="one table of the results in the output folder")
     args = parser.parse_args()
     known = cases(args.shared)
     if args.list:
         print("\n".join([*known, "shares"]))
+        return
+    if args.summary:
+        print(summary(args.output))
         return
     args.output.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
