@@ -12,6 +12,11 @@
  * weights are turned back, which are fewer than the values, to be A; pairs of rows of the values are woven to be B.
  * What is packed lies tile after tile: rows of a tile that are a power of two apart would get into each other's way.
  *
+ * Terms by distance (Distances): the products of queries and of keys with what stands for distances are made tile by
+ * tile, 16 rows and 16 neighbouring distances each, and only for distances that occur: for 16 neighbouring queries and n
+ * keys these are n / 16 + 1 tiles. Along a row keys, or queries, are then neighbours, so a vector read at an offset of its
+ * own for each row gets them, without a gather; those of queries are turned once more.
+ *
  * Weights below 2^-126.5 are zero: numbers with fewer digits take the processor a hundred times as long. Parts that
  * are so small count as zero, and an infinity in a number of several parts gives NaN where the vectors would give an
  * infinity.
