@@ -12,6 +12,11 @@
  * weights are turned back, which are fewer than the values, to be A; pairs of rows of the values are woven to be B.
  * What is packed lies tile after tile: rows of a tile that are a power of two apart would get into each other's way.
  *
+ * Terms by distance (Distances): the products of queries and of keys with what stands for distances are made tile by
+ * tile, 16 rows and 16 neighbouring distances each, and only for distances that occur: for 16 neighbouring queries and n
+ * keys these are n / 16 + 1 tiles. Along a row keys, or queries, are then neighbours, so a vector read at an offset of its
+ * own for each row gets them, without a gather; those of queries are turned once more.
+ *
  * Weights below 2^-126.5 are zero: numbers with fewer digits take the processor a hundred times as long. Parts that
  * are so small count as zero, and an infinity in a number of several parts gives NaN where the vectors would give an
  * infinity.
@@ -35,6 +40,7 @@ typedef struct {
     float most[SIDE], total[SIDE], slope[SIDE];
     int64_t reach[SIDE]; /* keys before this one are seen; it never decreases */
     size_t rows;
+    const float *slide;  /* the first query's biases, if each query's are those of the one before, a key later; or NULL */
 } Strip;
 
 /*
@@ -179,6 +185,16 @@ AMX INLINE void amx_pack(const uint16_t *rows, size_t deep, uint16_t *out)
     }
 }
 
+/* As `slide` of a Strip: biases by distance, of neighbouring queries. */
+static const float *amx_slide(const Attention *attention, const Query *queries, size_t rows)
+{
+    const ptrdiff_t step = attention->bias_step;
+    bool slides = attention->biased && attention->bias_type == FLOAT32 && step == sizeof(float);
+    for (size_t r = 1; r < rows && slides; r++)
+        slides = queries[r].bias == queries[r - 1].bias - step;
+    return slides && rows > 0 ? (const float *)queries[0].bias : NULL;
+}
+
 /* The queries of a task, packed, and their strips made ready. */
 AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Room *room, size_t parts)
 {
@@ -198,6 +214,8 @@ AMX INLINE void amx_begin(const Attention *attention, const Task *task, const Ro
             strip->total[lane] = 0;
             strip->slope[lane] = query->slope;
             strip->reach[lane] = (int64_t)query->reach;
+            if (lane == 0)
+                strip->slide = amx_slide(attention, query, strip->rows);
             if (r >= rows)
                 continue;
             const char *later = task->queries[r + AFTER < rows ? r + AFTER : rows - 1].query;
@@ -400,15 +418,25 @@ AMX static void amx_adjust(const Attention *attention, const Room *room, const S
         seen[lane] = left < 0 ? 0 : left > STEP ? STEP : (int32_t)left;
         distance[lane] = (float)(left - 1);
     }
+    const bool whole = strip->reach[0] >= (int64_t)(first + count);
+    const __mmask16 lanes = (__mmask16)(0xffff << (SIDE - strip->rows)); /* backwards */
+    const __m512i backwards = _mm512_set_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (size_t k = 0; k < count; k++) {
         __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + k * SIDE), root);
         if (attention->sloped)
             score = _mm512_fnmadd_ps(
                 slope, _mm512_sub_ps(_mm512_loadu_ps(distance), _mm512_set1_ps((float)k)), score);
-        if (attention->biased)
+        if (strip->slide) {
+            __m512 bias = _mm512_maskz_loadu_ps(lanes, strip->slide + first + k - (SIDE - 1));
+            score = _mm512_add_ps(_mm512_permutexvar_ps(backwards, bias), score);
+        } else if (attention->biased) {
             score = _mm512_add_ps(_mm512_loadu_ps(room->bias + k * SIDE), score);
-        __mmask16 visible = _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(seen), _mm512_set1_epi32((int32_t)k));
-        _mm512_storeu_ps(scores + k * SIDE, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), visible, score));
+        }
+        if (!whole) {
+            __mmask16 visible = _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(seen), _mm512_set1_epi32((int32_t)k));
+            score = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), visible, score);
+        }
+        _mm512_storeu_ps(scores + k * SIDE, score);
     }
 }
 
@@ -795,7 +823,7 @@ AMX INLINE void amx_attend(const Attention *attention, const Task *task, void *s
                     amx_relate(task, room, s, keys + at / SIDE, strides + at / SIDE, first, count, parts,
                                room->scores);
                 for (size_t i = 0; i < 2 && strip[i].rows > 0; i++) {
-                    if (attention->biased)
+                    if (attention->biased && !strip[i].slide)
                         amx_bias(attention, task->queries + (s + i) * SIDE, room, strip[i].rows, first, count);
                     amx_soften(attention, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
                                room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);

@@ -11,6 +11,9 @@
  * key: with R = 4 and float32 it is bound by memory, and reaches nine tenths of what a loop reaches that only reads the
  * same rows. So bytes are what counts; in bfloat16 arithmetic takes as long as reading, in int8 and 4 bits longer.
  *
+ * Terms by distance (Distances) are sums of products for each query and key by itself: it takes about twice as long as
+ * the products of blocks, but holds for queries at any positions. Many queries have the matrix unit where there is one.
+ *
  * ROADS NOT TAKEN.  Sums of int8 products: queries would have to be quantised, which the operator's specification does
  * not allow. Sums of groups, scaled, instead of scaled numbers: done where a row has one scale, else it saves little
  * beside the conversion of the codes.

@@ -405,6 +405,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         ("end with the number of rows", change(call, starts_of_layout=put(layout.starts, 2, 24))),
         ("int64", change(call, starts_of_layout=layout.starts[:2])),
         ("int64", change(call, key_starts_of_layout=layout.key_starts.astype(np.int32))),
+        ("int64", change(call, key_starts_of_layout=layout.key_starts[:0])),
         ("larger", change(call, key_starts_of_layout=put(layout.key_starts, 1, 51))),
         ("increase", change(call, positions_of_layout=put(layout.positions, 1, int(layout.positions[0])))),
         ("increase", change(call, positions_of_layout=put(layout.positions, 9, 20))),

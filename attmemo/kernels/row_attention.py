@@ -159,6 +159,8 @@ def attend(
         There is no memory for some hundred rows a thread.
     """
     _check(queries, keys, values, heads, out)
+    if len(layout.key_starts) == 0:
+        raise ValueError("starts and key_starts are int64 [B + 1]")
     if out is None:
         out = torch.empty(queries.shape, dtype=queries.dtype)
     rows, columns = queries.shape
