@@ -64,9 +64,9 @@ def build_database(
 ) -> None:  # fmt: skip
     """Store records of your texts.
 
-    Runs the model over every text and stores what its layers computed: attention maps, or rows. The texts should be like those
-    that will be served. Stopping is safe at any time: the same command goes on where it ended, and data given later
-    is added.
+    Runs the model over every text and stores what its layers computed: attention maps, or rows. The texts should be
+    like those that will be served. Stopping is safe at any time: the same command goes on where it ended, and data
+    given later is added.
 
     \b
     attmemo build-database --model ./model --data monday.log tuesday.log --output DB

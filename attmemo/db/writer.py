@@ -90,7 +90,7 @@ class DatabaseWriter:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all arena files, unpublished slots included."""
-        return sum(found.layout.file_bytes for found in self._classes.values())
+        return sum(found.file_bytes for found in self._classes.values())
 
     def stored_rows(self) -> dict[int, set[int]]:
         """Data rows already published, by source number: what a resumed build skips."""
@@ -256,7 +256,7 @@ class DatabaseWriter:
 
     def _write(self, found: SlotClass, body: bytes) -> None:
         """Write slots behind those of a class."""
-        end = found.layout.file_bytes
+        end = found.file_bytes
         with storing(self.path, self._when_full):
             fd = self._files.get(found.name)
             if fd is None:
