@@ -185,8 +185,8 @@ PANELS: Final = (
           _draw_speed_by_share, ("rows",)),
     Panel("sweep", "Quality by share of rows computed", "Each point is a threshold. Beside it the controls, with the "
           "rows computed that the records leave.", _draw_quality_by_share, ("rows",)),
-    Panel("controls", "Memoized against the controls", "The controls serve means, zeros or any other record in place of "
-          "the one that was found, or only the answers of exact duplicates. Memoization should beat all of them.",
+    Panel("controls", "Memoized against the controls", "The controls serve means, zeros or any other record in place "
+          "of the one that was found, or only the answers of exact duplicates. Memoization should beat all of them.",
           _draw_controls),
     Panel("time", "Where the time goes", "Mean time, exact paths beside the memoized one.", _draw_time),
 )  # fmt: skip
