@@ -40,6 +40,8 @@ class RowRecorder:
     ------
     UnsupportedModelError
         The family has no blocks that can be packed.
+    AttmemoError
+        When the context is entered: the model is memoized.
     """
 
     def __init__(self, model: nn.Module, adapter: Adapter, form: Form, loaded: LoadedModel | None = None) -> None:
@@ -52,6 +54,8 @@ class RowRecorder:
         self._handle: StackMemoization | None = None
 
     def __enter__(self) -> RowRecorder:
+        if getattr(self._model, "attmemo", None) is not None:
+            raise AttmemoError("the model is memoized, and recording would undo that.", "attmemo.unmemoize(model)")
         memoize(self._model, reuse="none")
         handle: Any = self._model.attmemo
         handle.engine.reuse.keep = lambda lengths, rows, last: self._kept.append((lengths, rows, last))
