@@ -10,7 +10,7 @@ from typing import Literal, TypeVar, get_args
 from torch import nn
 
 from attmemo.adapters import adapter_for, encoder_of
-from attmemo.db import KIND_ROWS, Database, find_database
+from attmemo.db import Database, find_database, kept_in
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
@@ -39,23 +39,30 @@ def memoize(
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",
 ) -> Model:
-    """Serve a transformers model's attention maps from a database, in place.
+    """Serve a transformers model from what was computed before, in place.
 
     Parameters
     ----------
     model : transformers model
         On the CPU. A wrapper that holds one (sentence-transformers, pipeline) is accepted.
     threshold : float, sequence of float, or "auto"
-        Similarity score (Eq. 1 of arXiv 2301.09262, in [0, 1]) that a record is predicted to have at least, for all
-        layers or one for each. ``"auto"`` takes the result of ``attmemo tune`` for this database.
+        For maps: similarity score (Eq. 1 of arXiv 2301.09262, in [0, 1]) that a record is predicted to have at least,
+        for all layers or one for each; ``"auto"`` takes the result of ``attmemo tune`` for this database. For rows:
+        the share of its tokens that a record must supply to a sequence; ``"auto"`` is 0.5.
     database : path-like or Database, optional
-        Default: the database in the user's cache directory with the model's fingerprint. A `Database` object stays
-        yours: after you close it, the model stays exact.
+        Default: the database in the user's cache directory with the model's fingerprint, one that keeps what `reuse`
+        asks for. A `Database` object stays yours: after you close it, the model stays exact.
+    reuse : {"auto", "maps", "rows", "none"}
+        What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
+        ``"none"`` needs no database: it computes all blocks without padding, and is exact up to rounding. ``"auto"``
+        serves what the database keeps; where the cache directory has a database of each, rows.
+    most_moved : int, optional
+        For rows: how far a token may have moved between the record and the sequence. Default: any distance.
     lookup : {"layer", "sequence"}, optional
-        A lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned one, else
-        ``"sequence"``.
+        For maps: a lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned
+        one, else ``"sequence"``.
     gate : bool
-        Ask the performance model (Eq. 3) before every lookup; False always tries.
+        Leave out lookups that do not pay; False always tries. For maps the performance model (Eq. 3) is asked.
     fetch : {"auto", "direct", "map", "view", "copy"}
         How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}
@@ -145,12 +152,12 @@ def _prepare(
         if isinstance(database, Database):
             opened = database
         else:
-            opened = Database(database if database is not None else find_database(fingerprint(fields)))
+            opened = Database(database if database is not None else find_database(fingerprint(fields), reuse))
             undo.callback(opened.close)
         check_fields(opened.manifest.model.fields, fields, opened.path)
         owned = opened is not database
         handle: Memoization
-        if reuse == "rows" or (reuse == "auto" and opened.manifest.layers_kept(KIND_ROWS)):
+        if (kept_in(opened.manifest) if reuse == "auto" else reuse) == "rows":
             handle = prepare_rows(
                 encoder, adapter, opened, owned=owned, threshold=threshold, most_moved=most_moved, gate=gate
             )

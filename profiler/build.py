@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
-from attmemo.db import SPLIT_HELD_OUT, SPLIT_TRAIN, DatabaseWriter, ModelInfo, Provenance, default_path
-from attmemo.db.files import ARENA
+from attmemo.db import (
+    KIND_INPUT,
+    KIND_TOKENS,
+    SPLIT_HELD_OUT,
+    SPLIT_TRAIN,
+    DatabaseWriter,
+    ModelInfo,
+    Provenance,
+    default_path,
+    kept_in,
+    read_manifest,
+)
+from attmemo.db.files import ARENA, MANIFEST
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
 from attmemo.mmap import page_size
-from attmemo.profiler.admit import Admission
-from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
-from attmemo.profiler.models import LoadedModel, batches, collate, greatest_length, tokenize
-from attmemo.reuse.maps import Maps
+from attmemo.profiler.map_recorder import MapRecorder, map_form
+from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
+from attmemo.profiler.recorder import Place, Recorder, Slots
+from attmemo.profiler.row_recorder import RowRecorder, row_form
 
 Progress = Callable[[int, int], None]
 PUBLISH_SECONDS = 10.0  # unpublished work that a crash may cost
+REUSES = ("maps", "rows")
 CHUNK = 256  # rows tokenized, sorted by length and captured together
 _WHEN_FULL = "free space and run the same command again, it resumes; or use --max-bytes or --limit"
 
@@ -41,6 +53,7 @@ class BuildOptions:
     text_column: str | None = None
     inputs: str = "auto"
     admit: float | None = None
+    reuse: str = "maps"
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,9 @@ class BuildResult:
     bytes: int
     seconds: float
     stopped: str | None  # why it ended before the data did
-    alike: int = 0  # not stored, since a record has nearly the same maps
+    alike: int = 0  # not stored, since a record stands for them
+    reuse: str = "maps"
+    storage: str = ""
 
 
 def build_database(
@@ -65,31 +80,34 @@ def build_database(
     options: BuildOptions,
     progress: Progress | None = None,
 ) -> BuildResult:
-    """Store the attention maps of every text in `files`.
+    """Store a record of every text in `files`: its attention maps, or its rows.
 
     Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
     is trained without it and calibrated on it. Stretches, not single rows: neighbouring log lines are near copies.
-    Errors are those of `read_texts` and `DatabaseWriter`; what was published stays, and the same call resumes.
+    A text with the tokens of another one is stored once if rows are stored.
+
+    Errors are those of `read_texts` and `DatabaseWriter`, and UnsupportedModelError for rows of a model without
+    blocks; what was published stays, and the same call resumes.
     """
     start = time.monotonic()
     adapter, sites = adapter_for(loaded.model)
     check_adapter(adapter, loaded.model, sites)
     max_length = greatest_length(loaded, options.max_length)
     info = describe(loaded.model, adapter, sites, loaded.name, max_length, tokenizer_digest(loaded.tokenizer))
-    path = output or default_path(info.fingerprint)
-    storage, settings = resolve_storage(info.dtype, options.storage, options.inputs)
+    path = output or default_path(info.fingerprint, options.reuse)
+    recorder = _recorder(options.reuse, options.storage, options.inputs, loaded.model, adapter, sites, info, loaded)
     rows = read_texts(files, text_column=options.text_column, limit=options.limit)
     total = count_rows(files, limit=options.limit)
-    with DatabaseWriter(path, info, storage, settings, when_full=_WHEN_FULL) as writer:
-        build = _Build(writer, files, options)
+    with _writer(path, info, recorder, when_full=_WHEN_FULL) as writer:
+        build = _Build(writer, recorder, files, options)
         try:
-            with Capture(loaded.model, adapter, sites) as capture:
+            with recorder:
                 while build.stopped is None and (chunk := list(islice(rows, CHUNK))):
                     fresh = build.choose(chunk)
-                    tokens = tokenize(loaded, [row.text for row in fresh], max_length)
+                    tokens = build.admit(fresh, tokenize(loaded, [row.text for row in fresh], max_length))
                     for batch in batches(tokens, options.batch_size):
-                        captured = capture.run(collate(loaded, batch))
-                        if not build.store([fresh[item.row] for item in batch], captured):
+                        records = recorder.run(collate(loaded, batch))
+                        if not build.store([fresh[item.row] for item in batch], records):
                             break
                         if progress is not None:
                             progress(build.added + build.skipped + build.alike, total)
@@ -106,7 +124,32 @@ def build_database(
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
         build.publish()
         counts, seconds = (build.added, build.skipped, build.held_out), time.monotonic() - start
-        return BuildResult(path, writer.records, *counts, writer.stored_bytes, seconds, build.stopped, build.alike)
+        return BuildResult(
+            path, writer.records, *counts, writer.stored_bytes, seconds, build.stopped, build.alike, options.reuse,
+            recorder.form.storage,
+        )  # fmt: skip
+
+
+def _recorder(
+    reuse: str, storage: str, inputs: str, model: nn.Module, adapter: Adapter, sites: Sequence[Site], info: ModelInfo,
+    loaded: LoadedModel | None = None,
+) -> Recorder:  # fmt: skip
+    if reuse not in REUSES:
+        raise ValueError(f"reuse must be one of {', '.join(REUSES)}, got {reuse!r}")
+    if reuse == "maps":
+        return MapRecorder(model, adapter, sites, map_form(info, storage, inputs))
+    if inputs != "auto":
+        raise AttmemoError("rows keep no hidden states that entered a layer.", "leave --inputs out")
+    return RowRecorder(model, adapter, row_form(info, storage), loaded)
+
+
+def _writer(path: Path, info: ModelInfo, recorder: Recorder, **options: str) -> DatabaseWriter:
+    form = recorder.form
+    if (path / MANIFEST).exists():
+        kept, asked = kept_in(read_manifest(path)), "maps" if isinstance(recorder, MapRecorder) else "rows"
+        if kept != asked:
+            raise DatabaseError(f"{path} keeps {kept}; asked: {asked}.", f"--reuse {kept}, or choose another --output")
+    return DatabaseWriter(path, info, form.storage, form.settings, kinds=form.kinds, **options)
 
 
 def check_place(path: Path | None, max_bytes: int | None) -> None:
@@ -128,18 +171,20 @@ def _too_few(max_bytes: int | None) -> StorageFullError:
 class _Build:
     """One run of a build: which rows are new, which of them are stored, and how many there were of each."""
 
-    def __init__(self, writer: DatabaseWriter, files: Sequence[str | Path], options: BuildOptions) -> None:
+    def __init__(
+        self, writer: DatabaseWriter, recorder: Recorder, files: Sequence[str | Path], options: BuildOptions
+    ) -> None:
         self._writer, self._options = writer, options
         self._known = writer.stored_rows()  # rows by source: stored, or chosen in this run
         self._digests = {str(f): digest(f) for f in files}
         self._numbers = {name: writer.add_source(Path(name).name, found) for name, found in self._digests.items()}
-        self._admission = None if options.admit is None else Admission(options.admit, writer)
+        self._admission = recorder.admission(options.admit, writer)
         self._published = time.monotonic()
         self.added = self.skipped = self.held_out = self.alike = 0
         self.stopped: str | None = None
 
     def choose(self, chunk: Sequence[Row]) -> list[Row]:
-        """The rows that the model has to be asked about; the others are counted."""
+        """The rows that are not stored yet; the others are counted."""
         fresh = []
         for row in chunk:
             known = self._known.setdefault(self._numbers[row.source], set())
@@ -147,32 +192,32 @@ class _Build:
                 self.skipped += 1
                 continue
             known.add(row.row)  # the same file may have been given twice
-            admission = self._judges(row)
-            if admission is not None and admission.left_out(self._digests[row.source], row.row):
-                self.alike += 1
-            else:
-                fresh.append(row)
+            fresh.append(row)
         return fresh
 
-    def store(self, rows: Sequence[Row], captured: Captured) -> bool:
+    def admit(self, rows: Sequence[Row], tokens: Sequence[Tokens]) -> list[Tokens]:
+        """The texts that the model has to be asked about; the others are counted."""
+        chosen = [item for item in tokens if self._admission.before(self._place(rows[item.row]), item)]
+        self.alike += len(tokens) - len(chosen)
+        return chosen
+
+    def store(self, rows: Sequence[Row], records: Sequence[Slots]) -> bool:
         """Store a batch; False: it was not stored to its end, because there is no more room."""
         most, writer = self._options.max_bytes, self._writer
-        for row, (maps, hidden) in zip(rows, captured, strict=True):
-            if most is not None and writer.stored_bytes + writer.cost(len(hidden[0])) > most:
+        for row, slots in zip(rows, records, strict=True):
+            length = _length(slots)
+            if most is not None and writer.stored_bytes + writer.cost(length) > most:
                 self.stopped = f"--max-bytes {most} reached"
                 return False
-            admission = self._judges(row)
-            if admission is not None and not admission.admits(maps, hidden[0]):
-                admission.leave_out(self._digests[row.source], row.row)
+            place = self._place(row)
+            if not self._admission.after(place, slots):
                 self.alike += 1
                 continue
-            source = self._numbers[row.source]
-            split = _split(source, row.row, self._options.held_out)
-            record = writer.add(Maps.slots(hidden, maps), len(hidden[0]), Provenance(source, row.row, split))
-            if self._admission is not None:
-                self._admission.remember(record, hidden[0])
+            split = SPLIT_HELD_OUT if place.held_out else SPLIT_TRAIN
+            record = writer.add(slots, length, Provenance(self._numbers[row.source], row.row, split))
+            self._admission.stored(record, slots)
             self.added += 1
-            self.held_out += split == SPLIT_HELD_OUT
+            self.held_out += place.held_out
         return True
 
     def publish(self, now: bool = True) -> None:
@@ -180,14 +225,17 @@ class _Build:
         if not now and time.monotonic() - self._published <= PUBLISH_SECONDS:
             return
         self._writer.publish()
-        if self._admission is not None:
-            self._admission.save()
+        self._admission.save()
         self._published = time.monotonic()
 
-    def _judges(self, row: Row) -> Admission | None:
-        """What may leave a row out. Held-out rows all stay: without near ones predictions would look too bad."""
+    def _place(self, row: Row) -> Place:
         split = _split(self._numbers[row.source], row.row, self._options.held_out)
-        return None if split == SPLIT_HELD_OUT else self._admission
+        return Place(self._digests[row.source], row.row, split == SPLIT_HELD_OUT)
+
+
+def _length(slots: Slots) -> int:
+    """Valid tokens of a record."""
+    return len(slots[KIND_INPUT if KIND_INPUT in slots else KIND_TOKENS][0])
 
 
 def build_from_inputs(
@@ -195,12 +243,13 @@ def build_from_inputs(
     batches: Iterable[Mapping[str, Tensor]],
     output: Path | None = None,
     *,
+    reuse: str = "maps",
     storage: str = "auto",
     inputs: str = "auto",
     held_out: float = 0.15,
     name: str = "given",
 ) -> Path:
-    """Store the attention maps of inputs that are tensors already: images, audio, or text tokenized elsewhere.
+    """Store records of inputs that are tensors already: images, audio, or text tokenized elsewhere.
 
     Parameters
     ----------
@@ -208,8 +257,8 @@ def build_from_inputs(
         In memory; training and tuning from the command line will want it as a directory.
     batches : iterable of mapping of str to Tensor
         What the attention layers' part of the model is called with (the encoder, of models that have one):
-        ``input_ids`` and ``attention_mask``, or ``pixel_values``, or ``input_features``.
-    output, storage, inputs, held_out
+        ``input_ids`` and ``attention_mask``, or ``pixel_values``, or ``input_features``. Rows need ``input_ids``.
+    output, reuse, storage, inputs, held_out
         As `build_database` and `BuildOptions` have them.
     name : str
         What the database says about where the inputs come from.
@@ -217,7 +266,7 @@ def build_from_inputs(
     Returns
     -------
     Path
-        The database, published. `attmemo.profiler.train.train_database` comes next.
+        The database, published. For maps `attmemo.profiler.train.train_database` comes next.
 
     Raises
     ------
@@ -233,16 +282,16 @@ def build_from_inputs(
     first = next(stream, None)
     if first is None:
         raise DataError("there is no input to build from.", "give at least one batch")
-    with Capture(model, adapter, sites) as capture:
-        captured = capture.run(dict(first))
-        longest = int(getattr(adapter.host(model).config, "max_position_embeddings", 0) or 0)
-        info = describe(model, adapter, sites, name, max(longest, captured.inputs[0].shape[1]), None)
-        kind, settings = resolve_storage(info.dtype, storage, inputs)
-        with DatabaseWriter(output or default_path(info.fingerprint), info, kind, settings) as writer:
+    known = int(getattr(adapter.host(model).config, "max_position_embeddings", 0) or 0)
+    info = describe(model, adapter, sites, name, known, None)
+    recorder = _recorder(reuse, storage, inputs, model, adapter, sites, info)
+    with recorder:
+        begun = recorder.run(first)
+        info = replace(info, max_length=max(known, *map(_length, begun)))
+        with _writer(output or default_path(info.fingerprint, reuse), info, recorder) as writer:
             source = writer.add_source(name, f"rows from {writer.records}")
-            rest = (capture.run(dict(batch)) for batch in stream)
-            for row, (maps, hidden) in enumerate(chain(captured, chain.from_iterable(rest))):
-                writer.add(Maps.slots(hidden, maps), len(hidden[0]), Provenance(source, row, _split(0, row, held_out)))
+            for row, slots in enumerate(chain(begun, chain.from_iterable(map(recorder.run, stream)))):
+                writer.add(slots, _length(slots), Provenance(source, row, _split(0, row, held_out)))
             writer.publish()
             return writer.path
 
@@ -260,19 +309,6 @@ def describe(
         dtype=str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch."),
         max_length=max_length, fingerprint=fingerprint(fields), fields=fields, tokenizer=tokenizer,
     )  # fmt: skip
-
-
-def resolve_storage(dtype: str, storage: str, inputs: str) -> tuple[str, dict[str, str]]:
-    """Storage type and settings for a model that computes in `dtype`, of what was asked for ("auto": what suits it).
-
-    Probabilities lie in [0, 1], where float16 has eight times the resolution of bfloat16; but a bfloat16 model
-    multiplies bfloat16 maps as they lie, on the matrix unit.
-    """
-    if storage == "auto":
-        storage = "bfloat16" if dtype == "bfloat16" else "float16"
-    if inputs == "auto":
-        inputs = "first" if storage == "uint8" else "all"
-    return storage, {} if inputs == "all" else {"inputs": inputs}
 
 
 def _split(source: int, row: int, held_out: float) -> int:

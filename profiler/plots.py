@@ -47,6 +47,7 @@ class Panel(NamedTuple):
     title: str
     caption: str
     draw: Callable[[Axes, Result], None]
+    reuse: tuple[str, ...] = ("maps", "rows")
 
 
 def _draw_hit_rate(axes: Axes, result: Result) -> None:
@@ -94,6 +95,35 @@ def _draw_quality(axes: Axes, result: Result) -> None:
     _mark_threshold(axes, result)
 
 
+def _draw_speed_by_share(axes: Axes, result: Result) -> None:
+    rows = result["sweep"]
+    shares = numbers(rows, "share_computed")
+    least = min([0.9, *(share for share in shares if share > 0.0)])
+    line = [least + (1.0 - least) * step / 50 for step in range(51)]
+    axes.plot(line, [1.0 / share for share in line], "--", color=FAINT, linewidth=1, label="limit: 1 / share")
+    lines = {"speedup_packed": ("against packed blocks", BLUE, "o-"), "speedup": ("against stock", GREY, "s-")}
+    _draw_lines(axes, rows, "share_computed", lines)
+    axes.set_xlim(0.0, 1.02)
+    axes.set_ylim(bottom=0.0)
+    axes.set_ylabel("times the speed")
+    _share_of_rows(axes)
+
+
+def _draw_quality_by_share(axes: Axes, result: Result) -> None:
+    lines = {
+        "agreement": ("same answer as exact", BLUE, "o-"), "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
+        "cosine_p1": ("cosine, lowest 1 %", ORANGE, "v-"),
+    }  # fmt: skip
+    _draw_lines(axes, result["sweep"], "share_computed", lines)
+    controls = [row for row in result.get("controls") or () if row.get("share_computed") is not None]
+    for row, mark in zip(controls[1:], "xd+", strict=False):  # the first one is what was measured
+        value = row["agreement"] if row.get("cosine_mean") is None else row["cosine_mean"]
+        axes.plot(row["share_computed"], value, mark, color=FAINT, markersize=8, label=f"{row['name']}, mean cosine")
+    axes.set_xlim(0.0, 1.02)
+    axes.set_ylabel("share, or cosine")
+    _share_of_rows(axes)
+
+
 def _draw_controls(axes: Axes, result: Result) -> None:
     controls = result["controls"]
     bars = {
@@ -117,7 +147,9 @@ def _draw_controls(axes: Axes, result: Result) -> None:
 
 _PARTS: Final = {
     "exact": ("", GREY), "lookup": ("embed and search", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
-    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "other": ("the rest of the model", "#b4c1c9"),
+    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("lookup and plan", ORANGE),
+    "fetch": ("fetch of rows", GREEN), "blocks": ("blocks, rows computed", BLUE),
+    "other": ("the rest of the model", "#b4c1c9"),
 }  # fmt: skip
 
 
@@ -145,19 +177,24 @@ PANELS: Final = (
     Panel("layers", "Similarity by layer", "Mean similarity between a layer's own map and the stored one. The "
           "prediction should lie below the truth.", _draw_similarity),
     Panel("sweep", "Speed by threshold", "Speed against the exact model of the same run, with lookups and misses. "
-          "Above 1 memoization pays.", _draw_speed),
+          "Above 1 memoization pays.", _draw_speed, ("maps",)),
     Panel("sweep", "Quality by threshold", "The price of a lower threshold: fewer answers are those of the exact "
-          "model.", _draw_quality),
-    Panel("controls", "Memoized against the controls", "The controls serve a layer's mean map or a random stored map "
-          "instead of the map that was found, or only the answers of exact duplicates. Memoization should beat all of "
-          "them.", _draw_controls),
+          "model.", _draw_quality, ("maps",)),
+    Panel("sweep", "Speed by share of rows computed", "Each point is a threshold. Without any other work the speed "
+          "against packed blocks would be one over the share. Against stock it can be higher: no padding is computed.",
+          _draw_speed_by_share, ("rows",)),
+    Panel("sweep", "Quality by share of rows computed", "Each point is a threshold. Beside it the controls, with the "
+          "rows computed that the records leave.", _draw_quality_by_share, ("rows",)),
+    Panel("controls", "Memoized against the controls", "The controls serve means, zeros or any other record in place "
+          "of the one that was found, or only the answers of exact duplicates. Memoization should beat all of them.",
+          _draw_controls),
     Panel("time", "Where the time goes", "Mean time, exact paths beside the memoized one.", _draw_time),
 )  # fmt: skip
 
 
 def present_panels(result: Result) -> list[Panel]:
     """The panels whose part the result has."""
-    return [panel for panel in PANELS if result.get(panel.part)]
+    return [panel for panel in PANELS if result.get(panel.part) and result.get("reuse", "maps") in panel.reuse]
 
 
 def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = None) -> bytes:
@@ -210,6 +247,11 @@ def _mark_threshold(axes: Axes, result: Result) -> None:
     chosen = result.get("threshold")
     if isinstance(chosen, float):  # else one for each layer
         axes.axvline(chosen, color=FAINT, linewidth=1, linestyle=":", label=f"in use: {chosen:.3g}")
+
+
+def _share_of_rows(axes: Axes) -> None:
+    axes.set_xlabel("share of rows computed")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _name_bars(axes: Axes, names: Sequence[str]) -> None:

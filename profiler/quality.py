@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from attmemo.errors import DataError
-from attmemo.handles.maps import MapMemoization
 from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
-from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import GIVES, LoadedModel, Progress
 from attmemo.profiler.open import Asked
 from attmemo.profiler.timing import time_passes
+from attmemo.profiler.trial import Trial
 
-SWEEP: Final = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 SWEEP_SEQUENCES: Final = 400
 _MEANS: Final = {"classifier": "another class", "language-model": "another first token"}
 
@@ -103,44 +101,48 @@ def read_labels(loaded: LoadedModel, asked: Asked, column: str | None) -> Tensor
 
 
 def try_controls(
-    judge: Judge, handle: MapMemoization, found: dict[str, Any], duplicates: float, tell: Progress
+    judge: Judge, trial: Trial, handle: Any, found: dict[str, Any], duplicates: float, tell: Progress
 ) -> Any:
     """Rows of a table: the memoized model, the controls in its place, and a cache of exact duplicates."""
-    rows = [_control("memoized", found["hit_rate"], found["quality"])]
-    for step, name in enumerate(CONTROLS):
-        tell("controls", step, len(CONTROLS))
+    rows = [_control("memoized", {key: found[key] for key in trial.rates(handle)}, found["quality"])]
+    for step, name in enumerate(trial.controls):
+        tell("controls", step, len(trial.controls))
         handle.reset_stats()
-        with serving_control(handle.engine, name):
+        with trial.control(handle, name):
             quality = judge.compare(ask(judge.loaded, judge.prepared))
-            hit_rate = handle.stats()["hit_rate"]
-            rows.append(_control(name, hit_rate, quality | {"perplexity_memoized": judge.perplexity()[0]}))
-    tell("controls", len(CONTROLS), len(CONTROLS))
+            rates = trial.rates(handle)
+            rows.append(_control(name, rates, quality | {"perplexity_memoized": judge.perplexity()[0]}))
+    tell("controls", len(trial.controls), len(trial.controls))
     # It changes nothing, and serves the texts that were left out.
     duplicate = {"name": "duplicate cache", "hit_rate": duplicates, "agreement": 1.0, "accuracy": None}
     return [*rows, duplicate | {"cosine_mean": 1.0}]
 
 
-def _control(name: str, hit_rate: float, quality: dict[str, Any]) -> dict[str, Any]:
-    keys = "agreement", "cosine_mean", "logit_distance_mean", "total_variation_mean"
+def _control(name: str, rates: dict[str, float], quality: dict[str, Any]) -> dict[str, Any]:
+    keys = "agreement", "cosine_mean", "cosine_p1", "logit_distance_mean", "total_variation_mean"
     row = {key: quality.get(key) for key in keys}
     accuracy, surprise = quality["accuracy_memoized"], quality.get("perplexity_memoized")
-    return {"name": name, "hit_rate": hit_rate, **row, "accuracy": accuracy, "perplexity": surprise}
+    return {"name": name, **rates, **row, "accuracy": accuracy, "perplexity": surprise}
 
 
-def sweep_thresholds(judge: Judge, handle: MapMemoization, tell: Progress) -> list[dict[str, Any]]:
-    """Speed and quality at one threshold for all layers, on a sample. The handle is to have no gate."""
-    judge = judge.sample(SWEEP_SEQUENCES)
+def sweep_thresholds(judge: Judge, trial: Trial, tell: Progress) -> list[dict[str, Any]]:
+    """Speed and quality at one threshold for all layers, on a sample, without a gate."""
+    judge, handle = judge.sample(SWEEP_SEQUENCES), trial.serve_at_will()
+    paths = trial.paths(handle)
     found = []
-    for number, threshold in enumerate(SWEEP):
-        tell("threshold sweep", number, len(SWEEP))
-        handle.planner.set_thresholds([threshold] * handle.engine.layers)
-        handle.enable()  # the timing of the threshold before may have ended with the exact path
+    for number, threshold in enumerate(trial.sweep):
+        tell("threshold sweep", number, len(trial.sweep))
+        trial.set_threshold(handle, threshold)
+        paths["memoized"]()  # the timing of the threshold before may have ended with an exact path
         handle.reset_stats()
         quality = judge.compare(ask(judge.loaded, judge.prepared))
-        row = {"threshold": threshold, "gate": "off", "hit_rate": handle.stats()["hit_rate"]}
-        row |= {key: quality.get(key) for key in ("agreement", "changed", "cosine_mean")}
+        row = {"threshold": threshold, "gate": "off", **trial.rates(handle)}
+        row |= {key: quality.get(key) for key in ("agreement", "changed", "cosine_mean", "cosine_p1")}
         row["perplexity"] = judge.perplexity()[0]
-        spent = time_passes(judge.loaded, judge.prepared, {"exact": handle.disable, "memoized": handle.enable}, 1)
-        found.append(row | {"speedup": spent["exact"][0] / spent["memoized"][0]})
-    tell("threshold sweep", len(SWEEP), len(SWEEP))
+        spent = {name: seconds[0] for name, seconds in time_passes(judge.loaded, judge.prepared, paths, 1).items()}
+        row["speedup"] = spent["stock"] / spent["memoized"]
+        if "packed" in spent:
+            row["speedup_packed"] = spent["packed"] / spent["memoized"]
+        found.append(row)
+    tell("threshold sweep", len(trial.sweep), len(trial.sweep))
     return found

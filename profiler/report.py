@@ -20,15 +20,19 @@ from attmemo.errors import AttmemoError
 from attmemo.profiler.plots import Result, draw_panels, present_panels
 
 _NOTHING: Final = "–"
+_ANSWERED: Final = "share of lookups answered from the database"
 _PERCENT, _BYTES, _TIMES, _MS, _FOUR = "%", "bytes", "{:.2f}×", "{:.3g} ms", "{:.4f}"
 
 # Of the rows of all tables: the title of a key's column, and its format.
 _COLUMNS: Final = {
     "layer": ("layer", "{}"), "name": ("method", "{}"), "threshold": ("threshold", "{:.4g}"),
     "queries": ("queries", "{:,}"), "hits": ("hits", "{:,}"), "hit_rate": ("hit rate", _PERCENT),
+    "share_computed": ("rows computed", _PERCENT),
     "exhaustive_hit_rate": ("ceiling", _PERCENT), "speedup": ("speed-up", _TIMES),
+    "speedup_packed": ("speed-up on packed", _TIMES),
     "agreement": ("same answer", _PERCENT), "changed": ("changed answers", _PERCENT),
     "accuracy": ("accuracy", _PERCENT), "cosine_mean": ("cosine, mean", _FOUR),
+    "cosine_p1": ("cosine, lowest 1%", _FOUR),
     "logit_distance_mean": ("logit distance, mean", _FOUR), "perplexity": ("perplexity", "{:.4g}"),
     "mean_predicted_similarity": ("similarity, predicted", "{:.3f}"),
     "mean_true_similarity": ("similarity, true", "{:.3f}"),
@@ -83,8 +87,10 @@ def _pairs(title: str, note: str, rows: Iterable[tuple[str, ...]]) -> Table:
 def _summary(result: Result) -> Table:
     time, quality = result.get("time") or {}, result.get("quality") or {}
     exact = time.get("exact_ms") or {}
-    best = time.get("best_exact")
+    best, ratios = time.get("best_exact"), time.get("speedups") or {}
     compared = f"the best exact path ({best})" if len(exact) > 1 else "the exact model; torch.compile not timed"
+    rows_reused = result.get("reuse") == "rows"
+    called = ("Sequences served", "with rows of a record") if rows_reused else ("Hit rate", _ANSWERED)
     speed, low, high = (_show(time.get(key), _TIMES) for key in ("speedup", "speedup_low", "speedup_high"))
     spent = f"{_show(time.get('memoized_ms'), _MS)} per {time.get('per')}, exact {_show(exact.get(best), _MS)}"
     same = "the exact model's next token" if "perplexity_exact" in quality else "as the exact model"
@@ -96,9 +102,11 @@ def _summary(result: Result) -> Table:
         return _show(quality.get(name), _FOUR)
 
     rows = (
-        ("Hit rate", _show(result.get("hit_rate"), _PERCENT), "share of lookups answered from the database"),
+        ("Rows computed", _show(result.get("share_computed"), _PERCENT), "the others are those of records"),
+        (called[0], _show(result.get("hit_rate"), _PERCENT), called[1]),
         ("Hit rate, ceiling", _show(result.get("exhaustive_hit_rate"), _PERCENT), "that of an exhaustive search"),
         ("Speed-up", f"{speed} ({low} to {high})", f"against {compared}"),
+        ("Speed-up on stock", _show(ratios.get("stock") if len(exact) > 1 else None, _TIMES), "the original code"),
         ("Bytes per saved ms", _show(time.get("bytes_per_saved_ms"), _BYTES), "of a sequence's time"),
         ("Time", spent, "mean; lookup and misses included"),
         ("Same answer", _show(quality.get("agreement"), _PERCENT), same),
@@ -110,6 +118,7 @@ def _summary(result: Result) -> Table:
         ("Logit distance, mean", of("logit_distance_mean"), "between memoized and exact outputs"),
         ("Logit distance, highest 1%", of("logit_distance_p99"), "1 sequence in 100 lies above"),
         ("Threshold", _show(result.get("threshold"), "{:.4g}"), str(result.get("threshold_source") or "")),
+        ("Memory beside the model", _show(result.get("weight_bytes"), _BYTES), "weights made ready"),
         ("Lookup", _show(result.get("lookup"), "per {}"), "one search each"),
         ("Not eligible", _show(result.get("ineligible"), "{:,}"), "left to the exact path by rule"),
     )
@@ -127,7 +136,7 @@ def _conditions(result: Result) -> Table:
 
 def make_tables(result: Result) -> list[Table]:
     """The tables of the page, as text; those that have a row, in reading order."""
-    controls = "On the same data: what simpler stand-ins for the map that was found would have given."
+    controls = "On the same data: what simpler stand-ins for the record that was found would have given."
     layers = "Spent: lookup and fetch. Saved: the exact attention that hits made unnecessary."
     tables = (
         _summary(result),
@@ -144,6 +153,7 @@ def _render_page(result: Result, headline: str) -> bytes:
     threshold = result.get("threshold")
     tiles = {
         "speed-up": _show(time.get("speedup"), _TIMES),
+        "rows computed": _show(result.get("share_computed"), _PERCENT),
         "hit rate": _show(result.get("hit_rate"), _PERCENT),
         "same answer": _show(quality.get("agreement"), _PERCENT),
         "cosine, mean": _show(quality.get("cosine_mean"), _FOUR),
@@ -179,7 +189,8 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     full disk leaves an older report whole. A directory that cannot be written is an `AttmemoError`.
     """
     model = (result.get("database") or {}).get("model")
-    headline = f"Attention memoization: {model}" if model else "Attention memoization"
+    about = "Reuse of rows" if result.get("reuse") == "rows" else "Attention memoization"
+    headline = f"{about}: {model}" if model else about
     contents = {
         "report.html": _render_page(result, headline),
         "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),

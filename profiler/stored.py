@@ -1,7 +1,8 @@
 """Find the texts that a database holds already: each would find itself, and every number would flatter.
 
-A database keeps no text, but the hidden states that entered the first layer. They tell texts apart as the model sees
-them: as tokens, cut to the greatest length. A digest of each text would be faster, but older databases have none.
+A database of rows keeps tokens. One of maps keeps no text, but the hidden states that entered the first layer. They
+tell texts apart as the model sees them: as tokens, cut to the greatest length. A digest of each text would be faster,
+but older databases have none.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from attmemo.adapters import adapter_for
-from attmemo.db import KIND_INPUT, Database
+from attmemo.db import KIND_INPUT, KIND_TOKENS, Database
 from attmemo.profiler.models import LoadedModel, Tokens, collate
+from attmemo.profiler.row_recorder import row_tokens
 
 _CHANNELS: Final = 8  # of every token, compared with all records; the few that agree are compared in full
 _BATCH: Final = 64
@@ -29,6 +31,9 @@ class _Entered(Exception):
 
 def stored_texts(loaded: LoadedModel, database: Database, tokens: Sequence[Tokens]) -> set[int]:
     """Rows of the texts that are in the database."""
+    if database.manifest.layers_kept(KIND_TOKENS):
+        known = {database.view(KIND_TOKENS, 0, record).numpy().tobytes() for record in range(len(database))}
+        return {item.row for item in tokens if row_tokens(loaded, item).tobytes() in known}
     by_length: dict[int, list[Tokens]] = defaultdict(list)
     for item in tokens:
         by_length[len(item)].append(item)

@@ -6,28 +6,30 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from attmemo.handles.maps import MapMemoization
 from attmemo.profiler.answers import Batch
 from attmemo.profiler.models import LoadedModel, NextToken, Progress, answers
+
+if TYPE_CHECKING:
+    from attmemo.profiler.trial import Trial
 
 # Switches a way of asking on, and returns the model to ask; None: the one that was loaded.
 Path = Callable[[], nn.Module | None]
 
 
 def time_paths(
-    loaded: LoadedModel, handle: MapMemoization, prepared: Sequence[Batch], repeats: int, tell: Progress,
+    loaded: LoadedModel, trial: Trial, handle: Any, prepared: Sequence[Batch], repeats: int, tell: Progress,
     compiling: bool,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """Milliseconds a sequence of every path, where the memoized one spends them, and what could not be timed.
 
-    The handle is enabled afterwards, and has counted the timed passes alone.
+    The memoized path is on afterwards, and the handle has counted its timed passes alone.
     """
-    paths: dict[str, Path] = {"stock": handle.disable, "memoized": handle.enable}
+    paths = trial.paths(handle)
     notes = []
     if compiling:
         handle.disable()
@@ -37,23 +39,29 @@ def time_paths(
             notes.append(f"torch.compile could not be timed: {str(error).splitlines()[0][:200]}")
         else:
             paths["compile"] = lambda: compiled
+
+    def started() -> None:
+        paths["memoized"]()
+        handle.reset_stats()
+
     spent = time_passes(
-        loaded, prepared, paths, repeats, lambda done: tell("timing", done, repeats), handle.reset_stats
+        loaded, prepared, paths, repeats, lambda done: tell("timing", done, repeats), started
     )
-    handle.enable()
+    paths["memoized"]()
     runs = repeats * sum(len(batch) for batch, _ in prepared)
     per_sequence = {name: 1e3 * median(seconds) * repeats / runs for name, seconds in spent.items()}
     memoized_ms = per_sequence.pop("memoized")
     best = min(per_sequence, key=lambda name: per_sequence[name])
-    ratios = sorted(a / b for a, b in zip(spent[best], spent["memoized"], strict=True))
+    ratios = {
+        name: sorted(a / b for a, b in zip(spent[name], spent["memoized"], strict=True)) for name in per_sequence
+    }
     # Parts are summed over all passes, so they make up the mean.
-    rows = handle.stats()["layers"]
-    names = {"lookup": "ms_lookup", "fetch_and_av": "ms_serve", "misses_in_mixed_batches": "ms_misses"}
-    parts = {part: sum(row[key] for row in rows) / runs for part, key in names.items()}
+    parts = {part: ms / runs for part, ms in trial.parts_ms(handle).items()}
     parts["other"] = max(0.0, 1e3 * sum(spent["memoized"]) / runs - sum(parts.values()))
     return {
-        "exact_ms": per_sequence, "best_exact": best, "memoized_ms": memoized_ms, "speedup": median(ratios),
-        "speedup_low": ratios[0], "speedup_high": ratios[-1], "per": "sequence", "parts_ms": parts,
+        "exact_ms": per_sequence, "best_exact": best, "memoized_ms": memoized_ms, "speedup": median(ratios[best]),
+        "speedup_low": ratios[best][0], "speedup_high": ratios[best][-1], "per": "sequence", "parts_ms": parts,
+        "speedups": {name: median(found) for name, found in ratios.items()},
     }, notes  # fmt: skip
 
 

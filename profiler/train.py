@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attmemo.db import Database, DatabaseWriter, read_manifest
+from attmemo.db import Database, DatabaseWriter, kept_in, read_manifest
 from attmemo.embed.indexing import build_indexes, remove_stale
 from attmemo.embed.training import TrainOptions, train
-from attmemo.errors import DataError
+from attmemo.errors import DatabaseError, DataError
 from attmemo.profiler.measure import measure
 from attmemo.profiler.open import open_model
 
@@ -43,13 +43,18 @@ def train_database(
     Raises
     ------
     DatabaseError
-        Too few records, another writer, or a full disk. What was published stays.
+        The database keeps rows; too few records, another writer, or a full disk. What was published stays.
     StaleDatabaseError, DataError
         The model is another one than the database was built for, or `model` names no model.
     """
     start = time.monotonic()
     notes: list[str] = []
     manifest = read_manifest(path)
+    if kept_in(manifest) == "rows":
+        raise DatabaseError(
+            f"{path} keeps rows, which are found by their tokens: there is no embedder to train.",
+            f"attmemo evaluate {path} --data FILE",
+        )
     # A named model must be the right one. If the model of the build has moved, only the profile is lost.
     loaded = open_model(manifest.model, model, answers=False) if profile and model is not None else None
     with DatabaseWriter.reopen(path) as writer, Database(path) as database:

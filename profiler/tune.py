@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attmemo.db import SEQUENCE, Database, DatabaseWriter
+from attmemo.db import SEQUENCE, Database, DatabaseWriter, kept_in
 from attmemo.embed import Calibration
 from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
@@ -79,12 +79,17 @@ def tune(
     EmbedderMissingError
         The database was never trained.
     TuningError
-        A budget or confidence outside (0, 1), no data, or nothing can be certified.
+        A budget or confidence outside (0, 1), a database of rows, no data, or nothing can be certified.
     """
     tell = progress or (lambda what, done, total: None)
     needed = sequences_needed(options.budget, options.confidence)
     DatabaseWriter.reopen(path).close()  # a database that cannot be written is refused now, not after the work
     with Database(path) as database:
+        if kept_in(database.manifest) == "rows":
+            raise TuningError(
+                f"{path} keeps rows, and tune chooses thresholds of maps only.",
+                f"attmemo evaluate {path} --data FILE shows speed and quality at several thresholds",
+            )
         database.embedder_ref()
         loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
         asked = open_texts(loaded, database, files, options.text_column, None, options.limit)

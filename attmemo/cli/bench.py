@@ -1,4 +1,4 @@
-"""`attmemo bench`: the cost of reading maps, searching and serving a layer on this machine."""
+"""`attmemo bench`: the cost of reading maps, searching, serving a layer and computing rows on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attmemo.cli.options import EIGHT_GIB, Fetch, Json, Quiet, Residency, count,
 from attmemo.errors import AttmemoError
 
 app = typer.Typer(
-    help="Time the parts on this machine.\n\nWith made-up maps: no model and no data are needed.",
+    help="Time the parts on this machine.\n\nWith made-up records: no model and no data are needed.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -142,6 +142,34 @@ def layer(
         _bench(run_all, _show_families, repeats, max_bytes, json, quiet, plot)
     else:
         _bench(run, _show_rows, repeats, max_bytes, json, quiet)
+
+
+@app.command()
+def rows(
+    family: Annotated[str, typer.Option(help="Model family with blocks, as attmemo families lists them.")] = "bert",
+    hidden: Annotated[int, count("Width of the model.")] = 768,
+    heads: Heads = 12, length: Length = 128, batch: Batch = 8,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "bfloat16",
+    layers: Annotated[int, count("Layers of the model.")] = 2,
+    storage: Annotated[
+        Literal["int8", "bfloat16", "float16", "float32"], typer.Option(help="How rows are stored.")
+    ] = "int8",
+    repeats: Repeats = 5, max_bytes: MaxBytes = EIGHT_GIB, json: Json = None, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Time blocks over packed rows.
+
+    A random model of this shape, when records supply a share of the rows: a column for each share that is computed.
+    """
+
+    def run(**common: Any) -> dict[str, Any]:
+        from attmemo.profiler.bench import bench_rows
+
+        return bench_rows(
+            family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers,
+            storage=storage, **common,
+        )  # fmt: skip
+
+    _bench(run, _show_rows, repeats, max_bytes, json, quiet)
 
 
 def _show_families(out: Output, found: Mapping[str, Any]) -> None:

@@ -19,6 +19,10 @@ def build_database(
         str, typer.Option(metavar="PATH_OR_NAME", help="A model directory, or a name on the hub.", show_default=False)
     ],
     data: options.Data, more: options.MoreData = None,
+    reuse: Annotated[Literal["maps", "rows"], typer.Option(
+        help="What a record keeps. maps: attention maps. rows: K and V of every layer and the last hidden states, so "
+        "that only the tokens that changed are computed; attmemo families lists the models."
+    )] = "maps",
     destination: Annotated[Path | None, typer.Option(
         "--output", metavar="DB",
         help="Database directory to write, or to go on with.  [default: one for this model in the user's cache, "
@@ -29,18 +33,19 @@ def build_database(
         int | None, options.count("Cut texts to this many tokens.  [default: what the model can take]", 2)
     ] = None,
     limit: options.Limit = None,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "uint8"], typer.Option(
-        help="How maps are stored. auto: float16, for a bfloat16 model bfloat16; float32 takes twice the space, "
-        "uint8 half of it."
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "uint8", "int8"], typer.Option(
+        help="How records are stored. auto: maps as float16, of a bfloat16 model as bfloat16; rows as int8 with a "
+        "scale for each token and head. uint8 is for maps, int8 for rows: half the space of float16."
     )] = "auto",
     inputs: Annotated[Literal["auto", "all", "first"], typer.Option(
-        help="Layers whose hidden states are kept: a lookup in each layer needs all, one for the whole sequence "
-        "the first. auto: the first with --dtype uint8, else all."
+        help="Of maps: layers whose hidden states are kept: a lookup in each layer needs all, one for the whole "
+        "sequence the first. auto: the first with --dtype uint8, else all."
     )] = "auto",
     admit: Annotated[float | None, typer.Option(
         metavar="SCORE", min=0.0, max=1.0,
-        help="Leave out texts of which a stored record has the maps already, every layer's at least this similar: "
-        "0.98 is a good start.  [default: store all]",
+        help="Leave out texts that a stored record stands for. Maps: it has every layer's map, at least this similar; "
+        "0.98 is a good start. Rows: it supplies at least this share of the tokens; the very same tokens are never "
+        "stored twice.  [default: store all]",
     )] = None,
     model_dtype: Annotated[
         Literal["float32", "bfloat16"],
@@ -57,15 +62,16 @@ def build_database(
     )] = 0.15,
     json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
-    """Store the attention maps of your texts.
+    """Store records of your texts.
 
-    Runs the model over every text and stores what its attention layers saw and gave. The texts should be like those
-    that will be served. Stopping is safe at any time: the same command goes on where it ended, and data given later
-    is added.
+    Runs the model over every text and stores what its layers computed: attention maps, or rows. The texts should be
+    like those that will be served. Stopping is safe at any time: the same command goes on where it ended, and data
+    given later is added.
 
     \b
     attmemo build-database --model ./model --data monday.log tuesday.log --output DB
     attmemo build-database --model org/name --data tickets.csv --text-column body --max-bytes 20GiB
+    attmemo build-database --reuse rows --model ./model --data monday.log --output ROWS
     """
     with output(json, quiet, "interrupted before anything was stored; the same command starts again") as out:
         from attmemo.profiler.build import BuildOptions, check_place
@@ -75,7 +81,9 @@ def build_database(
 
         files = [*data, *(more or ())]
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
-        chosen = BuildOptions(max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit)
+        chosen = BuildOptions(
+            max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit, reuse
+        )
         check_place(destination, max_bytes)  # a large model takes minutes to load
         if destination is not None:
             check_directory("--output", destination)
@@ -93,10 +101,13 @@ def build_database(
             f"{done.seconds:.1f} s"
         )
         if done.alike:
-            out.say(f"  {done.alike:,} were not stored: a record has nearly the same maps.")
+            known = "has nearly the same maps" if reuse == "maps" else "has the same tokens, or supplies most of them"
+            out.say(f"  {done.alike:,} were not stored: a record {known}.")
         if done.stopped:
             out.say(f"  Stopped before the end of the data: {done.stopped}. More: a larger --max-bytes.")
-        out.say(f"Next: attmemo train-embedder {shlex.quote(str(done.path))}")
+        place = shlex.quote(str(done.path))
+        following = f"train-embedder {place}" if reuse == "maps" else f"evaluate {place} --data FILE --report DIR"
+        out.say(f"Next: attmemo {following}")
         out.result(asdict(done))
 
 

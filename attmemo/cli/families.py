@@ -27,18 +27,24 @@ def families(
     """
     with output(json, quiet) as out:
         if model is None:
-            from attmemo.adapters import ADAPTERS
+            from attmemo.adapters import ADAPTERS, Adapter
 
             sees = {True: "what came before", False: "everything"}
             found: dict[str, Any] = {"families": [
-                {"family": it.family, "models": list(it.models), "attends_to": sees[it.causal], "limits": it.limits}
+                {
+                    "family": it.family, "models": list(it.models), "attends_to": sees[it.causal],
+                    "reuse": ["maps"] if type(it).blocks is Adapter.blocks else ["maps", "rows"], "limits": it.limits,
+                }
                 for it in ADAPTERS
             ]}  # fmt: skip
             rows = [
-                (row["family"], ", ".join(row["models"]), row["attends_to"], row["limits"] or "-")
+                (
+                    row["family"], ", ".join(row["models"]), row["attends_to"], ", ".join(row["reuse"]),
+                    row["limits"] or "-",
+                )
                 for row in found["families"]
-            ]
-            columns = ("family", "models", "attends to", "refused or left exact")
+            ]  # fmt: skip
+            columns = ("family", "models", "attends to", "reuse", "refused or left exact")
             remark = f"others may do (attmemo families MODEL asks); {_NEXT}"
             out.table("Families of self-attention", columns, rows, remark)
         else:
@@ -47,6 +53,9 @@ def families(
             if found["supported"]:
                 out.say(f"{about}: looks like {found['family']}; {_PROVEN}")
                 out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
+                out.say(f"  reuse: {', '.join(found['reuse'])}")
+                if found["no_rows"]:
+                    out.say(f"  no rows: {found['no_rows']}")
             else:
                 out.say(f"{about}: not supported: {found['reason']}")
                 out.say(f"  Next: {_NEXT}")
@@ -81,7 +90,10 @@ def _look_at(name: str) -> dict[str, Any]:
         adapter, sites = adapter_for(bare)
     except UnsupportedModelError as error:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
+    blocks = adapter.blocks(bare)
+    no_rows = blocks if isinstance(blocks, str) else blocks.refusal()
     return about | {
+        "reuse": ["maps", "rows"] if no_rows is None else ["maps"], "no_rows": no_rows,
         "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,
         "mask_kind": adapter.mask_kind, "layers": len(sites), "heads": adapter.shape(sites[0].module)[0],
     }  # fmt: skip

@@ -23,8 +23,8 @@ _BINS, _BAR = 8, 32
 def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """Show what a database holds.
 
-    Model, records by length, embedder, profile and tuned threshold. Checks the structure but reads no map;
-    `attmemo check` reads every one.
+    Model, kind of reuse, bytes of a record, records by length; for maps embedder, profile and tuned threshold. Checks
+    the structure but reads no slot; `attmemo check` reads every one.
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
@@ -37,7 +37,7 @@ def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
 def _summarize(database: Database) -> dict[str, Any]:
     """What `inspect` shows, JSON-able."""
-    from attmemo.db import SPLIT_HELD_OUT
+    from attmemo.db import SPLIT_HELD_OUT, kept_in
 
     manifest, records = database.manifest, database.records
     embedder, profile = manifest.embedder, manifest.profile
@@ -45,6 +45,7 @@ def _summarize(database: Database) -> dict[str, Any]:
     return {
         "path": str(database.path), "generation": manifest.generation,
         "model": {key: value for key, value in asdict(manifest.model).items() if key not in ("fields", "tokenizer")},
+        "reuse": kept_in(manifest), "kinds": _kinds(database),
         "storage": manifest.storage, "page_size": manifest.page_size, "records": len(database),
         "held_out": int((records.splits == SPLIT_HELD_OUT).sum()),
         "lengths": {str(length): count for length, count in sorted(database.lengths.items())},
@@ -55,6 +56,19 @@ def _summarize(database: Database) -> dict[str, Any]:
         "hit_rates": profile and _hit_rates(profile, manifest.tuning, manifest.model.layers),
         "tuning": manifest.tuning,
     }  # fmt: skip
+
+
+def _kinds(database: Database) -> list[dict[str, Any]]:
+    """What a record keeps: for each kind of slots its type and shape, and bytes with padding, in all and a record."""
+    found = []
+    for kind in database.manifest.known_kinds:
+        classes = [c for c in database.manifest.classes if c.kind.name == kind.name]
+        total = sum(c.file_bytes for c in classes)
+        found.append({
+            "kind": kind.name, "slots": kind.layers, "dtype": kind.dtype, "shape": list(kind.shape), "bytes": total,
+            "bytes_per_record": total / len(database) if len(database) else None,
+        })  # fmt: skip
+    return found
 
 
 def _hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:
@@ -122,22 +136,34 @@ def _show(out: Output, found: dict[str, Any]) -> None:
     costs = "not measured, so the gate always tries"
     if profile:
         costs = f"measured on {profile['threads']} threads in {profile['dtype']}"
+    trained = {
+        "not yet indexed": waiting,
+        "embedder": f"indexed with {embedder['backend']}" if embedder else "not trained",
+        "costs": costs,
+        "threshold": "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)",
+    }
     rows = {
         "model": model["name"],
         "family": f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
         "computed in": f"{model['dtype']}, texts cut to {model['max_length']} tokens",
         "fingerprint": model["fingerprint"],
-        "stored as": f"{found['storage']}, pages of {size(found['page_size'])}",
+        "keeps": f"{found['reuse']}, stored as {found['storage']}, pages of {size(found['page_size'])}",
         "size": size(found["bytes"]),
         "records": f"{found['records']:,}, of which {found['held_out']:,} held out",
-        "not yet indexed": waiting,
         "data": ", ".join(found["sources"]),
         "generation": cell(found["generation"]),
-        "embedder": f"indexed with {embedder['backend']}" if embedder else "not trained",
-        "costs": costs,
-        "threshold": "tuned" if found["tuning"] else f"not tuned (attmemo tune {place} --data FILE)",
     }
+    if found["reuse"] == "maps":
+        rows |= trained
+    else:
+        rows["lookup"] = "by tokens, without training"
     out.table(found["path"], (), list(rows.items()))
+    kinds = [
+        (kind["kind"], cell(kind["slots"]), kind["dtype"], " × ".join(map(str, kind["shape"])), size(kind["bytes"]),
+         "" if kind["bytes_per_record"] is None else size(int(kind["bytes_per_record"])))
+        for kind in found["kinds"]
+    ]  # fmt: skip
+    out.table("A record, with padding", ("kind", "slots", "type", "shape", "in all", "a record"), kinds)
     if found["lengths"]:
         out.table("Records by tokens", (), histogram({int(k): v for k, v in found["lengths"].items()}))
     if embedder and embedder.get("layers"):

@@ -73,10 +73,14 @@ def evaluate(
     threshold: Annotated[Any, typer.Option(
         metavar="T", parser=options.parse_threshold,
         help="Similarity that a record must have to serve, 0 to 1; one for all layers, or one for each separated "
-        "by commas. auto: what attmemo tune chose.",
+        "by commas. Rows: share of its tokens that a record must supply to a text. auto: what attmemo tune chose; "
+        "0.5 for rows.",
     )] = "auto",
     lookup: Annotated[options.Lookup | None, typer.Option(
-        help="One lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"
+        help="Of maps: one lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"
+    )] = None,
+    most_moved: Annotated[int | None, options.count(
+        "Of rows: how far a token may have moved between a record and a text.  [default: any distance]", 0
     )] = None,
     report: Annotated[Path | None, typer.Option(
         metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"
@@ -87,10 +91,13 @@ def evaluate(
         bool, typer.Option(help="Also time torch.compile as an exact path; takes minutes and a C++ compiler.")
     ] = False,
     controls: Annotated[bool, typer.Option(
-        help="Also ask with the mean map, a random map and a duplicate cache: what the lookup is worth."
+        help="Also ask with means, zeros or a random record in place of the record found, and of a duplicate cache: "
+        "what the lookup is worth."
     )] = True,
     sweep: Annotated[bool, typer.Option(help="Also measure speed and quality at other thresholds.")] = True,
-    exhaustive: Annotated[int, options.count("Texts on which to find the best record there is; 0: none.", 0)] = 200,
+    exhaustive: Annotated[
+        int, options.count("Of maps: texts on which to find the best record there is; 0: none.", 0)
+    ] = 200,
     min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None,
     gate: Annotated[bool, typer.Option(help="Let the performance model leave alone what would not pay.")] = True,
     fetch: options.Fetch = "auto", residency: options.Residency = "page-cache", model: options.ModelPlace = None,
@@ -107,13 +114,16 @@ def evaluate(
     """
     values = locals()
     with output(json, quiet, "interrupted; the database is as it was, no report was written") as out:
-        from attmemo.db import read_manifest
+        from attmemo.db import kept_in, read_manifest
         from attmemo.profiler import evaluate as asking
         from attmemo.profiler.report import write_report
 
         if report is not None:
             check_directory("--report", report)
-        layers = read_manifest(db).model.layers
+        manifest = read_manifest(db)
+        layers = manifest.model.layers
+        if isinstance(threshold, list) and kept_in(manifest) == "rows":
+            raise AttmemoError("--threshold gives several shares; rows have one.", "give one, or auto")
         if isinstance(threshold, list) and len(threshold) != layers:
             wrong = f"--threshold gives {len(threshold)} scores, the model has {layers} layers."
             raise AttmemoError(wrong, f"give one, or {layers}")

@@ -93,7 +93,7 @@ class Database:
     @property
     def bytes(self) -> int:
         """Bytes of all arena files."""
-        return sum(c.layout.file_bytes for c in self.manifest.classes)
+        return sum(c.file_bytes for c in self.manifest.classes)
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -225,12 +225,12 @@ class Database:
         if residency == "page-cache":
             return
         classes = [found for found in self.manifest.classes if FORMS[found.kind.name].served]
-        total, done = sum(found.layout.file_bytes for found in classes), 0
+        total, done = sum(found.file_bytes for found in classes), 0
         notices = []
         for found in classes:
             part = None if progress is None else lambda n, _, before=done: progress(before + n, total)
             arena = self._open_arena(found, "hugepages", part)
-            done += found.layout.file_bytes
+            done += found.file_bytes
             if arena.notice is not None:
                 notices.append(arena.notice)
             if progress is not None:

@@ -50,6 +50,11 @@ class SlotClass:
         return self.kind.name in (KIND_MAP, KIND_INPUT)
 
     @property
+    def file_bytes(self) -> int:
+        """Bytes that the file must have, as its layout says: a builder adds those of all files with each record."""
+        return self.header + self.slots * self.stride
+
+    @property
     def layout(self) -> SlotLayout:
         dtype = TYPES[self.kind.dtype]
         return SlotLayout(self.kind.shape_for(self.length), dtype, self.stride, self.header, self.slots)
@@ -105,8 +110,8 @@ def check_arena(path: Path, uuid: str, found: SlotClass) -> None:
             header = stream.read(HEADER_BYTES)
     except OSError as error:
         raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", RESTORE) from error
-    if size < found.layout.file_bytes:
-        least = f"at least {found.layout.file_bytes} ({found.slots} slots of {found.stride} bytes)"
+    if size < found.file_bytes:
+        least = f"at least {found.file_bytes} ({found.slots} slots of {found.stride} bytes)"
         raise DatabaseTruncatedError(f"{file} is {size} bytes long, the manifest says {least}.", RESTORE)
     if header != arena_header(uuid, found):
         what = f"{file} does not begin with the header of slot class {found.name} of this database."

@@ -90,7 +90,7 @@ class DatabaseWriter:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all arena files, unpublished slots included."""
-        return sum(found.layout.file_bytes for found in self._classes.values())
+        return sum(found.file_bytes for found in self._classes.values())
 
     def stored_rows(self) -> dict[int, set[int]]:
         """Data rows already published, by source number: what a resumed build skips."""
@@ -109,9 +109,13 @@ class DatabaseWriter:
         """Maps ``[heads, n, n]`` of every layer of a record, published or not; copies."""
         return [unpack(stored) for stored in self._read(KIND_MAP, record)]
 
+    def slot(self, kind: str, record: int) -> Tensor:
+        """The first slot of a kind of a record as it is stored, published or not; a copy."""
+        return next(self._read(kind, record))
+
     def first_input(self, record: int) -> Tensor:
         """Hidden states ``[n, hidden]`` that entered the first layer, float32; a copy."""
-        return next(self._read(KIND_INPUT, record)).float()
+        return self.slot(KIND_INPUT, record).float()
 
     def add_source(self, name: str, digest: str) -> int:
         """Number of a data file, the same one for the same content."""
@@ -252,7 +256,7 @@ class DatabaseWriter:
 
     def _write(self, found: SlotClass, body: bytes) -> None:
         """Write slots behind those of a class."""
-        end = found.layout.file_bytes
+        end = found.file_bytes
         with storing(self.path, self._when_full):
             fd = self._files.get(found.name)
             if fd is None:

@@ -1,0 +1,281 @@
+"""Measuring reuse of rows: numbers that add up, controls that serve through the same path, and honest words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from attmemo import Database, memoize, unmemoize
+from attmemo.db import KIND_ROWS
+from attmemo.errors import AttmemoError, DatabaseError, TuningError
+from attmemo.profiler.answers import ask, prepare
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.evaluate import EvaluateOptions, evaluate
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import collate, load_model, tokenize
+from attmemo.profiler.plots import present_panels
+from attmemo.profiler.report import make_tables, write_report
+from attmemo.profiler.row_controls import CONTROLS, MeanRows, RandomRecord, ZeroedRows, read_record, serving_rows
+from attmemo.profiler.row_trial import RowTrial
+from attmemo.profiler.stored import stored_texts
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
+
+QUICK = EvaluateOptions(repeats=1, limit=48, batch_size=16, gate=False, threshold=0.3)
+
+
+@pytest.fixture(scope="module", params=["bert", "deberta"])
+def rows_database(request: pytest.FixtureRequest, service_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows in 8 bits of a tiny model over `service_log`."""
+    path = tmp_path_factory.mktemp("rows") / "db"
+    loaded = load_model(request.getfixturevalue(f"tiny_{request.param}"))
+    build_database(loaded, [service_log], path, BuildOptions(max_length=48, reuse="rows"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines of the same services that are not in the database."""
+    file = tmp_path_factory.mktemp("later") / "ask.log"
+    file.write_text("".join(f"{line}\n" for line in list(generate_log(700, seed=5))[500:600]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def result(rows_database: Path, later: Path) -> dict[str, Any]:
+    return evaluate(rows_database, [later], QUICK)
+
+
+# -- what an evaluation says
+
+
+def test_the_result_is_complete_and_can_be_written_as_json(result: dict[str, Any]) -> None:
+    found = json.loads(json.dumps(result, allow_nan=False))
+    assert (found["schema"], found["reuse"]) == ("attmemo.evaluate/1", "rows")
+    assert 0.0 < found["share_computed"] < 1.0
+    assert found["share_computed"] == found["rows_computed"] / found["tokens"]
+    assert 0.3 < found["hit_rate"] <= 1.0
+    assert found["data"]["tokens"] == found["tokens"]
+    assert found["threshold"] == 0.3
+    assert found["conditions"]["storage_dtype"] == "int8"
+    assert found["ineligible"] == 0
+    assert {"agreement", "cosine_mean", "cosine_p1", "logit_distance_mean"} <= found["quality"].keys()
+
+
+def test_time_stands_against_both_exact_paths(result: dict[str, Any]) -> None:
+    time = result["time"]
+    assert time["exact_ms"].keys() == time["speedups"].keys() == {"stock", "packed"}
+    assert time["speedup"] == time["speedups"][time["best_exact"]]
+    assert time["parts_ms"].keys() == {"plan", "fetch", "blocks", "other"}
+    assert all(part > 0.0 for name, part in time["parts_ms"].items() if name != "other")
+
+
+def test_the_timed_passes_of_packed_blocks_are_counted_apart(rows_database: Path, later: Path) -> None:
+    """Or the parts would hold time that no record served."""
+    with Database(rows_database) as database:
+        loaded = load_model(database.manifest.model.name)
+        trial = RowTrial(loaded, database, QUICK)
+        handle = trial.serve()
+        paths = trial.paths(handle)
+        prepared = prepare(loaded, tokenize(loaded, later.read_text().splitlines()[:16], 48), 16)
+        for name, served in (("memoized", True), ("packed", False), ("memoized", True)):
+            paths[name]()
+            before = handle.stats()["sequences"]
+            ask(loaded, prepared)
+            stats = handle.stats()
+            assert stats["sequences"] == before + 16
+            assert (stats["served"] > 0) == served
+            assert (stats["rows_computed"] < stats["tokens"]) == served
+        paths["stock"]()
+        assert not handle.enabled
+        unmemoize(loaded.model)
+
+
+def test_fewer_rows_are_computed_at_a_lower_threshold(result: dict[str, Any]) -> None:
+    sweep = result["sweep"]
+    assert [row["threshold"] for row in sweep] == [0.3, 0.5, 0.7, 0.9]
+    shares = [row["share_computed"] for row in sweep]
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
+    assert all(row["speedup"] > 0.0 and row["speedup_packed"] > 0.0 for row in sweep)
+
+
+def test_every_control_is_asked_at_the_share_of_the_records(result: dict[str, Any]) -> None:
+    memoized, *others = result["controls"]
+    assert [row["name"] for row in others] == [*CONTROLS, "duplicate cache"]
+    for row in others[:-1]:
+        assert row["share_computed"] == memoized["share_computed"] == result["share_computed"]
+        assert row["cosine_mean"] != memoized["cosine_mean"]
+
+
+def test_no_record_of_the_very_text_serves(
+    rows_database: Path, service_log: Path, later: Path, tmp_path: Path
+) -> None:
+    """Texts that the database holds are left out, whatever file they are in."""
+    mixed = tmp_path / "mixed.log"
+    mixed.write_text("\n".join(service_log.read_text().splitlines()[:30] + later.read_text().splitlines()[:20]))
+    found = evaluate(rows_database, [mixed], replace(QUICK, limit=None, controls=False, sweep=False))
+    assert found["data"]["in_database"] >= 30
+    assert found["data"]["sequences"] <= 20
+    assert "were left out" in found["notes"][0]
+    with Database(rows_database) as database:
+        loaded = load_model(database.manifest.model.name)
+        tokens = tokenize(loaded, mixed.read_text().splitlines(), 48)
+        assert set(range(30)) <= stored_texts(loaded, database, tokens)
+
+
+def test_a_threshold_of_one_is_exact_and_the_verdict_says_that_it_does_not_pay(
+    rows_database: Path, later: Path
+) -> None:
+    found = evaluate(rows_database, [later], replace(QUICK, threshold=1.0, controls=False, sweep=False))
+    assert found["share_computed"] == 1.0
+    assert found["hit_rate"] == 0.0
+    assert found["quality"]["agreement"] == 1.0
+    assert found["quality"]["logit_distance_p99"] < 1e-3
+    assert "does not pay" in found["verdict"]
+
+
+def test_how_far_a_token_may_move_is_a_setting(rows_database: Path, later: Path, result: dict[str, Any]) -> None:
+    options = replace(QUICK, most_moved=0, controls=False, sweep=False)
+    found = evaluate(rows_database, [later], options)
+    assert found["conditions"]["most_moved"] == 0
+    assert found["share_computed"] > result["share_computed"]
+
+
+def test_the_model_is_left_as_it_was(rows_database: Path, later: Path) -> None:
+    """And the warning that says what to measure is not given by what measures it."""
+    loaded = load_model(Database(rows_database).manifest.model.name)
+    with Database(rows_database) as database:
+        RowTrial(loaded, database, QUICK).serve_at_will()
+        assert loaded.model.attmemo.enabled  # type: ignore[union-attr]
+        unmemoize(loaded.model)
+    assert all("forward" not in module.__dict__ for module in loaded.model.modules())
+
+
+def test_serving_warns_that_answers_are_not_guarded_and_measuring_does_not(
+    rows_database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Database(rows_database) as database:
+        loaded = load_model(database.manifest.model.name)
+        RowTrial(loaded, database, QUICK).serve()
+        assert "nothing guards" not in caplog.text
+        memoize(loaded.model, database=database)
+        assert "nothing guards" in caplog.text
+
+
+# -- controls
+
+
+def test_controls_give_what_they_say(rows_database: Path) -> None:
+    with Database(rows_database) as database:
+        own = read_record(database, 3)
+        zeros, means, stranger = (kind(database).instead(3) for kind in (ZeroedRows, MeanRows, RandomRecord))
+        for found in (zeros, means, stranger):
+            assert found.rows.shape == own.rows.shape
+            assert found.last.shape == own.last.shape
+            assert found.rows.dtype == own.rows.dtype
+        assert not zeros.rows.any()
+        assert not zeros.last.any()
+        assert torch.equal(means.rows, means.rows[:, :, :1].expand_as(means.rows))
+        assert not torch.equal(stranger.rows, own.rows)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
+    rows_database: Path, later: Path, name: str
+) -> None:
+    """The last hidden states of all tokens, through the path that serves."""
+    with Database(rows_database) as database:
+        loaded = load_model(database.manifest.model.name)
+        inputs = collate(loaded, tokenize(loaded, later.read_text().splitlines()[:16], 48))
+        valid = inputs["attention_mask"].bool()
+        model: Any = loaded.model
+        memoize(model, 0.3, database, gate=False)
+        engine, host = model.attmemo.engine, model.attmemo.host
+        with torch.inference_mode():
+            given = host(**inputs).last_hidden_state
+            with serving_rows(engine, database, name):
+                control = host(**inputs).last_hidden_state
+            unmemoize(model)
+            exact = host(**inputs).last_hidden_state
+        near, far = ((exact - found)[valid].norm(dim=1).mean() for found in (given, control))
+        assert 0.0 < near < 0.7 * far
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_records_are_back_after_a_control(rows_database: Path, name: str) -> None:
+    """After an error too; and inside, another number is served."""
+    with Database(rows_database) as database:
+        loaded = load_model(database.manifest.model.name)
+        model: Any = loaded.model
+        memoize(model, database=database)
+        store = model.attmemo.engine.reuse.store
+        with serving_rows(model.attmemo.engine, database, name):
+            assert model.attmemo.engine.reuse.store is not store
+        with pytest.raises(RuntimeError), serving_rows(model.attmemo.engine, database, name):
+            raise RuntimeError
+        assert model.attmemo.engine.reuse.store is store
+
+
+# -- report
+
+
+def test_a_report_has_both_plots_by_share(result: dict[str, Any], tmp_path: Path) -> None:
+    titles = [panel.title for panel in present_panels(result)]
+    assert "Speed by share of rows computed" in titles
+    assert "Quality by share of rows computed" in titles
+    assert "Speed by threshold" not in titles
+    page = write_report(result, tmp_path)[0].read_text(encoding="utf-8")
+    for part in ("Rows computed", "Sequences served", "Speed-up on stock", "zeroed rows", "Reuse of rows"):
+        assert part in page, part
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+
+
+def test_plots_by_share_stand_numbers_that_are_missing(result: dict[str, Any]) -> None:
+    """No controls, or answers that are classes alone and have no cosine."""
+    rows = [row | {"cosine_mean": None, "cosine_p1": None} for row in result["sweep"]]
+    for less in (result | {"controls": []}, result | {"sweep": rows}):
+        for panel in present_panels(less):
+            panel.draw(Figure().subplots(), less)
+
+
+def test_the_speed_plot_shows_the_limit(result: dict[str, Any]) -> None:
+    axes = Figure().subplots()
+    next(panel for panel in present_panels(result) if panel.title.startswith("Speed by share")).draw(axes, result)
+    (limit,) = [line for line in axes.get_lines() if line.get_label() == "limit: 1 / share"]
+    for share, speed in zip(limit.get_xdata(), limit.get_ydata(), strict=True):  # type: ignore[arg-type]
+        assert speed == pytest.approx(1.0 / share)
+
+
+def test_tables_have_no_columns_of_maps(result: dict[str, Any]) -> None:
+    titles = {table.title: table for table in make_tables(result)}
+    assert "By layer" not in titles
+    assert "rows computed" in titles["By threshold"].columns
+    assert "Hit rate, ceiling" not in [row[0] for row in titles["Summary"].rows]
+
+
+# -- refused by name
+
+
+def test_what_only_maps_have_is_refused(rows_database: Path, later: Path) -> None:
+    with pytest.raises(AttmemoError, match="leave --lookup out"):
+        evaluate(rows_database, [later], replace(QUICK, lookup="layer"))
+    with pytest.raises(ValueError, match="one share of tokens"):
+        evaluate(rows_database, [later], replace(QUICK, threshold=[0.5, 0.6]))
+    with pytest.raises(DatabaseError, match="there is no embedder to train"):
+        train_database(rows_database)
+    with pytest.raises(TuningError, match="thresholds of maps only"):
+        tune(rows_database, [later], TuneOptions())
+
+
+def test_the_database_of_an_evaluation_is_untouched(rows_database: Path, result: dict[str, Any]) -> None:
+    with Database(rows_database) as database:
+        assert database.manifest.generation == 1
+        assert database.manifest.layers_kept(KIND_ROWS) == 2
+        assert database.check() == []
