@@ -21,7 +21,7 @@ from attmemo.memoization import memoize, unmemoize
 from attmemo.planner.rows import packed_tokens
 from attmemo.profiler.models import LoadedModel, Tokens, collate
 from attmemo.profiler.recorder import Form, Place, Slots
-from attmemo.selfchecks.rows import records_of
+from attmemo.reuse.row_store import records_of
 
 
 class RowRecorder:

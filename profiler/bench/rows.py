@@ -18,9 +18,8 @@ from attmemo.profiler.bench import timing
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.bench.timing import Job, Progress
 from attmemo.reuse.packed import Packed
-from attmemo.reuse.row_store import HeldRows
+from attmemo.reuse.row_store import HeldRows, records_of
 from attmemo.reuse.rows import layout_of
-from attmemo.selfchecks.rows import records_of
 
 SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SETS: Final = 2  # of inputs and records: a turn does not find those of the turn before in the caches
