@@ -190,22 +190,24 @@ def test_controls_give_what_they_say(rows_database: Path) -> None:
 def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
     rows_database: Path, later: Path, name: str
 ) -> None:
-    """The last hidden states of all tokens, through the path that serves."""
+    """The last hidden states of all tokens, through the path that serves. The weights are random, so a position
+    counts as much as a word: only tokens at their old places are served."""
     with Database(rows_database) as database:
         loaded = load_model(database.manifest.model.name)
         inputs = collate(loaded, tokenize(loaded, later.read_text().splitlines()[:16], 48))
         valid = inputs["attention_mask"].bool()
         model: Any = loaded.model
-        memoize(model, 0.3, database, gate=False)
+        memoize(model, 0.1, database, most_moved=0, gate=False)
         engine, host = model.attmemo.engine, model.attmemo.host
         with torch.inference_mode():
             given = host(**inputs).last_hidden_state
             with serving_rows(engine, database, name):
                 control = host(**inputs).last_hidden_state
+            assert model.attmemo.stats()["served"] > 8
             unmemoize(model)
             exact = host(**inputs).last_hidden_state
         near, far = ((exact - found)[valid].norm(dim=1).mean() for found in (given, control))
-        assert 0.0 < near < 0.7 * far
+        assert 0.0 < near < 0.9 * far
 
 
 @pytest.mark.parametrize("name", CONTROLS)
