@@ -141,6 +141,16 @@ def test_a_threshold_of_one_is_exact_and_the_verdict_says_that_it_does_not_pay(
     assert "does not pay" in found["verdict"]
 
 
+def test_the_order_of_the_data_changes_the_batches_and_not_the_answers(
+    rows_database: Path, later: Path, result: dict[str, Any]
+) -> None:
+    """Each sequence has its own record, whatever else is in its batch."""
+    found = evaluate(rows_database, [later], replace(QUICK, sort=False, controls=False, sweep=False))
+    assert found["conditions"]["batches"] == "in the order of the data"
+    assert found["rows_computed"] == result["rows_computed"]
+    assert found["quality"]["cosine_mean"] == pytest.approx(result["quality"]["cosine_mean"], abs=1e-4)
+
+
 def test_how_far_a_token_may_move_is_a_setting(rows_database: Path, later: Path, result: dict[str, Any]) -> None:
     options = replace(QUICK, most_moved=0, controls=False, sweep=False)
     found = evaluate(rows_database, [later], options)
