@@ -109,7 +109,7 @@ def evaluate(
     """Measure hits, speed and quality.
 
     Asks texts that are not in the database, of the exact and of the memoized model. The two are timed in turn on the
-    same batches; lookups, fetches and misses are included.
+    same batches; lookups, fetches and misses are included. A database of rows is compared with packed blocks too.
 
     \b
     attmemo evaluate DB --data tomorrow.log --report report
