@@ -20,9 +20,10 @@ Batch = tuple[list[Tokens], dict[str, Tensor]]
 KEPT: Final = 32  # tokens of a language model's answer
 
 
-def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int) -> list[Batch]:
-    """Batches of similar length, collated once: all paths are asked with the same ones."""
-    return [(batch, collate(loaded, batch)) for batch in batches(tokens, size)]
+def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int, *, sort: bool = True) -> list[Batch]:
+    """Batches of similar length, or in the order given, collated once: all paths are asked with the same ones."""
+    found = batches(tokens, size) if sort else (list(tokens[n : n + size]) for n in range(0, len(tokens), size))
+    return [(batch, collate(loaded, batch)) for batch in found]
 
 
 def ask(

@@ -110,8 +110,10 @@ def build_database(
                         if not build.store([fresh[item.row] for item in batch], records):
                             break
                         if progress is not None:
-                            progress(build.added + build.skipped + build.alike, total)
+                            progress(build.done, total)
                         build.publish(now=False)
+                    if progress is not None and not tokens:
+                        progress(build.done, total)
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
@@ -182,6 +184,11 @@ class _Build:
         self._published = time.monotonic()
         self.added = self.skipped = self.held_out = self.alike = 0
         self.stopped: str | None = None
+
+    @property
+    def done(self) -> int:
+        """Rows that are stored or left out."""
+        return self.added + self.skipped + self.alike
 
     def choose(self, chunk: Sequence[Row]) -> list[Row]:
         """The rows that are not stored yet; the others are counted."""

@@ -40,6 +40,7 @@ class EvaluateOptions:
     label_column: str | None = None
     limit: int | None = None
     batch_size: int = 32
+    sort: bool = True
     threshold: Threshold = "auto"
     lookup: LookupName | None = None
     most_moved: int | None = None
@@ -77,7 +78,7 @@ def evaluate(
             raise DataError("there is no text to evaluate on.", "check the files and --text-column")
         labels = read_labels(loaded, asked, options.label_column)
         database.reside(options.residency)  # only now: it may take minutes and gigabytes
-        prepared = prepare(loaded, asked.tokens, options.batch_size)
+        prepared = prepare(loaded, asked.tokens, options.batch_size, sort=options.sort)
         total = len(asked.tokens)
         exact = ask(loaded, prepared, progress=lambda done: tell("exact answers", done, total))
         judge = Judge(loaded, prepared, exact, labels, options.min_cosine)
@@ -137,6 +138,7 @@ def _describe(
         "conditions": conditions()
         | {
             "dtype": loaded.dtype, "storage_dtype": database.manifest.storage, "batch_size": options.batch_size,
+            "batches": "sorted by length" if options.sort else "in the order of the data",
             "max_length": info.max_length, **trial.settings, "page_bytes": arena.page_bytes,
             "repeats": options.repeats, "gate": "on" if options.gate else "off", "pooling": loaded.pooling,
         },

@@ -629,6 +629,7 @@ class TestWork:
             "gather --heads 2 --length 16 --batch 2 --width 8 --repeats 1 --dtype float32",
             "search --records 100 --dimension 8 --queries 4 --repeats 1 --backend flat",
             "layer --hidden 16 --heads 2 --length 16 --batch 2 --layers 1 --repeats 1",
+            "rows --hidden 32 --heads 2 --length 20 --batch 2 --layers 1 --repeats 1 --dtype float32",
         ],
     )
     def test_bench(self, args: str) -> None:
@@ -639,8 +640,85 @@ class TestWork:
         named, *measured = [key for key in found["rows"][0] if key not in found["conditions"]]
         assert {*measured, *(row[named] for row in found["rows"])} <= set(out.split())
 
+    def test_bench_of_rows_refuses_a_family_without_blocks(self) -> None:
+        said = refuse("bench", "rows", "--family", "albert", "--hidden", "32", "--heads", "2", "--length", "16")
+        assert "does not know the blocks" in said
+
     def test_bench_of_a_shape_that_is_none(self) -> None:
         assert "multiple of heads" in refuse("bench", "layer", "--hidden", "100", "--heads", "12")
+
+
+class TestRows:
+    """The way of a database of rows: no training, no tuning."""
+
+    @pytest.fixture(scope="class")
+    def stored(self, tmp_path_factory: pytest.TempPathFactory, tiny_bert: str, logs: dict[str, Path]) -> Path:
+        path = tmp_path_factory.mktemp("rows") / "db"
+        out = succeed(
+            "build-database", "--reuse", "rows", "--model", tiny_bert, "--data", logs["build"], "--max-length", "48",
+            "--admit", "0.5", "--output", path,
+        )  # fmt: skip
+        assert f"Next: attmemo evaluate {path}" in out
+        assert "were not stored: a record has the same tokens, or supplies most of them" in out
+        return path
+
+    def test_evaluate(self, stored: Path, logs: dict[str, Path], tmp_path: Path) -> None:
+        out = succeed(
+            "evaluate", stored, "--data", logs["ask"], "--report", tmp_path / "report", "--repeats", "1",
+            "--limit", "40", "--threshold", "0.3", "--most-moved", "8", "--json", tmp_path / "result.json",
+        )  # fmt: skip
+        assert "Rows computed" in out
+        assert "zeroed rows" in out
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert (result["reuse"], result["threshold"]) == ("rows", 0.3)
+        assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
+        assert str(tmp_path / "report" / "report.html") in out
+
+    def test_inspect_tells_what_a_record_takes(self, stored: Path) -> None:
+        found = json.loads(succeed("inspect", stored, "--json", "-"))
+        assert (found["reuse"], found["storage"]) == ("rows", "int8")
+        kinds = {kind["kind"]: kind for kind in found["kinds"]}
+        assert list(kinds) == ["tokens", "rows", "scales", "last"]
+        assert [kind["slots"] for kind in kinds.values()] == [1, 2, 2, 1]
+        assert sum(kind["bytes"] for kind in kinds.values()) == found["bytes"]
+        assert kinds["rows"]["bytes_per_record"] > kinds["last"]["bytes_per_record"]
+        out = succeed("inspect", stored)
+        assert "by tokens, without training" in out
+        assert "train-embedder" not in out
+
+    def test_inspect_tells_the_same_of_maps(self, database: Path) -> None:
+        found = json.loads(succeed("inspect", database, "--json", "-"))
+        assert found["reuse"] == "maps"
+        assert [kind["kind"] for kind in found["kinds"]] == ["map", "input"]
+        assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes"]
+
+    def test_check_reads_every_slot(self, stored: Path, tmp_path: Path) -> None:
+        found = json.loads(succeed("check", stored, "--json", "-"))
+        assert found["ok"]
+        assert found["slots"] == 6 * len(Database(stored))
+        damaged = Path(shutil.copytree(stored, tmp_path / "db"))
+        file = next((damaged / "arena").glob("rows-*"))
+        body = bytearray(file.read_bytes())
+        body[read_manifest(damaged).page_size + 3] ^= 1
+        file.write_bytes(body)
+        assert file.name in attmemo("check", damaged).output
+
+    def test_migrate_has_nothing_to_do(self, stored: Path) -> None:
+        assert "has format version 2 already" in succeed("migrate", stored)
+
+    @pytest.mark.parametrize(("command", "said"), [
+        ("train-embedder {db}", "there is no embedder to train"),
+        ("tune {db} --data {ask}", "thresholds of maps only"),
+        ("evaluate {db} --data {ask} --threshold 0.5,0.6", "rows have one"),
+        ("evaluate {db} --data {ask} --lookup layer", "once per sequence"),
+        ("build-database --model {model} --data {ask} --output {db}", "keeps rows; asked: maps"),
+        ("build-database --reuse rows --model {model} --data {ask} --output {db}/x --dtype uint8", "not stored as"),
+        ("build-database --model {model} --data {ask} --output {db}/x --dtype int8", "not stored as int8"),
+    ])  # fmt: skip
+    def test_what_belongs_to_maps_is_refused_by_name(
+        self, stored: Path, tiny_bert: str, logs: dict[str, Path], command: str, said: str
+    ) -> None:
+        assert said in refuse(*shlex.split(command.format(db=stored, ask=logs["ask"], model=tiny_bert)))
 
 
 class TestConsole:
@@ -700,11 +778,15 @@ class TestFamilies:
         found = json.loads(succeed("families", "--json", "-"))
         assert [row["family"] for row in found["families"]] == [adapter.family for adapter in ADAPTERS]
         assert all(row["models"] for row in found["families"])
+        reuse = {row["family"]: row["reuse"] for row in found["families"]}
+        assert reuse["bert"] == ["maps", "rows"]
+        assert reuse["albert"] == ["maps"]
 
     def test_a_model_is_told_by_its_configuration_alone(self, tiny_deberta: str, tmp_path: Path) -> None:
         shutil.copy(Path(tiny_deberta) / "config.json", tmp_path)
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert (found["family"], found["layers"], found["heads"]) == ("deberta-v2", 2, 4)
+        assert (found["reuse"], found["no_rows"]) == (["maps", "rows"], None)
 
     def test_a_lookalike_is_promised_to_work(self, tmp_path: Path) -> None:
         """OLMo 2 is built as Llama is and norms all of K at once, which only its weights at work tell."""
@@ -714,7 +796,10 @@ class TestFamilies:
         Olmo2Config(**sizes).save_pretrained(tmp_path)
         said = " ".join(succeed("families", tmp_path).split())
         assert "looks like llama; memoize proves it on the weights" in said
-        assert "memoize proves it" in json.loads(succeed("families", tmp_path, "--json", "-"))["known_by"]
+        found = json.loads(succeed("families", tmp_path, "--json", "-"))
+        assert "memoize proves it" in found["known_by"]
+        assert found["reuse"] == ["maps"]
+        assert "no adapter for whole blocks" in found["no_rows"]
 
     def test_a_model_that_is_refused_says_why(self, tmp_path: Path) -> None:
         from transformers import LlamaConfig, XLNetConfig

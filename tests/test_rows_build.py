@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +201,43 @@ def test_a_second_build_adds_nothing_and_a_later_file_is_added(
     later.write_text(f"{log.read_text().splitlines()[0]}\nquite another line than any before\n")
     more = _build(loaded, [later], tmp_path / "db")
     assert (more.added, more.alike, more.records) == (1, 1, LINES + 1)
+
+
+@pytest.mark.parametrize("at", [0, 3, 60, 150])
+def test_a_full_disk_keeps_what_was_published(
+    loaded: LoadedModel, log: Path, straight: Path, tmp_path: Path, at: int, always: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Said so, and what to do; the model is as before; the same command resumes."""
+    path, writes, pwrite = tmp_path / "db", 0, os.pwrite
+
+    def full(fd: int, body: bytes, offset: int) -> int:
+        nonlocal writes
+        writes += 1
+        if writes > at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, body, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StorageFullError, match="the disk is full") as caught:
+            _build(loaded, [log], path)
+    assert "run the same command again" in str(caught.value)
+    assert not hasattr(loaded.model, "attmemo")
+    if (path / "MANIFEST.json").exists():
+        assert findings(path) == []
+    _build(loaded, [log], path)
+    assert _same(path, straight)
+
+
+def test_progress_counts_every_text(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:
+    """Those that are left out too, also if nothing else is in a chunk."""
+    many = tmp_path / "many.log"
+    many.write_text(10 * log.read_text())
+    told: list[tuple[int, int]] = []
+    _build(loaded, [many], tmp_path / "db", lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1] == (10 * LINES, 10 * LINES)
 
 
 def test_the_size_limit_holds_and_says_so(loaded: LoadedModel, log: Path, tmp_path: Path) -> None:

@@ -141,6 +141,16 @@ def test_a_threshold_of_one_is_exact_and_the_verdict_says_that_it_does_not_pay(
     assert "does not pay" in found["verdict"]
 
 
+def test_the_order_of_the_data_changes_the_batches_and_not_the_answers(
+    rows_database: Path, later: Path, result: dict[str, Any]
+) -> None:
+    """Each sequence has its own record, whatever else is in its batch."""
+    found = evaluate(rows_database, [later], replace(QUICK, sort=False, controls=False, sweep=False))
+    assert found["conditions"]["batches"] == "in the order of the data"
+    assert found["rows_computed"] == result["rows_computed"]
+    assert found["quality"]["cosine_mean"] == pytest.approx(result["quality"]["cosine_mean"], abs=1e-4)
+
+
 def test_how_far_a_token_may_move_is_a_setting(rows_database: Path, later: Path, result: dict[str, Any]) -> None:
     options = replace(QUICK, most_moved=0, controls=False, sweep=False)
     found = evaluate(rows_database, [later], options)
@@ -190,22 +200,24 @@ def test_controls_give_what_they_say(rows_database: Path) -> None:
 def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
     rows_database: Path, later: Path, name: str
 ) -> None:
-    """The last hidden states of all tokens, through the path that serves."""
+    """The last hidden states of all tokens, through the path that serves. The weights are random, so a position
+    counts as much as a word: only tokens at their old places are served."""
     with Database(rows_database) as database:
         loaded = load_model(database.manifest.model.name)
         inputs = collate(loaded, tokenize(loaded, later.read_text().splitlines()[:16], 48))
         valid = inputs["attention_mask"].bool()
         model: Any = loaded.model
-        memoize(model, 0.3, database, gate=False)
+        memoize(model, 0.1, database, most_moved=0, gate=False)
         engine, host = model.attmemo.engine, model.attmemo.host
         with torch.inference_mode():
             given = host(**inputs).last_hidden_state
             with serving_rows(engine, database, name):
                 control = host(**inputs).last_hidden_state
+            assert model.attmemo.stats()["served"] > 8
             unmemoize(model)
             exact = host(**inputs).last_hidden_state
         near, far = ((exact - found)[valid].norm(dim=1).mean() for found in (given, control))
-        assert 0.0 < near < 0.7 * far
+        assert 0.0 < near < 0.9 * far
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -15,7 +15,7 @@ import typer
 from attmemo.cli import bench, build, demo, families, generate, look, measure
 from attmemo.cli.migrate import migrate
 
-HELP = """Serve a transformer's attention maps from a database instead of computing them.
+HELP = """Serve a transformer from what it has computed before: attention maps, or rows of similar inputs.
 
 \b
 A database belongs to one model and is made from texts like those you serve:
@@ -23,6 +23,11 @@ A database belongs to one model and is made from texts like those you serve:
   attmemo train-embedder DB
   attmemo tune DB --data today.log --budget 0.01
   attmemo evaluate DB --data tomorrow.log --report report
+
+\b
+Rows of similar inputs need no training; only the tokens that changed are computed:
+  attmemo build-database --reuse rows --model MODEL --data yesterday.log --output ROWS
+  attmemo evaluate ROWS --data tomorrow.log --report report
 
 In Python: attmemo.memoize(model, database="DB"). To see it all at work on a small model: attmemo demo.
 """

@@ -86,6 +86,9 @@ def evaluate(
         metavar="DIR", help="Write report.html, report.png and result.json here.  [default: no report]"
     )] = None,
     batch_size: options.BatchSize = 32, limit: options.Limit = None,
+    sort: Annotated[bool, typer.Option(
+        help="Make batches of texts of similar length, as a careful server does; else in the order of the data."
+    )] = True,
     repeats: Annotated[int, options.count("Timed passes; the median counts.")] = 3,
     compile: Annotated[
         bool, typer.Option(help="Also time torch.compile as an exact path; takes minutes and a C++ compiler.")
@@ -106,7 +109,7 @@ def evaluate(
     """Measure hits, speed and quality.
 
     Asks texts that are not in the database, of the exact and of the memoized model. The two are timed in turn on the
-    same batches; lookups, fetches and misses are included.
+    same batches; lookups, fetches and misses are included. A database of rows is compared with packed blocks too.
 
     \b
     attmemo evaluate DB --data tomorrow.log --report report

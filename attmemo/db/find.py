@@ -40,8 +40,8 @@ def find_database(fingerprint: str, reuse: str = "auto") -> Path:
     fingerprint : str
         Of the model.
     reuse : {"auto", "maps", "rows"}
-        What the database is to keep. ``"auto"``: rows if there are any, else maps. Rows exist because somebody asked
-        for them by name, and they gain more.
+        What the database is to keep. ``"auto"``: rows if there are any, else maps. Rows are built only when a user
+        asks for them by name, and they gain more.
 
     Returns
     -------
