@@ -154,7 +154,9 @@ class TestExact:
 def one_layer(name: str, kind: str | None = None) -> Any:
     """A model of a single block, of this kind."""
     config = copy.deepcopy(MODELS[name]().config)
-    config.num_hidden_layers = 1
+    if name == "ModernBERT":
+        kind = kind or "full_attention"
+    config.num_hidden_layers, config.max_position_embeddings = 1, 512
     if kind is not None:
         config.layer_types = [kind]
     torch.manual_seed(4)
@@ -191,6 +193,21 @@ class TestMoved:
             assert bool((source[~computed] != there[~computed]).any()), "some rows have moved"
             assert gap(seen[computed], expected[computed]) <= NEAR
             assert gap(seen[~computed], of_record[source[~computed]]) <= NEAR
+
+    @pytest.mark.parametrize("name", ["ModernBERT", "NomicBERT", "GTE", "DeBERTa-v3"])
+    def test_the_end_of_a_record_that_is_much_longer_serves(self, name: str, tmp_path: Path) -> None:
+        bare = one_layer(name)
+        packed = memoize(copy.deepcopy(bare), reuse="none")
+        record = batch([200], 5)
+        model = memoize(copy.deepcopy(bare), 0.5, rows_database(bare, [record], tmp_path / "db"), gate=False)
+        own = record["input_ids"][:, 150:190]
+        inputs = {"input_ids": own, "attention_mask": torch.ones_like(own)}
+        with shares(model) as found:
+            seen = last(model, inputs)
+        computed = found[0].source < 0  # type: ignore[attr-defined]
+        assert 0 < computed.sum() < 10
+        assert gap(seen[0][computed], last(packed, inputs)[0][computed]) <= NEAR
+        assert model.attmemo.stats()["served"] == 1
 
     def test_how_far_a_row_may_move_is_a_setting(self, case: Case) -> None:
         ids = case.stored["input_ids"][0]
