@@ -48,7 +48,7 @@ _FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, Index
 TRACED = "the model is traced or exported: stored maps would become constants"
 _UNREADABLE, _NO_LOOKUP = Plan("records could not be read"), Plan("the lookup failed")
 _BY_HAND = Plan("a layer that stands for several was called by hand", eligible=False)
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in torch 2.6
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: torch.compiler._is_compiling_flag)  # for torch 2.6
 
 
 class _Forward(threading.local):

@@ -67,19 +67,22 @@ class ModelHook(Hook):
     def __init__(self, owner: object, engine: Engine, model: nn.Module) -> None:
         super().__init__(owner, model)
         self._names = tuple(inspect.signature(self.__wrapped__).parameters)
-        self._begin, self._end = engine.begin_forward, engine.end_forward
+        self._engine_begins, self._end = engine.begin_forward, engine.end_forward
         self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = torch.compiler.is_compiling()
         if not self.active or (compiled and _is_exporting()):
             return self.__wrapped__(*args, **kwargs)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        (self._begin_unseen if compiled else self._begin)(self.module, given)
+        (self._begin_unseen if compiled else self._begin)(args, kwargs)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
             (self._end_unseen if compiled else self._end)()
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Name the arguments; not in `__call__`, since the compiler of torch 2.6 cannot trace ``zip(strict=…)``."""
+        self._engine_begins(self.module, dict(zip(self._names, args, strict=False)) | kwargs)
 
 
 class LayerHook(Hook):
@@ -112,8 +115,10 @@ class FollowerHook(Hook):
 
 
 def _is_exporting() -> bool:
-    """Whether `torch.export` traces this call: a lookup cannot be part of a graph. (Not in torch 2.6.)"""
-    return bool(getattr(torch.compiler, "is_exporting", bool)())
+    """Whether `torch.export` traces this call: a lookup cannot be part of a graph."""
+    asked = getattr(torch.compiler, "is_exporting", None)
+    # torch 2.6 sets no other mark. Its compiler does not set this one.
+    return bool(torch.compiler._is_compiling_flag if asked is None else asked())
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

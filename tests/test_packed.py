@@ -324,7 +324,8 @@ class TestArguments:
 
 
 class TestSurroundings:
-    @pytest.mark.parametrize("name", ["BERT", "DeBERTa-v2", "ModernBERT", "MPNet"])
+    @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="transformers cannot be compiled without")
+    @pytest.mark.parametrize("name", ["BERT", "ModernBERT"])
     @pytest.mark.parametrize("first", ["compiled", "memoized"])
     def test_a_model_compiled_before_or_after_is_served(self, name: str, first: str) -> None:
         torch.compiler.reset()

@@ -29,10 +29,11 @@ from packed_tools import (
     shares,
     valid,
 )
+from torch import Tensor
 
 from attmemo import Database, DatabaseError, StaleDatabaseError, UnsupportedModelError, memoize, unmemoize
-from attmemo.adapters import Rows, Spans
-from attmemo.handles.stack import UNGUARDED
+from attmemo.adapters import Rows, Spans, adapter_for
+from attmemo.handles.stack import UNGUARDED, blocks_of
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
 from attmemo.plan import Plan, RowShare
@@ -151,10 +152,78 @@ class TestExact:
         assert model.attmemo.stats()["served"] == len(STORED)
 
 
+def with_rows_of(bare: Any, record: Tensor, own: Tensor, source: Tensor) -> Tensor:
+    """What the original code gives, ``[n, H]``, if K and V of tokens are those of a record in every block.
+
+    `source` has the row of the record for each token, or -1. K is taken before it is rotated.
+    """
+    blocks, kept = blocks_of(bare, adapter_for(bare)[0], "rows").blocks, source >= 0
+    planes = [(module, plane) for block in blocks for plane, module in enumerate(block.qkv)]
+    seen: dict[int, Tensor] = {}
+
+    def keep(module: Any, args: Any, output: Tensor) -> None:
+        seen.setdefault(id(module), output)  # DeBERTa calls it again, for distances
+
+    def replace(module: Any, args: Any, output: Tensor) -> None:
+        rows = seen.pop(id(module), None)
+        if rows is not None:
+            first = output.shape[-1] // 3 if output.shape[-1] > args[0].shape[-1] else 0  # Q stays
+            output[0, kept, first:] = rows[0, source[kept], first:]
+
+    for hook in (keep, replace):
+        handles = [
+            module.register_forward_hook(hook) for module, plane in planes
+            if plane > 0 or module.out_features > module.in_features
+        ]  # fmt: skip
+        found = last(bare, {"input_ids": record if hook is keep else own})
+        for handle in handles:
+            handle.remove()
+    return found[0]
+
+
+def edited(record: Tensor, seed: int) -> Tensor:
+    """A sequence with a token replaced, some taken out, and some put in."""
+    rng = np.random.default_rng(seed)
+    own = record[0].tolist()
+    for _ in range(2):
+        place = int(rng.integers(1, len(own) - 4))
+        new = (5 + rng.integers(0, 50, int(rng.integers(0, 3)))).tolist()
+        own[place : place + int(rng.integers(0, 4))] = new
+    return torch.tensor([own])
+
+
+class TestTheOriginalWithRowsOfARecord:
+    def test_rows_computed_are_those_of_the_original_code_with_k_and_v_of_the_record(self, family: Case) -> None:
+        model = family.serve(0.1)
+        served = moved = 0
+        for number, n in ((0, 30), (2, 33), (4, 25)):
+            record = family.stored["input_ids"][number : number + 1, :n]
+            of_record = last(family.packed, {"input_ids": record})[0]
+            for seed in range(4):
+                own = edited(record, 10 * number + seed)
+                with shares(model) as found:
+                    seen = last(model, {"input_ids": own})[0]
+                if not len(found[0].records):
+                    continue
+                assert found[0].records.tolist() == [number]
+                source = torch.from_numpy(found[0].source).long()  # type: ignore[attr-defined]
+                fresh = source < 0
+                expected = with_rows_of(family.bare, record, own, source)
+                assert gap(seen[fresh], expected[fresh]) <= NEAR
+                assert gap(seen[~fresh], of_record[source[~fresh]]) <= NEAR
+                served += 1
+                moved += int((source != torch.arange(len(source)))[~fresh].any())
+        assert served >= 6
+        assert moved >= 3
+        assert not model.attmemo.stats()["failures"]
+
+
 def one_layer(name: str, kind: str | None = None) -> Any:
     """A model of a single block, of this kind."""
     config = copy.deepcopy(MODELS[name]().config)
-    config.num_hidden_layers = 1
+    if name == "ModernBERT":
+        kind = kind or "full_attention"
+    config.num_hidden_layers, config.max_position_embeddings = 1, 512
     if kind is not None:
         config.layer_types = [kind]
     torch.manual_seed(4)
@@ -191,6 +260,21 @@ class TestMoved:
             assert bool((source[~computed] != there[~computed]).any()), "some rows have moved"
             assert gap(seen[computed], expected[computed]) <= NEAR
             assert gap(seen[~computed], of_record[source[~computed]]) <= NEAR
+
+    @pytest.mark.parametrize("name", ["ModernBERT", "NomicBERT", "GTE", "DeBERTa-v3"])
+    def test_the_end_of_a_record_that_is_much_longer_serves(self, name: str, tmp_path: Path) -> None:
+        bare = one_layer(name)
+        packed = memoize(copy.deepcopy(bare), reuse="none")
+        record = batch([200], 5)
+        model = memoize(copy.deepcopy(bare), 0.5, rows_database(bare, [record], tmp_path / "db"), gate=False)
+        own = record["input_ids"][:, 150:190]
+        inputs = {"input_ids": own, "attention_mask": torch.ones_like(own)}
+        with shares(model) as found:
+            seen = last(model, inputs)
+        computed = found[0].source < 0  # type: ignore[attr-defined]
+        assert 0 < computed.sum() < 10
+        assert gap(seen[0][computed], last(packed, inputs)[0][computed]) <= NEAR
+        assert model.attmemo.stats()["served"] == 1
 
     def test_how_far_a_row_may_move_is_a_setting(self, case: Case) -> None:
         ids = case.stored["input_ids"][0]
@@ -555,6 +639,62 @@ class TestAttaching:
         assert not handle.enabled
         with pytest.raises(DatabaseError):
             handle.database.view("rows", 0, 0)
+
+
+class TestSurroundings:
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_a_pipeline_and_a_sentence_transformer_are_served(
+        self, tiny_bert: str, log_lines: list[str], tmp_path: Path
+    ) -> None:
+        from transformers import pipeline
+
+        loaded = load_model(tiny_bert)
+        texts = log_lines[:12]
+        known = [dict(loaded.tokenizer([text], truncation=True, max_length=48, return_tensors="pt")) for text in texts]
+        path = rows_database(loaded.model, known, tmp_path / "db")
+        pipe = pipeline("text-classification", model=loaded.model, tokenizer=loaded.tokenizer, device="cpu")
+        options = {"batch_size": 4, "truncation": True, "max_length": 48}
+        expected = pipe(texts, **options)
+        memoize(pipe, 0.5, path, gate=False)
+        seen = pipe(texts, **options)
+        assert pipe.model.attmemo.stats()["served"] == 12
+        assert [one["label"] for one in seen] == [one["label"] for one in expected]
+        assert np.allclose([one["score"] for one in seen], [one["score"] for one in expected], atol=1e-5)
+        pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.models import Pooling, Transformer
+
+        embedder = SentenceTransformer(modules=[Transformer(tiny_bert, max_seq_length=48), Pooling(32)], device="cpu")
+        want = embedder.encode(texts)
+        memoize(embedder, 0.5, path, gate=False)
+        assert np.abs(embedder.encode(texts) - want).max() <= NEAR * np.abs(want).max()
+        assert embedder.attmemo.stats()["served"] == 12
+
+    @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="transformers cannot be compiled without")
+    def test_a_compiled_model_is_served(self, both: Case) -> None:
+        torch.compiler.reset()
+        model = both.serve()
+        expected = last(model, both.stored)
+        model.attmemo.reset_stats()
+        compiled: Any = torch.compile(model, backend="eager")
+        with torch.inference_mode():
+            seen = compiled(**both.stored)[0]
+        assert model.attmemo.stats()["served"] == len(STORED)
+        assert gap(seen, expected, valid(both.stored)) <= NEAR
+        torch.compiler.reset()
+
+    def test_a_copy_is_a_bare_model(self, both: Case) -> None:
+        other = copy.deepcopy(both.serve())
+        assert getattr(other, "attmemo", None) is None
+        assert torch.equal(last(other, both.stored), last(both.bare, both.stored))
+
+    def test_memoizing_again_moves_between_kinds(self, both: Case) -> None:
+        model = both.serve()
+        memoize(model, reuse="none")
+        assert gap(last(model, both.stored), last(both.bare, both.stored), valid(both.stored)) <= NEAR
+        memoize(model, 0.5, both.path, gate=False)
+        last(model, both.stored)
+        assert model.attmemo.stats()["served"] == len(STORED)
 
 
 class TestStats:

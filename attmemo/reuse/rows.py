@@ -62,7 +62,9 @@ class Rows(Stack):
         rows = call.hidden.reshape(batch * padded, size).index_select(0, computed)
         positions = positions_of(computed, batch, padded)
         added = self.added(call, computed)
-        found = self.packed.run(rows, layout, max(spans.lengths), positions, fetched.layer, added=added)
+        # A record may be longer than every input: keys of its end move farther than an input is long.
+        longest = max(max(spans.lengths), int(share.source.max()) + 1)
+        found = self.packed.run(rows, layout, longest, positions, fetched.layer, added=added)
         done = perf_counter()
         output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
         kept = np.flatnonzero(~fresh)
