@@ -12,7 +12,7 @@ from torch import nn
 from attmemo.adapters import adapter_for, encoder_of
 from attmemo.db import Database, find_database, kept_in
 from attmemo.embed.lookup import LookupName
-from attmemo.errors import UnsupportedModelError
+from attmemo.errors import DatabaseNotFoundError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
@@ -22,6 +22,11 @@ from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
 
 _LOG = logging.getLogger("attmemo")
+
+_NO_RECORDS = (
+    "there is no database for this model: its blocks run without padding, and nothing is reused "
+    "(attmemo build-database --reuse rows makes one)"
+)
 
 Model = TypeVar("Model")
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -55,7 +60,8 @@ def memoize(
     reuse : {"auto", "maps", "rows", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
         ``"none"`` needs no database: it computes all blocks without padding, and is exact up to rounding. ``"auto"``
-        serves what the database keeps; where the cache directory has a database of each, rows.
+        serves what the database keeps; where the cache directory has a database of each, rows; where it has none and
+        no threshold is given, it is ``"none"`` for families with blocks.
     most_moved : int, optional
         For rows: how far a token may have moved between the record and the sequence. Default: any distance.
     lookup : {"layer", "sequence"}, optional
@@ -148,11 +154,20 @@ def _prepare(
     if reuse == "none":
         return prepare_stack(encoder, adapter)
     fields = model_fields(adapter.host(encoder))
+    if database is None:
+        try:
+            database = find_database(fingerprint(fields), reuse)
+        except DatabaseNotFoundError:
+            asked = reuse != "auto" or threshold != "auto"  # for records
+            if asked or isinstance(adapter.blocks(encoder), str):
+                raise
+            _LOG.warning("attmemo: %s", _NO_RECORDS)
+            return prepare_stack(encoder, adapter)
     with ExitStack() as undo:
         if isinstance(database, Database):
             opened = database
         else:
-            opened = Database(database if database is not None else find_database(fingerprint(fields), reuse))
+            opened = Database(database)
             undo.callback(opened.close)
         check_fields(opened.manifest.model.fields, fields, opened.path)
         owned = opened is not database

@@ -19,7 +19,7 @@ from packed_tools import MODELS, NEAR, REFUSED, batch, gap, has_types, host_of, 
 from torch import Tensor, nn
 
 from attmemo import UnsupportedModelError, memoize, unmemoize
-from attmemo.errors import AdapterCheckError
+from attmemo.errors import AdapterCheckError, DatabaseNotFoundError
 from attmemo.hooks import Hook
 from attmemo.profiler.models import load_model
 from attmemo.reuse import packed as packed_module
@@ -690,3 +690,21 @@ def _saved(model: Any) -> Any:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def test_without_a_database_the_blocks_are_packed_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
+    model = memoize(FAMILIES["BERT"].make())
+    assert model.attmemo.reuse == "none"
+    assert "nothing is reused" in caplog.text
+
+
+@pytest.mark.parametrize("asked", [{"reuse": "rows"}, {"reuse": "maps"}, {"threshold": 0.9}])
+def test_a_database_that_was_asked_for_and_is_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
+    with pytest.raises(DatabaseNotFoundError, match="no database for this model"):
+        memoize(FAMILIES["BERT"].make(), **asked)
