@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Your own setting wins.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test test-slow sanitize sanitize-threads lint bench install clean help
+.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench install clean help
 
 demo: $(READY)  ## build, train, tune and evaluate on log lines (LOG=file: yours); ends with a table and a report
 	@$(BIN)/attmemo demo $(if $(LOG),"$(LOG)") --output "$(OUTPUT)"
@@ -30,6 +30,26 @@ test: lint  ## everything that has to pass: lint, types, tests
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow
+
+# The oldest torch that is allowed has private operators of its own. It has an environment of its own, beside .venv, and
+# sees what was compiled for .venv. The first time it downloads gigabytes: this torch may come with its CUDA libraries.
+OLDEST := build/oldest
+ON_OLDEST := tests/test_packed.py tests/test_rows.py tests/test_linear.py tests/test_row_attention.py
+test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch that pyproject.toml allows
+	@mkdir -p build
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+	  > build/asked.txt
+	oldest=$$(sed -n 's/^torch>=//p' build/asked.txt)
+	transformers=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))')
+	if [ ! -e $(OLDEST)/.torch-$$oldest ]; then
+	  echo "Setting up $(OLDEST) with torch $$oldest; this may download gigabytes"
+	  rm -rf $(OLDEST)
+	  "$(PYTHON)" -m venv $(OLDEST)
+	  $(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install -r build/asked.txt "torch==$$oldest.*" \
+	    "transformers==$$transformers" hnswlib pytest hypothesis
+	  touch $(OLDEST)/.torch-$$oldest
+	fi
+	PYTHONPATH="$$PWD" $(OLDEST)/bin/python -m pytest $(ON_OLDEST)
 
 # Built beside, never over, what is installed: the tests see a copy of the tree.
 SANE := build/sanitize
