@@ -204,7 +204,7 @@ def _reside(database: Database, residency: Residency) -> None:
         return
     from tqdm.auto import tqdm
 
-    with tqdm(unit="B", unit_scale=True, desc="loading maps", leave=False, disable=None) as bar:
+    with tqdm(unit="B", unit_scale=True, desc="loading records", leave=False, disable=None) as bar:
 
         def tell(done: int, total: int) -> None:
             bar.total = total

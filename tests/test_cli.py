@@ -213,7 +213,7 @@ class TestOptions:
             ("build-database --model m --data a --max-bytes lots", "--max-bytes"),
             ("build-database --model m --data a --max-length 1", "--max-length"),
             ("build-database --model m --data a --limit 0", "--limit"),
-            ("build-database --model m --data a --dtype int8", "--dtype"),
+            ("build-database --model m --data a --dtype int4", "--dtype"),
             ("build-database --model m --data a --held-out 0.9", "--held-out"),
             ("build-database --model m --data a --batch-size none", "--batch-size"),
             ("build-database --model m --data a --colour", "--colour"),

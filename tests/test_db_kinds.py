@@ -20,7 +20,7 @@ from attmemo.db.forms import TYPES
 from attmemo.db.kinds import FORMS, Form, kinds_of_maps
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
-TOKENS = SlotKind("tokens", 1, "int32", ("n",))
+TOKENS = SlotKind("words", 1, "int32", ("n",))
 KEYS = SlotKind("kv", 2, "bfloat16", (2, "n", 4))
 
 
@@ -40,7 +40,7 @@ def _slots(row: int, length: int) -> dict[str, list[torch.Tensor]]:
     return {
         KIND_MAP: maps,
         KIND_INPUT: inputs,
-        "tokens": [torch.randint(0, 70_000, (length,), generator=generator)],
+        "words": [torch.randint(0, 70_000, (length,), generator=generator)],
         "kv": [torch.randn((2, length, 4), generator=generator) for _ in range(2)],
     }
 
@@ -66,7 +66,7 @@ def test_more_kinds_are_stored_and_read_back_bit_for_bit(tmp_path: Path) -> None
     with Database(path) as database:
         for row, length in enumerate(LENGTHS):
             slots = _slots(row, length)
-            assert torch.equal(database.slot("tokens", 0, row), slots["tokens"][0].to(torch.int32))
+            assert torch.equal(database.slot("words", 0, row), slots["words"][0].to(torch.int32))
             assert torch.equal(database.slot("kv", 1, row), slots["kv"][1].bfloat16())
             assert torch.equal(database.map(1, row), slots[KIND_MAP][1])
     assert findings(path) == []
@@ -92,8 +92,8 @@ def test_kinds_that_are_not_known_are_ignored_with_their_files(
     with Database(path) as database:
         assert [kind.name for kind in database.manifest.known_kinds] == [KIND_MAP, KIND_INPUT]
         assert all(torch.equal(database.map(1, r), sequence(r, n)[0][1]) for r, n in enumerate(LENGTHS))
-        with pytest.raises(DatabaseError, match="no slots of kind 'tokens'"):
-            database.slot("tokens", 0, 0)
+        with pytest.raises(DatabaseError, match="no slots of kind 'words'"):
+            database.slot("words", 0, 0)
     assert findings(path) == []
     with pytest.raises(DatabaseError, match="append with the version that wrote it"):
         DatabaseWriter.reopen(path)
