@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
 
 import jinja2
@@ -96,11 +96,11 @@ def _summary(result: Result) -> Table:
         return _show(quality.get(name), _FOUR)
 
     rows = (
-        ("Hit rate", _show(result.get("hit_rate"), _PERCENT), "share of lookups answered from the database"),
+        ("Hit rate", _show(result.get("hit_rate"), _PERCENT), "share of attention calls served from stored maps"),
         ("Hit rate, ceiling", _show(result.get("exhaustive_hit_rate"), _PERCENT), "that of an exhaustive search"),
         ("Speed-up", f"{speed} ({low} to {high})", f"against {compared}"),
         ("Bytes per saved ms", _show(time.get("bytes_per_saved_ms"), _BYTES), "of a sequence's time"),
-        ("Time", spent, "mean; lookup and misses included"),
+        ("Time", spent, "median pass; lookup and misses included"),
         ("Same answer", _show(quality.get("agreement"), _PERCENT), same),
         ("Accuracy", both("accuracy", _PERCENT), "on the labels of the data"),
         ("Perplexity", both("perplexity", "{:.4g}"), "of the texts themselves, token by token"),
@@ -128,7 +128,10 @@ def _conditions(result: Result) -> Table:
 def make_tables(result: Result) -> list[Table]:
     """The tables of the page, as text; those that have a row, in reading order."""
     controls = "On the same data: what simpler stand-ins for the map that was found would have given."
-    layers = "Spent: lookup and fetch. Saved: the exact attention that hits made unnecessary."
+    layers = (
+        "Spent: lookup, V, fetch and A·V. Saved: exact attention by the cost model, less the time that the batches "
+        "with hits really took; below zero, serving cost more."
+    )
     tables = (
         _summary(result),
         _table("Against the controls", controls, result.get("controls")),
@@ -178,8 +181,9 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     The page needs no other file and no network. Files of the same names are replaced when all three are written: a
     full disk leaves an older report whole. A directory that cannot be written is an `AttmemoError`.
     """
-    model = (result.get("database") or {}).get("model")
-    headline = f"Attention memoization: {model}" if model else "Attention memoization"
+    model = PurePath((result.get("database") or {}).get("model") or "")
+    short = PurePath(*model.parts[-2:])  # an id of a hub has two parts; a path would fill the line
+    headline = f"Attention memoization: {short}" if model.parts else "Attention memoization"
     contents = {
         "report.html": _render_page(result, headline),
         "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),

@@ -45,11 +45,11 @@ def time_paths(
     memoized_ms = per_sequence.pop("memoized")
     best = min(per_sequence, key=lambda name: per_sequence[name])
     ratios = sorted(a / b for a, b in zip(spent[best], spent["memoized"], strict=True))
-    # Parts are summed over all passes, so they make up the mean.
-    rows = handle.stats()["layers"]
+    # Parts are counted over all passes together: they are shares of that time, given as shares of the median pass.
+    rows, whole = handle.stats()["layers"], 1e3 * sum(spent["memoized"])
     names = {"lookup": "ms_lookup", "fetch_and_av": "ms_serve", "misses_in_mixed_batches": "ms_misses"}
-    parts = {part: sum(row[key] for row in rows) / runs for part, key in names.items()}
-    parts["other"] = max(0.0, 1e3 * sum(spent["memoized"]) / runs - sum(parts.values()))
+    parts = {part: memoized_ms * sum(row[key] for row in rows) / whole for part, key in names.items()}
+    parts["other"] = max(0.0, memoized_ms - sum(parts.values()))
     return {
         "exact_ms": per_sequence, "best_exact": best, "memoized_ms": memoized_ms, "speedup": median(ratios),
         "speedup_low": ratios[0], "speedup_high": ratios[-1], "per": "sequence", "parts_ms": parts,
