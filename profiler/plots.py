@@ -188,7 +188,7 @@ PANELS: Final = (
     Panel("controls", "Memoized against the controls", "The controls serve means, zeros or any other record in place "
           "of the one that was found, or only the answers of exact duplicates. Memoization should beat all of them.",
           _draw_controls),
-    Panel("time", "Where the time goes", "Mean time, exact paths beside the memoized one.", _draw_time),
+    Panel("time", "Where the time goes", "Time of the median pass, exact paths beside the memoized one.", _draw_time),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
 
 import jinja2
@@ -108,7 +108,7 @@ def _summary(result: Result) -> Table:
         ("Speed-up", f"{speed} ({low} to {high})", f"against {compared}"),
         ("Speed-up on stock", _show(ratios.get("stock") if len(exact) > 1 else None, _TIMES), "the original code"),
         ("Bytes per saved ms", _show(time.get("bytes_per_saved_ms"), _BYTES), "of a sequence's time"),
-        ("Time", spent, "mean; lookup and misses included"),
+        ("Time", spent, "median pass; lookup and misses included"),
         ("Same answer", _show(quality.get("agreement"), _PERCENT), same),
         ("Accuracy", both("accuracy", _PERCENT), "on the labels of the data"),
         ("Perplexity", both("perplexity", "{:.4g}"), "of the texts themselves, token by token"),
@@ -137,7 +137,10 @@ def _conditions(result: Result) -> Table:
 def make_tables(result: Result) -> list[Table]:
     """The tables of the page, as text; those that have a row, in reading order."""
     controls = "On the same data: what simpler stand-ins for the record that was found would have given."
-    layers = "Spent: lookup and fetch. Saved: the exact attention that hits made unnecessary."
+    layers = (
+        "Spent: lookup, V, fetch and A·V. Saved: exact attention by the cost model, less the time that the batches "
+        "with hits really took; below zero, serving cost more."
+    )
     tables = (
         _summary(result),
         _table("Against the controls", controls, result.get("controls")),
@@ -188,9 +191,10 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     The page needs no other file and no network. Files of the same names are replaced when all three are written: a
     full disk leaves an older report whole. A directory that cannot be written is an `AttmemoError`.
     """
-    model = (result.get("database") or {}).get("model")
+    model = PurePath((result.get("database") or {}).get("model") or "")
+    short = PurePath(*model.parts[-2:])  # an id of a hub has two parts; a path would fill the line
     about = "Reuse of rows" if result.get("reuse") == "rows" else "Attention memoization"
-    headline = f"{about}: {model}" if model else about
+    headline = f"{about}: {short}" if model.parts else about
     contents = {
         "report.html": _render_page(result, headline),
         "report.png": draw_panels(present_panels(result), result, f"{headline}\n{result.get('verdict') or ''}"),

@@ -55,9 +55,10 @@ def time_paths(
     ratios = {
         name: sorted(a / b for a, b in zip(spent[name], spent["memoized"], strict=True)) for name in per_sequence
     }
-    # Parts are summed over all passes, so they make up the mean.
-    parts = {part: ms / runs for part, ms in trial.parts_ms(handle).items()}
-    parts["other"] = max(0.0, 1e3 * sum(spent["memoized"]) / runs - sum(parts.values()))
+    # Parts are counted over all passes together: they are shares of that time, given as shares of the median pass.
+    whole = 1e3 * sum(spent["memoized"])
+    parts = {part: memoized_ms * ms / whole for part, ms in trial.parts_ms(handle).items()}
+    parts["other"] = max(0.0, memoized_ms - sum(parts.values()))
     return {
         "exact_ms": per_sequence, "best_exact": best, "memoized_ms": memoized_ms, "speedup": median(ratios[best]),
         "speedup_low": ratios[best][0], "speedup_high": ratios[best][-1], "per": "sequence", "parts_ms": parts,

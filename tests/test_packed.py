@@ -706,5 +706,5 @@ def test_a_database_that_was_asked_for_and_is_missing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
-    with pytest.raises(DatabaseNotFoundError, match="no database .*for this model"):
+    with pytest.raises(DatabaseNotFoundError, match=r"no database .*for this model"):
         memoize(FAMILIES["BERT"].make(), **asked)

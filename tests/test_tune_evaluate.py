@@ -304,6 +304,7 @@ class TestEvaluate:
                 assert row["mean_true_similarity"] >= 0.5
         parts = result["time"]["parts_ms"]
         assert all(value >= 0.0 for value in parts.values())
+        assert sum(parts.values()) == pytest.approx(result["time"]["memoized_ms"])
         assert result["time"]["best_exact"] == "stock"
         assert result["time"]["speedup_low"] <= result["time"]["speedup"] <= result["time"]["speedup_high"]
 
