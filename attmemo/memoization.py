@@ -18,6 +18,7 @@ from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
 from attmemo.handles.stack import prepare_rows, prepare_stack
 from attmemo.hooks import Hook
+from attmemo.kernels.align import Rule
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
 
@@ -38,6 +39,7 @@ def memoize(
     database: str | os.PathLike[str] | Database | None = None,
     *,
     reuse: ReuseName = "auto",
+    near: int = 1,
     most_moved: int | None = None,
     lookup: LookupName | None = None,
     gate: bool = True,
@@ -62,6 +64,9 @@ def memoize(
         ``"none"`` needs no database: it computes all blocks without padding, and is exact up to rounding. ``"auto"``
         serves what the database keeps; where the cache directory has a database of each, rows; where it has none and
         no threshold is given, it is ``"none"`` for families with blocks.
+    near : int
+        For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
+        of them cost time and bring the answers nearer to the exact ones.
     most_moved : int, optional
         For rows: how far a token may have moved between the record and the sequence. Default: any distance.
     lookup : {"layer", "sequence"}, optional
@@ -99,13 +104,14 @@ def memoize(
     _check_choices(reuse=(reuse, get_args(ReuseName)))
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)))
+    rule = Rule(near=near, most_moved=most_moved)
     encoder = encoder_of(model)
     before = _handles(encoder)
     serving = [handle for handle in before if handle.enabled]
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(encoder, threshold, database, reuse, most_moved, lookup, gate, fetch, residency)
+        handle = _prepare(encoder, threshold, database, reuse, rule, lookup, gate, fetch, residency)
     except BaseException:
         for earlier in serving:
             earlier.enable()
@@ -139,7 +145,7 @@ def _prepare(
     threshold: Threshold,
     database: str | os.PathLike[str] | Database | None,
     reuse: ReuseName,
-    most_moved: int | None,
+    rule: Rule,
     lookup: LookupName | None,
     gate: bool,
     fetch: FetcherName,
@@ -174,7 +180,7 @@ def _prepare(
         handle: Memoization
         if (kept_in(opened.manifest) if reuse == "auto" else reuse) == "rows":
             handle = prepare_rows(
-                encoder, adapter, opened, owned=owned, threshold=threshold, most_moved=most_moved, gate=gate
+                encoder, adapter, opened, owned=owned, threshold=threshold, rule=rule, gate=gate
             )
         else:
             handle = prepare_maps(

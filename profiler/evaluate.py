@@ -43,6 +43,7 @@ class EvaluateOptions:
     sort: bool = True
     threshold: Threshold = "auto"
     lookup: LookupName | None = None
+    near: int = 1
     most_moved: int | None = None
     gate: bool = True
     fetch: FetcherName = "auto"

@@ -37,15 +37,15 @@ class RowTrial:
     @property
     def settings(self) -> dict[str, Any]:
         moved = self._options.most_moved
-        return {"most_moved": "any distance" if moved is None else moved}
+        return {"near": self._options.near, "most_moved": "any distance" if moved is None else moved}
 
     def serve(self) -> StackMemoization:
         options, log = self._options, logging.getLogger("attmemo")
         log.addFilter(_is_no_advice)  # to do what is being done
         try:
             memoize(
-                self._loaded.model, options.threshold, self._database, reuse="rows", most_moved=options.most_moved,
-                gate=options.gate,
+                self._loaded.model, options.threshold, self._database, reuse="rows", near=options.near,
+                most_moved=options.most_moved, gate=options.gate,
             )  # fmt: skip
         finally:
             log.removeFilter(_is_no_advice)

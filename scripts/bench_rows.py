@@ -53,6 +53,7 @@ class Case:
     batch: int
     stored: list[Tokens] = field(default_factory=list)  # none: no path reuses rows
     threshold: float = 0.5
+    near: int = 1
     most_moved: int | None = None
     pad: int = 0
     peers: bool = True
@@ -101,7 +102,7 @@ def shaped(name: str) -> Callable[[torch.dtype], nn.Module]:
     return make
 
 
-def lines_case(shared: Path, name: str) -> Case:
+def lines_case(shared: Path, name: str, near: int = 1, threshold: float = 0.5) -> Case:
     """Lines of a log, the first 70 % stored, later ones asked."""
     from transformers import AutoTokenizer
 
@@ -110,7 +111,7 @@ def lines_case(shared: Path, name: str) -> Case:
     text = (shared / "data/loghub_2k" / file).read_text(errors="replace").splitlines()
     ids = tokenizer([line.strip() for line in text if line.strip()], truncation=True, max_length=256)["input_ids"]
     cut = int(0.7 * len(ids))
-    return Case(minilm, ids[cut:][:ASKED], 32, _unique(ids[:cut]))
+    return Case(minilm, ids[cut:][:ASKED], 32, _unique(ids[:cut]), threshold=threshold, near=near)
 
 
 def other_text_case(shared: Path, name: str) -> Case:
@@ -183,6 +184,7 @@ def _unique(items: Sequence[Tokens]) -> list[Tokens]:
 def cases(shared: Path) -> dict[str, Callable[[], Case]]:
     """All cases by name."""
     found: dict[str, Callable[[], Case]] = {f"lines-{n}": lambda n=n: lines_case(shared, n) for n in LINES}  # type: ignore[misc]
+    found["lines-HDFS-near2"] = lambda: lines_case(shared, "HDFS", 2, 0.4)
     for name in ("imdb", "banking77"):
         found[f"text-{name}"] = lambda name=name: other_text_case(shared, name)  # type: ignore[misc]
     for batch, length, batches in ((8, 128, 4), (32, 128, 1), (8, 512, 1), (1, 128, 16)):
@@ -328,7 +330,14 @@ def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compilin
     if case.stored:
         rows = case.make(dtype)
         nbytes = store(rows, case, folder / "db", storage)
-        memoize(rows, database=folder / "db", reuse="rows", threshold=case.threshold, most_moved=case.most_moved)
+        memoize(
+            rows,
+            database=folder / "db",
+            reuse="rows",
+            threshold=case.threshold,
+            near=case.near,
+            most_moved=case.most_moved,
+        )
         runs["rows"] = (lambda b: rows(**b)), False
         handles["rows"] = rows.attmemo
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -79,6 +79,9 @@ def evaluate(
     lookup: Annotated[options.Lookup | None, typer.Option(
         help="Of maps: one lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"
     )] = None,
+    near: Annotated[int, options.count(
+        "Of rows: so many neighbours of a token that the record does not supply are computed too.", 0
+    )] = 1,
     most_moved: Annotated[int | None, options.count(
         "Of rows: how far a token may have moved between a record and a text.  [default: any distance]", 0
     )] = None,

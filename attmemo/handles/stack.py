@@ -107,7 +107,7 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter) -> StackMemoization:
 
 
 def prepare_rows(
-    encoder: nn.Module, adapter: Adapter, opened: Database, *, owned: bool, threshold: Any, most_moved: int | None,
+    encoder: nn.Module, adapter: Adapter, opened: Database, *, owned: bool, threshold: Any, rule: Rule,
     gate: bool,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet."""
@@ -122,7 +122,6 @@ def prepare_rows(
     with ExitStack() as undo:
         store = DatabaseRows(opened)
         undo.callback(store.close)
-        rule = Rule(most_moved=most_moved)
         planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
         handle = _handle(encoder, adapter, packed, Rows(blocks, packed, store), planner, opened, owned=owned)
         check_stack(handle, adapter, encoder)
