@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels"},
     "handles": {"engine", "hooks", "planner", "selfchecks", "watch", "reuse", "adapters", "embed", "db", "mmap",
                 "perfmodel", "kernels"},
-    "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap"},
+    "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap", "kernels"},
 }
 LONGEST = 450
 
