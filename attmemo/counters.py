@@ -31,8 +31,10 @@ class Work:
     """What a stack of blocks did since the counters were last reset."""
 
     sequences: int = 0
+    served: int = 0  # of these, from a record
     tokens: int = 0
     rows: int = 0  # that were computed
+    lookup_seconds: float = 0.0
     plan_seconds: float = 0.0
     fetch_seconds: float = 0.0
     blocks_seconds: float = 0.0
@@ -46,8 +48,9 @@ class Counters:
         self.layers = [LayerStats() for _ in range(layers)]
         self.done = Work()
         self.skipped: Counter[str] = Counter()  # sequences that were not looked up, by reason
-        self.ineligible: Counter[str] = Counter()  # sequences times layers, by reason
-        self.failures: Counter[str] = Counter()  # sequences times layers, by the error's text
+        # Sequences by reason, and by the error's text; for maps times layers.
+        self.ineligible: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
 
     def call(
         self, layer: int, plan: Plan, sequences: int, serve: float = 0.0, exact: float = 0.0, saved: float = 0.0
@@ -69,16 +72,22 @@ class Counters:
                 stats.saved_ms += saved
 
     def work(
-        self, sequences: int, tokens: int, rows: int, *, plan: float = 0.0, fetch: float = 0.0, blocks: float = 0.0
+        self, sequences: int, tokens: int, rows: int, *, served: int = 0, fetch: float = 0.0, blocks: float = 0.0
     ) -> None:
         """Work of one call of a stack: its sequences, their tokens, rows computed, and seconds by part."""
         with self._lock:
+            self.done.served += served
             self.done.sequences += sequences
             self.done.tokens += tokens
             self.done.rows += rows
-            self.done.plan_seconds += plan
             self.done.fetch_seconds += fetch
             self.done.blocks_seconds += blocks
+
+    def planned(self, lookup: float, plan: float) -> None:
+        """Seconds of one lookup of rows, and of the plan behind it."""
+        with self._lock:
+            self.done.lookup_seconds += lookup
+            self.done.plan_seconds += plan
 
     def skip(self, reason: str, sequences: int) -> None:
         """Sequences that were computed whole without a lookup."""

@@ -4,17 +4,22 @@
       eligible? ──no────────────────────────────────► the original code
       spans: where valid tokens lie
       plan:  what could serve (lookup) → may it (threshold) → does it pay (gate)      one decision a forward
-      each layer:  the plan has a share for the layer ─► reuse.serve the hits, reuse.join the misses
-                   else ────────────────────────────────► the original code
+      maps, each layer:   the plan has a share for the layer ─► reuse.serve the hits, reuse.join the misses
+      rows, blocks once:  the plan has a share ───────────────► reuse.serve all sequences over packed rows
+                          else ────────────────────────────────► the original code
 
 Source: AttMEMO (arXiv 2301.09262), section 4 and Fig. 8. The paper looks up in every layer. This engine can also look
 up once for each sequence, at the first layer, and reuse the record in every layer whose predicted score reaches the
 layer's threshold.
 
-Promises. A call of which no sequence is served runs the original code on the original arguments, whatever the reason.
-Misses beside hits run the original code as a smaller batch. The record of a sequence, and the output of a hit, depend
-on the sequence's own hidden states alone; whether serving pays is asked for the whole batch. Outputs of padding behind
-a hit are zero.
+Promises for maps. A call of which no sequence is served runs the original code on the original arguments, whatever the
+reason. Misses beside hits run the original code as a smaller batch. The record of a sequence, and the output of a hit,
+depend on the sequence's own hidden states alone; whether serving pays is asked for the whole batch.
+
+Promises for rows and packed blocks. All sequences of a call run in one packed batch, those without a record whole. A
+call that cannot be packed runs the original code.
+
+Outputs of padding behind a served sequence are zero.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -45,10 +50,9 @@ _LOG = logging.getLogger("attmemo")
 # A file that went away, a machine without memory (torch: RuntimeError) or descriptors: they cost time, not requests.
 _FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError)
 
-TRACED = "the model is traced or exported: stored maps would become constants"
-_UNREADABLE, _NO_LOOKUP = Plan("records could not be read"), Plan("the lookup failed")
+TRACED = "the model is traced or exported: what is stored would become constants"
+_NO_LOOKUP = Plan("the lookup failed")
 _BY_HAND = Plan("a layer that stands for several was called by hand", eligible=False)
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: torch.compiler._is_compiling_flag)  # for torch 2.6
 
 
 class _Forward(threading.local):
@@ -88,6 +92,8 @@ class Engine:
         self.planner = planner
         self._watch, self._told = watch, False
         self._forward = _Forward()
+        self._inside: Counter[int] = Counter()  # forwards that run, by thread
+        self._counting = threading.Lock()
         self._forced: Plan | None = None
         self.reset_stats()
 
@@ -112,10 +118,11 @@ class Engine:
         try:
             served = self.reuse.serve(site, call, plan.spans, share, self.counters)
         except _FAILURES as error:
+            failed = Plan(self.reuse.failure)
             if self.reuse.whole:
-                self._forward.plan = _UNREADABLE  # no follower may leave its work to this call
-            self.counters.call(site.layer, _UNREADABLE, batch)
-            self._failed(site.layer, _UNREADABLE, error, batch if self.reuse.whole else len(share.sequences))
+                self._forward.plan = failed  # no follower may leave its work to this call
+            self.counters.call(site.layer, failed, batch)
+            self._failed(site.layer, failed, error, batch if self.reuse.whole else len(share.sequences))
             return exact(*args, **kwargs)
         serving = perf_counter() - start
         output, spent = self.reuse.join(site, call, share, served, exact, (args, kwargs))
@@ -178,8 +185,8 @@ class Engine:
 
     def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Spans] | str:
         """The call and where its valid tokens lie, or the reason why the call must stay exact."""
-        given, module = self._forward.given, site.module
-        if module.training:
+        given, modules = self._forward.given, self.reuse.modules(site)
+        if any(module.training for module in modules):
             return "training mode"
         if self._watch.drops(site.layer):
             return "dropout in training mode"
@@ -196,11 +203,13 @@ class Engine:
         hidden = call.hidden
         if type(hidden) is not Tensor:
             return f"hidden states are a {type(hidden).__name__}"
-        if torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in module.parameters())):
-            return "gradients are recorded (use torch.inference_mode)"
+        if torch.is_grad_enabled():
+            weights = (weight for module in modules for weight in module.parameters())
+            if hidden.requires_grad or any(weight.requires_grad for weight in weights):
+                return "gradients are recorded (use torch.inference_mode)"
         if hidden.device.type != "cpu":
             return f"the model is on {hidden.device.type}"
-        spans = self._spans(module, call)
+        spans = self._spans(site.module, call)
         return spans if isinstance(spans, str) else (call, spans)
 
     def _spans(self, module: nn.Module, call: Call) -> Spans | str:
@@ -223,6 +232,8 @@ class Engine:
         """Before a forward of the model; arguments that only the exact path can honour keep all of it exact."""
         forward = self._forward
         self._forget()
+        with self._counting:
+            self._inside[threading.get_ident()] += 1
         forward.given = Given(self._refusal(model, given), given)
         if self._forced is None and forward.given.reason is None:
             forward.plan = self.planner.before()  # if there is one, not even a mask is read
@@ -233,6 +244,19 @@ class Engine:
         self._forward.last = None if plan is None else plan.found  # the plan itself holds masks
         self._forget()
         self._forward.given = None
+        with self._counting:
+            me = threading.get_ident()
+            self._inside[me] -= 1
+            if self._inside[me] <= 0:
+                del self._inside[me]
+
+    def wait(self) -> None:
+        """Wait until no other thread is inside a forward of the model."""
+        while True:
+            with self._counting:
+                if not self._inside.keys() - {threading.get_ident()}:
+                    return
+            sleep(0.001)
 
     def _forget(self) -> None:
         self._forward.plan = None
@@ -295,6 +319,12 @@ def _sequences(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return int(hidden.shape[0]) if isinstance(hidden, Tensor) and hidden.dim() else 1
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces this call: a lookup cannot be part of a graph."""
+    asked = getattr(torch.compiler, "is_exporting", None)  # torch 2.6 has none, and sets a flag
+    return bool(torch.compiler._is_compiling_flag if asked is None else asked())
+
+
 def _is_traced() -> bool:
     """Whether a tracer or an exporter records this call. A compiler that breaks its graph here does not count."""
-    return bool(torch.jit.is_tracing()) or _is_exporting()  # type: ignore[attr-defined, no-untyped-call]
+    return bool(torch.jit.is_tracing()) or is_exporting()  # type: ignore[attr-defined, no-untyped-call]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Site
-from attmemo.engine import Engine
+from attmemo.engine import Engine, is_exporting
 
 _LOG = logging.getLogger("attmemo")
 
@@ -72,7 +72,7 @@ class ModelHook(Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = torch.compiler.is_compiling()
-        if not self.active or (compiled and _is_exporting()):
+        if not self.active or (compiled and is_exporting()):
             return self.__wrapped__(*args, **kwargs)
         (self._begin_unseen if compiled else self._begin)(args, kwargs)
         try:
@@ -95,7 +95,7 @@ class LayerHook(Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = torch.compiler.is_compiling()
-        if not self.active or (compiled and _is_exporting()):
+        if not self.active or (compiled and is_exporting()):
             return self.__wrapped__(*args, **kwargs)
         return (self._attend_unseen if compiled else self._attend)(self._sites, self.__wrapped__, args, kwargs)
 
@@ -109,16 +109,9 @@ class FollowerHook(Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = torch.compiler.is_compiling()
-        if not self.active or (compiled and _is_exporting()):
+        if not self.active or (compiled and is_exporting()):
             return self.__wrapped__(*args, **kwargs)
         return (self._follow_unseen if compiled else self._follow)(self.__wrapped__, args, kwargs)
-
-
-def _is_exporting() -> bool:
-    """Whether `torch.export` traces this call: a lookup cannot be part of a graph."""
-    asked = getattr(torch.compiler, "is_exporting", None)
-    # torch 2.6 sets no other mark. Its compiler does not set this one.
-    return bool(torch.compiler._is_compiling_flag if asked is None else asked())
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

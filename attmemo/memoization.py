@@ -12,7 +12,7 @@ from torch import nn
 from attmemo.adapters import adapter_for, encoder_of
 from attmemo.db import Database, find_database, kept_in
 from attmemo.embed.lookup import LookupName
-from attmemo.errors import DatabaseNotFoundError, UnsupportedModelError
+from attmemo.errors import AdapterCheckError, DatabaseNotFoundError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
@@ -105,6 +105,12 @@ def memoize(
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)))
     rule = Rule(near=near, most_moved=most_moved)
+    if reuse == "none" and (database is not None or threshold != "auto"):
+        raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
+    if reuse in ("none", "maps") and rule != Rule():
+        raise ValueError(f"near and most_moved are settings of rows; reuse={reuse!r} has none")
+    if reuse in ("none", "rows") and (lookup == "layer" or fetch != "auto"):
+        raise ValueError(f"lookup='layer' and fetch are settings of maps; reuse={reuse!r} has none")
     encoder = encoder_of(model)
     before = _handles(encoder)
     serving = [handle for handle in before if handle.enabled]
@@ -163,12 +169,15 @@ def _prepare(
     if database is None:
         try:
             database = find_database(fingerprint(fields), reuse)
-        except DatabaseNotFoundError:
-            asked = reuse != "auto" or threshold != "auto"  # for records
-            if asked or isinstance(adapter.blocks(encoder), str):
+        except DatabaseNotFoundError as missing:
+            if reuse != "auto" or threshold != "auto":
                 raise
+            try:
+                packed = prepare_stack(encoder, adapter)
+            except (UnsupportedModelError, AdapterCheckError):
+                raise missing from None
             _LOG.warning("attmemo: %s", _NO_RECORDS)
-            return prepare_stack(encoder, adapter)
+            return packed
     with ExitStack() as undo:
         if isinstance(database, Database):
             opened = database

@@ -36,7 +36,7 @@ enum {
     LINE = 64,  /* bytes of a line of the processor's cache */
     BLOCK = 64, /* keys at a time */
     TILE = 96,  /* queries of a task at most, without a matrix unit */
-    TURNS = 16, /* so many queries are worth transposing the keys, and the matrix unit */
+    TURNS = 16, /* so many queries are worth transposing the keys */
     HELD = 4,   /* blocks whose rows must stay where they are: the last that `locate` filled */
 };
 
@@ -58,6 +58,7 @@ typedef struct {
     bool biased;        /* each score gains a number of its own */
     enum type bias_type;
     ptrdiff_t bias_step; /* bytes between the biases of two neighbouring keys */
+    size_t turns; /* so many queries of a task are worth the matrix unit, where there is one */
 } Attention;
 
 /* One query, of one head at one position. */

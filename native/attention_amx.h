@@ -857,7 +857,7 @@ AMX static void attend_amx(const Attention *attention, const Task *task, void *s
     const Form form = !bfloats ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
     enum reading reading;
     const bool codes = whole && choose_codes(format, &reading);
-    if (task->count < TURNS && !attention->distant)
+    if (task->count < attention->turns && !attention->distant)
         attend(attention, task, scratch);
     else if (attention->type == FLOAT16)
         amx_attend(attention, task, scratch, IN_PARTS, (Parts){2, 2, 2});
@@ -878,8 +878,8 @@ static size_t scratch_bytes_amx(const Attention *attention, size_t queries, size
     const Format *format = &attention->stored;
     Room room;
     const bool always = attention->distant;
-    size_t few = always ? 0 : scratch_bytes(attention, queries < TURNS ? queries : TURNS, keys);
-    size_t many = queries < TURNS && !always ? 0
+    size_t few = always ? 0 : scratch_bytes(attention, queries < attention->turns ? queries : attention->turns, keys);
+    size_t many = queries < attention->turns && !always ? 0
                                              : amx_room(queries, format->width, format->groups,
                                                         amx_parts(attention->type), always ? keys : 0, NULL, &room);
     return few < many ? many : few;

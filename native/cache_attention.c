@@ -508,6 +508,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                                                .groups = bits ? (size_t)(width / group) : 0},
                                     .type = job.query.type,
                                     .root = 1 / sqrtf((float)width),
+                                    .turns = TURNS,
                                     .sloped = job.slopes != NULL,
                                     .biased = job.mask.data != NULL,
                                     .bias_type = job.mask.type,

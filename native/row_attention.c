@@ -45,6 +45,7 @@ enum {
     OVER = 4,          /* tasks for each thread, for balance */
     CALM = 1 << 15,    /* numbers of tables that are not worth waking a thread for */
     STRIDE = 16,       /* ranges of keys begin at multiples of this */
+    FEW = 6,           /* queries that are worth the matrix unit: of a short line few rows are computed, of many keys */
 };
 
 /* Rows of numbers [rows, heads * width]; line: bytes from a row to the next. */
@@ -467,6 +468,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
         Job job = {.attention = {.stored = {.type = (enum type)type, .width = (size_t)width},
                                  .type = (enum type)type,
                                  .root = scale,
+                                 .turns = FEW,
                                  .distant = distant,
                                  .biased = table != 0 || window > 0,
                                  .bias_type = FLOAT32,

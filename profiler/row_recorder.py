@@ -23,6 +23,8 @@ from attmemo.profiler.models import LoadedModel, Tokens, collate
 from attmemo.profiler.recorder import Form, Place, Slots
 from attmemo.reuse.row_store import records_of
 
+_MAPS = "attmemo build-database --reuse maps …"
+
 
 class RowRecorder:
     """Records of rows. Inside of its context the model runs over packed rows, exactly, and reuses nothing.
@@ -76,12 +78,12 @@ class RowRecorder:
         if len(self._kept) != 1:
             stats = handle.stats()
             reasons = [*stats["failures"], *stats["ineligible"], "the blocks were not called once"]
-            raise UnsupportedModelError(f"rows cannot be captured: {reasons[0]}.", "attmemo build-database without it")
+            raise UnsupportedModelError(f"rows cannot be captured: {reasons[0]}.", _MAPS)
         lengths, rows, last = self._kept.pop()
         tokens = packed_tokens(inputs.get("input_ids"), inputs.get("token_type_ids"), lengths)
         if tokens is None:
             raise UnsupportedModelError(
-                "rows cannot be captured: the inputs have no token ids.", "--reuse maps keeps records of any input"
+                "rows cannot be captured: the inputs have no token ids.", f"{_MAPS}: maps are kept of any input"
             )
         parts = np.split(tokens, np.cumsum(lengths)[:-1])
         return [record.slots for record in records_of(lengths, rows, last, self._types, self._heads, parts)]

@@ -73,7 +73,7 @@ class RowTrial:
 
     def parts_ms(self, handle: StackMemoization) -> dict[str, float]:
         stats = handle.stats()
-        return {part: stats[f"ms_{part}"] for part in ("plan", "fetch", "blocks")}
+        return {part: stats[f"ms_{part}"] for part in ("lookup", "plan", "fetch", "blocks")}
 
     def rates(self, handle: StackMemoization) -> dict[str, float]:
         stats = handle.stats()

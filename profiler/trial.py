@@ -11,8 +11,7 @@ from attmemo.profiler.timing import Path
 
 
 class Trial(Protocol):
-    """One kind of reuse under measurement. The model is memoized by `serve`, and left so.
-    """
+    """One kind of reuse under measurement. `serve` memoizes the model; the model stays memoized."""
 
     @property
     def reuse(self) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES
+import transformers
+from families import FAMILIES, VOCABULARY
 from packed_tools import MODELS, NEAR, REFUSED, batch, gap, has_types, host_of, last, longest, pair, valid
 from torch import Tensor, nn
 
@@ -708,3 +709,104 @@ def test_a_database_that_was_asked_for_and_is_missing_is_an_error(
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
     with pytest.raises(DatabaseNotFoundError, match=r"no database .*for this model"):
         memoize(FAMILIES["BERT"].make(), **asked)
+
+
+class TestBlocksThatTheModelCalls:
+    """The first block does the work of all: what holds for one of them must hold for the whole stack."""
+
+    def test_gradients_reach_the_blocks_behind_a_frozen_first_one(self) -> None:
+        bare, model = pair("ModernBERT")
+        for one in (bare, model):
+            host = host_of(one)
+            for part in (host.embeddings, host.layers[0]):
+                part.requires_grad_(False)
+            host(**batch([7, 5]))[0].sum().backward()
+        for mine, own in zip(model.parameters(), bare.parameters(), strict=True):
+            assert (mine.grad is None) == (own.grad is None)
+        assert host_of(model).layers[1].attn.Wo.weight.grad is not None
+        assert "gradients" in next(iter(model.attmemo.stats()["ineligible"]))
+
+    def test_disabling_waits_for_a_forward_of_another_thread(self) -> None:
+        bare, model = pair("ModernBERT")
+        inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
+        serve = model.attmemo.engine.reuse.serve
+
+        def slow(*given: Any) -> Any:
+            served = serve(*given)
+            inside.set()
+            assert go.wait(30)
+            return served
+
+        model.attmemo.engine.reuse.serve = slow
+        asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
+        asker.start()
+        assert inside.wait(30)
+        switch = threading.Thread(target=model.attmemo.disable)
+        switch.start()
+        switch.join(0.2)
+        assert switch.is_alive(), "the first block has done the work of those behind it"
+        go.set()
+        asker.join(30)
+        switch.join(30)
+        assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
+        assert not model.attmemo.enabled
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_a_forward_put_around_a_block_sees_what_the_original_would(self, number: int) -> None:
+        bare, model = pair("ModernBERT")
+        seen: dict[int, Any] = {}
+        for one in (bare, model):
+            block = host_of(one).layers[number]
+
+            def around(hidden: Tensor, *args: Any, own: Any = block.forward, key: int = id(one), **more: Any) -> Any:
+                seen[key] = hidden
+                return own(hidden, *args, **more)
+
+            block.forward = around
+        inputs = batch([8, 3])
+        assert torch.equal(last(model, inputs), last(bare, inputs))
+        assert torch.equal(seen[id(model)], seen[id(bare)])
+        assert "a forward of its own" in next(iter(model.attmemo.stats()["ineligible"]))
+
+
+@pytest.mark.parametrize("name", ["RobertaPreLayerNorm", "XLMRobertaXL"])
+def test_a_relative_of_a_family_is_refused_with_the_form_that_is_unknown(name: str) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=VOCABULARY)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    with pytest.raises(UnsupportedModelError, match="unknown form"):
+        memoize(model, reuse="none")
+
+
+def test_a_model_that_cannot_be_packed_is_told_that_the_database_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
+    with pytest.raises(DatabaseNotFoundError):
+        memoize(FAMILIES["BERT"].make().to(torch.float16))
+    assert "nothing is reused" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reuse": "none", "database": "somewhere"}, {"reuse": "none", "threshold": 0.5}, {"reuse": "none", "near": 2},
+        {"reuse": "maps", "most_moved": 3}, {"reuse": "rows", "lookup": "layer"}, {"reuse": "rows", "fetch": "copy"},
+        {"near": 1.5}, {"near": "1"}, {"most_moved": 10**30}, {"near": True},
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_kind_of_reuse_or_of_a_wrong_type_is_refused(asked: dict[str, Any]) -> None:
+    model = FAMILIES["BERT"].make()
+    with pytest.raises(ValueError, match=r"near|most_moved|settings of maps|reuses nothing"):
+        memoize(model, **asked)
+    assert not hasattr(model, "attmemo")
+
+
+def test_keys_are_turned_without_being_scaled_again() -> None:
+    model = MODELS["NomicBERT"]()
+    rotary = host_of(model).rotary_emb
+    rotary.attention_scaling = 1.139  # as YaRN has it: stored keys hold the factor already
+    packed = memoize(model, reuse="none").attmemo.packed
+    turn = packed.positions(32).turn("")
+    assert turn is not None
+    assert torch.allclose(turn.cos**2 + turn.sin**2, torch.ones_like(turn.cos), atol=1e-5)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters.base import Call
+from attmemo.adapters.base import Adapter, Call
 from attmemo.adapters.masks import Spans, read_mask, spans_of
 from attmemo.adapters.projections import is_linear
 from attmemo.kernels.row_attention import Disentangled
@@ -85,6 +85,11 @@ class Blocks:
     ) -> None:  # fmt: skip
         self.module, self.blocks, self.followers = module, tuple(blocks), tuple(followers)
         self.heads, self.width, self.scale = heads, width, scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept beside the model's weights."""
+        return 0
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -198,6 +203,15 @@ class RotaryBlocks(Blocks):
     def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
         return cosine[0], sine[0]
+
+
+def find_blocks(adapter: Adapter, model: nn.Module) -> Blocks | str:
+    """The blocks of a model, or why they cannot be run over packed rows."""
+    try:
+        found = adapter.blocks(model)
+    except AttributeError as error:
+        return f"its blocks are of an unknown form ({error})"
+    return found if isinstance(found, str) else found.refusal() or found
 
 
 def bert_block(

@@ -88,6 +88,10 @@ class DisentangledBlocks(Blocks):
     In some models a convolution over the embedded tokens is added to what the first block gives.
     """
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._kept: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+
     def leave(self, hidden: Tensor, call: Call) -> Any:
         from transformers.modeling_outputs import BaseModelOutput  # seconds to import
 
@@ -108,19 +112,34 @@ class DisentangledBlocks(Blocks):
         return activated
 
     def disentangled(self, layer: int, span: int) -> Disentangled | None:
+        own = self._own(layer)
+        key, query = self._projected(layer)
+        return None if key is None and query is None else Disentangled(key, query, _buckets(own, span))
+
+    def _own(self, layer: int) -> Any:
         encoder: Any = self.module
-        own = encoder.layer[layer].attention.self
-        terms = own.pos_att_type if own.relative_attention else ()
-        if "c2p" not in terms and "p2c" not in terms:
-            return None
-        embedded = encoder.get_rel_embedding()[: 2 * own.pos_ebd_size]
-        shared = own.share_att_key
-        key = query = None
-        if "c2p" in terms:
-            key = (own.key_proj if shared else own.pos_key_proj)(embedded)
-        if "p2c" in terms:
-            query = (own.query_proj if shared else own.pos_query_proj)(embedded)
-        return Disentangled(key, query, _buckets(own, span))
+        return encoder.layer[layer].attention.self
+
+    def _projected(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Projected relative embeddings of a layer: one pair for sequences of any length."""
+        found = self._kept.get(layer)
+        if found is None:
+            encoder: Any = self.module
+            own = self._own(layer)
+            terms = own.pos_att_type if own.relative_attention else ()
+            key = query = None
+            if "c2p" in terms or "p2c" in terms:
+                embedded = encoder.get_rel_embedding()[: 2 * own.pos_ebd_size]
+            if "c2p" in terms:
+                key = (own.key_proj if own.share_att_key else own.pos_key_proj)(embedded)
+            if "p2c" in terms:
+                query = (own.query_proj if own.share_att_key else own.pos_query_proj)(embedded)
+            found = self._kept[layer] = key, query
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for pair in self._kept.values() for part in pair if part is not None)
 
 
 def _buckets(own: Any, span: int) -> npt.NDArray[np.int32]:

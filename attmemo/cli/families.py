@@ -73,6 +73,7 @@ def _look_at(name: str) -> dict[str, Any]:
     from transformers import AutoModel
 
     from attmemo.adapters import adapter_for
+    from attmemo.adapters.blocks import find_blocks
     from attmemo.errors import UnsupportedModelError
     from attmemo.loading import load_config, quiet
 
@@ -90,8 +91,8 @@ def _look_at(name: str) -> dict[str, Any]:
         adapter, sites = adapter_for(bare)
     except UnsupportedModelError as error:
         return about | {"supported": False, "reason": error.what.rstrip(".")}
-    blocks = adapter.blocks(bare)
-    no_rows = blocks if isinstance(blocks, str) else blocks.refusal()
+    blocks = find_blocks(adapter, bare)
+    no_rows = blocks if isinstance(blocks, str) else None
     return about | {
         "reuse": ["maps", "rows"] if no_rows is None else ["maps"], "no_rows": no_rows,
         "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,

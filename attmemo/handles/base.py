@@ -65,9 +65,17 @@ class Memoization(ABC):
         for hook in (*hooks, ModelHook(self, self.engine, self.host)):
             hook.insert()
             self._hooks.append(hook)
+        self.engine.reuse.watch([(hook.module, hook) for hook in hooks])
 
     def disable(self) -> None:
-        """Put the original `forward` of every module back; nothing of the engine stays in the way."""
+        """Put the original `forward` of every module back; nothing of the engine stays in the way.
+
+        Where the model itself calls the blocks, this waits for forwards of other threads: the first block has done the
+        work of those behind it, which must not do it again. Not to be called from inside of a forward.
+        """
+        if self._hooks and self._followers:
+            self._hooks.pop().remove()  # the model's: from now on forwards are the original ones
+            self.engine.wait()
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Adapter, Site
-from attmemo.adapters.blocks import Blocks
+from attmemo.adapters.blocks import Blocks, find_blocks
 from attmemo.db import KIND_ROWS, Database
 from attmemo.engine import Engine
 from attmemo.errors import DatabaseError, UnsupportedModelError
@@ -42,8 +42,6 @@ class StackMemoization(Memoization):
     packed : Packed
         The blocks, made ready.
     planner : Planner
-    threshold : float or None
-        Share of its tokens that a record must supply; None if nothing is reused.
     """
 
     def __init__(
@@ -51,7 +49,11 @@ class StackMemoization(Memoization):
     ) -> None:
         super().__init__(model, [site], engine, owned=owned, followers=packed.blocks.followers)
         self.packed, self.planner = packed, planner
-        self.threshold = planner.threshold if isinstance(planner, RowPlanner) else None
+
+    @property
+    def threshold(self) -> float | None:
+        """Share of its tokens that a record must supply; None if nothing is reused."""
+        return self.planner.threshold if isinstance(self.planner, RowPlanner) else None
 
     @property
     def reuse(self) -> str:
@@ -65,23 +67,24 @@ class StackMemoization(Memoization):
         -------
         dict
             ``sequences`` (run over packed rows), ``served`` (of these from a record), ``tokens`` (valid ones),
-            ``rows_computed``, ``share_computed``, milliseconds by part (``ms_plan``: lookup and alignment,
-            ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by reason), ``ineligible`` (sequences that the
-            original code computed, by reason), ``failures`` (the same after an error, by the error's text),
+            ``rows_computed``, ``share_computed``, milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
+            choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by reason), ``ineligible`` (sequences
+            that the original code computed, by reason), ``failures`` (sequences after an error, by the error's text),
             ``weight_bytes`` (of weights made ready, beside the model's own).
         """
         counters = self.engine.counters.copy()
-        layer, done = counters.layers[0], counters.done
+        done = counters.done
         return {
             "enabled": self.enabled,
             "reuse": self.reuse,
             "database": None if self.database is None else str(self.database.path),
             "threshold": self.threshold,
             "sequences": done.sequences,
-            "served": layer.hits,
+            "served": done.served,
             "tokens": done.tokens,
             "rows_computed": done.rows,
             "share_computed": done.rows / done.tokens if done.tokens else None,
+            "ms_lookup": 1e3 * done.lookup_seconds,
             "ms_plan": 1e3 * done.plan_seconds,
             "ms_fetch": 1e3 * done.fetch_seconds,
             "ms_blocks": 1e3 * done.blocks_seconds,
@@ -161,14 +164,13 @@ def _dtype(encoder: nn.Module) -> torch.dtype:
 
 def blocks_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Blocks:
     """The model's blocks, or UnsupportedModelError."""
-    found = adapter.blocks(encoder)
-    reason = found if isinstance(found, str) else found.refusal()
-    dtype = _dtype(encoder)
+    found, dtype = find_blocks(adapter, encoder), _dtype(encoder)
+    reason = found if isinstance(found, str) else None
     if reason is None and dtype not in TYPES:
         reason = f"its weights are {dtype}; blocks are packed in {' and '.join(str(kind)[6:] for kind in TYPES)}"
     if reason is not None:
         raise UnsupportedModelError(
-            f"reuse={reuse!r} does not know the blocks of {type(encoder).__name__}: {reason}.",
+            f"reuse={reuse!r} cannot run the blocks of {type(encoder).__name__}: {reason}.",
             "reuse='maps' with a database of maps; attmemo families lists what each family can do",
         )
     assert not isinstance(found, str)

@@ -45,8 +45,11 @@ class Rule:
     ends: bool = True
 
     def __post_init__(self) -> None:
-        if self.near < 0 or (self.most_moved is not None and self.most_moved < 0):
-            raise ValueError(f"near and most_moved must not be negative; seen {self.near} and {self.most_moved}")
+        for name, value in (("near", self.near), ("most_moved", self.most_moved)):
+            if value is None and name == "most_moved":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+                raise ValueError(f"{name} must be a whole number of tokens, not negative; got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,13 @@ class RowGate:
             s = self._state
             self._state = _State(s.tokens, s.saved, s.seconds, s.left + 1, s.wait)
 
-    def record(self, tokens: int, saved: int, seconds: float) -> None:
+    def record(self, tokens: int, saved: int, seconds: float, seconds_per_row: float | None = None) -> None:
         """A batch of so many tokens was looked up, and so many rows need not be computed."""
         with self._lock:
             s = self._state
             kept = 0.5 if s.tokens > REMEMBERED else 1.0
-            wait = 1 if saved else min(RARELY, 2 * s.wait)
+            paid = saved > 0 and (seconds_per_row is None or saved * seconds_per_row >= seconds)
+            wait = 1 if paid else min(RARELY, 2 * s.wait)
             self._state = _State(kept * s.tokens + tokens, kept * s.saved + saved, kept * s.seconds + seconds, 0, wait)
 
     @property

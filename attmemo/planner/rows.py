@@ -17,7 +17,7 @@ from attmemo.embed.lookup import Found, LookupName
 from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import RowGate
-from attmemo.plan import Plan, RowShare, Share
+from attmemo.plan import Plan, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
 
 THRESHOLD: Final = 0.5
@@ -68,35 +68,38 @@ class RowPlanner:
         batch = len(spans.lengths)
         tokens = self._tokens(given.arguments, spans, int(call.hidden.shape[1]))
         done = counters.done
+        seconds_per_row = done.blocks_seconds / done.rows if done.rows else None
         if isinstance(tokens, str):
             counters.skip(tokens, batch)
             return whole
         if not len(self.index):
             counters.skip("there is no record yet", batch)
             return whole
-        if not self.gate.ask(done.blocks_seconds / done.rows if done.rows else None):
+        if not self.gate.ask(seconds_per_row):
             self.gate.leave()
             counters.skip("a lookup does not pay", batch)
             return whole
         lengths = np.asarray(spans.lengths, np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        found = self.index.best(tokens, starts, self.rule)
+        candidates = self.index.candidates(tokens, starts)
+        looked = perf_counter()
+        found = self.index.align(tokens, starts, candidates, self.rule)
         served = (found.record >= 0) & (lengths - found.computed >= self.threshold * lengths)
         served &= found.computed < lengths
         sequences = np.flatnonzero(served)
         saved = int((lengths - found.computed)[sequences].sum())
-        seconds = perf_counter() - start
-        self.gate.record(len(tokens), saved, seconds)
-        counters.work(0, 0, 0, plan=seconds)
-        near = Found(found.record, (found.computed / lengths).astype(np.float32))
+        end = perf_counter()
+        self.gate.record(len(tokens), saved, end - start, seconds_per_row)
+        counters.planned(looked - start, end - looked)
+        seen = Found(found.record, (found.computed / lengths).astype(np.float32))
         if not len(sequences):
-            return Plan(spans=spans, found=near, layers=whole.layers)
+            return Plan(spans=spans, found=seen, layers=whole.layers)
         source = np.where(np.repeat(served, lengths), found.source, np.int32(-1)).astype(np.int32)
         record = np.where(served, found.record, -1)
-        predicted = float((1.0 - near.distances[sequences]).sum())
+        predicted = float((1.0 - seen.distances[sequences]).sum())
         missed = Rows.without(batch, sequences)
-        share: Share = RowShare(sequences, record[sequences], missed, predicted, source, record)
-        return Plan(spans=spans, found=near, layers={layer: share})
+        share = RowShare(sequences, record[sequences], missed, predicted, source, record)
+        return Plan(spans=spans, found=seen, layers={layer: share})
 
     def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | str:
         """Ids of all valid tokens, packed; or why they cannot be looked up."""

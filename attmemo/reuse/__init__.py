@@ -5,7 +5,7 @@ Each kind is one file with one class that follows `Reuse`. `maps` supplies atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -28,9 +28,17 @@ class Reuse(Protocol):
     """Value of ``reuse=`` that asks for this kind."""
     whole: ClassVar[bool]
     """Whether one call does the work of all blocks."""
+    failure: ClassVar[str]
+    """What is said when a call could not be served."""
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
         """The call, or the reason why this call must stay exact."""
+
+    def watch(self, hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> None:
+        """Told which `forward` stands in front of which module."""
+
+    def modules(self, site: Site) -> Sequence[nn.Module]:
+        """The modules whose work a call of this site does."""
 
     def window(self, module: nn.Module) -> int | None:
         """How far a token sees by the module's mask; None: without a limit."""

@@ -5,7 +5,7 @@ Source: AttMEMO (arXiv 2301.09262), section 4 and Fig. 8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, ClassVar
@@ -62,6 +62,7 @@ class Maps:
 
     name: ClassVar[str] = "maps"
     whole: ClassVar[bool] = False
+    failure: ClassVar[str] = "maps could not be read"
 
     def __init__(self, adapter: Adapter, database: Database, fetch: FetcherName = "auto") -> None:
         self.adapter, self.database = adapter, database
@@ -69,6 +70,12 @@ class Maps:
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
         return self.adapter.read(site.module, args, dict(kwargs))
+
+    def watch(self, hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> None:
+        """A `forward` around a module sees what the original one would."""
+
+    def modules(self, site: Site) -> Sequence[nn.Module]:
+        return (site.module,)
 
     def window(self, module: nn.Module) -> int | None:
         return self.adapter.window(module)

@@ -55,7 +55,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that were made ready, beside the model's own."""
-        return sum(linear.nbytes for layer in self._layers for linear in layer.linears)
+        return self.blocks.nbytes + sum(linear.nbytes for layer in self._layers for linear in layer.linears)
 
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor, fetch: Fetch | None = None,
@@ -198,7 +198,8 @@ class Positions:
         if kind not in self._turns:
             distances = torch.arange(1 - self._span, self._span)
             cosine, sine = self._blocks.angles(kind, distances, torch.float32)
-            half = cosine.shape[1] // 2
+            scale = torch.hypot(cosine, sine)  # not 1 with YaRN: stored keys have this factor already
+            cosine, sine, half = cosine / scale, sine / scale, cosine.shape[1] // 2
             self._turns[kind] = Turn(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
         return self._turns[kind]
 

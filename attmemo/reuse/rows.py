@@ -9,6 +9,7 @@ Rows that are computed are exact arithmetic over approximate keys.
 
 from __future__ import annotations
 
+import logging
 from time import perf_counter
 from typing import ClassVar
 
@@ -20,12 +21,18 @@ from torch import Tensor
 from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
 from attmemo.counters import Counters
+from attmemo.errors import AttmemoError
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
 from attmemo.reuse.stack import Stack, places_of, positions_of
+
+_LOG = logging.getLogger("attmemo")
+
+# A file that went away, a closed database: they cost time, not requests.
+_UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
 
 
 class Rows(Stack):
@@ -56,8 +63,14 @@ class Rows(Stack):
         computed = torch.from_numpy(np.flatnonzero(fresh))
         if places is not None:
             computed = places.index_select(0, computed)
+        try:
+            fetched = self.store.fetch(share.record)
+            begins, dtype = fetched.last()
+        except _UNREADABLE as error:
+            if counters.failure("records could not be read", error, len(share.sequences)):
+                _LOG.warning("attmemo: records could not be read, sequences are computed whole: %s", error)
+            return super().serve(site, call, spans, share, counters)
         layout = layout_of(lengths, share.source)
-        fetched = self.store.fetch(share.record)
         planned = perf_counter()
         rows = call.hidden.reshape(batch * padded, size).index_select(0, computed)
         positions = positions_of(computed, batch, padded)
@@ -68,12 +81,14 @@ class Rows(Stack):
         done = perf_counter()
         output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
         kept = np.flatnonzero(~fresh)
-        begins, dtype = fetched.last()
         row_bytes = np.uint64(size * dtype.itemsize)
         addresses = np.repeat(begins, lengths)[kept] + share.source[kept].astype(np.uint64) * row_bytes
         copy_rows(addresses, dtype, kept if places is None else places.numpy()[kept], output)
         fetching = planned - start + perf_counter() - done
-        counters.work(batch, len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned)
+        counters.work(
+            batch, len(fresh), int(layout.starts[-1]), served=len(share.sequences), fetch=fetching,
+            blocks=done - planned,
+        )  # fmt: skip
         return output.view(batch, padded, size)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ pooler and the head are the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -48,6 +48,7 @@ class Stack:
 
     name: ClassVar[str] = "none"
     whole: ClassVar[bool] = True
+    failure: ClassVar[str] = "the blocks could not be run over packed rows"
 
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
@@ -57,7 +58,8 @@ class Stack:
         inner = [child for module in blocks.modules for child in module.modules() if child not in whole]
         hooks = [(child._forward_hooks, child._forward_pre_hooks) for child in inner]
         everywhere = nn.modules.module
-        self._own = [child.__dict__ for child in inner if child not in blocks.modules]
+        self._members = [child.__dict__ for child in inner if child not in blocks.modules]
+        self._fronts: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         self._hooks: list[Any] = [hook for pair in hooks for hook in pair]
         self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
 
@@ -71,9 +73,18 @@ class Stack:
             return "autocast"
         if any(_matters(hook) for hooks in self._hooks if hooks for hook in hooks.values()):
             return "a module inside of the blocks has hooks"
-        if any("forward" in own for own in self._own):
+        if any("forward" in members for members in self._members) or any(
+            members.get("forward") is not hook for members, hook in self._fronts
+        ):
             return "a module inside of the blocks has a forward of its own"
         return call
+
+    def watch(self, hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> None:
+        # Blocks that the model itself calls: a `forward` put around one of them would see the last hidden states.
+        self._fronts = [] if self.blocks.whole else [(module.__dict__, hook) for module, hook in hooks]
+
+    def modules(self, site: Site) -> Sequence[nn.Module]:
+        return self.blocks.modules
 
     def window(self, module: nn.Module) -> int | None:
         return self.blocks.mask_window
