@@ -642,7 +642,7 @@ class TestWork:
 
     def test_bench_of_rows_refuses_a_family_without_blocks(self) -> None:
         said = refuse("bench", "rows", "--family", "albert", "--hidden", "32", "--heads", "2", "--length", "16")
-        assert "does not know the blocks" in said
+        assert "cannot run the blocks" in said
 
     def test_bench_of_a_shape_that_is_none(self) -> None:
         assert "multiple of heads" in refuse("bench", "layer", "--hidden", "100", "--heads", "12")
