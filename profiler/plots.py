@@ -146,8 +146,8 @@ def _draw_controls(axes: Axes, result: Result) -> None:
 
 
 _PARTS: Final = {
-    "exact": ("", GREY), "lookup": ("embed and search", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
-    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("lookup and plan", ORANGE),
+    "exact": ("", GREY), "lookup": ("lookup", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
+    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("plan of rows", "#9c5a8a"),
     "fetch": ("fetch of rows", GREEN), "blocks": ("blocks, rows computed", BLUE),
     "other": ("the rest of the model", "#b4c1c9"),
 }  # fmt: skip
