@@ -72,7 +72,7 @@ def test_time_stands_against_both_exact_paths(result: dict[str, Any]) -> None:
     time = result["time"]
     assert time["exact_ms"].keys() == time["speedups"].keys() == {"stock", "packed"}
     assert time["speedup"] == time["speedups"][time["best_exact"]]
-    assert time["parts_ms"].keys() == {"plan", "fetch", "blocks", "other"}
+    assert time["parts_ms"].keys() == {"lookup", "plan", "fetch", "blocks", "other"}
     assert all(part > 0.0 for name, part in time["parts_ms"].items() if name != "other")
 
 
