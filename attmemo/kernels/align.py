@@ -48,8 +48,8 @@ class Rule:
         for name, value in (("near", self.near), ("most_moved", self.most_moved)):
             if value is None and name == "most_moved":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
-                raise ValueError(f"{name} must be a whole number of tokens, not negative; got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+                raise ValueError(f"{name} must be a whole number of tokens and must not be negative; got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
