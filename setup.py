@@ -46,41 +46,27 @@ setup(
             extra_link_args=CHECKS,
             libraries=["dl"],
         ),
-        Extension(
-            "attmemo.kernels._cache_attention",
-            # One source for each instruction set: see native/attention.h.
-            sources=["native/cache_attention.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
-            depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
-            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-            extra_link_args=CHECKS,
-            libraries=["dl", "m"],
+        *(
+            Extension(
+                f"attmemo.kernels._{front}",
+                # One source for each instruction set: see native/attention.h.
+                sources=[f"native/{front}.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
+                depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
+                extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+                extra_link_args=CHECKS,
+                libraries=["dl", "m"],
+            )
+            for front in ("cache_attention", "row_attention")
         ),
-        Extension(
-            "attmemo.kernels._row_attention",
-            sources=["native/row_attention.c", *(f"native/attention_{name}.c" for name in ATTENTION)],
-            depends=[f"native/{name}.h" for name in ATTENTION_PARTS] + SHARED,
-            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
-            extra_link_args=CHECKS,
-            libraries=["dl", "m"],
-        ),
-        Extension(
-            "attmemo.kernels._ngram",
-            sources=["native/ngram.c"],
-            extra_compile_args=[*STRICT, "-O3", *CHECKS],
-            extra_link_args=CHECKS,
-        ),
-        Extension(
-            "attmemo.kernels._rows",
-            sources=["native/rows.c"],
-            depends=["native/numbers.h"],
-            extra_compile_args=[*STRICT, "-O3", *CHECKS],
-            extra_link_args=CHECKS,
-        ),
-        Extension(
-            "attmemo.kernels._align",
-            sources=["native/align.c"],
-            extra_compile_args=[*STRICT, "-O3", *CHECKS],
-            extra_link_args=CHECKS,
+        *(
+            Extension(
+                f"attmemo.kernels._{name}",
+                sources=[f"native/{name}.c"],
+                depends=["native/numbers.h"],
+                extra_compile_args=[*STRICT, "-O3", *CHECKS],
+                extra_link_args=CHECKS,
+            )
+            for name in ("ngram", "align", "rows")
         ),
     ],
 )

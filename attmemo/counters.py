@@ -108,6 +108,10 @@ class Counters:
         with self._lock:
             self.layers[layer].lookup_seconds += seconds
 
+    def reason(self, otherwise: str = "no reason was counted") -> str:
+        """Why something was not served, for messages: the first reason that was counted."""
+        return next(iter([*self.failures, *self.ineligible]), otherwise)
+
     def failure(self, what: str, error: Exception, sequences: int) -> bool:
         """An error that leaves sequences exact. True if the error is a new one."""
         text = str(error).splitlines()

@@ -23,6 +23,12 @@ class Share:
     missed: Rows  # all other sequences of the batch
     predicted: float  # sum of the predicted similarity scores
 
+    @staticmethod
+    def nothing(batch: int) -> Share:
+        """No sequence of the batch is served from a record."""
+        none = np.empty(0, np.int64)
+        return Share(none, none, Rows.without(batch, none), 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class RowShare(Share):

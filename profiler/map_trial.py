@@ -66,7 +66,7 @@ class MapTrial:
             "threshold": scores[0] if len(set(scores)) == 1 else scores, "threshold_source": handle.threshold_source,
             "lookup": handle.lookup, "hit_rate": stats["hit_rate"], "ineligible": sum(stats["ineligible"].values()),
             "layers": [
-                {key: row[key] for key in [*keys, "why", "ms_spent"]} | {"ms_saved": row["ms_saved"] or 0.0}
+                {key: row[key] for key in [*keys, "ms_spent"]} | {"ms_saved": row["ms_saved"] or 0.0}
                 for row in stats["layers"]
             ],
         }  # fmt: skip

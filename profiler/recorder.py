@@ -60,4 +60,3 @@ class Recorder(AbstractContextManager["Recorder"], Protocol):
 
     def admission(self, admit: float | None, writer: DatabaseWriter) -> Admission:
         """What leaves out texts that a record already stands for; `admit` is how well it must do so."""
-

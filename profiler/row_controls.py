@@ -5,6 +5,7 @@ They are served to the very sequences that a record serves, through the same pla
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,30 +17,24 @@ from torch import Tensor
 
 from attmemo.db import KIND_LAST, KIND_ROWS, KIND_SCALES, KIND_TOKENS, Database
 from attmemo.engine import Engine
-from attmemo.reuse.row_store import Fetched, HeldRows, Record
+from attmemo.reuse.row_store import Held, Record, RowStore
 from attmemo.reuse.rows import Rows
 
 MEAN_OF = 64  # records that mean rows average
 
 
-class StandIn:
-    """Records of a database with the numbers of other ones; follows `RowStore`."""
+class StandIn(RowStore):
+    """Records of a database with the numbers of other ones. Nothing is held, so there is nothing to close."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.index = HeldRows([]).index  # lookups stay with the store whose place this one takes
 
-    def fetch(self, records: npt.NDArray[np.int64]) -> Fetched:
-        served = records >= 0
-        held = HeldRows([self.instead(int(record)) for record in records[served]])
-        return held.fetch(np.where(served, np.cumsum(served) - 1, -1))
+    def fetch(self, records: npt.NDArray[np.int64]) -> Held:
+        return Held([None if record < 0 else self.instead(record) for record in records.tolist()])
 
-    def close(self) -> None:
-        """Nothing is held."""
-
+    @abstractmethod
     def instead(self, record: int) -> Record:
         """What is served for a record, with as many tokens."""
-        raise NotImplementedError
 
 
 class ZeroedRows(StandIn):

@@ -76,9 +76,8 @@ class RowRecorder:
         with torch.inference_mode():
             handle.host(**inputs)
         if len(self._kept) != 1:
-            stats = handle.stats()
-            reasons = [*stats["failures"], *stats["ineligible"], "the blocks were not called once"]
-            raise UnsupportedModelError(f"rows cannot be captured: {reasons[0]}.", _MAPS)
+            reason = handle.engine.counters.reason("the blocks were not called once")
+            raise UnsupportedModelError(f"rows cannot be captured: {reason}.", _MAPS)
         lengths, rows, last = self._kept.pop()
         tokens = packed_tokens(inputs.get("input_ids"), inputs.get("token_type_ids"), lengths)
         if tokens is None:

@@ -64,5 +64,3 @@ class Trial(Protocol):
 
     def verdict(self, result: dict[str, Any]) -> str:
         """One honest sentence."""
-
-

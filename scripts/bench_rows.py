@@ -31,12 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.adapters import adapter_for
-from attmemo.db import DatabaseWriter, Provenance, kinds_of_rows
-from attmemo.db.forms import ROW_STORAGE, TYPES
-from attmemo.planner.rows import packed_tokens
-from attmemo.profiler.build import describe
-from attmemo.reuse.row_store import records_of
+from attmemo.db import Database
+from attmemo.db.forms import ROW_STORAGE
+from attmemo.profiler.build import build_from_inputs
 
 Tokens = list[int]
 Batch = dict[str, Tensor]
@@ -288,29 +285,9 @@ class _Logits:
 
 def store(model: nn.Module, case: Case, path: Path, storage: str) -> int:
     """A database of the case's stored inputs. Bytes of one record, on average."""
-    adapter, sites = adapter_for(model)
-    info = describe(model, adapter, sites, "benchmark", 512, None)
-    kinds = kinds_of_rows(info, storage)
-    of = tuple(TYPES[name] for name in ROW_STORAGE[storage])
-    memoize(model, reuse="none")
-    stack = model.attmemo.engine.reuse  # type: ignore[union-attr]
-    kept: list[Any] = []
-    stack.keep = lambda *given: kept.append(given)
-    with DatabaseWriter(path, info, storage, {}, kinds=kinds) as writer, torch.inference_mode():
-        source = writer.add_source("stored", "0" * 32)
-        for at in range(0, len(case.stored), 32):
-            batch = padded(case.stored[at : at + 32], case.pad)
-            model(**batch)
-            lengths, rows, last = kept.pop()
-            tokens = packed_tokens(batch["input_ids"], None, lengths)
-            assert tokens is not None
-            parts = np.split(tokens, np.cumsum(lengths)[:-1])
-            for record in records_of(lengths, rows, last, of, stack.blocks.heads, parts):  # type: ignore[arg-type]
-                writer.add(record.slots, len(record.tokens), Provenance(source, at))
-        writer.publish()
-        total = writer.stored_bytes
-    unmemoize(model)
-    return total // len(case.stored)
+    stored = (padded(case.stored[at : at + 32], case.pad) for at in range(0, len(case.stored), 32))
+    with Database(build_from_inputs(model, stored, path, reuse="rows", storage=storage)) as database:
+        return database.bytes // len(database)
 
 
 def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compiling: bool) -> dict[str, Any]:

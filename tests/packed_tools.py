@@ -15,13 +15,10 @@ from torch import Tensor, nn
 
 from attmemo import memoize
 from attmemo.adapters import adapter_for
-from attmemo.db import KIND_LAST, KIND_ROWS, DatabaseWriter, Provenance
-from attmemo.db.forms import TYPES
-from attmemo.db.kinds import kinds_of_rows
+from attmemo.db import KIND_TOKENS, DatabaseWriter, Provenance
 from attmemo.plan import Share
-from attmemo.planner.rows import packed_tokens
 from attmemo.profiler.build import describe
-from attmemo.selfchecks.rows import records_of
+from attmemo.profiler.row_recorder import RowRecorder, row_form
 
 Inputs = dict[str, Tensor]
 
@@ -122,23 +119,14 @@ def rows_database(model: nn.Module, batches: Sequence[Inputs], path: Path, stora
     """A database of the rows of all sequences of these batches, made by packed blocks."""
     adapter, sites = adapter_for(model)
     info = describe(model, adapter, sites, "test", 512, None)
-    kinds = kinds_of_rows(info, storage)
-    types = {kind.name: TYPES[kind.dtype] for kind in kinds}
-    packed = memoize(copy.deepcopy(model), reuse="none")
-    seen: list[Any] = []
-    packed.attmemo.engine.reuse.keep = lambda *found: seen.append(found)
-    with DatabaseWriter(path, info, storage, {}, kinds=kinds) as writer:
-        source, row = writer.add_source("test", "0" * 32), 0
-        for inputs in batches:
-            last(packed, inputs)
-            lengths, rows, hidden = seen.pop()
-            tokens = packed_tokens(inputs["input_ids"], inputs.get("token_type_ids"), lengths)
-            assert tokens is not None
-            own = np.split(tokens, np.cumsum(lengths)[:-1])
-            storages = types[KIND_ROWS], types[KIND_LAST]
-            for record in records_of(lengths, rows, hidden, storages, info.heads, own):
-                writer.add(record.slots, len(record.tokens), Provenance(source, row))
-                row += 1
+    form = row_form(info, storage)
+    with (
+        RowRecorder(copy.deepcopy(model), adapter, form) as recorder,
+        DatabaseWriter(path, info, storage, {}, kinds=form.kinds) as writer,
+    ):
+        source = writer.add_source("test", "0" * 32)
+        for row, slots in enumerate(slots for inputs in batches for slots in recorder.run(inputs)):
+            writer.add(slots, len(slots[KIND_TOKENS][0]), Provenance(source, row))
         writer.publish()
     return path
 

@@ -45,11 +45,6 @@ class BertAdapter(Adapter):
             own, out = layer.attention.self, layer.attention.output
             if getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
                 return "its blocks are those of a decoder"
-            found.append(
-                bert_block(
-                    layer, (own.query, own.key, own.value), out.dense, out.LayerNorm, layer.intermediate.dense,
-                    layer.intermediate.intermediate_act_fn, layer.output.dense, layer.output.LayerNorm,
-                )
-            )  # fmt: skip
+            found.append(bert_block(layer, (own.query, own.key, own.value), out.dense, out.LayerNorm))
         heads, width = self.shape(encoder.layer[0].attention.self)
         return Blocks(encoder, found, heads, width, width**-0.5)

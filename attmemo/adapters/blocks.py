@@ -174,9 +174,12 @@ class Blocks:
         """Position terms of DeBERTa for one layer."""
         return None
 
-    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[N, d]`` of rotary positions ``[N]``, as the model computes them in this type."""
-        raise NotImplementedError(f"{type(self).__name__} has no rotary positions")
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines ``[N, d]`` of rotary positions ``[N]``, as the model computes them in this type.
+
+        None if positions are not rotary.
+        """
+        return None
 
 
 def _is_norm(norm: nn.Module | None) -> bool:
@@ -214,9 +217,10 @@ def find_blocks(adapter: Adapter, model: nn.Module) -> Blocks | str:
     return found if isinstance(found, str) else found.refusal() or found
 
 
-def bert_block(
-    module: nn.Module, qkv: Sequence[nn.Module], out: nn.Module, behind: nn.Module, up: nn.Module,
-    activation: Callable[[Tensor], Tensor], down: nn.Module, behind_feed: nn.Module,
-) -> Block:  # fmt: skip
-    """A block that normalises behind each residual, without a gate."""
-    return Block(module, tuple(qkv), out, None, behind, (up,), activation, False, down, None, behind_feed)
+def bert_block(layer: Any, qkv: Sequence[nn.Module], out: nn.Module, behind: nn.Module) -> Block:
+    """A block that normalises behind each residual, with a feed-forward layer named as BERT's."""
+    up, down = layer.intermediate, layer.output
+    return Block(
+        layer, tuple(qkv), out, None, behind, (up.dense,), up.intermediate_act_fn, False, down.dense, None,
+        down.LayerNorm,
+    )  # fmt: skip

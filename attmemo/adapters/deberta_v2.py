@@ -66,12 +66,8 @@ class DebertaV2Adapter(DisentangledAdapter):
         for layer in encoder.layer:
             own, out = layer.attention.self, layer.attention.output
             found.append(
-                bert_block(
-                    layer, (own.query_proj, own.key_proj, own.value_proj), out.dense, out.LayerNorm,
-                    layer.intermediate.dense, layer.intermediate.intermediate_act_fn, layer.output.dense,
-                    layer.output.LayerNorm,
-                )
-            )  # fmt: skip
+                bert_block(layer, (own.query_proj, own.key_proj, own.value_proj), out.dense, out.LayerNorm)
+            )
         own = encoder.layer[0].attention.self
         terms = 1 + ("c2p" in own.pos_att_type) + ("p2c" in own.pos_att_type)  # counted also where they are not used
         heads, width = self.shape(own)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from attmemo.adapters.base import Adapter
-from attmemo.adapters.blocks import Blocks, bert_block
+from attmemo.adapters.blocks import Block, Blocks
 
 
 class DistilBertAdapter(Adapter):
@@ -27,9 +27,9 @@ class DistilBertAdapter(Adapter):
         for layer in transformer.layer:
             own, feed = layer.attention, layer.ffn
             found.append(
-                bert_block(
-                    layer, (own.q_lin, own.k_lin, own.v_lin), own.out_lin, layer.sa_layer_norm, feed.lin1,
-                    feed.activation, feed.lin2, layer.output_layer_norm,
+                Block(
+                    layer, (own.q_lin, own.k_lin, own.v_lin), own.out_lin, None, layer.sa_layer_norm, (feed.lin1,),
+                    feed.activation, False, feed.lin2, None, layer.output_layer_norm,
                 )
             )  # fmt: skip
         heads, width = self.shape(transformer.layer[0].attention)

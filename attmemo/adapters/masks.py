@@ -6,9 +6,12 @@ bit (packed sequences, the user's own mask) keeps the call exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +30,12 @@ class Spans:
     def to_back(self, hidden: Tensor) -> Tensor:
         """The reverse of `to_front`."""
         return _turned(hidden, torch.tensor(self.lengths)) if self.left else hidden
+
+
+def valid_places(lengths: Sequence[int], padded: int) -> npt.NDArray[np.bool_]:
+    """Which places of a batch padded on the right hold tokens, ``[B, L]``."""
+    found: npt.NDArray[np.bool_] = np.arange(padded)[None] < np.asarray(lengths)[:, None]
+    return found
 
 
 def spans_of(valid: Tensor) -> Spans | None:

@@ -39,12 +39,7 @@ class MPNetAdapter(Adapter):
         found = []
         for layer in encoder.layer:
             own = layer.attention.attn
-            found.append(
-                bert_block(
-                    layer, (own.q, own.k, own.v), own.o, layer.attention.LayerNorm, layer.intermediate.dense,
-                    layer.intermediate.intermediate_act_fn, layer.output.dense, layer.output.LayerNorm,
-                )
-            )  # fmt: skip
+            found.append(bert_block(layer, (own.q, own.k, own.v), own.o, layer.attention.LayerNorm))
         heads, width = self.shape(encoder.layer[0].attention.attn)
         return MPNetBlocks(encoder, found, heads, width, width**-0.5)
 

@@ -19,6 +19,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+Hidden = Annotated[int, count("Width of the model.")]
+Layers = Annotated[int, count("Layers of the model.")]
+Computed = Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")]
 Heads = Annotated[int, count("Attention heads.")]
 Length = Annotated[int, count("Tokens in a sequence.")]
 Batch = Annotated[int, count("Sequences in a batch.")]
@@ -94,10 +97,10 @@ def search(
 @app.command()
 def layer(
     family: Annotated[str, typer.Option(help="Model family, as attmemo families lists them.")] = "bert",
-    hidden: Annotated[int, count("Width of the model.")] = 768,
+    hidden: Hidden = 768,
     heads: Heads = 12, length: Length = 256, batch: Batch = 8,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
-    layers: Annotated[int, count("Layers of the model.")] = 2,
+    dtype: Computed = "float32",
+    layers: Layers = 2,
     repeats: Repeats = 5,
     compile: Annotated[bool, typer.Option(help="Also time torch.compile of the exact model; takes minutes.")] = False,
     storage: Annotated[
@@ -147,10 +150,10 @@ def layer(
 @app.command()
 def rows(
     family: Annotated[str, typer.Option(help="Model family with blocks, as attmemo families lists them.")] = "bert",
-    hidden: Annotated[int, count("Width of the model.")] = 768,
+    hidden: Hidden = 768,
     heads: Heads = 12, length: Length = 128, batch: Batch = 8,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "bfloat16",
-    layers: Annotated[int, count("Layers of the model.")] = 2,
+    dtype: Computed = "bfloat16",
+    layers: Layers = 2,
     storage: Annotated[
         Literal["int8", "bfloat16", "float16", "float32"], typer.Option(help="How rows are stored.")
     ] = "int8",

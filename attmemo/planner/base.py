@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
-from attmemo.adapters import Call, Rows, Spans
+from attmemo.adapters import Call, Spans
 from attmemo.counters import Counters
 from attmemo.embed.lookup import LookupName
 from attmemo.plan import Plan, Share
@@ -54,9 +52,7 @@ class Whole:
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
-        nothing = np.empty(0, np.int64)
-        share = Share(nothing, nothing, Rows.without(len(spans.lengths), nothing), 0.0)
-        return Plan(spans=spans, layers={layer: share})
+        return Plan(spans=spans, layers={layer: Share.nothing(len(spans.lengths))})
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
         return None

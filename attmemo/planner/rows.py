@@ -11,9 +11,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from attmemo.adapters import Call, Rows, Spans
-from attmemo.adapters.masks import consecutive
+from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
-from attmemo.embed.lookup import Found, LookupName
+from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import RowGate
@@ -26,7 +26,7 @@ TYPES_FROM: Final = 1 << 24
 """Token types are kept above the ids."""
 
 
-class RowPlanner:
+class RowPlanner(Whole):
     """Finds the records that supply most of a sequence.
 
     A sequence without such a record is computed whole, in the same packed batch.
@@ -46,25 +46,16 @@ class RowPlanner:
         Stop looking up where it does not pay.
     """
 
-    lookup: LookupName = "sequence"
-
     def __init__(self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True) -> None:
         self.index, self.threshold, self.rule = index, threshold, rule
         self.gate = RowGate(always=not gated)
         self._relative = relative
-        self._whole = Whole()
-
-    def before(self) -> Plan | None:
-        return None
-
-    def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
-        return None
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
         start = perf_counter()
-        whole = self._whole.plan(layer, call, spans, given, counters)
+        whole = super().plan(layer, call, spans, given, counters)
         batch = len(spans.lengths)
         tokens = self._tokens(given.arguments, spans, int(call.hidden.shape[1]))
         done = counters.done
@@ -120,5 +111,4 @@ def packed_tokens(ids: Any, types: Any, lengths: list[int]) -> npt.NDArray[np.in
         if not isinstance(types, Tensor) or types.shape not in (ids.shape, (1, ids.shape[1])):
             return None
         found = found + TYPES_FROM * types.numpy()
-    valid = np.arange(found.shape[1])[None] < np.asarray(lengths)[:, None]
-    return found[valid].astype(np.int32)
+    return found[valid_places(lengths, found.shape[1])].astype(np.int32)

@@ -106,9 +106,9 @@ class Packed:
         projected = layer.qkv(_norm(block.before, hidden))
         size = blocks.heads * blocks.width
         queries, keys, values = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
-        if blocks.rotary:
-            cosine, sine = angles.of(block.kind)
-            _rotate(projected[:rows, : 2 * size], cosine, sine, blocks.width)
+        turned = angles.of(block.kind)
+        if turned is not None:
+            _rotate(projected[:rows, : 2 * size], *turned, blocks.width)
         if keep is not None:
             keep(number, keys[:rows], values[:rows])
         context = projected.new_empty(len(hidden), size)
@@ -142,7 +142,7 @@ class _Layer:
     def __init__(self, block: Block) -> None:
         self.block = block
         name = _ACTIVATIONS.get(type(block.activation).__name__)
-        fused = name if name is not None and not block.gated else "none"
+        fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
         self.activates = fused == "none"  # the activation is a step of its own
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv), _ready((block.out,))
@@ -158,24 +158,20 @@ class _Called:
 
     nbytes = 0
 
-    def __init__(self, modules: tuple[nn.Module, ...], activation: str) -> None:
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._modules = modules
-        self._activate = {"none": None, "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"), "relu": nn.ReLU(),
-                          "silu": nn.SiLU()}[activation]  # fmt: skip
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         found = torch.cat([module(x) for module in self._modules], 1)
-        if self._activate is not None:
-            found = self._activate(found)
         return found if add is None else found.add_(add)
 
 
 def _ready(modules: tuple[nn.Module, ...], activation: str = "none") -> Linear | _Called:
-    if all(is_plain(module) for module in modules):
+    if all(map(is_plain, modules)):
         weights: list[Any] = [module.weight for module in modules]
         biases: list[Any] = [module.bias for module in modules]
         return Linear.of(weights, biases, activation)
-    return _Called(modules, activation)
+    return _Called(modules)
 
 
 class Positions:
@@ -193,11 +189,11 @@ class Positions:
 
     def turn(self, kind: str) -> Turn | None:
         """Rotations by a distance, for stored keys."""
-        if not self._blocks.rotary:
-            return None
         if kind not in self._turns:
-            distances = torch.arange(1 - self._span, self._span)
-            cosine, sine = self._blocks.angles(kind, distances, torch.float32)
+            found = self._blocks.angles(kind, torch.arange(1 - self._span, self._span), torch.float32)
+            if found is None:
+                return None
+            cosine, sine = found
             scale = torch.hypot(cosine, sine)  # not 1 with YaRN: stored keys have this factor already
             cosine, sine, half = cosine / scale, sine / scale, cosine.shape[1] // 2
             self._turns[kind] = Turn(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
@@ -215,10 +211,13 @@ class Angles:
     def __post_init__(self) -> None:
         self._found: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def of(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles."""
+    def of(self, kind: str) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles. None: nothing turns."""
         if kind not in self._found:
-            cosine, sine = self.blocks.angles(kind, self.positions, self.dtype)
+            found = self.blocks.angles(kind, self.positions, self.dtype)
+            if found is None:
+                return None
+            cosine, sine = found
             half = cosine.shape[1] // 2
             self._found[kind] = cosine[:, None, :half].contiguous(), sine[:, None, :half].contiguous()
         return self._found[kind]

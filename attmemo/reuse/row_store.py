@@ -83,9 +83,6 @@ class Fetched(Protocol):
 class RowStore(Protocol):
     """A collection of records."""
 
-    index: TokenIndex
-    """Finds records by tokens."""
-
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records, ``[B]``; -1: none."""
 
@@ -100,6 +97,11 @@ class DatabaseRows:
     ----------
     database : Database
         One that keeps rows.
+
+    Attributes
+    ----------
+    index : TokenIndex
+        Finds records by tokens.
     """
 
     def __init__(self, database: Database) -> None:
@@ -122,6 +124,8 @@ class _Mapped:
     def __init__(self, database: Database, kinds: dict[str, Any], records: Ints) -> None:
         self._database, self._records = database, records
         self._lengths = np.where(records < 0, 0, database.records.lengths[records])
+        present = np.unique(self._lengths[records >= 0]).tolist()
+        self._groups = [(length, np.flatnonzero(self._lengths == length)) for length in present]
         self._held: list[Any] = []
         self._rows, self._row_steps = self._find(KIND_ROWS)
         self._kinds, self._kind = kinds, kinds[KIND_ROWS]
@@ -133,11 +137,10 @@ class _Mapped:
 
     def _find(self, kind: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         addresses, steps = np.zeros((2, len(self._records)), np.uint64)
-        for length in np.unique(self._lengths[self._records >= 0]).tolist():
+        for length, there in self._groups:
             mapping = self._database.arena(kind, length).mapping
             mapping.check_whole()
             self._held.append(mapping)
-            there = np.flatnonzero(self._lengths == length)
             slots = mapping.indices(self._database.slots_of(kind, 0, self._records[there]))
             addresses[there] = (mapping.address + mapping.offsets(slots)).astype(np.uint64)
             steps[there] = mapping.layout.stride
@@ -165,19 +168,16 @@ class HeldRows:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._held = list(records)
-        self.index = TokenIndex()
-        for record in self._held:
-            self.index.add(record.tokens)
 
-    def fetch(self, records: Ints) -> _Held:
-        return _Held([None if record < 0 else self._held[record] for record in records.tolist()])
+    def fetch(self, records: Ints) -> Held:
+        return Held([None if record < 0 else self._held[record] for record in records.tolist()])
 
     def close(self) -> None:
         self._held.clear()
 
 
-class _Held:
-    """Rows in memory."""
+class Held:
+    """Rows of records in memory, one for each place of a batch; None: the place has no record."""
 
     def __init__(self, records: Sequence[Record | None]) -> None:
         self._records = records

@@ -27,7 +27,7 @@ from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
-from attmemo.reuse.stack import Stack, places_of, positions_of
+from attmemo.reuse.stack import Stack, places_of, put_back
 
 _LOG = logging.getLogger("attmemo")
 
@@ -56,9 +56,8 @@ class Rows(Stack):
         if not isinstance(share, RowShare) or not len(share.sequences):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
-        batch, padded, size = call.hidden.shape
         lengths = np.asarray(spans.lengths, np.int64)
-        places = places_of(spans.lengths, padded)
+        places = places_of(spans.lengths, call.hidden.shape[1])
         fresh = share.source < 0
         computed = torch.from_numpy(np.flatnonzero(fresh))
         if places is not None:
@@ -72,24 +71,21 @@ class Rows(Stack):
             return super().serve(site, call, spans, share, counters)
         layout = layout_of(lengths, share.source)
         planned = perf_counter()
-        rows = call.hidden.reshape(batch * padded, size).index_select(0, computed)
-        positions = positions_of(computed, batch, padded)
-        added = self.added(call, computed)
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(share.source.max()) + 1)
-        found = self.packed.run(rows, layout, longest, positions, fetched.layer, added=added)
+        found = self.compute(call, computed, layout, longest, fetch=fetched.layer)
         done = perf_counter()
-        output = found.new_zeros(batch * padded, size).index_copy_(0, computed, found)
+        output = put_back(found, computed, call)
         kept = np.flatnonzero(~fresh)
-        row_bytes = np.uint64(size * dtype.itemsize)
+        row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
         addresses = np.repeat(begins, lengths)[kept] + share.source[kept].astype(np.uint64) * row_bytes
         copy_rows(addresses, dtype, kept if places is None else places.numpy()[kept], output)
         fetching = planned - start + perf_counter() - done
         counters.work(
-            batch, len(fresh), int(layout.starts[-1]), served=len(share.sequences), fetch=fetching,
+            len(lengths), len(fresh), int(layout.starts[-1]), served=len(share.sequences), fetch=fetching,
             blocks=done - planned,
         )  # fmt: skip
-        return output.view(batch, padded, size)
+        return output.view(call.hidden.shape)
 
     def close(self) -> None:
         self.store.close()

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
-from attmemo.adapters.masks import consecutive
+from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
 from attmemo.kernels.row_attention import Layout
 from attmemo.plan import Share
 from attmemo.reuse import Exact
-from attmemo.reuse.packed import Packed
+from attmemo.reuse.packed import Fetch, Packed
+from attmemo.reuse.packed import Keep as KeepLayer
 
 _ON_THE_RIGHT = "the mask is not plain padding on the right"
 
@@ -107,32 +108,32 @@ class Stack:
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
         """Last hidden states ``[B, L, H]``."""
         start = perf_counter()
-        batch, padded, size = call.hidden.shape
         starts = np.concatenate([[0], np.cumsum(spans.lengths)])
-        places = places_of(spans.lengths, padded)
-        rows = call.hidden.reshape(batch * padded, size)
-        rows = rows if places is None else rows.index_select(0, places)
-        positions = positions_of(places, batch, padded)
-        layout, kept = Layout(starts, starts), list[tuple[Tensor, Tensor]]()
+        places = places_of(spans.lengths, call.hidden.shape[1])
+        kept: list[tuple[Tensor, Tensor]] = []
         keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys.clone(), values.clone()))
-        added = self.added(call, places)
-        found = self.packed.run(rows, layout, max(spans.lengths), positions, keep=keep, added=added)
+        found = self.compute(call, places, Layout(starts, starts), max(spans.lengths), keep=keep)
         if self.keep is not None:
             self.keep(spans.lengths, kept, found)
-        if places is None:
-            output = found
-        else:
-            output = found.new_zeros(batch * padded, size).index_copy_(0, places, found)
-        counters.work(batch, int(starts[-1]), int(starts[-1]), blocks=perf_counter() - start)
-        return output.view(batch, padded, size)
+        output = found if places is None else put_back(found, places, call)
+        counters.work(len(spans.lengths), int(starts[-1]), int(starts[-1]), blocks=perf_counter() - start)
+        return output.view(call.hidden.shape)
 
-    def added(self, call: Call, places: Tensor | None) -> Tensor | None:
-        """What is added to rows at these places behind the first block, ``[N, H]``."""
-        found = self.blocks.added(call.hidden)
-        if found is None:
-            return None
-        found = found.reshape(-1, found.shape[-1])
-        return found if places is None else found.index_select(0, places)
+    def compute(
+        self, call: Call, places: Tensor | None, layout: Layout, longest: int, *, fetch: Fetch | None = None,
+        keep: KeepLayer | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states ``[N, H]`` of the tokens at these places of the flat batch; None: of all."""
+
+        def chosen(padded: Tensor) -> Tensor:
+            flat = padded.reshape(-1, padded.shape[-1])
+            return flat if places is None else flat.index_select(0, places)
+
+        added = self.blocks.added(call.hidden)
+        return self.packed.run(
+            chosen(call.hidden), layout, longest, positions_of(places, *call.hidden.shape[:2]), fetch, keep,
+            None if added is None else chosen(added),
+        )  # fmt: skip
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]
@@ -141,6 +142,12 @@ class Stack:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def put_back(rows: Tensor, places: Tensor, call: Call) -> Tensor:
+    """Rows ``[N, H]`` at these places of a flat batch ``[B * L, H]``, zeros elsewhere."""
+    batch, padded, size = call.hidden.shape
+    return rows.new_zeros(batch * padded, size).index_copy_(0, places, rows)
 
 
 def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
@@ -164,5 +171,4 @@ def places_of(lengths: list[int], padded: int) -> Tensor | None:
     """Places of valid tokens in a flat batch, int64 ``[N]``; None if there is no padding."""
     if min(lengths) == padded:
         return None
-    valid = np.arange(padded)[None] < np.asarray(lengths)[:, None]
-    return torch.from_numpy(np.flatnonzero(valid))
+    return torch.from_numpy(np.flatnonzero(valid_places(lengths, padded)))

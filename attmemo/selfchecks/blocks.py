@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,24 +10,13 @@ from torch import Tensor, nn
 
 from attmemo.adapters import Adapter
 from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
-from attmemo.engine import Engine
 from attmemo.errors import AdapterCheckError
 from attmemo.kernels.row_attention import Layout
 from attmemo.reuse.packed import Angles, Packed
-from attmemo.reuse.stack import places_of
+from attmemo.reuse.stack import places_of, positions_of
+from attmemo.selfchecks import DEEP, Handle, enable_within
 
 _ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
-_DEEP = 10  # errors of single blocks add up
-
-
-class Handle(Protocol):
-    """The part of a `StackMemoization` that is checked."""
-
-    engine: Engine
-
-    def enable(self) -> None: ...
-    def disable(self) -> None: ...
-    def reset_stats(self) -> None: ...
 
 
 def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
@@ -44,7 +33,7 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
     assert places is not None
     starts = np.concatenate([[0], np.cumsum(lengths)])
     layout, known = Layout(starts, starts), packed.positions(padded)
-    angles = Angles(packed.blocks, torch.arange(padded).repeat(len(lengths))[places], packed.dtype)
+    angles = Angles(packed.blocks, positions_of(places, len(lengths), padded), packed.dtype)
     seen: list[int] = []
 
     def compare(number: int, args: Any, kwargs: Any, returned: Any) -> None:
@@ -86,15 +75,12 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
     assert places is not None
     with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
         expected = _rows(host(**inputs)[0], places)
-        stack.callback(handle.reset_stats)
-        handle.enable()
-        stack.callback(handle.disable)
+        enable_within(handle, stack)
         seen = _rows(host(**inputs)[0], places)
         counters = handle.engine.counters
         if counters.done.sequences != len(lengths):
-            reasons = [*counters.failures, *counters.ineligible, "no reason was counted"]
-            raise AdapterCheckError(f"a small batch cannot be served: {reasons[0]}.", UNKNOWN)
-    allowed = _DEEP * tolerance(model, _ROUNDED)
+            raise AdapterCheckError(f"a small batch cannot be served: {counters.reason()}.", UNKNOWN)
+    allowed = DEEP * tolerance(model, _ROUNDED)
     worst = difference(seen, expected)
     if not worst <= allowed:
         raise AdapterCheckError(

@@ -25,22 +25,18 @@ from attmemo.errors import AdapterCheckError
 from attmemo.plan import Plan, Share
 from attmemo.reuse.maps import Maps
 from attmemo.reuse.source import HeldMaps
+from attmemo.selfchecks import Handle, enable_within
 
 _ROUNDED = 4 * QUANTIZED  # int8 activations are rounded by all sequences of the batch, of which misses see only some
 
 
-class Handle(Protocol):
+class MapHandle(Handle, Protocol):
     """The part of `MapMemoization` that is checked."""
 
-    engine: Engine
     store: Database
 
-    def enable(self) -> None: ...
-    def disable(self) -> None: ...
-    def reset_stats(self) -> None: ...
 
-
-def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence[Site]) -> None:
+def check_serving(handle: MapHandle, reuse: Maps, model: nn.Module, sites: Sequence[Site]) -> None:
     """Serve half of a few small sequences, of two lengths, and compare every layer with the plain path.
 
     Raises
@@ -56,7 +52,6 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
     with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
         maps = _maps(adapter, model, sites, inputs, lengths)
         stored = {key: pack(apm, form, adapter.causal) for key, apm in maps.items()}
-        stack.callback(handle.reset_stats)
         stack.callback(setattr, reuse, "source", reuse.source)
         reuse.source = HeldMaps(stored)
         check = _Check(adapter, engine, lengths, hits, stored, tolerance(model, _ROUNDED))
@@ -65,8 +60,7 @@ def check_serving(handle: Handle, reuse: Maps, model: nn.Module, sites: Sequence
             hook = group[0].module.register_forward_hook(check.hook(group, exact), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(engine.planned(_plan(lengths, hits, len(sites))))
-        handle.enable()
-        stack.callback(handle.disable)
+        enable_within(handle, stack)
         host(**inputs, **({"use_cache": True} if adapter.causal else {}))
     if check.seen != len(sites):
         raise AdapterCheckError(f"{check.seen} of {len(sites)} layers are called in a forward.", UNKNOWN)
@@ -141,8 +135,8 @@ class _Check:
         adapter, module, counters = self._adapter, site.module, self._engine.counters
         self.seen += 1
         if counters.layers[site.layer].hits != len(self._hits):
-            reasons = [*counters.failures, *counters.ineligible, "no reason was counted"]
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be served: {reasons[0]}.", UNKNOWN)
+            reason = counters.reason()
+            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be served: {reason}.", UNKNOWN)
         # The call has filled its cache by now: the plain path runs without one.
         given = adapter.named(args, kwargs)
         given |= {adapter.cache_name: None} if adapter.cache_name in given else {}
