@@ -66,7 +66,7 @@ setup(
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
             )
-            for name in ("ngram", "align", "rows")
+            for name in ("ngram", "align", "changes", "rows")
         ),
     ],
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 from attmemo.adapters import Site
 from attmemo.engine import Engine, is_exporting
+from attmemo.guarded import Guarded
 
 _LOG = logging.getLogger("attmemo")
 
@@ -83,6 +84,23 @@ class ModelHook(Hook):
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the arguments; not in `__call__`, since the compiler of torch 2.6 cannot trace ``zip(strict=…)``."""
         self._engine_begins(self.module, dict(zip(self._names, args, strict=False)) | kwargs)
+
+
+class AnswerHook(Hook):
+    """Runs the forwards of a model whose answers are guarded.
+
+    A compiled model cannot run its parts again: inside of it nothing is served from a record.
+    """
+
+    def __init__(self, owner: object, engine: Engine, model: nn.Module, guarded: Guarded) -> None:
+        super().__init__(owner, model)
+        self._engine, self._guarded = engine, guarded
+        self._names = tuple(inspect.signature(self.__wrapped__).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        return self._guarded(self.__wrapped__, self._names, args, kwargs, self._engine.counters)
 
 
 class LayerHook(Hook):

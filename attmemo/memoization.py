@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
-from typing import Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from torch import nn
 
-from attmemo.adapters import adapter_for, encoder_of
+from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
 from attmemo.db import Database, find_database, kept_in
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import AdapterCheckError, DatabaseNotFoundError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
+from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
-from attmemo.handles.stack import prepare_rows, prepare_stack
+from attmemo.handles.rows import Guarding, prepare_rows
+from attmemo.handles.stack import prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
 from attmemo.mmap import FetcherName, Residency
@@ -29,6 +31,9 @@ _NO_RECORDS = (
     "(attmemo build-database --reuse rows makes one)"
 )
 
+MEMORY: Final = ":memory:"
+"""The database that starts with nothing and is kept in memory."""
+
 Model = TypeVar("Model")
 ReuseName = Literal["auto", "maps", "rows", "none"]
 
@@ -39,6 +44,12 @@ def memoize(
     database: str | os.PathLike[str] | Database | None = None,
     *,
     reuse: ReuseName = "auto",
+    budget: float | None = 0.01,
+    confidence: float = 0.95,
+    answer: AnswerRule = "auto",
+    min_cosine: float = 0.98,
+    tokenizer: Any = None,
+    max_bytes: int | None = None,
     near: int = 1,
     most_moved: int | None = None,
     lookup: LookupName | None = None,
@@ -58,12 +69,28 @@ def memoize(
         the share of its tokens that a record must supply to a sequence; ``"auto"`` is 0.5.
     database : path-like or Database, optional
         Default: the database in the user's cache directory with the model's fingerprint, one that keeps what `reuse`
-        asks for. A `Database` object stays yours: after you close it, the model stays exact.
+        asks for. A `Database` object stays yours: after you close it, the model stays exact. ``":memory:"`` starts
+        with nothing and keeps rows of what was computed exactly, in memory.
     reuse : {"auto", "maps", "rows", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
         ``"none"`` needs no database: it computes all blocks without padding, and is exact up to rounding. ``"auto"``
         serves what the database keeps; where the cache directory has a database of each, rows; where it has none and
         no threshold is given, it is ``"none"`` for families with blocks.
+    budget : float or None
+        For rows: the share of all answers that may change, at most. Until that is proven, requests are computed
+        exactly and verified. None: answers are not guarded.
+    confidence : float
+        For rows: how sure the budget is kept.
+    answer : {"auto", "class", "mean", "cls"} or callable
+        For rows: what an answer is. ``"auto"`` is the class of a model with logits, the embedding of a
+        sentence-transformers model, or else ``"mean"``: the mean of the last hidden states. A function gets the
+        model's output and returns classes, whole numbers ``[B]``, or vectors ``[B, H]``.
+    min_cosine : float
+        Vectors with a lower cosine are different answers.
+    tokenizer : transformers tokenizer, optional
+        For rows: tells numbers from words. Default: that of the wrapper, or the one saved beside the weights.
+    max_bytes : int, optional
+        For rows: memory for records that come while the model serves. Default: an eighth of what is free.
     near : int
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
         of them cost time and bring the answers nearer to the exact ones.
@@ -105,6 +132,7 @@ def memoize(
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)))
     rule = Rule(near=near, most_moved=most_moved)
+    guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
     if reuse == "none" and (database is not None or threshold != "auto"):
         raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
     if reuse in ("none", "maps") and rule != Rule():
@@ -117,7 +145,18 @@ def memoize(
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(encoder, threshold, database, reuse, rule, lookup, gate, fetch, residency)
+        if database == MEMORY:
+            if reuse == "maps":
+                raise ValueError("database=':memory:' keeps rows; maps need a database that was built")
+            adapter = _adapter(encoder)[0]
+            handle: Memoization = prepare_rows(
+                encoder, model, adapter, None, owned=False,
+                threshold=threshold, rule=rule, gate=gate, guarding=guarding, max_bytes=max_bytes,
+            )  # fmt: skip
+        else:
+            handle = _prepare(
+                encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, max_bytes
+            )
     except BaseException:
         for earlier in serving:
             earlier.enable()
@@ -146,8 +185,19 @@ def unmemoize(model: Model) -> Model:
     return model
 
 
+def _adapter(encoder: nn.Module) -> tuple[Adapter, list[Site]]:
+    """The adapter of a model on the CPU, and its attention layers."""
+    found = adapter_for(encoder)
+    weight = next(p for p in encoder.parameters() if p.is_floating_point())
+    if weight.device.type != "cpu":
+        where = f"the model is on {weight.device}; attmemo serves models on the CPU."
+        raise UnsupportedModelError(where, "model.to('cpu')")
+    return found
+
+
 def _prepare(
     encoder: nn.Module,
+    outer: Any,
     threshold: Threshold,
     database: str | os.PathLike[str] | Database | None,
     reuse: ReuseName,
@@ -156,13 +206,11 @@ def _prepare(
     gate: bool,
     fetch: FetcherName,
     residency: Residency,
+    guarding: Guarding | None,
+    max_bytes: int | None,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
-    adapter, sites = adapter_for(encoder)
-    weight = next(p for p in encoder.parameters() if p.is_floating_point())
-    if weight.device.type != "cpu":
-        where = f"the model is on {weight.device}; attmemo serves models on the CPU."
-        raise UnsupportedModelError(where, "model.to('cpu')")
+    adapter, sites = _adapter(encoder)
     if reuse == "none":
         return prepare_stack(encoder, adapter)
     fields = model_fields(adapter.host(encoder))
@@ -189,8 +237,9 @@ def _prepare(
         handle: Memoization
         if (kept_in(opened.manifest) if reuse == "auto" else reuse) == "rows":
             handle = prepare_rows(
-                encoder, adapter, opened, owned=owned, threshold=threshold, rule=rule, gate=gate
-            )
+                encoder, outer, adapter, opened, owned=owned,
+                threshold=threshold, rule=rule, gate=gate, guarding=guarding, max_bytes=max_bytes,
+            )  # fmt: skip
         else:
             handle = prepare_maps(
                 encoder, adapter, sites, opened,
@@ -198,7 +247,7 @@ def _prepare(
             )  # fmt: skip
         if opened is not database:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
-        warning = slow(weight.dtype)
+        warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
         if warning is not None:
             _LOG.warning("attmemo: %s", warning)
         undo.pop_all()

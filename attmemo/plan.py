@@ -36,6 +36,20 @@ class RowShare(Share):
 
     source: npt.NDArray[np.int32]  # [sum n]; -1: computed
     record: npt.NDArray[np.int64]  # [B]; -1: the sequence is computed whole
+    admitted: Mapping[int, npt.NDArray[np.int32]] = field(default_factory=dict)
+    """Sequences that are computed whole and become records, with their tokens."""
+
+    @classmethod
+    def of(
+        cls, lengths: Ints, records: Ints, source: npt.NDArray[np.int32], predicted: float = 0.0,
+        admitted: Mapping[int, npt.NDArray[np.int32]] | None = None,
+    ) -> RowShare:  # fmt: skip
+        """The share of a batch: records ``[B]`` (-1: none) and what they supply; nothing to a sequence without one."""
+        served = records >= 0
+        sequences = np.flatnonzero(served)
+        source = np.where(np.repeat(served, lengths), source, np.int32(-1)).astype(np.int32)
+        missed = Rows.without(len(records), sequences)
+        return cls(sequences, records[sequences], missed, predicted, source, records, admitted or {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ They are served to the very sequences that a record serves, through the same pla
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ class RandomRecord(StandIn):
         )  # fmt: skip
 
 
-CONTROLS: dict[str, type[StandIn]] = {
+CONTROLS: dict[str, Callable[[Database], StandIn]] = {
     "zeroed rows": ZeroedRows, "mean rows": MeanRows, "random record": RandomRecord,
 }  # fmt: skip
 

@@ -10,7 +10,8 @@ from typing import Any
 from attmemo.counters import Counters
 from attmemo.db import KIND_ROWS, Database
 from attmemo.errors import AttmemoError
-from attmemo.handles.stack import UNGUARDED, StackMemoization
+from attmemo.handles.rows import UNGUARDED
+from attmemo.handles.stack import StackMemoization
 from attmemo.memoization import memoize
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.planner import Whole
@@ -44,7 +45,7 @@ class RowTrial:
         log.addFilter(_is_no_advice)  # to do what is being done
         try:
             memoize(
-                self._loaded.model, options.threshold, self._database, reuse="rows", near=options.near,
+                self._loaded.model, options.threshold, self._database, reuse="rows", budget=None, near=options.near,
                 most_moved=options.most_moved, gate=options.gate,
             )  # fmt: skip
         finally:

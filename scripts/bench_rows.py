@@ -426,7 +426,7 @@ def sweep(dtype: torch.dtype, storage: str, folder: Path) -> list[dict[str, floa
             case = shape_case("bert", 8, length, 2 if length == 128 else 1, share)
             path = folder / f"{length}-{number}"
             store(model, case, path, storage)
-            memoize(model, database=path, reuse="rows", threshold=0.0)
+            memoize(model, database=path, reuse="rows", threshold=0.0, budget=None)
             times: dict[str, list[float]] = {"packed": [], "rows": []}
             with torch.inference_mode():
                 for turn in range(ROUNDS + 1):

@@ -25,12 +25,13 @@ ROOMS: dict[str, set[str]] = {
     "reuse": {"plan", "counters", "adapters", "embed", "db", "mmap", "kernels"},
     "fastseq": {"kernels"},
     "watch": set(),
+    "guarded": {"counters", "guard", "planner"},
     "engine": {"plan", "planner", "counters", "watch", "reuse", "adapters", "embed", "db"},
-    "hooks": {"engine", "adapters"},
-    "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels"},
+    "hooks": {"engine", "adapters", "guarded"},
+    "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels", "guard"},
     "handles": {"engine", "hooks", "planner", "selfchecks", "watch", "reuse", "adapters", "embed", "db", "mmap",
-                "perfmodel", "kernels"},
-    "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap", "kernels"},
+                "perfmodel", "kernels", "guard", "guarded"},
+    "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap", "kernels", "guard"},
 }
 LONGEST = 450
 

@@ -13,6 +13,7 @@ import attmemo
 EXTENSIONS = [
     "kernels._align",
     "kernels._cache_attention",
+    "kernels._changes",
     "kernels._map_product",
     "kernels._ngram",
     "kernels._row_attention",

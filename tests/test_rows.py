@@ -33,7 +33,8 @@ from torch import Tensor
 
 from attmemo import Database, DatabaseError, StaleDatabaseError, UnsupportedModelError, memoize, unmemoize
 from attmemo.adapters import Rows, Spans, adapter_for
-from attmemo.handles.stack import UNGUARDED, blocks_of
+from attmemo.handles.rows import UNGUARDED
+from attmemo.handles.stack import blocks_of
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
 from attmemo.plan import Plan, RowShare
@@ -45,6 +46,7 @@ STORED = [30, 20, 33, 11, 25, 20]
 STATS = {
     "enabled", "reuse", "database", "threshold", "sequences", "served", "tokens", "rows_computed", "share_computed",
     "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible", "failures", "weight_bytes",
+    "records", "record_bytes", "guard",
 }  # fmt: skip
 
 HALF_STEP = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-9, "int8": 1 / 254}
@@ -62,7 +64,8 @@ class Case:
 
     def serve(self, threshold: Any = 0.5, path: Any = None, **options: Any) -> Any:
         """A model of one's own that is served; always looked up, so that nothing depends on this machine's speed."""
-        return memoize(copy.deepcopy(self.bare), threshold, path or self.path, **{"gate": False} | options)
+        options = {"gate": False, "budget": None} | options
+        return memoize(copy.deepcopy(self.bare), threshold, path or self.path, **options)
 
 
 @pytest.fixture(params=MODELS, scope="module", name="family")
@@ -245,7 +248,7 @@ class TestMoved:
         packed = memoize(copy.deepcopy(bare), reuse="none")
         record = batch([24], 5)
         path = rows_database(bare, [record], tmp_path / "db")
-        model = memoize(copy.deepcopy(bare), 0.5, path, gate=False)
+        model = memoize(copy.deepcopy(bare), 0.5, path, gate=False, budget=None)
         ids, new = record["input_ids"][0], batch([5], 6)["input_ids"][0]
         moved = [torch.cat((new, ids)), ids[4:], torch.cat((ids[:8], new, ids[8:])), torch.cat((ids[:8], ids[11:]))]
         of_record = last(packed, record)[0]
@@ -266,7 +269,8 @@ class TestMoved:
         bare = one_layer(name)
         packed = memoize(copy.deepcopy(bare), reuse="none")
         record = batch([200], 5)
-        model = memoize(copy.deepcopy(bare), 0.5, rows_database(bare, [record], tmp_path / "db"), gate=False)
+        path = rows_database(bare, [record], tmp_path / "db")
+        model = memoize(copy.deepcopy(bare), 0.5, path, gate=False, budget=None)
         own = record["input_ids"][:, 150:190]
         inputs = {"input_ids": own, "attention_mask": torch.ones_like(own)}
         with shares(model) as found:
@@ -296,7 +300,7 @@ class TestApproximation:
         bare, packed = pair(name)
         stored = [batch([60] * 8, seed) for seed in (1, 2)]
         path = rows_database(bare, stored, tmp_path / "db")
-        model = memoize(copy.deepcopy(bare), 0.0, path, gate=False)
+        model = memoize(copy.deepcopy(bare), 0.0, path, gate=False, budget=None)
         inputs = changed({name: torch.cat([one[name] for one in stored]) for name in stored[0]}, 3, 0.05)
         expected = last(packed, inputs)
         errors, computed = [], []
@@ -383,7 +387,7 @@ class TestWhatIsLookedUp:
     def test_types_of_tokens_matter(self, tmp_path: Path) -> None:
         bare, packed = pair("BERT")
         stored = batch([20, 14], 12, types=True)
-        model = memoize(bare, 0.5, rows_database(bare, [stored], tmp_path / "db"), gate=False)
+        model = memoize(bare, 0.5, rows_database(bare, [stored], tmp_path / "db"), gate=False, budget=None)
         assert gap(last(model, stored), last(packed, stored), valid(stored)) <= NEAR
         assert model.attmemo.stats()["served"] == 2
         model.attmemo.reset_stats()
@@ -580,9 +584,9 @@ class TestAttaching:
     def test_a_database_of_maps_is_refused_by_name(self, tiny_bert: str, bert_database: Path) -> None:
         model: Any = load_model(tiny_bert).model
         with pytest.raises(DatabaseError, match=r"keeps no rows of 2 blocks.(?s:.*)build-database --reuse rows"):
-            memoize(model, 0.5, bert_database, reuse="rows")
+            memoize(model, 0.5, bert_database, reuse="rows", budget=None)
         assert "attmemo" not in model.__dict__
-        memoize(model, 0.5, bert_database)
+        memoize(model, 0.5, bert_database, budget=None)
         assert model.attmemo.reuse == "maps"
         unmemoize(model)
 
@@ -667,7 +671,7 @@ class TestSurroundings:
         pipe = pipeline("text-classification", model=loaded.model, tokenizer=loaded.tokenizer, device="cpu")
         options = {"batch_size": 4, "truncation": True, "max_length": 48}
         expected = pipe(texts, **options)
-        memoize(pipe, 0.5, path, gate=False)
+        memoize(pipe, 0.5, path, gate=False, budget=None)
         seen = pipe(texts, **options)
         assert pipe.model.attmemo.stats()["served"] == 12
         assert [one["label"] for one in seen] == [one["label"] for one in expected]
@@ -678,7 +682,7 @@ class TestSurroundings:
 
         embedder = SentenceTransformer(modules=[Transformer(tiny_bert, max_seq_length=48), Pooling(32)], device="cpu")
         want = embedder.encode(texts)
-        memoize(embedder, 0.5, path, gate=False)
+        memoize(embedder, 0.5, path, gate=False, budget=None)
         assert np.abs(embedder.encode(texts) - want).max() <= NEAR * np.abs(want).max()
         assert embedder.attmemo.stats()["served"] == 12
 
@@ -704,7 +708,7 @@ class TestSurroundings:
         model = both.serve()
         memoize(model, reuse="none")
         assert gap(last(model, both.stored), last(both.bare, both.stored), valid(both.stored)) <= NEAR
-        memoize(model, 0.5, both.path, gate=False)
+        memoize(model, 0.5, both.path, gate=False, budget=None)
         last(model, both.stored)
         assert model.attmemo.stats()["served"] == len(STORED)
 

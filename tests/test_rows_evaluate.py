@@ -175,7 +175,7 @@ def test_serving_warns_that_answers_are_not_guarded_and_measuring_does_not(
         loaded = load_model(database.manifest.model.name)
         RowTrial(loaded, database, QUICK).serve()
         assert "nothing guards" not in caplog.text
-        memoize(loaded.model, database=database)
+        memoize(loaded.model, database=database, budget=None)
         assert "nothing guards" in caplog.text
 
 
@@ -207,7 +207,7 @@ def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
         inputs = collate(loaded, tokenize(loaded, later.read_text().splitlines()[:16], 48))
         valid = inputs["attention_mask"].bool()
         model: Any = loaded.model
-        memoize(model, 0.1, database, most_moved=0, gate=False)
+        memoize(model, 0.1, database, most_moved=0, gate=False, budget=None)
         engine, host = model.attmemo.engine, model.attmemo.host
         with torch.inference_mode():
             given = host(**inputs).last_hidden_state
@@ -226,7 +226,7 @@ def test_the_records_are_back_after_a_control(rows_database: Path, name: str) ->
     with Database(rows_database) as database:
         loaded = load_model(database.manifest.model.name)
         model: Any = loaded.model
-        memoize(model, database=database)
+        memoize(model, database=database, budget=None)
         store = model.attmemo.engine.reuse.store
         with serving_rows(model.attmemo.engine, database, name):
             assert model.attmemo.engine.reuse.store is not store

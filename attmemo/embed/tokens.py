@@ -13,6 +13,7 @@ import torch
 
 from attmemo.embed.sketch import Sketch, Vectors
 from attmemo.kernels.align import Alignment, Rule, align, nearest
+from attmemo.kernels.changes import Changes, Kinds, changes
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -259,6 +260,16 @@ class TokenIndex:
         shelf = candidates.shelf
         found = align(tokens, starts, candidates.rows, shelf.tokens, shelf.starts, rule)
         return replace(found, record=shelf.numbers_of(found.record))
+
+    def changes(
+        self, tokens: Tokens, starts: Ints, candidates: Candidates, records: Ints, rule: Rule, kinds: Kinds
+    ) -> Changes:
+        """What changed between inputs and the records ``[B]`` chosen from these candidates; -1: none."""
+        shelf = candidates.shelf
+        rows = shelf.rows_of(records)
+        pairs = Rule(near=0, most_moved=rule.most_moved, edges=False, ends=False)
+        partner = align(tokens, starts, rows[:, None].copy(), shelf.tokens, shelf.starts, pairs).source
+        return changes(tokens, starts, rows, shelf.tokens, shelf.starts, partner, kinds)
 
     def _rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints, k: int) -> Ints:
         """As `find`, but rows of the shelf."""

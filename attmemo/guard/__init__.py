@@ -1,5 +1,8 @@
-"""May a record serve? A threshold on the predicted similarity score."""
+"""May a record serve? A threshold on the predicted similarity score, and the guard of answers."""
 
+from attmemo.guard.answers import AnswerRule, Answers
+from attmemo.guard.guard import Guard, Verdict
 from attmemo.guard.threshold import Threshold
+from attmemo.guard.verified import Cover
 
-__all__ = ["Threshold"]
+__all__ = ["AnswerRule", "Answers", "Cover", "Guard", "Threshold", "Verdict"]

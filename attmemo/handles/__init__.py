@@ -2,8 +2,10 @@
 
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import MapMemoization, Threshold, prepare_maps
-from attmemo.handles.stack import StackMemoization, prepare_rows, prepare_stack
+from attmemo.handles.rows import Guarding, prepare_rows
+from attmemo.handles.stack import StackMemoization, prepare_stack
 
 __all__ = [
-    "MapMemoization", "Memoization", "StackMemoization", "Threshold", "prepare_maps", "prepare_rows", "prepare_stack",
+    "Guarding", "MapMemoization", "Memoization", "StackMemoization", "Threshold", "prepare_maps", "prepare_rows",
+    "prepare_stack",
 ]  # fmt: skip

@@ -65,7 +65,12 @@ class Memoization(ABC):
         for hook in (*hooks, ModelHook(self, self.engine, self.host)):
             hook.insert()
             self._hooks.append(hook)
+        self._hooks += self._insert_outer()
         self.engine.reuse.watch([(hook.module, hook) for hook in hooks])
+
+    def _insert_outer(self) -> list[Hook]:
+        """Insert hooks around the whole model, once all others are in place."""
+        return []
 
     def disable(self) -> None:
         """Put the original `forward` of every module back; nothing of the engine stays in the way.
@@ -74,7 +79,9 @@ class Memoization(ABC):
         work of those behind it, which must not do it again. Not to be called from inside of a forward.
         """
         if self._hooks and self._followers:
-            self._hooks.pop().remove()  # the model's: from now on forwards are the original ones
+            while not isinstance(hook := self._hooks.pop(), ModelHook):
+                hook.remove()
+            hook.remove()  # from now on forwards are the original ones
             self.engine.wait()
         while self._hooks:
             self._hooks.pop().remove()

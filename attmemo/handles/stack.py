@@ -1,37 +1,26 @@
-"""Memoization of a whole stack of blocks: what `memoize` checks and makes for `reuse="none"` and `reuse="rows"`."""
+"""Memoization of a whole stack of blocks: the handle, and what `memoize` checks and makes for `reuse="none"`."""
 
 from __future__ import annotations
 
-import logging
-from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from attmemo.adapters import Adapter, Site
 from attmemo.adapters.blocks import Blocks, find_blocks
-from attmemo.db import KIND_ROWS, Database
+from attmemo.db import Database
 from attmemo.engine import Engine
-from attmemo.errors import DatabaseError, UnsupportedModelError
+from attmemo.errors import UnsupportedModelError
+from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
-from attmemo.kernels.align import Rule
-from attmemo.planner import Planner, Whole
-from attmemo.planner.rows import THRESHOLD, RowPlanner
+from attmemo.hooks import AnswerHook, Hook
+from attmemo.planner import Planner, RowPlanner, Whole
+from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import TYPES, Packed
-from attmemo.reuse.row_store import DatabaseRows
-from attmemo.reuse.rows import Rows
 from attmemo.reuse.stack import Stack
 from attmemo.selfchecks.blocks import check_blocks, check_stack
-from attmemo.selfchecks.rows import check_rows
 from attmemo.watch import Watch
-
-_LOG = logging.getLogger("attmemo")
-
-UNGUARDED: Final = (
-    "reuse='rows' answers from rows of similar inputs, and nothing guards the answers yet: measure them on your own "
-    "data with attmemo evaluate"
-)
 
 
 class StackMemoization(Memoization):
@@ -42,6 +31,8 @@ class StackMemoization(Memoization):
     packed : Packed
         The blocks, made ready.
     planner : Planner
+    guarded : Guarded or None
+        What runs the forwards of a model whose answers are guarded.
     """
 
     def __init__(
@@ -49,6 +40,19 @@ class StackMemoization(Memoization):
     ) -> None:
         super().__init__(model, [site], engine, owned=owned, followers=packed.blocks.followers)
         self.packed, self.planner = packed, planner
+        self.guarded: Guarded | None = None
+        self._outer = model
+
+    def guard(self, outer: nn.Module, guarded: Guarded) -> None:
+        """Guard the answers of a model; to be called before `enable`."""
+        self._outer, self.guarded = outer, guarded
+
+    def _insert_outer(self) -> list[Hook]:
+        if self.guarded is None:
+            return []
+        hook = AnswerHook(self, self.engine, self._outer, self.guarded)
+        hook.insert()
+        return [hook]
 
     @property
     def threshold(self) -> float | None:
@@ -70,7 +74,8 @@ class StackMemoization(Memoization):
             ``rows_computed``, ``share_computed``, milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
             choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by reason), ``ineligible`` (sequences
             that the original code computed, by reason), ``failures`` (sequences after an error, by the error's text),
-            ``weight_bytes`` (of weights made ready, beside the model's own).
+            ``weight_bytes`` (of weights made ready, beside the model's own), ``records`` and ``record_bytes`` (in
+            memory), and ``guard`` (see docs/guard.md; None without a budget).
         """
         counters = self.engine.counters.copy()
         done = counters.done
@@ -92,55 +97,39 @@ class StackMemoization(Memoization):
             "ineligible": dict(counters.ineligible),
             "failures": dict(counters.failures),
             "weight_bytes": self.packed.nbytes,
+            **self._growth(),
+            "guard": None if self.guarded is None else self.guarded.guard.stats(),
         }
+
+    def _growth(self) -> dict[str, int]:
+        store = getattr(self.engine.reuse, "store", None)
+        if not isinstance(store, GrowingRows):
+            return {"records": 0, "record_bytes": 0}
+        return {"records": len(store), "record_bytes": store.nbytes}
 
     def __repr__(self) -> str:
         state = "on" if self.enabled else "off"
         if self.threshold is None:
             return f"<attmemo {state}: packed blocks, nothing reused>"
-        return f"<attmemo {state}: rows of {self.database}, threshold {self.threshold}>"
+        where = "memory" if self.database is None else self.database
+        return f"<attmemo {state}: rows of {where}, threshold {self.threshold}>"
 
 
 def prepare_stack(encoder: nn.Module, adapter: Adapter) -> StackMemoization:
     """Check everything and make the handle for packed blocks; the model is not changed yet."""
-    packed = _packed(encoder, adapter, "none")
-    handle = _handle(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
+    packed = packed_of(encoder, adapter, "none")
+    handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
     check_stack(handle, adapter, encoder)
     return handle
 
 
-def prepare_rows(
-    encoder: nn.Module, adapter: Adapter, opened: Database, *, owned: bool, threshold: Any, rule: Rule,
-    gate: bool,
-) -> StackMemoization:  # fmt: skip
-    """Check everything and make the handle for rows; the model is not changed yet."""
-    share = _share(threshold)
-    packed = _packed(encoder, adapter, "rows")
-    blocks = packed.blocks
-    if opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
-        raise DatabaseError(
-            f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
-            "attmemo build-database --reuse rows --model … --data …",
-        )
-    with ExitStack() as undo:
-        store = DatabaseRows(opened)
-        undo.callback(store.close)
-        planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
-        handle = _handle(encoder, adapter, packed, Rows(blocks, packed, store), planner, opened, owned=owned)
-        check_stack(handle, adapter, encoder)
-        check_rows(handle, adapter, encoder)
-        undo.pop_all()
-    _LOG.warning("attmemo: %s", UNGUARDED)
-    return handle
-
-
-def _packed(encoder: nn.Module, adapter: Adapter, reuse: str) -> Packed:
+def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Packed:
     packed = Packed(blocks_of(encoder, adapter, reuse), _dtype(encoder))
     check_blocks(adapter, encoder, packed)
     return packed
 
 
-def _handle(
+def handle_of(
     encoder: nn.Module, adapter: Adapter, packed: Packed, reuse: Stack, planner: Planner, database: Database | None,
     *, owned: bool,
 ) -> StackMemoization:  # fmt: skip
@@ -148,14 +137,6 @@ def _handle(
     engine = Engine(adapter, watch, 1, database, reuse, planner)
     site = Site(0, "blocks", packed.blocks.module)
     return StackMemoization(encoder, site, engine, packed, planner, owned=owned)
-
-
-def _share(threshold: Any) -> float:
-    if isinstance(threshold, str) and threshold == "auto":
-        return THRESHOLD
-    if isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0.0 <= threshold <= 1.0:
-        return float(threshold)
-    raise ValueError(f"for reuse='rows' a threshold is one share of tokens in [0, 1], or 'auto'; got {threshold!r}")
 
 
 def _dtype(encoder: nn.Module) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
@@ -10,20 +11,33 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attmemo.adapters import Call, Rows, Spans
+from attmemo.adapters import Call, Spans
 from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
 from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import TokenIndex
-from attmemo.kernels.align import Rule
+from attmemo.kernels.align import Alignment, Rule
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.plan import Plan, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 THRESHOLD: Final = 0.5
 """Share of its tokens that a record must supply by default."""
 TYPES_FROM: Final = 1 << 24
 """Token types are kept above the ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one forward looks up."""
+
+    tokens: npt.NDArray[np.int32]  # [sum n]
+    starts: Ints  # [B + 1]
+    lengths: Ints  # [B]
+    seconds_per_row: float | None  # that blocks take; None: not known yet
 
 
 class RowPlanner(Whole):
@@ -50,47 +64,63 @@ class RowPlanner(Whole):
         self.index, self.threshold, self.rule = index, threshold, rule
         self.gate = RowGate(always=not gated)
         self._relative = relative
+        self._grows = False  # whether records come while the model serves
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
         start = perf_counter()
         whole = super().plan(layer, call, spans, given, counters)
+        asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
+        if asked is None:
+            return whole
+        candidates = self.index.candidates(asked.tokens, asked.starts)
+        looked = perf_counter()
+        found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
+        served = self._suffices(found, asked.lengths)
+        records = np.where(served, found.record, -1)
+        self._count(asked, found, records, (start, looked), counters)
+        seen = Found(found.record, (found.computed / asked.lengths).astype(np.float32))
+        if not served.any():
+            return Plan(spans=spans, found=seen, layers=whole.layers)
+        predicted = float((1.0 - seen.distances[served]).sum())
+        return Plan(
+            spans=spans, found=seen, layers={layer: RowShare.of(asked.lengths, records, found.source, predicted)}
+        )
+
+    def _ask(self, given: Given, spans: Spans, padded: int, counters: Counters) -> Asked | None:
+        """What is to be looked up; None, and counted, if nothing is."""
         batch = len(spans.lengths)
-        tokens = self._tokens(given.arguments, spans, int(call.hidden.shape[1]))
-        done = counters.done
-        seconds_per_row = done.blocks_seconds / done.rows if done.rows else None
+        tokens = self._tokens(given.arguments, spans, padded)
         if isinstance(tokens, str):
             counters.skip(tokens, batch)
-            return whole
-        if not len(self.index):
+            return None
+        if not self._grows and not len(self.index):
             counters.skip("there is no record yet", batch)
-            return whole
+            return None
+        done = counters.done
+        seconds_per_row = done.blocks_seconds / done.rows if done.rows else None
         if not self.gate.ask(seconds_per_row):
             self.gate.leave()
             counters.skip("a lookup does not pay", batch)
-            return whole
+            return None
         lengths = np.asarray(spans.lengths, np.int64)
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        candidates = self.index.candidates(tokens, starts)
-        looked = perf_counter()
-        found = self.index.align(tokens, starts, candidates, self.rule)
-        served = (found.record >= 0) & (lengths - found.computed >= self.threshold * lengths)
-        served &= found.computed < lengths
-        sequences = np.flatnonzero(served)
-        saved = int((lengths - found.computed)[sequences].sum())
+        return Asked(tokens, np.concatenate([[0], np.cumsum(lengths)]), lengths, seconds_per_row)
+
+    def _suffices(self, found: Alignment, lengths: Ints) -> Flags:
+        """Whether the record of each sequence supplies enough of it."""
+        enough = (found.record >= 0) & (lengths - found.computed >= self.threshold * lengths)
+        return enough & (found.computed < lengths)
+
+    def _count(
+        self, asked: Asked, found: Alignment, records: Ints, times: tuple[float, float], counters: Counters
+    ) -> None:
+        """Time since (the start, the end of the lookup), and what the batch saved."""
+        start, looked = times
         end = perf_counter()
-        self.gate.record(len(tokens), saved, end - start, seconds_per_row)
+        saved = int((asked.lengths - found.computed)[records >= 0].sum())
+        self.gate.record(len(asked.tokens), saved, end - start, asked.seconds_per_row)
         counters.planned(looked - start, end - looked)
-        seen = Found(found.record, (found.computed / lengths).astype(np.float32))
-        if not len(sequences):
-            return Plan(spans=spans, found=seen, layers=whole.layers)
-        source = np.where(np.repeat(served, lengths), found.source, np.int32(-1)).astype(np.int32)
-        record = np.where(served, found.record, -1)
-        predicted = float((1.0 - seen.distances[sequences]).sum())
-        missed = Rows.without(batch, sequences)
-        share = RowShare(sequences, record[sequences], missed, predicted, source, record)
-        return Plan(spans=spans, found=seen, layers={layer: share})
 
     def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | str:
         """Ids of all valid tokens, packed; or why they cannot be looked up."""

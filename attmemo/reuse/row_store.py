@@ -47,6 +47,12 @@ class Record:
         return cls(tokens, rows.to(of_rows), None, last.to(of_last))
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its rows and last hidden states."""
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return self.rows.nbytes + self.last.nbytes + scales + self.tokens.nbytes
+
+    @property
     def slots(self) -> dict[str, Sequence[Tensor]]:
         """Tensors of each kind of slot, by layer."""
         found: dict[str, Sequence[Tensor]] = {
@@ -86,11 +92,18 @@ class RowStore(Protocol):
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records, ``[B]``; -1: none."""
 
+    def add(self, tokens: npt.NDArray[np.int32], rows: Tensor, last: Tensor) -> None:
+        """Keep an exactly computed sequence: K and V ``[layers, 2, n, H]`` and last hidden states ``[n, H]``.
+
+        A store that does not grow leaves the sequence.
+        """
+        return
+
     def close(self) -> None:
         """Give everything back."""
 
 
-class DatabaseRows:
+class DatabaseRows(RowStore):
     """Records of a database, read where they lie in its arenas.
 
     Parameters
@@ -110,6 +123,11 @@ class DatabaseRows:
         self.index = TokenIndex()
         for record in range(len(database)):
             self.index.add(database.view(KIND_TOKENS, 0, record).numpy())
+
+    @property
+    def storage(self) -> tuple[torch.dtype, torch.dtype]:
+        """Types of K and V, and of the last hidden states."""
+        return TYPES[self._kinds[KIND_ROWS].dtype], TYPES[self._kinds[KIND_LAST].dtype]
 
     def fetch(self, records: Ints) -> _Mapped:
         return _Mapped(self._database, self._kinds, records)
@@ -163,7 +181,7 @@ class _Mapped:
         return self._find(KIND_LAST)[0], TYPES[self._kinds[KIND_LAST].dtype]
 
 
-class HeldRows:
+class HeldRows(RowStore):
     """Records in memory: the self-check serves them through the path that serves a database."""
 
     def __init__(self, records: Sequence[Record]) -> None:

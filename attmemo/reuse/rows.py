@@ -10,6 +10,7 @@ Rows that are computed are exact arithmetic over approximate keys.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import ClassVar
 
@@ -53,42 +54,70 @@ class Rows(Stack):
         self.store = store
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
-        if not isinstance(share, RowShare) or not len(share.sequences):
+        if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
         lengths = np.asarray(spans.lengths, np.int64)
         places = places_of(spans.lengths, call.hidden.shape[1])
-        fresh = share.source < 0
+        source, fetched = share.source, None
+        if len(share.sequences):
+            try:
+                fetched = self.store.fetch(share.record)
+                begins, dtype = fetched.last()
+            except _UNREADABLE as error:
+                if counters.failure("records could not be read", error, len(share.sequences)):
+                    _LOG.warning("attmemo: records could not be read, sequences are computed whole: %s", error)
+                fetched, source = None, np.full_like(source, -1)
+        fresh = source < 0
         computed = torch.from_numpy(np.flatnonzero(fresh))
         if places is not None:
             computed = places.index_select(0, computed)
-        try:
-            fetched = self.store.fetch(share.record)
-            begins, dtype = fetched.last()
-        except _UNREADABLE as error:
-            if counters.failure("records could not be read", error, len(share.sequences)):
-                _LOG.warning("attmemo: records could not be read, sequences are computed whole: %s", error)
-            return super().serve(site, call, spans, share, counters)
-        layout = layout_of(lengths, share.source)
+        layout = layout_of(lengths, source)
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
-        longest = max(max(spans.lengths), int(share.source.max()) + 1)
-        found = self.compute(call, computed, layout, longest, fetch=fetched.layer)
+        longest = max(max(spans.lengths), int(source.max()) + 1)
+        kept = _Kept(share.admitted, layout.starts)
+        found = self.compute(
+            call, computed, layout, longest,
+            fetch=None if fetched is None else fetched.layer, keep=kept if share.admitted else None,
+        )  # fmt: skip
         done = perf_counter()
+        for tokens, rows, last in kept.records(found):
+            self.store.add(tokens, rows, last)
         output = put_back(found, computed, call)
-        kept = np.flatnonzero(~fresh)
-        row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
-        addresses = np.repeat(begins, lengths)[kept] + share.source[kept].astype(np.uint64) * row_bytes
-        copy_rows(addresses, dtype, kept if places is None else places.numpy()[kept], output)
+        if fetched is not None:
+            supplied = np.flatnonzero(~fresh)
+            row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
+            addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
+            copy_rows(addresses, dtype, supplied if places is None else places.numpy()[supplied], output)
         fetching = planned - start + perf_counter() - done
         counters.work(
-            len(lengths), len(fresh), int(layout.starts[-1]), served=len(share.sequences), fetch=fetching,
-            blocks=done - planned,
+            len(lengths), len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned,
+            served=0 if fetched is None else len(share.sequences),
         )  # fmt: skip
         return output.view(call.hidden.shape)
 
     def close(self) -> None:
         self.store.close()
+
+
+class _Kept:
+    """Rows of sequences that are computed whole and become records."""
+
+    def __init__(self, admitted: Mapping[int, npt.NDArray[np.int32]], starts: npt.NDArray[np.int64]) -> None:
+        self._parts = [
+            (tokens, slice(int(starts[place]), int(starts[place + 1]))) for place, tokens in admitted.items()
+        ]
+        self._rows: list[list[Tensor]] = [[] for _ in self._parts]
+
+    def __call__(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for (_, part), rows in zip(self._parts, self._rows, strict=True):
+            rows.append(torch.stack((keys[part], values[part])))
+
+    def records(self, last: Tensor) -> Iterator[tuple[npt.NDArray[np.int32], Tensor, Tensor]]:
+        """Tokens ``[n]``, K and V ``[layers, 2, n, H]`` and last hidden states ``[n, H]`` of each sequence."""
+        for (tokens, part), rows in zip(self._parts, self._rows, strict=True):
+            yield tokens, torch.stack(rows), last[part].clone()
 
 
 def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:

@@ -13,8 +13,6 @@ from torch import nn
 from attmemo.adapters import Adapter, Rows, Spans
 from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
 from attmemo.adapters.masks import valid_places
-from attmemo.db import KIND_LAST, KIND_ROWS
-from attmemo.db.forms import TYPES
 from attmemo.errors import AdapterCheckError
 from attmemo.plan import Plan, RowShare, Share
 from attmemo.reuse.row_store import HeldRows, Record, records_of
@@ -24,8 +22,12 @@ from attmemo.selfchecks import DEEP, Handle, enable_within
 _ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
 
 
-def check_rows(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
+def check_rows(
+    handle: Handle, adapter: Adapter, model: nn.Module, storage: tuple[torch.dtype, torch.dtype]
+) -> None:
     """Serve half of a few small sequences from records, and compare the last hidden states with packed blocks.
+
+    Records have the types of `storage`: of K and V, and of the last hidden states.
 
     Raises
     ------
@@ -34,8 +36,6 @@ def check_rows(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
     """
     engine, reuse = handle.engine, handle.engine.reuse
     assert isinstance(reuse, RowReuse)
-    assert engine.database is not None
-    kinds = {kind.name: TYPES[kind.dtype] for kind in engine.database.manifest.known_kinds}
     inputs, lengths = adapter.sample(model)
     both = {
         name: torch.cat([value, value.roll(1, -1) if name == "input_ids" else value]) for name, value in inputs.items()
@@ -47,7 +47,7 @@ def check_rows(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
         found: list[Record] = []
         stack.callback(setattr, reuse, "keep", None)
         reuse.keep = lambda given, rows, last: found.extend(
-            records_of(given, rows, last, (kinds[KIND_ROWS], kinds[KIND_LAST]), reuse.blocks.heads)
+            records_of(given, rows, last, storage, reuse.blocks.heads)
         )
         with engine.planned(Plan(spans=Spans(several), layers={0: Share.nothing(len(several))})):
             expected = host(**both)[0]
@@ -59,7 +59,7 @@ def check_rows(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
         counters = engine.counters
         if counters.done.served != len(lengths):  # counted where records were read: a hit may have been computed whole
             raise AdapterCheckError(f"a small batch cannot be served from records: {counters.reason()}.", UNKNOWN)
-    allowed = DEEP * tolerance(model, 5e-2) + _ROUNDED[kinds[KIND_ROWS]]
+    allowed = DEEP * tolerance(model, 5e-2) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])
     worst = difference(seen[valid], expected[valid])
     if not worst <= allowed:

@@ -1,0 +1,130 @@
+"""What an answer is, and when two answers differ.
+
+An answer is read from the model's own output: the class of its logits, an embedding pooled as the application pools
+it, or what a function makes of the output. Numbers of whole type are classes: another class is another answer. Vectors
+differ if their cosine is below a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+AnswerRule = Literal["auto", "class", "mean", "cls"] | Callable[[Any], Tensor]
+NAMES = ("auto", "class", "mean", "cls")
+
+_PASS = "answer='mean', answer='cls', or a function of the model's output that returns classes [B] or vectors [B, H]"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The answers of a batch."""
+
+    values: Tensor  # [B] classes or [B, H] vectors
+    margins: Tensor | None  # [B]: between the probabilities of the two best classes
+
+    def margin(self, place: int) -> float | None:
+        """The margin of one answer; None if there is none."""
+        return None if self.margins is None else float(self.margins[place])
+
+
+class Answers:
+    """Reads answers and compares them.
+
+    Parameters
+    ----------
+    rule : {"auto", "class", "mean", "cls"} or callable
+        What an answer is; see `attmemo.memoize`.
+    min_cosine : float
+        Vectors with a lower cosine are different answers.
+
+    Raises
+    ------
+    ValueError
+        The rule is none of these, or `min_cosine` is not in [-1, 1].
+    """
+
+    def __init__(self, rule: AnswerRule, min_cosine: float) -> None:
+        if not callable(rule) and rule not in NAMES:
+            raise ValueError(f"answer must be one of {', '.join(NAMES)}, or a function; got {rule!r}")
+        if not isinstance(min_cosine, int | float) or not -1.0 <= min_cosine <= 1.0:
+            raise ValueError(f"min_cosine must be a number in [-1, 1]; got {min_cosine!r}")
+        self.rule, self.min_cosine = rule, float(min_cosine)
+
+    @property
+    def name(self) -> str:
+        """The rule in a word."""
+        return self.rule if isinstance(self.rule, str) else getattr(self.rule, "__qualname__", "function")
+
+    def read(self, output: Any, mask: Tensor | None) -> Read:
+        """The answers in a model's output.
+
+        Parameters
+        ----------
+        output : model output, mapping, tuple or Tensor
+        mask : Tensor or None
+            The attention mask ``[B, L]`` that the model was given; used by ``"mean"``.
+
+        Raises
+        ------
+        ValueError
+            There is no such answer in the output.
+        """
+        if callable(self.rule):
+            values = self.rule(output)
+            if not isinstance(values, Tensor) or values.dim() not in (1, 2) or not len(values):
+                seen = f"{type(values).__name__} {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                raise ValueError(f"answer={self.name} must return a tensor [B] of classes or [B, H]; got {seen:.80}")
+            if values.is_floating_point() and values.dim() != 2:
+                raise ValueError(f"answer={self.name} returned one number a sequence: vectors [B, H] or whole numbers")
+            return Read(values.detach().clone(), None)
+        if self.rule in ("auto", "class"):
+            logits = _get(output, "logits")
+            if logits is not None:
+                return _classes(logits)
+            if self.rule == "class":
+                raise ValueError("answer='class' needs a model with logits; this output has none")
+            pooled = _get(output, "sentence_embedding")
+            if pooled is not None:
+                return Read(pooled.detach().float().clone(), None)
+        hidden = _get(output, "last_hidden_state")
+        if hidden is None and isinstance(output, Mapping):
+            hidden = output.get("token_embeddings")
+        if hidden is None and isinstance(output, tuple) and output:
+            hidden = output[0]
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise ValueError(f"an output of type {type(output).__name__} holds no hidden states to pool: give {_PASS}")
+        hidden = hidden.detach().float()
+        if self.rule == "cls":
+            return Read(hidden[:, 0].clone(), None)
+        if mask is None or mask.dim() != 2:
+            return Read(hidden.mean(1), None)
+        valid = mask.to(hidden.dtype)[:, :, None]
+        return Read((hidden * valid).sum(1) / valid.sum(1).clamp(min=1.0), None)
+
+    def differ(self, a: Read, place: int, b: Read, other: int) -> bool:
+        """Whether one answer of `a` is another answer than one of `b`."""
+        first, second = a.values[place], b.values[other]
+        if not first.is_floating_point():
+            return not torch.equal(first, second)
+        cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
+        return not float(cosine) >= self.min_cosine
+
+
+def _get(output: Any, name: str) -> Tensor | None:
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _classes(logits: Tensor) -> Read:
+    if logits.dim() != 2 or logits.shape[1] < 2:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} are no classes of sequences: give answer= a function of the model's output "
+            "that returns classes [B] or vectors [B, H]"
+        )
+    best = logits.detach().float().softmax(-1).topk(2, -1).values
+    return Read(logits.argmax(-1), best[:, 0] - best[:, 1])

@@ -1,0 +1,136 @@
+"""How often served answers differ, at most, and when they differ too often: statistics that may be looked at any time.
+
+Every verified answer is a sample: 1 if reuse changed it, else 0. A bet against "the rate is t or more" multiplies
+a stake by ``p / t`` for a 1 and by ``(1 - p) / (1 - t)`` for a 0, for some p below t. If the rate is t or more, the
+stake does not grow on average, so it ever reaches ``1 / (1 - confidence)`` with probability ``1 - confidence`` at
+most (Ville's inequality). Stakes are spread over several p. Sources: Waudby-Smith and Ramdas (arXiv 2010.09686), Shin,
+Ramdas and Rinaldo (arXiv 2203.03532) for the alarm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+_PARTS: Final = np.geomspace(0.01, 0.95, 24)
+"""p as a share of t. Logarithmic steps favour small rates, at little cost for others."""
+_SPREAD: Final = np.full(len(_PARTS), 1.0 / len(_PARTS))
+_HALVINGS: Final = 40
+
+EARNINGS: Final = 1000
+"""Requests of which the budget may be saved up."""
+WORSE: Final = (2.0, 4.0, 8.0)
+"""Rates that the alarm looks for, in budgets."""
+BETWEEN_ALARMS: Final = 400.0
+"""Verified samples between two false alarms, on average, if the rate is just the budget."""
+
+
+def stake(t: float, changed: int, same: int) -> float:
+    """The stake of a bet against "the rate is t or more" after so many samples; it began as 1."""
+    p = t * _PARTS
+    logs = changed * np.log(_PARTS) + same * (np.log1p(-p) - np.log1p(-t))
+    top = float(logs.max())
+    return float(np.exp(min(top, 700.0)) * (_SPREAD * np.exp(logs - top)).sum())
+
+
+def highest_rate(changed: int, same: int, confidence: float) -> float:
+    """The highest rate that the samples do not rule out; 1 if there are none."""
+    if same == 0:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if stake(middle, changed, same) >= 1.0 / (1.0 - confidence):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@dataclass(slots=True)
+class Counts:
+    """Samples and requests since an epoch began. Sums: those of several processes can be added."""
+
+    same: int = 0
+    changed: int = 0
+    requests: int = 0
+    served: int = 0  # of these, from a record
+    spent: float = 0.0  # sum of the highest rates under which answers were served
+    lost: float = 0.0  # what was saved up for too long
+
+    def plus(self, other: Counts, sign: int = 1) -> Counts:
+        """The sum, or the difference."""
+        return Counts(*(getattr(self, name) + sign * getattr(other, name) for name in Counts.__slots__))
+
+
+class Certificate:
+    """Which answers may be served within a budget.
+
+    Each request of any kind earns `budget`. A served answer costs the highest rate of changed answers that the samples
+    do not rule out. While the account covers the cost, an answer may be served: the expected number of changed answers
+    stays below ``budget * requests`` with probability `confidence`, from the first request on.
+
+    Parameters
+    ----------
+    budget : float
+        Share of all answers that may change.
+    confidence : float
+    """
+
+    def __init__(self, budget: float, confidence: float) -> None:
+        self.budget, self.confidence = budget, confidence
+        self.counts = Counts()
+        self.highest = 1.0
+        self._alarm = np.ones(len(WORSE))
+
+    def affords(self) -> bool:
+        """Whether one more answer may be served."""
+        return self._saved >= self.highest
+
+    def request(self, served: bool) -> None:
+        """One more request."""
+        c = self.counts
+        c.requests += 1
+        if served:
+            c.served += 1
+            c.spent += self.highest
+        c.lost += max(self._saved - self.budget * EARNINGS, 0.0)
+
+    @property
+    def _saved(self) -> float:
+        """Changed answers that the requests so far have earned and not spent."""
+        c = self.counts
+        return self.budget * c.requests - c.spent - c.lost
+
+    def sample(self, changed: bool) -> bool:
+        """One verified answer, as it would have been served. True: too many answers change."""
+        c = self.counts
+        c.changed += changed
+        c.same += not changed
+        self.highest = highest_rate(c.changed, c.same, self.confidence)
+        rate = min(self.budget / max(self.share_served, self.budget), 0.5)
+        worse = np.minimum(rate * np.array(WORSE), 0.99)
+        self._alarm = np.maximum(self._alarm, 1.0) * (worse / rate if changed else (1.0 - worse) / (1.0 - rate))
+        return bool(self._alarm.mean() >= BETWEEN_ALARMS)
+
+    def adopt(self, counts: Counts) -> None:
+        """Go on from these counts."""
+        self.counts = counts
+        self.highest = highest_rate(counts.changed, counts.same, self.confidence)
+
+    def restart(self) -> None:
+        """Begin a new epoch."""
+        self.counts, self.highest, self._alarm = Counts(), 1.0, np.ones(len(WORSE))
+
+    @property
+    def share_served(self) -> float:
+        """Share of the requests of this epoch that were served from a record."""
+        return self.counts.served / self.counts.requests if self.counts.requests else 0.0
+
+    @property
+    def alarm(self) -> npt.NDArray[np.float64]:
+        """Stakes of the bets that the rate is above the budget, one for each of `WORSE`."""
+        return self._alarm

@@ -1,0 +1,199 @@
+"""The guard: which answers may be served from a record, which are verified, and what was learned from it.
+
+    a request with a record
+      nothing changed ───────────────────────────────► served: its answer is the record's
+      a change that is not verified ─────────────────► exact, and verified: the change may be learned
+      all changes verified (words in free slots: only with a great margin)
+        the account does not afford it ──────────────► exact, and verified: a sample for the certificate
+        drawn by chance, a small share ──────────────► exact, and verified: a sample for the certificate
+        else ────────────────────────────────────────► served; below the margin computed again, exactly
+    a request without a record ──────────────────────► exact
+
+A verified request is answered exactly. So it cannot change an answer, whatever the verification finds.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from attmemo.guard.certificate import Certificate, Counts
+from attmemo.guard.margin import Margin
+from attmemo.guard.verified import Cover, Gaps, Verified
+
+DRAWN: Final = 0.02
+"""Share of the answers to be served that are verified instead."""
+LEARNED: Final = 0.1
+"""Verifications of changes for each request, once the certificate stands."""
+SAVED: Final = 200.0
+"""Such verifications that may be saved up."""
+
+
+class Verdict(Enum):
+    """What becomes of a request that has a record."""
+
+    SERVE = "served"
+    SAMPLE = "sampled"  # exact, and verified: its changes are verified
+    LEARN = "learned"  # exact, and verified: a change is not
+    LEAVE = "left"  # exact
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a guard stands."""
+
+    name: str  # "learning", "certified" or "alarm"
+    highest: float  # share of all answers that changed, at most
+    counts: Counts
+    margin: float
+    verified: int  # changes
+    since: float  # seconds of the Unix epoch
+    done: dict[str, int]  # requests by what became of them
+
+    def sentence(self, confidence: float) -> str:
+        """The state in a sentence."""
+        c = self.counts
+        day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        share = f"{c.served / c.requests:.0%}" if c.requests else "none"
+        return (
+            f"{self.name}: {c.same + c.changed} served answers verified, {c.changed} changed; {share} of "
+            f"{c.requests} requests served; at most {100 * self.highest:.2g} % of all answers changed, "
+            f"{confidence:.0%}, since {day}"
+        )
+
+
+class Guard:
+    """Keeps the share of changed answers within a budget.
+
+    Parameters
+    ----------
+    budget : float
+        Share of all answers that may change, in (0, 1).
+    confidence : float
+        In (0, 1).
+    seed : int, optional
+        Of the draw of samples.
+
+    Raises
+    ------
+    ValueError
+        A number is out of its range.
+    """
+
+    def __init__(self, budget: float, confidence: float, *, drawn: float = DRAWN, seed: int | None = None) -> None:
+        for name, value in (("budget", budget), ("confidence", confidence)):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1.0:
+                raise ValueError(f"{name} must be a number between 0 and 1; got {value!r}")
+        if not 0.0 <= drawn <= 1.0:
+            raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
+        self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
+        self.verified = Verified()
+        self.margin = Margin(budget)
+        self.certificate = Certificate(budget, confidence)
+        self._alarmed = False
+        self._since = time.time()
+        self._saved = SAVED
+        self._random = random.Random(seed)
+        self._done: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def ask(self, gaps: Gaps) -> Cover:
+        """How well the changes of a request are verified."""
+        with self._lock:
+            return self.verified.ask(gaps)
+
+    def decide(self, covers: Sequence[Cover | None]) -> list[Verdict | None]:
+        """What becomes of the requests of a batch, by how well changes are verified; None: there is no record."""
+        with self._lock:
+            return [self._decide(cover) for cover in covers]
+
+    def _decide(self, cover: Cover | None) -> Verdict | None:
+        """One request; the account and the draw go on."""
+        certified = self.certified
+        self._saved = min(self._saved + LEARNED, SAVED)
+        verdict = None
+        if cover is Cover.SAME:
+            verdict = Verdict.SERVE
+        elif cover:
+            drawn = self._random.random() < self.drawn
+            verdict = Verdict.SERVE if self.certificate.affords() and not drawn else Verdict.SAMPLE
+        elif cover is not None:
+            verdict = Verdict.LEARN if not certified or self._saved >= 1.0 else Verdict.LEAVE
+            if verdict is Verdict.LEARN and certified:
+                self._saved -= 1.0
+        self.certificate.request(verdict is Verdict.SERVE and cover is not Cover.SAME)
+        self._done["whole" if verdict is None else verdict.value] += 1
+        return verdict
+
+    def is_low(self, margin: float | None, cover: Cover) -> bool:
+        """Whether an answer is too near to another one to be served."""
+        if margin is None or cover is Cover.SAME:
+            return False
+        return not margin >= self.margin.least_for(cover is Cover.FREELY)
+
+    def compared(self, verdict: Verdict, gaps: Gaps, cover: Cover, margin: float | None, changed: bool) -> bool:
+        """An answer from a record and the exact one were compared. True: an alarm began."""
+        with self._lock:
+            low = self.is_low(margin, cover)
+            if low and margin is not None:
+                if cover is Cover.FULLY:
+                    self.margin.sample(margin, changed, self.certificate.counts.requests)
+                if verdict is Verdict.SERVE:
+                    self._done["served"] -= 1
+                    self._done["below the margin"] += 1
+            elif verdict is Verdict.SAMPLE and self.certificate.sample(changed):
+                self._alarm()
+                self.verified.changed(gaps)
+                return True
+            if not changed:
+                self.verified.stayed(gaps)
+            elif not low:  # below the margin, the margin has done its work
+                self.verified.changed(gaps)
+            return False
+
+    def _alarm(self) -> None:
+        self._alarmed, self._since = True, time.time()
+        self.margin.rise()
+        self.certificate.restart()
+
+    @property
+    def certified(self) -> bool:
+        """Whether every answer whose changes are verified may be served."""
+        return self.certificate.highest * max(self.certificate.share_served, 0.5) <= self.budget
+
+    def state(self) -> State:
+        """Where the guard stands now."""
+        with self._lock:
+            c = self.certificate.counts
+            name = "certified" if self.certified else "alarm" if self._alarmed else "learning"
+            highest = c.spent / c.requests if c.requests else 0.0
+            return State(
+                name, min(highest, self.budget), Counts().plus(c), self.margin.least, len(self.verified),
+                self._since, dict(self._done),
+            )  # fmt: skip
+
+    def stats(self) -> dict[str, Any]:
+        """The state, JSON-able."""
+        state = self.state()
+        counts = state.counts
+        return {
+            "state": state.name,
+            "says": state.sentence(self.confidence),
+            "budget": self.budget,
+            "confidence": self.confidence,
+            "highest_share_changed": state.highest,
+            "highest_rate_of_served": self.certificate.highest,
+            "verified": counts.same + counts.changed,
+            "changed": counts.changed,
+            "requests": counts.requests,
+            "margin": state.margin,
+            "changes_known": state.verified,
+            "since": state.since,
+            "done": state.done,
+        }

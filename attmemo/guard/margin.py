@@ -1,0 +1,62 @@
+"""The margin: how far the best class of a served answer must be ahead of the second best.
+
+An answer below the margin is computed again, exactly. These answers are samples too: they say what would have changed
+below the margin, so they choose it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+STEPS: Final = np.array([0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97])
+"""Margins between probabilities that can be chosen."""
+FIRST: Final = 3
+"""The step before anything is known: 0.5."""
+SURE: Final = 0.9
+"""Least margin where a word stands in a free slot."""
+SHARE: Final = 0.5
+"""Share of the budget that answers below the first margin may take, once they are served."""
+SEEN: Final = 20
+"""Answers below a margin that must be seen before it is lowered."""
+
+
+class Margin:
+    """The least margin of a served answer.
+
+    Parameters
+    ----------
+    budget : float
+        Share of answers that may change.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self._budget, self._top = budget, FIRST
+        self._seen, self._changed = np.zeros((2, len(STEPS)), np.int64)  # by the highest step that the margin reaches
+        self.least = float(STEPS[FIRST])
+
+    def least_for(self, freely: bool) -> float:
+        """The least margin; `freely`: a word stands in a free slot."""
+        return max(self.least, SURE) if freely else self.least
+
+    def sample(self, margin: float, changed: bool, requests: int) -> None:
+        """An answer below the margin was computed again; `requests` were made so far."""
+        step = int(np.searchsorted(STEPS, margin, side="right")) - 1
+        if step < 0:
+            return
+        self._seen[step] += 1
+        self._changed[step] += changed
+        allowed = SHARE * self._budget * requests
+        lower = [
+            step
+            for step in range(self._top)
+            if self._seen[step : self._top].sum() >= SEEN and self._changed[step : self._top].sum() < allowed
+        ]
+        self.least = float(STEPS[min(lower, default=self._top)])
+
+    def rise(self) -> None:
+        """Ask for more from now on: too many answers changed."""
+        self._top = min(self._top + 1, len(STEPS) - 1)
+        self.least = float(STEPS[self._top])
+        self._seen[:] = self._changed[:] = 0

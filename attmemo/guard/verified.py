@@ -1,0 +1,132 @@
+"""Which changes have been seen to leave an answer as it was.
+
+A change is what an input has in a slot where its record has something else (`attmemo.kernels.changes`). It is verified
+if the same two values were seen there before and the answer stayed, or if each of the two has been harmless there. A
+slot is *free* once enough different values were harmless in it: then any value may stand there. A number is free after
+few values. A word needs more of them, and then the answer must be surer (`attmemo.guard.margin`): "Accepted" for
+"Failed" is hardly more harmless for "Closed" having been.
+
+An answer that changed is held against the slots that are known least. Such a slot needs many times more values.
+
+Slots are those of all records together: what is learned about a field of one record holds for the same field of every
+other one. Hashes stand for slots and values, so nothing of an input can be read from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+
+NUMBERS: Final = 2
+"""Harmless values that make a slot of numbers free."""
+WORDS: Final = 6
+"""Harmless values that make a slot of words free."""
+PENALTY: Final = 8
+"""Times more values are needed after an answer changed."""
+MOST: Final = 1 << 18
+"""Values that are remembered."""
+
+
+class Cover(IntEnum):
+    """How well the changes of a request are verified."""
+
+    NOT = 0
+    FREELY = 1  # some of them are words in free slots
+    FULLY = 2
+    SAME = 3  # nothing changed, and the record is as exact as the model
+
+
+class Gaps(Protocol):
+    """What changed between one input and its record: hashes, as in `attmemo.kernels.changes.Changes`."""
+
+    @property
+    def slot(self) -> Hashes: ...
+    @property
+    def value(self) -> Hashes: ...
+    @property
+    def former(self) -> Hashes: ...
+    @property
+    def change(self) -> Hashes: ...
+    @property
+    def word(self) -> npt.NDArray[np.uint8]: ...
+
+
+class Verified:
+    """Changes that were verified."""
+
+    def __init__(self) -> None:
+        self._changes: set[int] = set()
+        self._harmless: dict[int, set[int]] = {}  # values by slot
+        self._harm: dict[int, int] = {}  # answers that a slot is blamed for
+        self._count = 0  # of harmless values
+
+    def __len__(self) -> int:
+        return self._count
+
+    def ask(self, gaps: Gaps) -> Cover:
+        """How well all these changes are verified."""
+        found = Cover.FULLY
+        for slot, value, former, change, word in _rows(gaps):
+            harmless = self._harmless.get(slot)
+            if harmless is None:
+                return Cover.NOT
+            if change in self._changes or (value in harmless and former in harmless):
+                continue
+            if len(harmless) < (WORDS if word else NUMBERS) * PENALTY ** self._harm.get(slot, 0):
+                return Cover.NOT
+            if word:
+                found = Cover.FREELY
+        return found
+
+    def stayed(self, gaps: Gaps) -> None:
+        """These changes, together, left the answer as it was."""
+        for slot, value, former, change, _ in _rows(gaps):
+            harmless = self._harmless.setdefault(slot, set())
+            if self._count < MOST:
+                self._count -= len(harmless)
+                harmless |= {value, former}
+                self._count += len(harmless)
+                self._changes.add(change)
+
+    def changed(self, gaps: Gaps) -> None:
+        """These changes, together, changed the answer: words among them are to blame, or else numbers."""
+        rows = _rows(gaps)
+        suspects = [row for row in rows if row[4]] or rows
+        known = [len(self._harmless.get(slot, ())) for slot, *_ in suspects]
+        for (slot, value, _, change, _), values in zip(suspects, known, strict=True):
+            if values <= 2 * min(known):
+                self._harm[slot] = self._harm.get(slot, 0) + 1
+                self._changes.discard(change)
+                harmless = self._harmless.get(slot, set())
+                self._count -= value in harmless
+                harmless.discard(value)
+
+    def state(self) -> dict[str, Hashes]:
+        """All that was learned, as arrays of hashes and counts."""
+        values = [(slot, value) for slot, harmless in self._harmless.items() for value in harmless]
+        return {
+            "changes": np.array(sorted(self._changes), np.uint64),
+            "values": np.array(values, np.uint64).reshape(-1, 2),
+            "harm": np.array(sorted(self._harm.items()), np.uint64).reshape(-1, 2),
+        }
+
+    def merge(self, state: Mapping[str, Hashes]) -> None:
+        """Learn what another has learned. The one that saw more harm in a slot is believed."""
+        self._changes |= set(state["changes"].tolist())
+        for slot, value in state["values"].tolist():
+            self._harmless.setdefault(slot, set()).add(value)
+        for slot, harm in state["harm"].tolist():
+            self._harm[slot] = max(self._harm.get(slot, 0), harm)
+        self._count = sum(map(len, self._harmless.values()))
+
+
+def _rows(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
+    """Slot, value, former value, change and kind of each gap."""
+    columns = (gaps.slot, gaps.value, gaps.former, gaps.change, gaps.word)
+    return list(zip(*(column.tolist() for column in columns), strict=True))

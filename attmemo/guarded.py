@@ -1,0 +1,173 @@
+"""A forward under a guard: serve, look at the answers, compute again what is too near to call, verify what was chosen.
+
+    the model, with what its caller gave
+      some sequences are served from records, the others computed whole
+    answers
+      served, below the margin ─► the same sequences again, whole; their answers replace the first ones
+      to be verified           ─► the same sequences again, from their records; their answers are compared, not given
+
+The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
+what is verified is what would be served. A verification that fails costs time, never an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attmemo.counters import Counters
+from attmemo.errors import AttmemoError
+from attmemo.guard import Answers, Guard, Verdict
+from attmemo.guard.answers import Read
+from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
+
+_LOG = logging.getLogger("attmemo")
+
+_FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError, TypeError)
+
+Forward = Callable[..., Any]
+
+
+class Guarded:
+    """Runs the forwards of one model under a guard.
+
+    Parameters
+    ----------
+    guard : Guard
+    answers : Answers
+    planner : GuardedPlanner
+    """
+
+    def __init__(self, guard: Guard, answers: Answers, planner: GuardedPlanner) -> None:
+        self.guard, self.answers, self.planner = guard, answers, planner
+
+    def __call__(
+        self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
+    ) -> Any:
+        """One forward of the model; `names` are those of its arguments."""
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
+            return forward(*args, **kwargs)
+        args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
+        inputs = _shallow((args, kwargs))
+        with self.planner.asking() as asking:
+            output = forward(*args, **kwargs)
+        if not asking.chosen:
+            return output
+        mask = _mask(given)
+        try:
+            seen = self.answers.read(output, mask)
+        except _FAILURES as error:  # the check at memoize has seen an answer; this output is of another form
+            self._failed(counters, "an answer could not be read", error)
+            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
+        try:
+            output = self._raise_low(forward, inputs, output, mask, seen, asking)
+        except _FAILURES as error:
+            self._failed(counters, "an answer below the margin could not be computed alone", error)
+            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
+        try:
+            self._verify(forward, inputs, mask, seen, asking)
+        except _FAILURES as error:
+            self._failed(counters, "an answer could not be verified", error)
+        return output
+
+    def _raise_low(
+        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
+    ) -> Any:
+        """The output, with answers below the margin computed whole."""
+        low = [place for place in asking.where(Verdict.SERVE) if self._is_low(seen, place, asking)]
+        if not low:
+            return output
+        again = self._run(forward, inputs, len(seen.values), low, [None] * len(low))
+        exact = self.answers.read(again, None if mask is None else mask[low])
+        for number, place in enumerate(low):
+            changed = self.answers.differ(seen, place, exact, number)
+            chosen = asking.chosen[place]
+            self.guard.compared(Verdict.SERVE, chosen.gaps, chosen.cover, seen.margin(place), changed)
+        return _put(output, again, torch.tensor(low), len(seen.values))
+
+    def _is_low(self, seen: Read, place: int, asking: Asking) -> bool:
+        return self.guard.is_low(seen.margin(place), asking.chosen[place].cover)
+
+    def _verify(
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read, asking: Asking
+    ) -> None:
+        """Compare exact answers with those from records."""
+        places = asking.where(Verdict.SAMPLE, Verdict.LEARN)
+        if not places:
+            return
+        chosen = [asking.chosen[place] for place in places]
+        again = self._run(forward, inputs, len(seen.values), places, chosen)
+        reused = self.answers.read(again, None if mask is None else mask[places])
+        for number, (place, one) in enumerate(zip(places, chosen, strict=True)):
+            changed = self.answers.differ(seen, place, reused, number)
+            if self.guard.compared(one.verdict, one.gaps, one.cover, reused.margin(number), changed):
+                _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
+
+    def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, served: list[int]) -> Any:
+        """The output of a batch whose answers cannot be read: nothing is served."""
+        if not served:
+            return output
+        args, kwargs = _shallow(inputs)
+        return forward(*args, **kwargs)  # outside of `asking` nothing is served
+
+    def _run(
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int],
+        given: Sequence[Chosen | None],
+    ) -> Any:  # fmt: skip
+        """The output for some sequences, from these records or whole."""
+        args, kwargs = _take(inputs, torch.tensor(places), batch)
+        with self.planner.asking(given):
+            return forward(*args, **kwargs)
+
+    def _failed(self, counters: Counters, what: str, error: Exception) -> None:
+        if counters.failure(what, error, 1):
+            _LOG.warning("attmemo: %s: %s", what, error)
+
+
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask among the arguments, also inside of a dict of features."""
+    found = given.get("attention_mask")
+    for value in given.values():
+        if found is None and isinstance(value, Mapping):
+            found = value.get("attention_mask")
+    return found if isinstance(found, Tensor) else None
+
+
+def _shallow(value: Any) -> Any:
+    """Copies of containers with the same tensors."""
+    if isinstance(value, Mapping):
+        return {name: _shallow(item) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_shallow, value))
+    return value
+
+
+def _take(value: Any, places: Tensor, batch: int) -> Any:
+    """The same arguments for some sequences of the batch."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, places) if value.dim() and value.shape[0] == batch else value
+    if isinstance(value, dict):
+        return {name: _take(item, places, batch) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_take(item, places, batch) for item in value)
+    return value
+
+
+def _put(value: Any, new: Any, places: Tensor, batch: int) -> Any:
+    """An output with some sequences replaced; its type stays."""
+    if isinstance(value, Tensor):
+        if not value.dim() or value.shape[0] != batch or not isinstance(new, Tensor):
+            return value
+        return value.index_copy(0, places, new.to(value.dtype))
+    if isinstance(value, dict):  # model outputs of transformers are dicts
+        for name in list(value):
+            value[name] = _put(value[name], new.get(name), places, batch)
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_put(one, other, places, batch) for one, other in zip(value, new, strict=True))
+    return value
