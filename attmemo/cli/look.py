@@ -54,7 +54,7 @@ def _summarize(database: Database) -> dict[str, Any]:
         "embedder": embedder and {"backend": embedder.backend, "records": indexed, **embedder.report},
         "profile": profile and {key: profile.get(key) for key in ("threads", "dtype", "costs")},
         "hit_rates": profile and _hit_rates(profile, manifest.tuning, manifest.model.layers),
-        "tuning": manifest.tuning,
+        "tuning": manifest.tuning, "guards": _guards(database),
     }  # fmt: skip
 
 
@@ -68,6 +68,18 @@ def _kinds(database: Database) -> list[dict[str, Any]]:
             "kind": kind.name, "slots": kind.layers, "dtype": kind.dtype, "shape": list(kind.shape), "bytes": total,
             "bytes_per_record": total / len(database) if len(database) else None,
         })  # fmt: skip
+    return found
+
+
+def _guards(database: Database) -> list[dict[str, Any]]:
+    """Where each guard of this database stands, and its settings."""
+    from attmemo.guard import Guard, all_in
+    from attmemo.handles.rows import GUARDS
+
+    found = []
+    for settings, learned in all_in(database.path / GUARDS):
+        guard = Guard.of(settings["budget"], settings["confidence"], learned)
+        found.append(settings | guard.stats())
     return found
 
 
@@ -157,6 +169,7 @@ def _show(out: Output, found: dict[str, Any]) -> None:
         rows |= trained
     else:
         rows["lookup"] = "by tokens, without training"
+        rows |= {f"guard of answer={guard['answer']}": guard["says"] for guard in found["guards"]}
     out.table(found["path"], (), list(rows.items()))
     kinds = [
         (kind["kind"], cell(kind["slots"]), kind["dtype"], " × ".join(map(str, kind["shape"])), size(kind["bytes"]),

@@ -2,7 +2,9 @@
 
 from attmemo.guard.answers import AnswerRule, Answers
 from attmemo.guard.guard import Guard, Verdict
+from attmemo.guard.keeper import Keeper
+from attmemo.guard.ledger import Ledger, all_in
 from attmemo.guard.threshold import Threshold
 from attmemo.guard.verified import Cover
 
-__all__ = ["AnswerRule", "Answers", "Cover", "Guard", "Threshold", "Verdict"]
+__all__ = ["AnswerRule", "Answers", "Cover", "Guard", "Keeper", "Ledger", "Threshold", "Verdict", "all_in"]

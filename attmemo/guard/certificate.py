@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 _PARTS: Final = np.geomspace(0.01, 0.95, 24)
 """p as a share of t. Logarithmic steps favour small rates, at little cost for others."""
@@ -61,9 +60,9 @@ class Counts:
     spent: float = 0.0  # sum of the highest rates under which answers were served
     lost: float = 0.0  # what was saved up for too long
 
-    def plus(self, other: Counts, sign: int = 1) -> Counts:
-        """The sum, or the difference."""
-        return Counts(*(getattr(self, name) + sign * getattr(other, name) for name in Counts.__slots__))
+    def copy(self) -> Counts:
+        """The same numbers."""
+        return Counts(*(getattr(self, name) for name in Counts.__slots__))
 
 
 class Certificate:
@@ -107,10 +106,13 @@ class Certificate:
 
     def sample(self, changed: bool) -> bool:
         """One verified answer, as it would have been served. True: too many answers change."""
-        c = self.counts
-        c.changed += changed
-        c.same += not changed
-        self.highest = highest_rate(c.changed, c.same, self.confidence)
+        self.counts.changed += changed
+        self.counts.same += not changed
+        self.highest = highest_rate(self.counts.changed, self.counts.same, self.confidence)
+        return self.alarms(changed)
+
+    def alarms(self, changed: bool) -> bool:
+        """Go on with the bet that the rate is above the budget; whether it is won."""
         rate = min(self.budget / max(self.share_served, self.budget), 0.5)
         worse = np.minimum(rate * np.array(WORSE), 0.99)
         self._alarm = np.maximum(self._alarm, 1.0) * (worse / rate if changed else (1.0 - worse) / (1.0 - rate))
@@ -129,8 +131,3 @@ class Certificate:
     def share_served(self) -> float:
         """Share of the requests of this epoch that were served from a record."""
         return self.counts.served / self.counts.requests if self.counts.requests else 0.0
-
-    @property
-    def alarm(self) -> npt.NDArray[np.float64]:
-        """Stakes of the bets that the rate is above the budget, one for each of `WORSE`."""
-        return self._alarm

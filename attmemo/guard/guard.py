@@ -18,12 +18,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
 from attmemo.guard.certificate import Certificate, Counts
+from attmemo.guard.ledger import Learned, Ledger
 from attmemo.guard.margin import Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
 
@@ -96,12 +97,23 @@ class Guard:
         self.verified = Verified()
         self.margin = Margin(budget)
         self.certificate = Certificate(budget, confidence)
-        self._alarmed = False
+        self._alarmed, self._epoch = False, 0
+        self._synced: dict[str, float] | None = None  # counts of the last sync
+        self._dirty = False
         self._since = time.time()
         self._saved = SAVED
         self._random = random.Random(seed)
         self._done: Counter[str] = Counter()
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, budget: float, confidence: float, learned: Learned) -> Guard:
+        """A guard that stands where one stood when it was stored."""
+        found = cls(budget, confidence)
+        found.verified.merge(learned.hashes)
+        found._epoch, found._since, found._alarmed = learned.epoch, learned.since, learned.epoch > 0
+        found._adopt(learned.counts)
+        return found
 
     def ask(self, gaps: Gaps) -> Cover:
         """How well the changes of a request are verified."""
@@ -140,6 +152,7 @@ class Guard:
     def compared(self, verdict: Verdict, gaps: Gaps, cover: Cover, margin: float | None, changed: bool) -> bool:
         """An answer from a record and the exact one were compared. True: an alarm began."""
         with self._lock:
+            self._dirty = True
             low = self.is_low(margin, cover)
             if low and margin is not None:
                 if cover is Cover.FULLY:
@@ -157,8 +170,46 @@ class Guard:
                 self.verified.changed(gaps)
             return False
 
+    def sync(self, ledger: Ledger) -> None:
+        """Share what was learned with a file. OSError: it cannot be written; nothing is lost but the sharing."""
+        with ledger.lock(), self._lock:
+            stored, own = ledger.read(), self._counts()
+            known = self._synced
+            if stored is not None:
+                self.verified.merge(stored.hashes)
+                if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
+                    self._epoch, self._since, own, known = stored.epoch, stored.since, dict(stored.counts), None
+                    self._alarmed = True
+                elif stored.epoch == self._epoch:
+                    before = known or {}
+                    own = {name: count - before.get(name, 0.0) for name, count in own.items()}
+                    own = {name: count + stored.counts.get(name, 0.0) for name, count in own.items()}
+                    self._since = min(self._since, stored.since)
+                self._adopt(own)
+            ledger.write(Learned(self._epoch, self._since, own, self.verified.state()))
+            self._synced, self._dirty = dict(own), False
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: what is not shared yet, the parent will share."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._synced, self._dirty = self._counts(), False
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something was learned since the last sync."""
+        return self._dirty
+
+    def _counts(self) -> dict[str, float]:
+        counts = self.certificate.counts
+        return {name: float(getattr(counts, name)) for name in Counts.__slots__} | self.margin.counts()
+
+    def _adopt(self, counts: Mapping[str, float]) -> None:
+        types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}
+        self.certificate.adopt(Counts(**{name: kind(counts.get(name, 0)) for name, kind in types.items()}))
+        self.margin.adopt(counts, self.certificate.counts.requests)
+
     def _alarm(self) -> None:
-        self._alarmed, self._since = True, time.time()
+        self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self.margin.rise()
         self.certificate.restart()
 
@@ -174,7 +225,7 @@ class Guard:
             name = "certified" if self.certified else "alarm" if self._alarmed else "learning"
             highest = c.spent / c.requests if c.requests else 0.0
             return State(
-                name, min(highest, self.budget), Counts().plus(c), self.margin.least, len(self.verified),
+                name, min(highest, self.budget), c.copy(), self.margin.least, len(self.verified),
                 self._since, dict(self._done),
             )  # fmt: skip
 

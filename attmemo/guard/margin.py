@@ -6,6 +6,7 @@ below the margin, so they choose it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -47,6 +48,9 @@ class Margin:
             return
         self._seen[step] += 1
         self._changed[step] += changed
+        self._choose(requests)
+
+    def _choose(self, requests: int) -> None:
         allowed = SHARE * self._budget * requests
         lower = [
             step
@@ -54,6 +58,21 @@ class Margin:
             if self._seen[step : self._top].sum() >= SEEN and self._changed[step : self._top].sum() < allowed
         ]
         self.least = float(STEPS[min(lower, default=self._top)])
+
+    def counts(self) -> dict[str, float]:
+        """What was seen, by step."""
+        return {
+            f"margin_{name}_{step}": float(count)
+            for name, column in (("seen", self._seen), ("changed", self._changed))
+            for step, count in enumerate(column)
+        }
+
+    def adopt(self, counts: Mapping[str, float], requests: int) -> None:
+        """Go on from these counts."""
+        for name, column in (("seen", self._seen), ("changed", self._changed)):
+            for step in range(len(STEPS)):
+                column[step] = int(counts.get(f"margin_{name}_{step}", 0))
+        self._choose(requests)
 
     def rise(self) -> None:
         """Ask for more from now on: too many answers changed."""

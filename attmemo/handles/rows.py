@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +17,7 @@ from attmemo.adapters import Adapter
 from attmemo.db import KIND_ROWS, Database
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
-from attmemo.guard import AnswerRule, Answers, Guard
+from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
 from attmemo.guarded import Guarded
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
@@ -33,6 +36,8 @@ UNGUARDED: Final = (
     "reuse='rows' with budget=None answers from rows of similar inputs, and nothing guards the answers: measure them "
     "on your own data with attmemo evaluate"
 )
+GUARDS: Final = "guard"
+"""Folder in a database that keeps what guards have learned."""
 NO_TOKENIZER: Final = (
     "no tokenizer was found, so numbers and words cannot be told apart: only the very changes that were verified are "
     "served. Give memoize(…, tokenizer=…)"
@@ -109,13 +114,29 @@ def prepare_rows(
             assert isinstance(planner, GuardedPlanner)
             whole = _answering(outer, encoder)
             check_answers(whole, guarding.answers, adapter, encoder)
-            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner))
+            keeper = None
+            if opened is not None:
+                settings = {
+                    "answer": guarding.answers.name, "min_cosine": guarding.answers.min_cosine,
+                    "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
+                    "near": rule.near, "most_moved": rule.most_moved, "dtype": str(packed.dtype),
+                    "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
+                }  # fmt: skip
+                keeper = Keeper(planner.guard, ledger_of(opened.path, settings))
+                undo.callback(keeper.close)
+            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner), keeper)
         check_stack(handle, adapter, encoder)
         check_rows(handle, adapter, encoder, storage)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
     return handle
+
+
+def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:
+    """The file of the guard with these settings, beside the records of a database."""
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return Ledger(database / GUARDS / f"{key}.safetensors", settings)
 
 
 def _answering(outer: Any, encoder: nn.Module) -> nn.Module:

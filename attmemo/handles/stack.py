@@ -12,6 +12,7 @@ from attmemo.adapters.blocks import Blocks, find_blocks
 from attmemo.db import Database
 from attmemo.engine import Engine
 from attmemo.errors import UnsupportedModelError
+from attmemo.guard import Keeper
 from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
 from attmemo.hooks import AnswerHook, Hook
@@ -41,11 +42,18 @@ class StackMemoization(Memoization):
         super().__init__(model, [site], engine, owned=owned, followers=packed.blocks.followers)
         self.packed, self.planner = packed, planner
         self.guarded: Guarded | None = None
+        self._keeper: Keeper | None = None
         self._outer = model
 
-    def guard(self, outer: nn.Module, guarded: Guarded) -> None:
-        """Guard the answers of a model; to be called before `enable`."""
-        self._outer, self.guarded = outer, guarded
+    def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
+        """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
+        self._outer, self.guarded, self._keeper = outer, guarded, keeper
+
+    def undo(self) -> None:
+        """Disable for good, give windows back, and keep what the guard has learned."""
+        super().undo()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _insert_outer(self) -> list[Hook]:
         if self.guarded is None:

@@ -1,0 +1,105 @@
+"""What a guard has learned, in a file: it survives a restart, and processes that share the file share what they learn.
+
+One file holds what all have learned. To sync is to lock the file, read it, add what this process has learned since its
+last sync, and write it anew under another name, which then takes the file's place. Counts are sums, and known values
+are sets, so the order of processes does not matter. After an alarm the epoch is another one: then only the newest
+counts are kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+VERSION: Final = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """All that a guard has learned."""
+
+    epoch: int = 0
+    since: float = 0.0  # when the epoch began, seconds of the Unix epoch
+    counts: Mapping[str, float] = field(default_factory=dict)
+    hashes: Mapping[str, npt.NDArray[np.uint64]] = field(default_factory=dict)
+
+
+class Ledger:
+    """The file of one guard.
+
+    Parameters
+    ----------
+    path : path
+        Of the file; its folder is made.
+    settings : mapping
+        What the guard depends on, JSON-able. What was learned under other settings is not read.
+    """
+
+    def __init__(self, path: os.PathLike[str] | str, settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._settings = json.dumps(settings, sort_keys=True)
+
+    def read(self) -> Learned | None:
+        """What the file holds; None: nothing that can be used. A damaged file is no loss but time."""
+        found = _read(self.path)
+        return found[1] if found is not None and found[0] == self._settings else None
+
+    def write(self, learned: Learned) -> None:
+        """Put this in place of what the file holds. OSError: it cannot be written."""
+        known = {"epoch": learned.epoch, "since": learned.since, "counts": dict(learned.counts)}
+        told = {"version": VERSION, "settings": self._settings, "learned": json.dumps(known)}
+        other = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            save_file(dict(learned.hashes), other, told)
+            os.replace(other, self.path)
+        finally:
+            other.unlink(missing_ok=True)
+
+    def lock(self) -> _Lock:
+        """Held while the file is read and written anew."""
+        return _Lock(self.path.with_name(self.path.name + ".lock"))
+
+
+def all_in(folder: os.PathLike[str] | str) -> list[tuple[dict[str, Any], Learned]]:
+    """Settings and what was learned under them, of every guard with a file in a folder."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    found = [read for file in files if (read := _read(file)) is not None]
+    return [(json.loads(settings), learned) for settings, learned in found]
+
+
+def _read(path: Path) -> tuple[str, Learned] | None:
+    try:
+        with safe_open(path, "numpy") as file:
+            told = file.metadata() or {}
+            if told.get("version") != VERSION:
+                return None
+            known = json.loads(told["learned"])
+            hashes = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            learned = Learned(int(known["epoch"]), float(known["since"]), dict(known["counts"]), hashes)
+            return told["settings"], learned
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+
+
+class _Lock:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)

