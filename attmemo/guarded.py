@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from attmemo.counters import Counters
-from attmemo.errors import AttmemoError
 from attmemo.guard import Answers, Guard, Verdict
 from attmemo.guard.answers import Read
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
+from attmemo.reuse.rows import Rows
 
 _LOG = logging.getLogger("attmemo")
 
-_FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError, TypeError)
+_FAILURES = Exception  # a function of the caller's may raise anything
 
 Forward = Callable[..., Any]
 
@@ -40,10 +40,12 @@ class Guarded:
     guard : Guard
     answers : Answers
     planner : GuardedPlanner
+    rows : Rows
+        Says whether records could be read.
     """
 
-    def __init__(self, guard: Guard, answers: Answers, planner: GuardedPlanner) -> None:
-        self.guard, self.answers, self.planner = guard, answers, planner
+    def __init__(self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows) -> None:
+        self.guard, self.answers, self.planner, self._rows = guard, answers, planner, rows
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -54,11 +56,16 @@ class Guarded:
             return forward(*args, **kwargs)
         args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = _shallow((args, kwargs))
+        self._rows.thread.reused = False
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
+        if not self._rows.thread.reused:  # records could not be read: these answers are exact, and prove nothing
+            asking.drop(Verdict.SERVE)
         if not asking.chosen:
             return output
         mask = _mask(given)
+        if _has_loss(output):
+            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
             seen = self.answers.read(output, mask)
         except _FAILURES as error:  # the check at memoize has seen an answer; this output is of another form
@@ -101,7 +108,10 @@ class Guarded:
         if not places:
             return
         chosen = [asking.chosen[place] for place in places]
+        self._rows.thread.reused = False
         again = self._run(forward, inputs, len(seen.values), places, chosen)
+        if not self._rows.thread.reused:
+            return
         reused = self.answers.read(again, None if mask is None else mask[places])
         for number, (place, one) in enumerate(zip(places, chosen, strict=True)):
             changed = self.answers.differ(seen, place, reused, number)
@@ -168,6 +178,13 @@ def _put(value: Any, new: Any, places: Tensor, batch: int) -> Any:
         for name in list(value):
             value[name] = _put(value[name], new.get(name), places, batch)
         return value
-    if type(value) in (tuple, list):
-        return type(value)(_put(one, other, places, batch) for one, other in zip(value, new, strict=True))
+    if isinstance(value, (tuple, list)):
+        parts = [_put(one, other, places, batch) for one, other in zip(value, new, strict=True)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
+
+
+def _has_loss(output: Any) -> bool:
+    """Whether some number of an output belongs to the whole batch: no part of it can be computed again."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return any(isinstance(value, Tensor) and not value.dim() for value in values)

@@ -131,6 +131,8 @@ def memoize(
     _check_choices(reuse=(reuse, get_args(ReuseName)))
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)))
+    if database == MEMORY and reuse == "auto":
+        reuse = "rows"
     rule = Rule(near=near, most_moved=most_moved)
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
     if reuse == "none" and (database is not None or threshold != "auto"):
@@ -153,6 +155,7 @@ def memoize(
                 encoder, model, adapter, None, owned=False,
                 threshold=threshold, rule=rule, gate=gate, guarding=guarding, max_bytes=max_bytes,
             )  # fmt: skip
+            _warn_if_slow(encoder)
         else:
             handle = _prepare(
                 encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, max_bytes
@@ -247,11 +250,15 @@ def _prepare(
             )  # fmt: skip
         if opened is not database:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
-        warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
-        if warning is not None:
-            _LOG.warning("attmemo: %s", warning)
+        _warn_if_slow(encoder)
         undo.pop_all()
     return handle
+
+
+def _warn_if_slow(encoder: nn.Module) -> None:
+    warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
+    if warning is not None:
+        _LOG.warning("attmemo: %s", warning)
 
 
 def _handles(encoder: nn.Module) -> list[Memoization]:

@@ -57,7 +57,7 @@ static uint64_t run(const int32_t *tokens, Py_ssize_t count)
 {
     uint64_t found = (uint64_t)count + 1;
     for (Py_ssize_t i = 0; i < count; i++)
-        found = mix(found * 0x9e3779b97f4a7c15u + ((uint32_t)tokens[i] & IDS));
+        found = mix(found * 0x9e3779b97f4a7c15u + (uint32_t)tokens[i]);
     return found;
 }
 
@@ -121,7 +121,7 @@ static bool are_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t end)
     for (Py_ssize_t i = 0; i < count; i++)
         if (starts[i] < 0 || starts[i] > starts[i + 1])
             return false;
-    return starts[0] == 0 && starts[count] <= end;
+    return starts[0] == 0 && starts[count] == end;
 }
 
 /* Whether partners rise within a record of m tokens. */

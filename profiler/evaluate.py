@@ -45,6 +45,8 @@ class EvaluateOptions:
     lookup: LookupName | None = None
     near: int = 1
     most_moved: int | None = None
+    budget: float = 0.01
+    confidence: float = 0.95
     gate: bool = True
     fetch: FetcherName = "auto"
     residency: Residency = "page-cache"
@@ -104,6 +106,7 @@ def evaluate(
                 result["controls"] = try_controls(judge, trial, handle, result, duplicates, tell)
             if options.sweep:
                 result["sweep"] = sweep_thresholds(judge, trial, tell)
+            result["guard"] = trial.live(asked.tokens, exact, tell)
         finally:
             unmemoize(loaded.model)
         result["verdict"] = trial.verdict(result)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from attmemo.db import KIND_MAP, Database
 from attmemo.handles.maps import MapMemoization
@@ -82,6 +83,10 @@ class MapTrial:
 
     def control(self, handle: MapMemoization, name: str) -> AbstractContextManager[None]:
         return serving_control(handle.engine, name)
+
+    def live(self, tokens: Sequence[Tokens], exact: Tensor, tell: Progress) -> dict[str, Any] | None:
+        """Nothing: of maps the threshold is the whole guard."""
+        return None
 
     def verdict(self, result: dict[str, Any]) -> str:
         rate, time, quality = result["hit_rate"], result["time"], result["quality"]

@@ -125,6 +125,21 @@ def _summary(result: Result) -> Table:
     return _pairs("Summary", "", rows)
 
 
+def _live(guard: Result) -> Table:
+    """What the guard would have done, or no rows."""
+    if not guard:
+        return _pairs("With the guard, live", "", ())
+    rows = (
+        ("Budget", _show(guard.get("budget"), _PERCENT), "share of answers that may change, at most"),
+        ("Sequences served", _show(guard.get("served"), _PERCENT), "with rows of a record"),
+        ("Rows computed", _show(guard.get("share_computed"), _PERCENT), "verification included"),
+        ("Changed answers", _show(guard.get("changed"), "{:.2%}"), "of all"),
+        ("Verified", _show(guard.get("verified"), "{:,}"), "answers that would have been served"),
+        ("At the end", str(guard.get("state")), str(guard.get("says"))),
+    )
+    return _pairs("With the guard, live", "The texts in the order of the data; the guard began with nothing.", rows)
+
+
 def _conditions(result: Result) -> Table:
     rows = []
     for part in ("database", "data", "conditions"):
@@ -143,6 +158,7 @@ def make_tables(result: Result) -> list[Table]:
     )
     tables = (
         _summary(result),
+        _live(result.get("guard") or {}),
         _table("Against the controls", controls, result.get("controls")),
         _table("By threshold", "", result.get("sweep")),
         _table("By layer", layers, result.get("layers")),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from attmemo.counters import Counters
 from attmemo.db import KIND_ROWS, Database
 from attmemo.errors import AttmemoError
@@ -19,6 +21,7 @@ from attmemo.planner.rows import RowPlanner
 from attmemo.profiler.map_trial import same_answers
 from attmemo.profiler.models import LoadedModel, Progress, Tokens
 from attmemo.profiler.row_controls import CONTROLS, serving_rows
+from attmemo.profiler.row_live import play
 from attmemo.profiler.timing import Path
 
 
@@ -99,6 +102,9 @@ class RowTrial:
 
     def control(self, handle: StackMemoization, name: str) -> AbstractContextManager[None]:
         return serving_rows(handle.engine, self._database, name)
+
+    def live(self, tokens: Sequence[Tokens], exact: Tensor, tell: Progress) -> dict[str, Any] | None:
+        return play(self._loaded, self._database, tokens, exact, self._options, tell)
 
     def verdict(self, result: dict[str, Any]) -> str:
         share, time = result["share_computed"], result["time"]

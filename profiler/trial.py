@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from attmemo.profiler.models import Progress, Tokens
 from attmemo.profiler.timing import Path
 
@@ -61,6 +63,12 @@ class Trial(Protocol):
 
     def control(self, handle: Any, name: str) -> AbstractContextManager[None]:
         """Serve a control's records in place of the ones that were found; lookups stay real."""
+
+    def live(self, tokens: Sequence[Tokens], exact: Tensor, tell: Progress) -> dict[str, Any] | None:
+        """What the guard would have done with these texts, in the order of the data; None: there is no guard.
+
+        `exact` has the exact answers in the order of rows. The model is bare afterwards.
+        """
 
     def verdict(self, result: dict[str, Any]) -> str:
         """One honest sentence."""

@@ -313,6 +313,7 @@ def measure(case: Case, dtype: torch.dtype, storage: str, folder: Path, compilin
             rows,
             database=folder / "db",
             reuse="rows",
+            budget=None,
             threshold=case.threshold,
             near=case.near,
             most_moved=case.most_moved,

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from attmemo import memoize, unmemoize
 from attmemo.cli import console
 from attmemo.cli.app import app
 from attmemo.cli.look import histogram
@@ -30,6 +32,7 @@ from attmemo.cli.options import parse_size, parse_threshold
 from attmemo.db import Database, read_manifest
 from attmemo.errors import AttmemoError, DataError
 from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import collate, load_model, tokenize
 
 ROOT: Any = typer.main.get_command(app)
 MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from attmemo.cli import main; main()"
@@ -685,6 +688,19 @@ class TestRows:
         out = succeed("inspect", stored)
         assert "by tokens, without training" in out
         assert "train-embedder" not in out
+
+    def test_inspect_tells_where_a_guard_stands(self, stored: Path, logs: dict[str, Path], tiny_bert: str) -> None:
+        loaded = load_model(tiny_bert)
+        texts = logs["ask"].read_text().splitlines()[:24]
+        memoize(loaded.model, 0.3, stored, tokenizer=loaded.tokenizer, gate=False)
+        with torch.inference_mode():
+            loaded.model(**collate(loaded, tokenize(loaded, texts, 48)))
+        said = loaded.model.attmemo.stats()["guard"]["says"]
+        unmemoize(loaded.model)
+        found = json.loads(succeed("inspect", stored, "--json", "-"))
+        assert [guard["says"] for guard in found["guards"]] == [said]
+        assert "guard of answer=auto" in succeed("inspect", stored)
+        succeed("check", stored)
 
     def test_inspect_tells_the_same_of_maps(self, database: Path) -> None:
         found = json.loads(succeed("inspect", database, "--json", "-"))

@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "reuse": {"plan", "counters", "adapters", "embed", "db", "mmap", "kernels"},
     "fastseq": {"kernels"},
     "watch": set(),
-    "guarded": {"counters", "guard", "planner"},
+    "guarded": {"counters", "guard", "planner", "reuse"},
     "engine": {"plan", "planner", "counters", "watch", "reuse", "adapters", "embed", "db"},
     "hooks": {"engine", "adapters", "guarded"},
     "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels", "guard"},

@@ -68,6 +68,16 @@ def test_the_result_is_complete_and_can_be_written_as_json(result: dict[str, Any
     assert {"agreement", "cosine_mean", "cosine_p1", "logit_distance_mean"} <= found["quality"].keys()
 
 
+def test_the_guard_is_played_live(result: dict[str, Any], rows_database: Path) -> None:
+    """48 texts prove nothing, so none is served from a record: all are exact."""
+    guard = result["guard"]
+    assert sum(guard["done"].values()) == 48
+    assert guard["done"]["learned"] > 0
+    assert (guard["state"], guard["served"], guard["changed"]) == ("learning", 0.0, 0.0)
+    assert guard["share_computed"] > 1.0, "verification is part of it"
+    assert not (rows_database / "guard").exists(), "nothing of it is stored"
+
+
 def test_time_stands_against_both_exact_paths(result: dict[str, Any]) -> None:
     time = result["time"]
     assert time["exact_ms"].keys() == time["speedups"].keys() == {"stock", "packed"}

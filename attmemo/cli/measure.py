@@ -104,6 +104,10 @@ def evaluate(
     exhaustive: Annotated[
         int, options.count("Of maps: texts on which to find the best record there is; 0: none.", 0)
     ] = 200,
+    budget: Annotated[float, options.share(
+        "Of rows: share of answers that may change, for the guard that plays the texts live."
+    )] = 0.01,
+    confidence: Annotated[float, options.share("Of rows: how sure the guard keeps the budget.")] = 0.95,
     min_cosine: options.MinCosine = 0.98, pooling: options.Pooling = None,
     gate: Annotated[bool, typer.Option(help="Let the performance model leave alone what would not pay.")] = True,
     fetch: options.Fetch = "auto", residency: options.Residency = "page-cache", model: options.ModelPlace = None,

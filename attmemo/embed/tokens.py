@@ -198,6 +198,11 @@ class TokenIndex:
     def __len__(self) -> int:
         return self._shelf.alive
 
+    @property
+    def next(self) -> int:
+        """The number of the record that is added next."""
+        return self._next
+
     def __contains__(self, number: int) -> bool:
         return bool(self._shelf.rows_of(np.array([number], np.int64))[0] >= 0)
 
@@ -263,13 +268,16 @@ class TokenIndex:
 
     def changes(
         self, tokens: Tokens, starts: Ints, candidates: Candidates, records: Ints, rule: Rule, kinds: Kinds
-    ) -> Changes:
-        """What changed between inputs and the records ``[B]`` chosen from these candidates; -1: none."""
+    ) -> tuple[Changes, Flags]:
+        """What changed between inputs and the records ``[B]`` chosen from these candidates, -1: none.
+
+        The flags ``[B]`` say which of the records are still there: of the others nothing is known.
+        """
         shelf = candidates.shelf
         rows = shelf.rows_of(records)
         pairs = Rule(near=0, most_moved=rule.most_moved, edges=False, ends=False)
         partner = align(tokens, starts, rows[:, None].copy(), shelf.tokens, shelf.starts, pairs).source
-        return changes(tokens, starts, rows, shelf.tokens, shelf.starts, partner, kinds)
+        return changes(tokens, starts, rows, shelf.tokens, shelf.starts, partner, kinds), rows >= 0
 
     def _rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints, k: int) -> Ints:
         """As `find`, but rows of the shelf."""

@@ -84,6 +84,8 @@ class Answers:
             return Read(values.detach().clone(), None)
         if self.rule in ("auto", "class"):
             logits = _get(output, "logits")
+            if logits is None and isinstance(output, tuple) and isinstance(output[0], Tensor) and output[0].dim() == 2:
+                logits = output[0]  # return_dict=False
             if logits is not None:
                 return _classes(logits)
             if self.rule == "class":
@@ -111,6 +113,8 @@ class Answers:
         first, second = a.values[place], b.values[other]
         if not first.is_floating_point():
             return not torch.equal(first, second)
+        if torch.equal(first, second) and bool(first.isfinite().all()):
+            return False  # also for zeros, which have no cosine
         cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
         return not float(cosine) >= self.min_cosine
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from attmemo.guard.certificate import Certificate, Counts
 from attmemo.guard.ledger import Learned, Ledger
-from attmemo.guard.margin import Margin
+from attmemo.guard.margin import TOP, Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
 
 DRAWN: Final = 0.02
@@ -78,6 +78,10 @@ class Guard:
         Share of all answers that may change, in (0, 1).
     confidence : float
         In (0, 1).
+    drawn : float
+        Share of the answers to be served that are verified instead.
+    free : bool
+        Whether any value may stand in a slot that enough values were harmless in.
     seed : int, optional
         Of the draw of samples.
 
@@ -87,14 +91,16 @@ class Guard:
         A number is out of its range.
     """
 
-    def __init__(self, budget: float, confidence: float, *, drawn: float = DRAWN, seed: int | None = None) -> None:
+    def __init__(
+        self, budget: float, confidence: float, *, drawn: float = DRAWN, free: bool = True, seed: int | None = None
+    ) -> None:  # fmt: skip
         for name, value in (("budget", budget), ("confidence", confidence)):
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1.0:
                 raise ValueError(f"{name} must be a number between 0 and 1; got {value!r}")
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
         self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
-        self.verified = Verified()
+        self.verified = Verified(free)
         self.margin = Margin(budget)
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
@@ -183,7 +189,8 @@ class Guard:
                 elif stored.epoch == self._epoch:
                     before = known or {}
                     own = {name: count - before.get(name, 0.0) for name, count in own.items()}
-                    own = {name: count + stored.counts.get(name, 0.0) for name, count in own.items()}
+                    top = max(self.margin.counts()[TOP], stored.counts.get(TOP, 0.0))
+                    own = {name: count + stored.counts.get(name, 0.0) for name, count in own.items()} | {TOP: top}
                     self._since = min(self._since, stored.since)
                 self._adopt(own)
             ledger.write(Learned(self._epoch, self._since, own, self.verified.state()))
@@ -216,7 +223,8 @@ class Guard:
     @property
     def certified(self) -> bool:
         """Whether every answer whose changes are verified may be served."""
-        return self.certificate.highest * max(self.certificate.share_served, 0.5) <= self.budget
+        highest = self.certificate.highest
+        return highest < 1.0 and highest * max(self.certificate.share_served, 0.5) <= self.budget
 
     def state(self) -> State:
         """Where the guard stands now."""

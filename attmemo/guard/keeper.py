@@ -33,7 +33,8 @@ class Keeper:
     def __init__(self, guard: Guard, ledger: Ledger, every: float = EVERY) -> None:
         self._guard, self._ledger = guard, ledger
         self._closing, self._told = threading.Event(), False
-        self.sync()
+        if ledger.read() is not None:
+            self.sync()
         own = weakref.ref(self)  # a keeper that nothing else holds ends its thread
         threading.Thread(target=_run, args=(own, self._closing, every), daemon=True, name="attmemo-guard").start()
         self._leave = partial(_close, own)

@@ -19,8 +19,10 @@ SURE: Final = 0.9
 """Least margin where a word stands in a free slot."""
 SHARE: Final = 0.5
 """Share of the budget that answers below the first margin may take, once they are served."""
-SEEN: Final = 20
-"""Answers below a margin that must be seen before it is lowered."""
+SEEN: Final = 10
+"""Answers between two steps that must be seen before the margin is lowered to the lower step."""
+TOP: Final = "margin_top"
+"""Name of the highest step in use, among the counts."""
 
 
 class Margin:
@@ -52,12 +54,10 @@ class Margin:
 
     def _choose(self, requests: int) -> None:
         allowed = SHARE * self._budget * requests
-        lower = [
-            step
-            for step in range(self._top)
-            if self._seen[step : self._top].sum() >= SEEN and self._changed[step : self._top].sum() < allowed
-        ]
-        self.least = float(STEPS[min(lower, default=self._top)])
+        step = self._top
+        while step and self._seen[step - 1] >= SEEN and self._changed[step - 1 : self._top].sum() < allowed:
+            step -= 1
+        self.least = float(STEPS[step])
 
     def counts(self) -> dict[str, float]:
         """What was seen, by step."""
@@ -65,13 +65,14 @@ class Margin:
             f"margin_{name}_{step}": float(count)
             for name, column in (("seen", self._seen), ("changed", self._changed))
             for step, count in enumerate(column)
-        }
+        } | {TOP: float(self._top)}
 
     def adopt(self, counts: Mapping[str, float], requests: int) -> None:
         """Go on from these counts."""
         for name, column in (("seen", self._seen), ("changed", self._changed)):
             for step in range(len(STEPS)):
                 column[step] = int(counts.get(f"margin_{name}_{step}", 0))
+        self._top = int(counts.get(TOP, FIRST))
         self._choose(requests)
 
     def rise(self) -> None:

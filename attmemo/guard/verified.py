@@ -58,11 +58,19 @@ class Gaps(Protocol):
 
 
 class Verified:
-    """Changes that were verified."""
+    """Changes that were verified.
 
-    def __init__(self) -> None:
-        self._changes: set[int] = set()
+    Parameters
+    ----------
+    free : bool
+        Whether slots become free.
+    """
+
+    def __init__(self, free: bool = True) -> None:
+        self._free = free
         self._harmless: dict[int, set[int]] = {}  # values by slot
+        self._changes: set[int] = set()  # that left an answer as it was
+        self._harmful: set[int] = set()  # changes and values that did not
         self._harm: dict[int, int] = {}  # answers that a slot is blamed for
         self._count = 0  # of harmless values
 
@@ -74,11 +82,13 @@ class Verified:
         found = Cover.FULLY
         for slot, value, former, change, word in _rows(gaps):
             harmless = self._harmless.get(slot)
-            if harmless is None:
+            if harmless is None or change in self._harmful:
                 return Cover.NOT
             if change in self._changes or (value in harmless and former in harmless):
                 continue
-            if len(harmless) < (WORDS if word else NUMBERS) * PENALTY ** self._harm.get(slot, 0):
+            if value in self._harmful or former in self._harmful:
+                return Cover.NOT
+            if not self._free or len(harmless) < (WORDS if word else NUMBERS) * PENALTY ** self._harm.get(slot, 0):
                 return Cover.NOT
             if word:
                 found = Cover.FREELY
@@ -87,11 +97,13 @@ class Verified:
     def stayed(self, gaps: Gaps) -> None:
         """These changes, together, left the answer as it was."""
         for slot, value, former, change, _ in _rows(gaps):
+            if self._count >= MOST or change in self._harmful:
+                continue
             harmless = self._harmless.setdefault(slot, set())
-            if self._count < MOST:
-                self._count -= len(harmless)
-                harmless |= {value, former}
-                self._count += len(harmless)
+            self._count -= len(harmless)
+            harmless |= {value, former} - self._harmful
+            self._count += len(harmless)
+            if len(self._changes) < MOST:
                 self._changes.add(change)
 
     def changed(self, gaps: Gaps) -> None:
@@ -102,28 +114,37 @@ class Verified:
         for (slot, value, _, change, _), values in zip(suspects, known, strict=True):
             if values <= 2 * min(known):
                 self._harm[slot] = self._harm.get(slot, 0) + 1
-                self._changes.discard(change)
-                harmless = self._harmless.get(slot, set())
-                self._count -= value in harmless
-                harmless.discard(value)
+                self._forbid({value, change})
+
+    def _forbid(self, harmful: set[int]) -> None:
+        self._harmful |= harmful
+        self._changes -= harmful
+        for harmless in self._harmless.values():
+            harmless -= harmful
+        self._count = sum(map(len, self._harmless.values()))
 
     def state(self) -> dict[str, Hashes]:
         """All that was learned, as arrays of hashes and counts."""
         values = [(slot, value) for slot, harmless in self._harmless.items() for value in harmless]
         return {
             "changes": np.array(sorted(self._changes), np.uint64),
+            "harmful": np.array(sorted(self._harmful), np.uint64),
             "values": np.array(values, np.uint64).reshape(-1, 2),
             "harm": np.array(sorted(self._harm.items()), np.uint64).reshape(-1, 2),
         }
 
     def merge(self, state: Mapping[str, Hashes]) -> None:
-        """Learn what another has learned. The one that saw more harm in a slot is believed."""
-        self._changes |= set(state["changes"].tolist())
+        """Learn what another has learned. What was harmful for one is harmful for both."""
         for slot, value in state["values"].tolist():
-            self._harmless.setdefault(slot, set()).add(value)
+            if self._count >= MOST:
+                break
+            harmless = self._harmless.setdefault(slot, set())
+            self._count += value not in harmless
+            harmless.add(value)
+        self._changes |= set(state["changes"][: MOST - len(self._changes)].tolist())
         for slot, harm in state["harm"].tolist():
             self._harm[slot] = max(self._harm.get(slot, 0), harm)
-        self._count = sum(map(len, self._harmless.values()))
+        self._forbid(set(state["harmful"].tolist()) | self._harmful)
 
 
 def _rows(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:

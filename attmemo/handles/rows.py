@@ -102,15 +102,19 @@ def prepare_rows(
         else:
             if guarding is None:
                 raise ValueError("database=':memory:' fills itself with what the guard verifies: it needs a budget")
+            kinds = _kinds(guarding.tokenizer, outer, encoder)
             store = GrowingRows(storage, blocks.heads, prepared, max_bytes)
             planner = GuardedPlanner(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
-                guard=Guard(guarding.budget, guarding.confidence), kinds=_kinds(guarding.tokenizer, outer, encoder),
+                guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
                 rounds=any(kind.itemsize < packed.dtype.itemsize for kind in storage),
             )  # fmt: skip
         undo.callback(store.close)
-        handle = handle_of(encoder, adapter, packed, Rows(blocks, packed, store), planner, opened, owned=owned)
-        if guarding is not None:
+        reuse = Rows(blocks, packed, store)
+        handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=owned)
+        check_stack(handle, adapter, encoder)
+        check_rows(handle, adapter, encoder, storage)
+        if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
             whole = _answering(outer, encoder)
             check_answers(whole, guarding.answers, adapter, encoder)
@@ -124,9 +128,7 @@ def prepare_rows(
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(opened.path, settings))
                 undo.callback(keeper.close)
-            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner), keeper)
-        check_stack(handle, adapter, encoder)
-        check_rows(handle, adapter, encoder, storage)
+            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse), keeper)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
@@ -141,7 +143,7 @@ def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:
 
 def _answering(outer: Any, encoder: nn.Module) -> nn.Module:
     """The module whose output has the answers: a sentence-transformers model pools, other wrappers call the model."""
-    return outer if isinstance(outer, nn.Sequential) else encoder
+    return outer if isinstance(outer, nn.Sequential) and hasattr(outer, "encode") else encoder
 
 
 def _kinds(tokenizer: Any, outer: Any, encoder: nn.Module) -> np.ndarray[Any, np.dtype[np.uint8]]:

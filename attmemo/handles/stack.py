@@ -12,11 +12,11 @@ from attmemo.adapters.blocks import Blocks, find_blocks
 from attmemo.db import Database
 from attmemo.engine import Engine
 from attmemo.errors import UnsupportedModelError
-from attmemo.guard import Keeper
+from attmemo.guard import Guard, Keeper
 from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
 from attmemo.hooks import AnswerHook, Hook
-from attmemo.planner import Planner, RowPlanner, Whole
+from attmemo.planner import GuardedPlanner, Planner, RowPlanner, Whole
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import TYPES, Packed
 from attmemo.reuse.stack import Stack
@@ -48,6 +48,12 @@ class StackMemoization(Memoization):
     def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
         """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
         self._outer, self.guarded, self._keeper = outer, guarded, keeper
+
+    def guard_anew(self, guard: Guard) -> None:
+        """Begin again with this guard. What it learns is not kept: for measurements."""
+        assert self.guarded is not None
+        assert isinstance(self.planner, GuardedPlanner)
+        self.planner.guard = self.guarded.guard = guard
 
     def undo(self) -> None:
         """Disable for good, give windows back, and keep what the guard has learned."""

@@ -161,7 +161,7 @@ def _run(tokens: list[int]) -> int:
     """A hash of some tokens in their order."""
     found = len(tokens) + 1
     for token in tokens:
-        found = _mix(found * 0x9E3779B97F4A7C15 + (token & IDS))
+        found = _mix(found * 0x9E3779B97F4A7C15 + (token & 0xFFFFFFFF))
     return found
 
 

@@ -52,12 +52,16 @@ class Asking:
     """
 
     def __init__(self, given: Sequence[Chosen | None] | None = None) -> None:
-        self.given = given
+        self.given, self.planned = given, False
         self.chosen: dict[int, Chosen] = {}  # by sequence
 
     def where(self, *verdicts: Verdict) -> list[int]:
         """Sequences with one of these verdicts."""
         return [sequence for sequence, chosen in self.chosen.items() if chosen.verdict in verdicts]
+
+    def drop(self, verdict: Verdict) -> None:
+        """Forget sequences with this verdict."""
+        self.chosen = {sequence: chosen for sequence, chosen in self.chosen.items() if chosen.verdict is not verdict}
 
 
 class _Thread(threading.local):
@@ -103,9 +107,10 @@ class GuardedPlanner(RowPlanner):
         if given is None:
             return BY_HAND
         whole = Plan(spans=spans, layers={layer: Share.nothing(batch)})
-        if asking is None:
+        if asking is None or asking.planned:  # a model that calls its blocks twice has no one answer for the first
             counters.skip(_UNGUARDED, batch)
             return whole
+        asking.planned = True
         if asking.given is not None:
             return Plan(spans=spans, layers={layer: _told(asking.given, spans.lengths)})
         start = perf_counter()
@@ -151,8 +156,10 @@ class GuardedPlanner(RowPlanner):
             if not enough.any():
                 break
             records = np.where(enough, found.record, -1)
-            changes = self.index.changes(asked.tokens, asked.starts, candidates, records, self.rule, self.kinds)
-            for number in np.flatnonzero(enough).tolist():
+            changes, there = self.index.changes(
+                asked.tokens, asked.starts, candidates, records, self.rule, self.kinds
+            )  # fmt: skip
+            for number in np.flatnonzero(enough & there).tolist():
                 own = changes.of(number)
                 cover = self.guard.ask(own) if len(own) or self._rounds else Cover.SAME
                 if covers[number] is None or cover:

@@ -48,10 +48,14 @@ class GrowingRows(RowStore):
         self, storage: tuple[torch.dtype, torch.dtype], heads: int, base: DatabaseRows | None = None,
         max_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self.storage, self.max_bytes = storage, int(SHARE * free_memory()) if max_bytes is None else max_bytes
+        if max_bytes is None:
+            max_bytes = int(SHARE * free_memory())
+        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+            raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
+        self.storage, self.max_bytes = storage, max_bytes
         self.index = TokenIndex() if base is None else base.index
         self._heads, self._base = heads, base
-        self._first = self._next = len(self.index)
+        self._first = self.index.next
         self._held: dict[int, Record] = {}  # by number, oldest first
         self._used: set[int] = set()  # since the hand passed
         self._hand: int | None = None
@@ -74,11 +78,14 @@ class GrowingRows(RowStore):
         with self._lock:
             while self._bytes + record.nbytes > self.max_bytes:
                 self._evict()
-            number = self._next
-            self._next += 1
+            number = self.index.next
             self._held[number] = record  # before it can be found
+            try:
+                self.index.add(tokens)
+            except BaseException:
+                del self._held[number]
+                raise
             self._bytes += record.nbytes
-            self.index.add(tokens)
 
     def _evict(self) -> None:
         """Drop the next record, from the oldest on, that was not used since the hand passed it last."""
@@ -91,8 +98,8 @@ class GrowingRows(RowStore):
             self._used.discard(number)
             place += 1
         self._hand = number + 1
+        self._bytes -= self._held.pop(number).nbytes  # first: a record that cannot be found must not be fetched
         self.index.remove(number)
-        self._bytes -= self._held.pop(number).nbytes
 
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records. DatabaseError: a record was dropped since it was found."""

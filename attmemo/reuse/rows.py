@@ -10,6 +10,7 @@ Rows that are computed are exact arithmetic over approximate keys.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import ClassVar
@@ -45,6 +46,11 @@ class Rows(Stack):
     packed : Packed
     store : RowStore
         The records.
+
+    Attributes
+    ----------
+    thread : threading.local
+        `thread.reused`: whether this thread's last forward took rows of records.
     """
 
     name: ClassVar[str] = "rows"
@@ -52,8 +58,10 @@ class Rows(Stack):
     def __init__(self, blocks: Blocks, packed: Packed, store: RowStore) -> None:
         super().__init__(blocks, packed)
         self.store = store
+        self.thread = threading.local()
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
+        self.thread.reused = False
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
@@ -95,6 +103,7 @@ class Rows(Stack):
             len(lengths), len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned,
             served=0 if fetched is None else len(share.sequences),
         )  # fmt: skip
+        self.thread.reused = fetched is not None
         return output.view(call.hidden.shape)
 
     def close(self) -> None:

@@ -25,7 +25,12 @@ def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder:
     with checking(model, "a small batch cannot be run"), torch.inference_mode():
         outputs = [model(dict(inputs)) if isinstance(model, nn.Sequential) else model(**inputs) for _ in range(2)]
     mask = inputs["attention_mask"]
-    first, second = (answers.read(output, mask) for output in outputs)
+    try:
+        first, second = (answers.read(output, mask) for output in outputs)
+    except ValueError:
+        raise
+    except Exception as error:  # a function of the caller's may raise anything
+        raise ValueError(f"answer={answers.name} failed: {type(error).__name__}: {error}") from error
     if len(first.values) != len(lengths):
         raise ValueError(f"answer={answers.name} gives {len(first.values)} answers to {len(lengths)} sequences")
     if any(answers.differ(first, place, second, place) for place in range(len(lengths))):

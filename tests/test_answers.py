@@ -1,0 +1,201 @@
+"""Answers: classes and vectors are read from any output, or refused by name; what differs is another answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attmemo.guard import Answers
+from attmemo.guard.answers import Read
+
+
+def one_of(answers: Answers, a: Any, b: Any) -> bool:
+    """Whether two answers differ."""
+    return answers.differ(Read(torch.tensor(a)[None], None), 0, Read(torch.tensor(b)[None], None), 0)
+
+
+class TestClasses:
+    @pytest.mark.parametrize("rule", ["auto", "class"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_the_best_logit_is_the_answer(self, rule: Any, dtype: torch.dtype) -> None:
+        logits = torch.tensor([[1.0, 3.0, 2.0], [4.0, 0.0, 0.0]], dtype=dtype)
+        for output in ({"logits": logits}, SimpleNamespace(logits=logits)):
+            read = Answers(rule, 0.9).read(output, None)
+            assert read.values.tolist() == [1, 0]
+
+    def test_the_margin_lies_between_the_probabilities_of_the_two_best(self) -> None:
+        odds = torch.tensor([[0.7, 0.2, 0.1], [0.25, 0.25, 0.5], [0.4, 0.2, 0.4]])
+        read = Answers("class", 0.9).read({"logits": odds.log()}, None)
+        assert [read.margin(place) for place in range(3)] == pytest.approx([0.5, 0.25, 0.0], abs=1e-6)
+
+    def test_logits_that_are_no_numbers_have_no_margin_above_any_bound(self) -> None:
+        logits = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0]])
+        margins = Answers("class", 0.9).read({"logits": logits}, None)
+        assert not any(margins.margin(place) >= 0.0 for place in range(2))  # type: ignore[operator]
+
+    @pytest.mark.parametrize("shape", [(2, 1), (2, 5, 3), (2,)])
+    def test_logits_that_are_no_classes_of_sequences_are_refused(self, shape: tuple[int, ...]) -> None:
+        for rule in ("auto", "class"):
+            with pytest.raises(ValueError, match="no classes of sequences: give answer="):
+                Answers(rule, 0.9).read({"logits": torch.zeros(shape)}, None)  # type: ignore[arg-type]
+
+    def test_class_needs_logits(self) -> None:
+        with pytest.raises(ValueError, match="needs a model with logits"):
+            Answers("class", 0.9).read({"last_hidden_state": torch.zeros(2, 3, 4)}, None)
+
+    def test_another_class_is_another_answer(self) -> None:
+        answers = Answers("auto", -1.0)
+        assert one_of(answers, 1, 2)
+        assert not one_of(answers, 2, 2)
+        assert one_of(answers, [0, 1, 1], [0, 1, 0])  # several labels
+        assert not one_of(answers, [0, 1, 1], [0, 1, 1])
+
+
+@pytest.fixture(name="hidden")
+def _hidden() -> Tensor:
+    return torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
+
+
+MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+
+class TestVectors:
+    def test_the_mean_is_that_of_valid_tokens(self, hidden: Tensor) -> None:
+        expected = torch.stack([hidden[row][MASK[row].bool()].mean(0) for row in range(3)])
+        for mask in (MASK, MASK.bool(), MASK.float()):
+            for rule in ("mean", "auto"):
+                read = Answers(rule, 0.9).read({"last_hidden_state": hidden}, mask)  # type: ignore[arg-type]
+                torch.testing.assert_close(read.values, expected)
+                assert read.margins is None
+                assert read.margin(0) is None
+
+    def test_without_a_mask_all_tokens_are_valid(self, hidden: Tensor) -> None:
+        read = Answers("mean", 0.9).read((hidden,), None)
+        torch.testing.assert_close(read.values, hidden.mean(1))
+
+    def test_no_valid_token_is_no_division_by_zero(self, hidden: Tensor) -> None:
+        read = Answers("mean", 0.9).read((hidden,), torch.zeros(3, 5))
+        assert torch.equal(read.values, torch.zeros(3, 4))
+
+    def test_cls_is_the_first_token(self, hidden: Tensor) -> None:
+        for output in ({"last_hidden_state": hidden}, SimpleNamespace(last_hidden_state=hidden), (hidden, None),
+                       {"token_embeddings": hidden}):  # fmt: skip
+            assert torch.equal(Answers("cls", 0.9).read(output, MASK).values, hidden[:, 0])
+
+    def test_a_sentence_embedding_is_the_answer_itself(self, hidden: Tensor) -> None:
+        output = {"token_embeddings": hidden, "sentence_embedding": hidden[:, 2].bfloat16()}
+        values = Answers("auto", 0.9).read(output, MASK).values
+        assert torch.equal(values, hidden[:, 2].bfloat16().float())
+        assert torch.equal(Answers("cls", 0.9).read(output, MASK).values, hidden[:, 0])
+
+    def test_logits_come_before_vectors(self, hidden: Tensor) -> None:
+        output = {"logits": torch.eye(3), "sentence_embedding": hidden[:, 0], "last_hidden_state": hidden}
+        assert Answers("auto", 0.9).read(output, MASK).values.tolist() == [0, 1, 2]
+
+    @pytest.mark.parametrize("output", [{}, (), None, torch.zeros(2, 3, 4), {"last_hidden_state": torch.zeros(2, 3)},
+                                        (None,), {"last_hidden_state": "text"}])  # fmt: skip
+    def test_an_output_without_hidden_states_is_refused(self, output: Any) -> None:
+        for rule in ("auto", "mean", "cls"):
+            with pytest.raises(ValueError, match=r"holds no hidden states to pool: give answer='mean'"):
+                Answers(rule, 0.9).read(output, None)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(("rule", "name"), [("mean", "last_hidden_state"), ("cls", "last_hidden_state"),
+                                                ("auto", "sentence_embedding")])  # fmt: skip
+    def test_what_was_read_stays_when_the_output_is_written(self, rule: Any, name: str, hidden: Tensor) -> None:
+        """The caller may write into an output."""
+        output = hidden if name == "last_hidden_state" else hidden[:, 0]
+        read = Answers(rule, 0.9).read({name: output}, None)
+        before = read.values.clone()
+        output.zero_()
+        assert torch.equal(read.values, before)
+        assert bool(before.any())
+
+
+class TestFunctions:
+    @pytest.mark.parametrize("values", [torch.tensor([1, 0]), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long),
+                                        torch.tensor([True, False])])  # fmt: skip
+    def test_classes_and_vectors_are_taken_as_they_are(self, values: Tensor) -> None:
+        seen: list[Any] = []
+
+        def rule(output: Any) -> Tensor:
+            seen.append(output)
+            return values
+
+        read = Answers(rule, 0.9).read("whatever", None)
+        assert seen == ["whatever"]
+        assert torch.equal(read.values, values)
+        assert read.values.data_ptr() != values.data_ptr()
+        assert read.margins is None
+
+    @pytest.mark.parametrize(
+        "values", [None, [1, 2], 3, torch.tensor(1), torch.zeros(2, 3, 4), torch.zeros(0, 3), torch.zeros(0).long()]
+    )
+    def test_what_is_neither_is_refused_by_the_name_of_the_function(self, values: Any) -> None:
+        def own_rule(output: Any) -> Any:
+            return values
+
+        with pytest.raises(ValueError, match=r"own_rule must return a tensor \[B\] of classes or \[B, H\]; got"):
+            Answers(own_rule, 0.9).read({}, None)
+
+    def test_one_number_a_sequence_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="returned one number a sequence"):
+            Answers(lambda output: torch.zeros(3), 0.9).read({}, None)
+
+    def test_errors_of_a_function_are_its_own(self) -> None:
+        with pytest.raises(KeyError, match="nothing"):
+            Answers(lambda output: output["nothing"], 0.9).read({}, None)
+
+
+class TestRules:
+    @pytest.mark.parametrize("rule", ["max", "", None, 3, ["mean"]])
+    def test_another_rule_is_refused(self, rule: Any) -> None:
+        with pytest.raises(ValueError, match="answer must be one of auto, class, mean, cls, or a function"):
+            Answers(rule, 0.9)
+
+    @pytest.mark.parametrize("bound", [1.01, -1.01, float("nan"), float("inf"), "0.9", None])
+    def test_a_bound_that_is_no_cosine_is_refused(self, bound: Any) -> None:
+        with pytest.raises(ValueError, match="min_cosine must be a number in"):
+            Answers("auto", bound)
+
+    def test_a_rule_has_a_name(self) -> None:
+        assert Answers("mean", 0.9).name == "mean"
+        assert "lambda" in Answers(lambda output: output, 0.9).name
+        assert Answers(torch.nn.Identity(), 0.9).name == "function"
+
+
+class TestCosine:
+    def test_vectors_below_the_bound_differ(self) -> None:
+        for angle, differ in ((0.0, False), (0.44, False), (0.46, True), (3.0, True)):
+            turned = [float(torch.cos(torch.tensor(angle))), float(torch.sin(torch.tensor(angle)))]
+            bound = float(torch.cos(torch.tensor(0.45)))
+            assert one_of(Answers("mean", bound), [1.0, 0.0], turned) is differ
+
+    def test_length_does_not_matter(self) -> None:
+        assert not one_of(Answers("mean", 0.999), [1.0, 2.0, 3.0], [100.0, 200.0, 300.0])
+        assert one_of(Answers("mean", 0.999), [1.0, 2.0, 3.0], [-1.0, -2.0, -3.0])
+
+    def test_half_precision_is_compared_in_full(self) -> None:
+        one = torch.full((1, 4096), 200.0, dtype=torch.float16)  # the sum of squares is beyond float16
+        assert not Answers("mean", 0.999).differ(Read(one, None), 0, Read(one, None), 0)
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    def test_vectors_that_are_no_numbers_differ_also_from_themselves(self, number: float) -> None:
+        assert one_of(Answers("mean", -1.0), [1.0, number], [1.0, 2.0])
+        assert one_of(Answers("mean", -1.0), [1.0, number], [1.0, number])
+
+    def test_places_of_two_batches_are_compared(self) -> None:
+        batch, other = Read(torch.eye(3), None), Read(torch.eye(3)[[2, 0]], None)
+        answers = Answers("mean", 0.5)
+        found = [[answers.differ(batch, a, other, b) for b in range(2)] for a in range(3)]
+        assert found == [[True, False], [True, True], [False, True]]
+
+    def test_equal_vectors_never_differ(self) -> None:
+        vectors = Read(torch.randn(100, 32, generator=torch.Generator().manual_seed(0)), None)
+        assert not any(Answers("mean", 1.0).differ(vectors, place, vectors, place) for place in range(100))
+
+    def test_equal_vectors_of_zeros_do_not_differ(self) -> None:
+        assert not one_of(Answers("mean", 0.9), [0.0, 0.0], [0.0, 0.0])

@@ -1,0 +1,281 @@
+"""The guard: what is served stays within the budget, whatever the stream; what is not verified is never served."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from guard_tools import gaps, number, word
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attmemo.guard import Cover, Guard, Verdict
+from attmemo.guard import certificate as certificate_module
+from attmemo.guard import guard as guard_module
+from attmemo.guard.certificate import Counts, highest_rate
+from attmemo.guard.margin import FIRST, SEEN, STEPS, SURE, Margin
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _remembered() -> Iterator[None]:
+    """Rates of the same counts are found once: thousands of streams pass the same counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate_module, "highest_rate", cache(highest_rate))
+        yield
+
+
+class TestMargin:
+    def test_it_falls_only_after_enough_answers_were_seen(self) -> None:
+        margin = Margin(0.01)
+        first = margin.least
+        assert first == STEPS[FIRST]
+        for _ in range(SEEN - 1):
+            margin.sample(0.4, False, 100_000)
+            assert margin.least == first
+        margin.sample(0.4, False, 100_000)
+        assert margin.least < first
+
+    def test_it_does_not_fall_if_too_many_answers_would_have_changed(self) -> None:
+        margin = Margin(0.01)
+        for _ in range(10 * SEEN):
+            margin.sample(0.4, True, 1000)
+        assert margin.least == STEPS[FIRST]
+
+    def test_it_falls_as_far_as_few_answers_would_have_changed(self) -> None:
+        margin = Margin(0.01)
+        for _ in range(10 * SEEN):
+            for seen, changed in ((0.45, False), (0.25, False), (0.15, True)):
+                margin.sample(seen, changed, 10_000)
+        assert margin.least == 0.2
+
+    def test_it_rises_again_if_more_would_have_changed(self) -> None:
+        margin = Margin(0.01)
+        for _ in range(SEEN):
+            for seen in (0.45, 0.25, 0.15):
+                margin.sample(seen, False, 1000)
+        assert margin.least == 0.1
+        for _ in range(SEEN):
+            margin.sample(0.15, True, 1000)
+        assert margin.least > 0.15
+
+    def test_it_does_not_fall_past_a_step_where_nothing_was_seen(self) -> None:
+        margin = Margin(0.01)
+        for _ in range(10 * SEEN):
+            margin.sample(0.15, False, 100_000)
+        assert margin.least == STEPS[FIRST]
+
+    def test_it_rises_after_each_alarm_and_forgets(self) -> None:
+        margin = Margin(0.01)
+        for _ in range(2 * SEEN):
+            margin.sample(0.15, False, 100_000)
+        for step in range(FIRST + 1, len(STEPS) + 3):
+            margin.rise()
+            assert margin.least == STEPS[min(step, len(STEPS) - 1)]
+            for _ in range(SEEN - 1):
+                margin.sample(0.4, False, 100_000)
+            assert margin.least == STEPS[min(step, len(STEPS) - 1)]
+
+    @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans(), st.integers(0, 10**6)), max_size=80),
+           st.integers(0, 3))  # fmt: skip
+    @settings(max_examples=100, deadline=None)
+    def test_it_is_always_a_step_and_goes_on_from_counts(
+        self, seen: list[tuple[float, bool, int]], alarms: int
+    ) -> None:
+        margin = Margin(0.05)
+        for _ in range(alarms):
+            margin.rise()
+        highest = margin.least
+        for found, changed, requests in seen:
+            margin.sample(found, changed, requests)
+            assert margin.least in STEPS
+            assert STEPS[0] <= margin.least <= highest
+            assert margin.least_for(False) == margin.least
+            assert margin.least_for(True) == max(margin.least, SURE)
+        other = Margin(0.05)
+        other.adopt(margin.counts(), 0)
+        assert other.counts() == margin.counts()
+        assert other.least == highest
+
+
+def sampled(guard: Guard, count: int, changed: bool = False, margin: float | None = None) -> list[bool]:
+    """Verify so many answers that would have been served."""
+    return [guard.compared(Verdict.SAMPLE, gaps(number(1, 2, 3)), Cover.FULLY, margin, changed) for _ in range(count)]
+
+
+def certified(drawn: float = 0.0) -> Guard:
+    """A guard with a certificate, and enough saved up for a few answers."""
+    guard = Guard(0.01, 0.95, drawn=drawn, seed=0)
+    guard.certificate.adopt(Counts(same=2000))
+    guard.decide([None] * 20)
+    assert guard.state().name == "certified"
+    return guard
+
+
+class TestGuard:
+    @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.1, 2, float("nan"), float("inf"), True, "0.1", None])
+    @pytest.mark.parametrize("name", ["budget", "confidence"])
+    def test_numbers_out_of_range_are_refused_by_name(self, name: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=f"^{name} must be a number between 0 and 1"):
+            Guard(**{"budget": 0.01, "confidence": 0.95} | {name: value})
+
+    @pytest.mark.parametrize("drawn", [-0.1, 1.1, float("nan")])
+    def test_a_share_that_is_none_is_refused(self, drawn: float) -> None:
+        with pytest.raises(ValueError, match="share drawn"):
+            Guard(0.01, 0.95, drawn=drawn)
+
+    def test_before_any_sample_nothing_that_changed_is_served(self) -> None:
+        guard = Guard(0.01, 0.95)
+        verdicts = guard.decide([Cover.FULLY, Cover.FREELY, Cover.NOT, None] * 20)
+        assert verdicts == [Verdict.SAMPLE, Verdict.SAMPLE, Verdict.LEARN, None] * 20
+        assert guard.state().name == "learning"
+
+    def test_the_same_input_is_served_at_once(self) -> None:
+        guard = Guard(0.01, 0.95)
+        assert guard.decide([Cover.SAME] * 5) == [Verdict.SERVE] * 5
+        assert guard.state().counts.served == 0  # an answer that cannot change costs nothing
+        assert not guard.is_low(0.0, Cover.SAME)
+
+    @given(st.lists(st.sampled_from([Cover.NOT, None]), min_size=1, max_size=100), st.booleans())
+    @settings(max_examples=40, deadline=None)
+    def test_what_is_not_verified_is_never_served(self, covers: list[Cover | None], with_certificate: bool) -> None:
+        guard = certified() if with_certificate else Guard(0.01, 0.95)
+        for cover, verdict in zip(covers, guard.decide(covers), strict=True):
+            assert verdict is None if cover is None else verdict in (Verdict.LEARN, Verdict.LEAVE)
+
+    def test_a_certified_guard_serves_what_is_verified(self) -> None:
+        guard = certified()
+        assert guard.decide([Cover.FULLY, Cover.FREELY]) == [Verdict.SERVE] * 2
+        assert guard.state().counts.served == 2
+        assert sum(verdict is Verdict.SERVE for verdict in guard.decide([Cover.FULLY] * 100)) == 100
+
+    def test_some_of_what_would_be_served_is_drawn(self) -> None:
+        verdicts = certified(drawn=0.2).decide([Cover.FULLY] * 1000)
+        assert set(verdicts) == {Verdict.SERVE, Verdict.SAMPLE}
+        assert 140 < verdicts.count(Verdict.SAMPLE) < 260
+        assert set(certified(drawn=1.0).decide([Cover.FULLY] * 50)) == {Verdict.SAMPLE}
+
+    def test_changes_are_learned_without_limit_first_and_seldom_once_certified(self) -> None:
+        assert set(Guard(0.01, 0.95).decide([Cover.NOT] * 1000)) == {Verdict.LEARN}
+        verdicts = certified().decide([Cover.NOT] * 4000)
+        allowed = guard_module.SAVED + guard_module.LEARNED * 4000
+        assert allowed - 2 <= verdicts.count(Verdict.LEARN) <= allowed + 1
+        assert set(verdicts) == {Verdict.LEARN, Verdict.LEAVE}
+
+    def test_a_change_that_stayed_is_covered_and_one_that_changed_an_answer_is_not(self) -> None:
+        guard, these = Guard(0.01, 0.95), gaps(word(1, 2, 3))
+        assert guard.ask(these) is Cover.NOT
+        guard.compared(Verdict.LEARN, these, Cover.NOT, None, False)
+        assert guard.ask(these) is Cover.FULLY
+        guard.compared(Verdict.LEARN, these, Cover.FULLY, None, True)
+        assert guard.ask(these) is Cover.NOT
+
+    def test_only_samples_count_for_the_certificate(self) -> None:
+        guard = Guard(0.01, 0.95)
+        for verdict in (Verdict.LEARN, Verdict.LEAVE, Verdict.SERVE):
+            guard.compared(verdict, gaps(), Cover.FULLY, None, False)
+        sampled(guard, 3, margin=0.3)  # below the margin: computed again, not served
+        assert (guard.state().counts.same, guard.state().counts.changed) == (0, 0)
+        sampled(guard, 3, margin=0.6)
+        assert guard.state().counts.same == 3
+
+    def test_an_answer_below_the_margin_is_low_and_one_that_is_no_number_too(self) -> None:
+        guard = Guard(0.01, 0.95)
+        assert guard.is_low(0.49, Cover.FULLY)
+        assert not guard.is_low(0.5, Cover.FULLY)
+        assert guard.is_low(0.5, Cover.FREELY)
+        assert not guard.is_low(SURE, Cover.FREELY)
+        assert guard.is_low(float("nan"), Cover.FULLY)
+        assert not guard.is_low(None, Cover.FREELY)
+
+    def test_a_served_answer_below_the_margin_is_counted_as_such(self) -> None:
+        guard = certified()
+        guard.verified.stayed(gaps(number(1, 2, 3)))
+        assert guard.decide([Cover.FULLY] * 2) == [Verdict.SERVE] * 2
+        guard.compared(Verdict.SERVE, gaps(number(1, 2, 3)), Cover.FULLY, 0.1, True)
+        done = guard.state().done
+        assert (done["served"], done["below the margin"]) == (1, 1)
+        assert guard.ask(gaps(number(1, 2, 3))) is Cover.FULLY  # the margin has done its work
+
+    def test_too_many_changed_answers_raise_an_alarm_that_begins_again(self) -> None:
+        guard = certified()
+        before = guard.margin.least
+        alarms = [sampled(guard, 1, changed=True)[0] for _ in itertools.takewhile(
+            lambda _: guard.state().name != "alarm", range(200))]  # fmt: skip
+        assert alarms == [False] * (len(alarms) - 1) + [True]
+        state = guard.state()
+        assert state.counts == Counts()
+        assert state.margin > before
+        assert guard.decide([Cover.FULLY]) == [Verdict.SAMPLE]
+        sampled(guard, 500, margin=0.99)
+        assert guard.state().name == "certified"
+
+    @pytest.mark.parametrize("rate", [0.0, 0.01, 0.05])
+    def test_the_expected_number_of_changed_answers_stays_within_the_budget(self, rate: float) -> None:
+        """In all streams but a share of them, at any time; the stakes are those of chance only."""
+        streams, budget, over = 15, 0.02, 0
+        for seed in range(streams):
+            guard, random = Guard(budget, 0.9, seed=seed), np.random.default_rng(seed)
+            served, worst = 0, -np.inf
+            for request in range(1, 501):
+                verdict = guard.decide([Cover.FULLY])[0]
+                served += verdict is Verdict.SERVE
+                worst = max(worst, rate * served - budget * request)
+                if verdict is Verdict.SAMPLE:
+                    guard.compared(verdict, gaps(), Cover.FULLY, None, bool(random.random() < rate))
+            over += worst > 1e-9
+            assert rate or served > 250
+        assert over / streams <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / streams)
+
+    def test_a_sentence_says_all_that_matters(self) -> None:
+        guard = certified()
+        guard.decide([Cover.FULLY] * 30 + [None] * 50)
+        said = guard.state().sentence(0.95)
+        pattern = (
+            r"certified: (\d+) served answers verified, (\d+) changed; (\d+)% of (\d+) requests served; "
+            r"at most ([\d.e-]+) % of all answers changed, 95%, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+        )
+        found = re.fullmatch(pattern, said)
+        assert found is not None, said
+        assert found.groups()[:4] == ("2000", "0", "30", "100")
+        assert 0 < float(found[5]) <= 1.0
+        assert Guard(0.01, 0.95).state().sentence(0.95).startswith("learning: 0 served answers verified")
+
+    def test_stats_are_plain_numbers(self) -> None:
+        stats = certified().stats()
+        assert json.loads(json.dumps(stats)) == stats
+        assert (stats["state"], stats["verified"], stats["changed"]) == ("certified", 2000, 0)
+        assert stats["highest_rate_of_served"] <= 0.01
+
+    def test_counts_of_many_threads_add_up(self) -> None:
+        guard, threads, rounds = Guard(0.01, 0.95, seed=1), 8, 60
+        covers = [Cover.FULLY, None, Cover.SAME, Cover.NOT]
+        verdicts: list[Verdict | None] = []
+
+        def work(thread: int) -> None:
+            for turn in range(rounds):
+                found = guard.decide(covers)
+                verdicts.extend(found)
+                these = gaps(number(thread, turn, turn + 1))
+                guard.ask(these)
+                for verdict, cover in zip(found, covers, strict=True):
+                    if verdict in (Verdict.SAMPLE, Verdict.LEARN) and cover is not None:
+                        guard.compared(verdict, these, cover, None, False)
+
+        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        state = guard.state()
+        total = threads * rounds * len(covers)
+        assert state.counts.requests == len(verdicts) == sum(state.done.values()) == total
+        assert state.counts.same == verdicts.count(Verdict.SAMPLE) > 0
+        assert state.counts.served == verdicts.count(Verdict.SERVE) - threads * rounds
+        assert state.verified == threads * (rounds + 1)

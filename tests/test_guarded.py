@@ -1,0 +1,395 @@
+"""`reuse="rows"` with a budget: what was not verified is answered exactly, and no failure costs a request."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+import transformers as hf
+from families import FAMILIES
+from packed_tools import NEAR, Inputs, batch, gap, rows_database, valid
+from torch import Tensor
+
+from attmemo import memoize
+from attmemo.guard.certificate import Counts
+
+LENGTHS = [30, 20, 33, 16, 25, 20]
+FIRST, SECOND = 4, 10
+"""Places of two tokens that are changed. Those around them are the same in all variants."""
+STRICT = 1 - 1e-10
+"""A cosine that rounding reaches, and nothing that was taken from another input."""
+
+BEGUN: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+"""What guards had counted before their first request."""
+
+NAMES = ["BERT", "BERT classifier", "DeBERTa-v3"]
+BASE = batch(LENGTHS, 3)
+
+
+def variant(*places: int, by: int = 1, of: Inputs = BASE) -> Inputs:
+    """The batch with another token at these places, in every sequence."""
+    ids = of["input_ids"].clone()
+    for place in places:
+        ids[:, place] = 5 + (ids[:, place] - 5 + by) % 100
+    return of | {"input_ids": ids}
+
+
+def rows_of(inputs: Inputs, *rows: int) -> Inputs:
+    return {name: value[list(rows)] for name, value in inputs.items()}
+
+
+def run(model: Any, inputs: Inputs, *args: Any, **more: Any) -> Any:
+    with torch.inference_mode():
+        return model(*args, **inputs, **more)
+
+
+def sure(model: Any, factor: float = 300.0) -> Any:
+    """The classifier with a head that is sure of every answer."""
+    with torch.no_grad():
+        model.classifier.weight.mul_(factor)
+        model.classifier.bias.zero_()
+    return model
+
+
+def guarded(model: Any, database: Any = ":memory:", **options: Any) -> Any:
+    """A copy that is guarded; always looked up, so that nothing depends on this machine's speed."""
+    found = memoize(copy.deepcopy(model), database=database, reuse="rows", **{"gate": False} | options)
+    BEGUN[found.attmemo] = found.attmemo.stats()["guard"]["done"]
+    return found
+
+
+def certify(model: Any) -> Any:
+    """All that was verified may be served from now on, and nothing is drawn."""
+    guard = model.attmemo.guarded.guard
+    guard.certificate.adopt(Counts(same=100_000, requests=1_000))
+    guard.drawn = 0.0
+    return model
+
+
+def taught(model: Any, **options: Any) -> Any:
+    """A guarded model that has verified a change at each of two places, but not both of them together."""
+    found = guarded(model, **options)
+    for inputs in (BASE, variant(FIRST), variant(SECOND)):
+        run(found, inputs)
+    return certify(found)
+
+
+BOTH = variant(FIRST, SECOND)
+
+
+def done(model: Any) -> dict[str, int]:
+    """What became of the requests so far."""
+    found: dict[str, int] = model.attmemo.stats()["guard"]["done"]
+    begun = BEGUN[model.attmemo]
+    return {name: count - begun.get(name, 0) for name, count in found.items() if count > begun.get(name, 0)}
+
+
+def field(output: Any) -> Tensor:
+    found: Tensor = output[0]
+    return found
+
+
+def worst(seen: Any, expected: Any, inputs: Inputs) -> float:
+    """Greatest difference over all fields, at valid tokens."""
+    found = []
+    for one, other in zip(seen.to_tuple(), expected.to_tuple(), strict=True):
+        found.append(gap(one, other, valid(inputs) if one.dim() == 3 else None))
+    return max(found)
+
+
+class Case:
+    def __init__(self, name: str) -> None:
+        self.bare: Any = FAMILIES[name].make()
+        if name != "BERT":
+            sure(self.bare)
+        self.exact: Any = memoize(copy.deepcopy(self.bare), reuse="none")
+
+
+@pytest.fixture(params=NAMES, scope="module", name="case")
+def _case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+@pytest.fixture(scope="module", name="classifier")
+def _classifier() -> Case:
+    return Case("BERT classifier")
+
+
+class TestExact:
+    def test_an_unverified_request_gets_the_exact_answer(self, case: Case) -> None:
+        model = guarded(case.bare)
+        for inputs in (BASE, variant(FIRST), variant(FIRST, by=2), BOTH, variant(SECOND, by=7), batch([9, 12], 8)):
+            assert worst(run(model, inputs), run(case.exact, inputs), inputs) <= NEAR
+        assert done(model).keys() <= {"whole", "learned", "sampled"}
+        assert done(model)["learned"] > 0
+        assert not model.attmemo.stats()["failures"]
+
+    def test_an_unverified_request_is_exact_once_the_guard_is_certified(self, case: Case) -> None:
+        model = certify(guarded(case.bare))
+        for inputs in (BASE, BOTH):
+            assert worst(run(model, inputs), run(case.exact, inputs), inputs) <= NEAR
+        assert done(model) == {"whole": 6, "learned": 6}
+
+    def test_the_very_input_again_is_served_and_counted(self, case: Case) -> None:
+        model = guarded(case.bare)
+        run(model, BASE)
+        before = done(model)
+        computed = model.attmemo.stats()["rows_computed"]
+        assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
+        assert done(model) == before | {"served": 6}
+        stats = model.attmemo.stats()
+        assert stats["rows_computed"] - computed == 2 * 6, "the first and the last token of each"
+        assert stats["served"] == 6
+        assert stats["guard"]["verified"] == 0, "nothing was taken on trust"
+
+    def test_the_very_input_is_verified_first_where_records_are_rounded(
+        self, classifier: Case, tmp_path: Path
+    ) -> None:
+        path = rows_database(classifier.bare, [BASE], tmp_path / "db", "float16")
+        model = guarded(classifier.bare, path)
+        for _ in range(2):
+            assert worst(run(model, BASE), run(classifier.exact, BASE), BASE) <= NEAR
+        assert done(model)["sampled"] == 12
+        run(certify(model), BASE)
+        assert done(model)["served"] == 6
+
+    def test_prepared_records_and_new_ones_serve_one_batch(self, case: Case, tmp_path: Path) -> None:
+        model = guarded(case.bare, rows_database(case.bare, [rows_of(BASE, 0, 1, 2)], tmp_path / "db"))
+        run(model, rows_of(BASE, 3, 4, 5))
+        assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
+        assert done(model) == {"whole": 3, "served": 6}
+
+
+    def test_a_model_that_was_just_memoized_has_seen_no_request_and_keeps_no_record(self) -> None:
+        stats = guarded(FAMILIES["BERT"].make()).attmemo.stats()
+        assert stats["guard"]["requests"] == stats["records"] == 0
+
+
+class TestServed:
+    def test_a_verified_request_is_served_from_its_record(self, case: Case) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        assert done(model) == {"whole": 6, "learned": 12}
+        seen, expected = run(model, BOTH), run(case.exact, BOTH)
+        assert done(model)["served"] == 6
+        assert worst(seen, expected, BOTH) > NEAR, "an approximation"
+        near = torch.nn.functional.cosine_similarity(field(seen).flatten(), field(expected).flatten(), dim=0)
+        assert float(near) > 0.5
+        stats = model.attmemo.stats()["guard"]
+        assert stats["state"] == "certified"
+        assert json.loads(json.dumps(model.attmemo.stats())) == model.attmemo.stats()
+
+    def test_a_share_is_drawn_and_answered_exactly(self, case: Case) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        model.attmemo.guarded.guard.drawn = 1.0
+        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
+        assert done(model)["sampled"] == 6
+        assert model.attmemo.stats()["guard"]["verified"] == 100_006
+
+    def test_nothing_is_served_that_the_account_does_not_afford(self, case: Case) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        model.attmemo.guarded.guard.certificate.adopt(Counts(same=100_000))
+        first = rows_of(BOTH, 0)
+        assert worst(run(model, first), run(case.exact, first), first) <= NEAR
+        assert done(model)["sampled"] == 1
+
+    def test_a_batch_mixes_what_is_served_what_is_learned_and_what_is_new(self, case: Case) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        parts = [BASE, BOTH, variant(FIRST, by=40), batch(LENGTHS, 99), BOTH, variant(15 - 1, by=3)]
+        mixed = {name: torch.stack([part[name][row] for row, part in enumerate(parts)]) for name in BASE}
+        before = done(model)
+        seen, expected = run(model, mixed), run(case.exact, mixed)
+        assert done(model)["served"] - before.get("served", 0) == 3
+        assert done(model)["learned"] - before["learned"] == 2
+        assert done(model)["whole"] - before["whole"] == 1
+        for row, n in enumerate(LENGTHS):
+            one = field(seen)[row], field(expected)[row]
+            near = gap(one[0][:n], one[1][:n])
+            assert (near > NEAR) == (row in (1, 4)), f"row {row}"
+
+    @pytest.mark.parametrize("row", [0, 3])
+    def test_a_batch_of_one(self, case: Case, row: int) -> None:
+        model = guarded(case.bare, min_cosine=-1.0)
+        one = [rows_of(inputs, row) for inputs in (BASE, variant(FIRST), variant(SECOND), BASE, BOTH)]
+        for inputs in one[:4]:
+            assert worst(run(model, inputs), run(case.exact, inputs), inputs) <= NEAR
+        certify(model)
+        assert worst(run(model, one[4]), run(case.exact, one[4]), one[4]) > NEAR
+        assert done(model) == {"whole": 1, "learned": 2, "served": 2}
+
+
+@pytest.fixture(scope="module", name="torn")
+def _torn(classifier: Case) -> Any:
+    """A classifier that is sure of three of the answers it is served, and of three not; and which these are."""
+    model = copy.deepcopy(classifier.bare)
+    apart = run(taught(model), BOTH).logits.diff(dim=1).abs().flatten()
+    with torch.no_grad():
+        model.classifier.weight.mul_(float(2 * torch.atanh(torch.tensor(0.5)) / apart.sort().values[2:4].mean()))
+    low = apart < apart.sort().values[2:4].mean()
+    assert int(low.sum()) == 3
+    return model, low
+
+
+class TestMargin:
+    def test_an_answer_below_the_margin_is_replaced_and_others_stay(self, torn: Any) -> None:
+        bare, low = torn
+        model, serving = taught(bare), taught(bare)
+        serving.attmemo.guarded.guard.margin.least = 0.0
+        approximate, exact = run(serving, BOTH).logits, run(bare, BOTH).logits
+        assert done(serving)["served"] == 6
+        seen = run(model, BOTH).logits
+        assert done(model)["served"] == 3
+        assert done(model)["below the margin"] == 3
+        assert torch.equal(seen[~low], approximate[~low])
+        assert gap(seen[low], exact[low]) <= NEAR
+        assert gap(approximate[low], exact[low]) > NEAR, "else nothing was replaced"
+        assert not model.attmemo.stats()["failures"]
+
+    @pytest.mark.parametrize("form", ["output", "dict", "tuple in output"])
+    def test_every_field_is_replaced_and_the_type_stays(self, torn: Any, form: str) -> None:
+        bare, low = torn
+        bare.__class__, own = OutputOf[form], bare.__class__
+        try:
+            model, serving = taught(bare), taught(bare)
+            exact = run(bare, BOTH)
+        finally:
+            bare.__class__ = own
+        serving.attmemo.guarded.guard.margin.least = 0.0
+        approximate, seen = run(serving, BOTH), run(model, BOTH)
+        assert done(model)["below the margin"] == 3
+        assert type(seen) is type(exact)
+        assert list(seen) == list(exact)
+        assert seen["size"] == 6
+        for one, served, right in zip(*map(tensors, (seen, approximate, exact)), strict=True):
+            assert torch.equal(one[~low], served[~low])
+            for row in torch.where(low)[0].tolist():
+                n = LENGTHS[row] if one.dim() == 3 else None
+                assert gap(one[row][:n], right[row][:n]) <= NEAR
+
+    def test_the_very_input_is_served_below_the_margin(self, torn: Any) -> None:
+        bare, low = torn
+        model = guarded(bare)
+        run(model, BOTH)
+        run(model, BOTH)
+        assert bool(low.any())
+        assert done(model) == {"whole": 6, "served": 6}
+
+    def test_an_answer_below_the_margin_is_replaced_in_a_named_tuple(self, torn: Any) -> None:
+        bare, low = torn
+        bare.__class__, own = Named, bare.__class__
+        try:
+            model, exact = taught(bare), run(bare, BOTH)
+        finally:
+            bare.__class__ = own
+        seen = run(model, BOTH)
+        assert gap(seen.logits[low], exact.logits[low]) <= NEAR
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in an output, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [found for item in value for found in tensors(item)] if isinstance(value, list | tuple) else []
+
+
+class _Fields(hf.BertForSequenceClassification):  # type: ignore[misc]
+    def fields(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+        found = self.bert(input_ids, attention_mask=attention_mask)
+        pooled = found.pooler_output
+        logits = self.classifier(pooled)
+        return {"logits": logits, "pooled": pooled, "hidden": found.last_hidden_state, "size": len(logits)}
+
+
+class _Output(_Fields):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None) -> Any:
+        return hf.utils.ModelOutput(**self.fields(input_ids, attention_mask))
+
+
+class _Dict(_Fields):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None) -> Any:
+        return self.fields(input_ids, attention_mask)
+
+
+class _Nested(_Fields):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None) -> Any:
+        found = self.fields(input_ids, attention_mask)
+        inner = (found.pop("pooled"), [found.pop("hidden"), None])
+        return hf.utils.ModelOutput(**found, inner=inner)
+
+
+class Named(_Fields):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None) -> Any:
+        from collections import namedtuple
+
+        found = self.fields(input_ids, attention_mask)
+        return namedtuple("Found", list(found))(**found)
+
+
+OutputOf = {"output": _Output, "dict": _Dict, "tuple in output": _Nested}
+
+
+class TestVerification:
+    def head(self, case: Case, database: Path, harmful: bool) -> Any:
+        """A classifier that gives other classes to what is exact and what is served, or the same to everything."""
+        serving = memoize(copy.deepcopy(case.bare), database=database, budget=None, gate=False)
+        of_served, of_exact = (run(one.bert, variant(FIRST)).pooler_output[0] for one in (serving, case.bare))
+        bare = copy.deepcopy(case.bare)
+        with torch.no_grad():
+            apart = of_served - of_exact
+            middle = apart @ (of_served + of_exact) / 2
+            bare.classifier.weight.zero_()
+            bare.classifier.bias.zero_()
+            bare.classifier.bias[0] = 20.0
+            if harmful:
+                scale = 20.0 / float(apart @ apart)
+                bare.classifier.weight[1] = scale * apart
+                bare.classifier.bias[0] = scale * middle
+        return bare
+
+    def test_the_models_own_head_says_what_changed(self, classifier: Case, tmp_path: Path) -> None:
+        path = rows_database(classifier.bare, [rows_of(BASE, 0)], tmp_path / "db")
+        asked = rows_of(variant(FIRST), 0)
+        for harmful in (True, False):
+            bare = self.head(classifier, path, harmful)
+            model = guarded(bare)
+            run(model, rows_of(BASE, 0))
+            guard = model.attmemo.guarded.guard
+            seen: list[bool] = []
+
+            def compared(*given: Any, seen: list[Any] = seen, own: Any = guard.compared) -> bool:
+                seen.append(given[4])
+                return bool(own(*given))
+
+            guard.compared = compared
+            answer = run(model, asked).logits
+            assert gap(answer, run(bare, asked).logits) <= 1e-3, "a head that amplifies its rounding"
+            assert answer.argmax() == 0
+            assert seen == [harmful]
+
+    def test_a_change_that_alters_the_answer_is_never_served(self, case: Case) -> None:
+        kind = (lambda output: field(output).flatten(1)) if case.bare.__class__.__name__ != "BertModel" else "mean"
+        model = taught(case.bare, answer=kind, min_cosine=STRICT)
+        state = model.attmemo.guarded.guard.verified.state()
+        assert len(state["harm"])
+        assert not len(state["values"])
+        for inputs in (BOTH, variant(FIRST, by=2), variant(FIRST, SECOND, by=3)):
+            assert worst(run(model, inputs), run(case.exact, inputs), inputs) <= NEAR
+        assert "served" not in done(model)
+        assert done(model)["learned"] == 30
+
+    def test_samples_are_counted_as_they_were(self, case: Case) -> None:
+        for least, changed in ((-1.0, 0), (STRICT, 6)):
+            model = taught(case.bare, answer=lambda output: field(output).flatten(1), min_cosine=-1.0)
+            guard = model.attmemo.guarded.guard
+            guard.certificate.restart()
+            model.attmemo.guarded.answers.min_cosine = least
+            run(model, BOTH)
+            counts = guard.certificate.counts
+            assert done(model)["sampled"] == 6
+            assert (counts.changed, counts.same) == (changed, 6 - changed)

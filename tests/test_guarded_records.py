@@ -1,0 +1,196 @@
+"""Records that come and go while a guarded model serves, and kinds of tokens: no failure costs a request."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from packed_tools import NEAR, Inputs, batch, gap
+from test_guarded import (
+    BASE,
+    BOTH,
+    FIRST,
+    NAMES,
+    SECOND,
+    STRICT,
+    Case,
+    certify,
+    done,
+    field,
+    guarded,
+    rows_of,
+    run,
+    variant,
+    worst,
+)
+
+from attmemo.handles.rows import NO_TOKENIZER
+
+
+@pytest.fixture(params=NAMES, scope="module", name="case")
+def _case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+@pytest.fixture(scope="module", name="classifier")
+def _classifier() -> Case:
+    return Case("BERT classifier")
+
+
+class Words:
+    """A tokenizer of which every second token is a number."""
+
+    all_special_ids = (0, 1, 2, 3, 4)
+
+    def __len__(self) -> int:
+        return 120
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [str(number) if number % 2 else f"word{'abcdefghij'[number % 10]}" for number in ids]
+
+
+class TestKinds:
+    def test_a_number_is_free_after_two_and_a_word_is_not(self, case: Case) -> None:
+        words = Words()
+        for by, served in ((2, True), (1, False)):
+            base = BASE["input_ids"].clone()
+            base[:, FIRST - 1], base[:, FIRST] = 40, 21  # a word, then a number
+            first = BASE | {"input_ids": base}
+            model = guarded(case.bare, tokenizer=words, min_cosine=-1.0)
+            run(model, first)
+            run(model, variant(FIRST, by=2, of=first))
+            certify(model)
+            before = done(model).get("served", 0)
+            run(model, variant(FIRST, by=4 * by + (by == 1), of=first))
+            assert (done(model).get("served", 0) > before) == served
+
+    def test_no_tokenizer_is_warned_about(self, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+        guarded(case.bare)
+        assert caplog.text.count(NO_TOKENIZER) == 1
+        caplog.clear()
+        guarded(case.bare, tokenizer=Words())
+        assert NO_TOKENIZER not in caplog.text
+
+    def test_without_a_tokenizer_only_what_was_verified_is_served(self, case: Case) -> None:
+        model = guarded(case.bare, min_cosine=-1.0)
+        for by in range(8):
+            run(model, variant(FIRST, by=by))
+        certify(model)
+        unseen = variant(FIRST, by=50)
+        assert worst(run(model, unseen), run(case.exact, unseen), unseen) <= NEAR
+        assert "served" not in done(model)
+
+    def test_another_type_of_a_token_is_another_change(self) -> None:
+        bare = FAMILIES["BERT"].make()
+        model = guarded(bare, min_cosine=-1.0)
+        types = torch.zeros_like(BASE["input_ids"])
+        for inputs in (BASE, variant(FIRST)):
+            run(model, inputs | {"token_type_ids": types})
+        certify(model)
+        other = types.clone()
+        other[:, FIRST] = 1
+        asked: Inputs = BASE | {"token_type_ids": other}
+        assert worst(run(model, asked), run(bare, asked), asked) <= NEAR
+        assert "served" not in done(model)
+
+
+class TestDropped:
+    def test_a_change_is_not_verified_by_a_record_that_was_dropped(self, case: Case) -> None:
+        first, second = rows_of(BASE, 0), rows_of(variant(FIRST), 0)
+        options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": STRICT}
+        model = guarded(case.bare, **options)
+        run(model, first)
+        room = max(record.nbytes for record in model.attmemo.engine.reuse.store._held.values())
+        model = guarded(case.bare, **options, max_bytes=room)
+        for inputs in (first, second):
+            run(model, inputs)  # the second takes the place of the first before it is verified
+        assert not len(model.attmemo.guarded.guard.verified.state()["values"]), "nothing was verified"
+
+
+class TestThreads:
+    @pytest.mark.parametrize("few", [False, True], ids=["all fit", "dropped while they serve"])
+    def test_all_answers_are_exact_and_counters_add_up(self, classifier: Case, few: bool) -> None:
+        model = guarded(classifier.bare)
+        run(model, BASE)
+        room = model.attmemo.stats()["record_bytes"]
+        model = guarded(classifier.bare, max_bytes=room if few else None, budget=1e-6)  # never saved up for an answer
+        batches = [BASE, variant(FIRST), variant(SECOND), BOTH, batch([9, 12, 17], 8), rows_of(BASE, 4, 2)]
+        expected = [run(classifier.bare, inputs).logits for inputs in batches]
+        apart: list[float] = []
+        errors: list[BaseException] = []
+
+        def serve(number: int) -> None:
+            try:
+                for turn in range(20):
+                    own = (number + turn) % len(batches)
+                    apart.append(gap(run(model, batches[own]).logits, expected[own]))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=serve, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert len(apart) == 80
+        assert max(apart) <= NEAR, "nothing is certified: only the very inputs are served"
+        asked = sum(len(batches[(number + turn) % 6]["input_ids"]) for number in range(4) for turn in range(20))
+        stats = model.attmemo.stats()
+        assert stats["guard"]["requests"] == asked == sum(stats["guard"]["done"].values())
+        assert stats["record_bytes"] <= room if few else not stats["failures"]
+        assert done(model)["served"] > 0
+
+    def test_a_record_that_is_dropped_before_it_is_read_does_not_cost_the_request(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = guarded(case.bare)
+        run(model, BASE)
+        store = model.attmemo.engine.reuse.store
+        own = store.fetch
+
+        def fetch(records: Any) -> Any:
+            while len(store):
+                store._evict()
+            return own(records)
+
+        monkeypatch.setattr(store, "fetch", fetch)
+        assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
+        assert sum(model.attmemo.stats()["failures"].values()) == 6
+
+    def test_a_record_that_dies_while_it_is_compared_is_not_taken_for_the_very_input(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = guarded(case.bare)
+        run(model, BASE)
+        index = model.attmemo.engine.reuse.store.index
+        own = index.align
+
+        def align(*given: Any) -> Any:
+            found = own(*given)
+            for record in found.record.tolist():
+                if record in index:
+                    index.remove(record)  # as far as another thread has come that makes room
+            return found
+
+        monkeypatch.setattr(index, "align", align)
+        seen = run(model, variant(FIRST))
+        assert worst(seen, run(case.exact, variant(FIRST)), BASE) <= NEAR
+        assert "served" not in done(model)
+
+    def test_a_record_that_cannot_be_kept_leaves_the_others_their_own_rows(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, other, own = guarded(case.bare), batch([20] * 4, 50), batch([20] * 4, 51)
+
+        def add(tokens: Any) -> int:
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(model.attmemo.engine.reuse.store.index, "add", add)
+            assert worst(run(model, other), run(case.exact, other), other) <= NEAR
+        for _ in range(2):
+            assert worst(run(model, own), run(case.exact, own), own) <= NEAR
