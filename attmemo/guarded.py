@@ -13,15 +13,16 @@ what is verified is what would be served. A verification that fails costs time, 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from attmemo.counters import Counters
 from attmemo.guard import Answers, Guard, Verdict
-from attmemo.guard.answers import Read
+from attmemo.guard.answers import Read, cosine
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.rows import Rows
 
@@ -30,6 +31,9 @@ _LOG = logging.getLogger("attmemo")
 _FAILURES = Exception  # a function of the caller's may raise anything
 
 Forward = Callable[..., Any]
+
+MOST: Final = 1 << 16
+"""Answers of records that are remembered."""
 
 
 class Guarded:
@@ -46,6 +50,7 @@ class Guarded:
 
     def __init__(self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows) -> None:
         self.guard, self.answers, self.planner, self._rows = guard, answers, planner, rows
+        self._known: OrderedDict[int, Tensor] = OrderedDict()  # exact answers of records, if they are vectors
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -56,12 +61,14 @@ class Guarded:
             return forward(*args, **kwargs)
         args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = _shallow((args, kwargs))
-        self._rows.thread.reused = False
+        thread = self._rows.thread
+        thread.reused, thread.admitted = False, {}
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
+        admitted = thread.admitted
         if not self._rows.thread.reused:  # records could not be read: these answers are exact, and prove nothing
             asking.drop(Verdict.SERVE)
-        if not asking.chosen:
+        if not asking.chosen and not (admitted and self.answers.are_vectors):
             return output
         mask = _mask(given)
         if _has_loss(output):
@@ -71,6 +78,7 @@ class Guarded:
         except _FAILURES as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
+        self._remember(seen, admitted)
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
         except _FAILURES as error:
@@ -94,11 +102,26 @@ class Guarded:
         for number, place in enumerate(low):
             changed = self.answers.differ(seen, place, exact, number)
             chosen = asking.chosen[place]
-            self.guard.compared(Verdict.SERVE, chosen.gaps, chosen.cover, seen.margin(place), changed)
+            margin = self._margin(seen, place, chosen)
+            self.guard.compared(Verdict.SERVE, chosen.gaps, chosen.cover, margin, changed)
         return _put(output, again, torch.tensor(low), len(seen.values))
 
     def _is_low(self, seen: Read, place: int, asking: Asking) -> bool:
-        return self.guard.is_low(seen.margin(place), asking.chosen[place].cover)
+        chosen = asking.chosen[place]
+        return self.guard.is_low(self._margin(seen, place, chosen), chosen.cover)
+
+    def _margin(self, seen: Read, place: int, chosen: Chosen) -> float | None:
+        """How sure an answer from a record is: ahead of the second best class, or near the record's own answer."""
+        known = self._known.get(chosen.record)
+        return seen.margin(place) if known is None else cosine(seen.values[place], known)
+
+    def _remember(self, seen: Read, admitted: dict[int, int]) -> None:
+        """Keep the answers of sequences that became records."""
+        if seen.are_vectors:
+            for place, number in admitted.items():
+                self._known[number] = seen.values[place]
+            while len(self._known) > MOST:
+                self._known.popitem(last=False)
 
     def _verify(
         self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read, asking: Asking
@@ -115,7 +138,8 @@ class Guarded:
         reused = self.answers.read(again, None if mask is None else mask[places])
         for number, (place, one) in enumerate(zip(places, chosen, strict=True)):
             changed = self.answers.differ(seen, place, reused, number)
-            if self.guard.compared(one.verdict, one.gaps, one.cover, reused.margin(number), changed):
+            margin = self._margin(reused, number, one)
+            if self.guard.compared(one.verdict, one.gaps, one.cover, margin, changed):
                 _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 
     def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, served: list[int]) -> Any:

@@ -276,7 +276,8 @@ def _delay(samples: np.ndarray[Any, Any]) -> int:
 
 
 def overhead(shared: Path) -> dict[str, Any]:
-    """What a certified guard costs requests: milliseconds a line, medians of interleaved passes over the same lines."""
+    """What a certified guard costs requests: milliseconds a line, medians of interleaved passes over the same lines.
+    """
     texts = [*lines_of(shared, "OpenSSH"), *lines_of(shared, "HDFS")]
     found: dict[str, Any] = {}
     for batch in (1, 32):

@@ -388,6 +388,7 @@ class TestVerification:
             model = taught(case.bare, answer=lambda output: field(output).flatten(1), min_cosine=-1.0)
             guard = model.attmemo.guarded.guard
             guard.certificate.restart()
+            guard.margin.least = -1.0  # or an answer far from its record's is no sample
             model.attmemo.guarded.answers.min_cosine = least
             run(model, BOTH)
             counts = guard.certificate.counts

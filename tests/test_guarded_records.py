@@ -194,3 +194,27 @@ class TestThreads:
             assert worst(run(model, other), run(case.exact, other), other) <= NEAR
         for _ in range(2):
             assert worst(run(model, own), run(case.exact, own), own) <= NEAR
+
+
+class TestVectors:
+    """A vector that a record moved far from the record's own answer is computed again."""
+
+    def test_an_answer_far_from_its_records_is_replaced(self, case: Case) -> None:
+        model = guarded(case.bare, min_cosine=-1.0)
+        for inputs in (BASE, variant(FIRST)):
+            run(model, inputs)
+        certify(model)
+        guard = model.attmemo.guarded.guard
+        asked = variant(FIRST, by=1)
+        guard.margin.least = 2.0  # no cosine is as high
+        assert worst(run(model, asked), run(case.exact, asked), asked) <= NEAR
+
+    def test_answers_of_records_are_remembered_and_bounded(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("attmemo.guarded.MOST", 3)
+        model = guarded(case.bare, answer=lambda output: field(output).flatten(1))
+        run(model, BASE)
+        known = model.attmemo.guarded._known
+        assert len(known) == 3
+        assert max(known) == len(BASE["input_ids"]) - 1

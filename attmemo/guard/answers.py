@@ -31,6 +31,11 @@ class Read:
         """The margin of one answer; None if there is none."""
         return None if self.margins is None else float(self.margins[place])
 
+    @property
+    def are_vectors(self) -> bool:
+        """Whether the answers are vectors."""
+        return self.values.is_floating_point()
+
 
 class Answers:
     """Reads answers and compares them.
@@ -54,6 +59,7 @@ class Answers:
         if not isinstance(min_cosine, int | float) or not -1.0 <= min_cosine <= 1.0:
             raise ValueError(f"min_cosine must be a number in [-1, 1]; got {min_cosine!r}")
         self.rule, self.min_cosine = rule, float(min_cosine)
+        self.are_vectors = False  # known once a first answer was read
 
     @property
     def name(self) -> str:
@@ -84,7 +90,7 @@ class Answers:
             return Read(values.detach().clone(), None)
         if self.rule in ("auto", "class"):
             logits = _get(output, "logits")
-            if logits is None and isinstance(output, tuple) and isinstance(output[0], Tensor) and output[0].dim() == 2:
+            if logits is None and isinstance(output, tuple) and output and _is_matrix(output[0]):
                 logits = output[0]  # return_dict=False
             if logits is not None:
                 return _classes(logits)
@@ -115,13 +121,21 @@ class Answers:
             return not torch.equal(first, second)
         if torch.equal(first, second) and bool(first.isfinite().all()):
             return False  # also for zeros, which have no cosine
-        cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
-        return not float(cosine) >= self.min_cosine
+        return not cosine(first, second) >= self.min_cosine
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """The cosine of two vectors ``[H]``."""
+    return float(torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0))
 
 
 def _get(output: Any, name: str) -> Tensor | None:
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return found if isinstance(found, Tensor) else None
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2
 
 
 def _classes(logits: Tensor) -> Read:

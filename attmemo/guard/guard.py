@@ -101,7 +101,7 @@ class Guard:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
         self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
         self.verified = Verified(free)
-        self.margin = Margin(budget)
+        self.margin = Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
         self._synced: dict[str, float] | None = None  # counts of the last sync
@@ -120,6 +120,10 @@ class Guard:
         found._epoch, found._since, found._alarmed = learned.epoch, learned.since, learned.epoch > 0
         found._adopt(learned.counts)
         return found
+
+    def compare_vectors(self) -> None:
+        """Answers are vectors; to be called before the first request."""
+        self.margin = Margin(self.budget, vectors=True)
 
     def ask(self, gaps: Gaps) -> Cover:
         """How well the changes of a request are verified."""

@@ -1,4 +1,5 @@
-"""The margin: how far the best class of a served answer must be ahead of the second best.
+"""The margin: how far the best class of a served answer must be ahead of the second best, or how near a vector must
+be to the record's own answer.
 
 An answer below the margin is computed again, exactly. These answers are samples too: they say what would have changed
 below the margin, so they choose it.
@@ -11,12 +12,16 @@ from typing import Final
 
 import numpy as np
 
-STEPS: Final = np.array([0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97])
+STEPS: Final = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97)
 """Margins between probabilities that can be chosen."""
 FIRST: Final = 3
 """The step before anything is known: 0.5."""
 SURE: Final = 0.9
 """Least margin where a word stands in a free slot."""
+COSINES: Final = (0.98, 0.985, 0.99, 0.995)
+"""Cosines to the record's own answer that can be chosen."""
+FIRST_COSINE: Final = 1
+"""The step before anything is known: 0.985."""
 SHARE: Final = 0.5
 """Share of the budget that answers below the first margin may take, once they are served."""
 SEEN: Final = 10
@@ -32,20 +37,26 @@ class Margin:
     ----------
     budget : float
         Share of answers that may change.
+    vectors : bool
+        Whether answers are vectors. Then the margin is the cosine to the record's own answer: an answer that moved far
+        from it was moved by rows that were computed, and those that were not computed should have moved too.
     """
 
-    def __init__(self, budget: float) -> None:
-        self._budget, self._top = budget, FIRST
-        self._seen, self._changed = np.zeros((2, len(STEPS)), np.int64)  # by the highest step that the margin reaches
-        self.least = float(STEPS[FIRST])
+    def __init__(self, budget: float, vectors: bool = False) -> None:
+        self._budget = budget
+        self._steps = np.array(COSINES if vectors else STEPS)
+        self._first = self._top = FIRST_COSINE if vectors else FIRST
+        self._sure = 0.0 if vectors else SURE
+        self._seen, self._changed = np.zeros((2, len(self._steps)), np.int64)  # by the highest step that is reached
+        self.least = float(self._steps[self._top])
 
     def least_for(self, freely: bool) -> float:
         """The least margin; `freely`: a word stands in a free slot."""
-        return max(self.least, SURE) if freely else self.least
+        return max(self.least, self._sure) if freely else self.least
 
     def sample(self, margin: float, changed: bool, requests: int) -> None:
         """An answer below the margin was computed again; `requests` were made so far."""
-        step = int(np.searchsorted(STEPS, margin, side="right")) - 1
+        step = int(np.searchsorted(self._steps, margin, side="right")) - 1
         if step < 0:
             return
         self._seen[step] += 1
@@ -57,7 +68,7 @@ class Margin:
         step = self._top
         while step and self._seen[step - 1] >= SEEN and self._changed[step - 1 : self._top].sum() < allowed:
             step -= 1
-        self.least = float(STEPS[step])
+        self.least = float(self._steps[step])
 
     def counts(self) -> dict[str, float]:
         """What was seen, by step."""
@@ -70,13 +81,13 @@ class Margin:
     def adopt(self, counts: Mapping[str, float], requests: int) -> None:
         """Go on from these counts."""
         for name, column in (("seen", self._seen), ("changed", self._changed)):
-            for step in range(len(STEPS)):
+            for step in range(len(self._steps)):
                 column[step] = int(counts.get(f"margin_{name}_{step}", 0))
-        self._top = int(counts.get(TOP, FIRST))
+        self._top = int(counts.get(TOP, self._first))
         self._choose(requests)
 
     def rise(self) -> None:
         """Ask for more from now on: too many answers changed."""
-        self._top = min(self._top + 1, len(STEPS) - 1)
-        self.least = float(STEPS[self._top])
+        self._top = min(self._top + 1, len(self._steps) - 1)
+        self.least = float(self._steps[self._top])
         self._seen[:] = self._changed[:] = 0

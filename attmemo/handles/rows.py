@@ -118,6 +118,8 @@ def prepare_rows(
             assert isinstance(planner, GuardedPlanner)
             whole = _answering(outer, encoder)
             check_answers(whole, guarding.answers, adapter, encoder)
+            if guarding.answers.are_vectors:
+                planner.guard.compare_vectors()
             keeper = None
             if opened is not None:
                 settings = {

@@ -53,6 +53,8 @@ class StackMemoization(Memoization):
         """Begin again with this guard. What it learns is not kept: for measurements."""
         assert self.guarded is not None
         assert isinstance(self.planner, GuardedPlanner)
+        if self.guarded.answers.are_vectors:
+            guard.compare_vectors()
         self.planner.guard = self.guarded.guard = guard
 
     def undo(self) -> None:

@@ -70,11 +70,11 @@ class GrowingRows(RowStore):
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, tokens: npt.NDArray[np.int32], rows: Tensor, last: Tensor) -> None:
+    def add(self, tokens: npt.NDArray[np.int32], rows: Tensor, last: Tensor) -> int | None:
         """Keep an exactly computed sequence; one that fits nowhere is left out."""
         record = Record.pack(tokens, rows, last, self.storage, self._heads)
         if record.nbytes > self.max_bytes:
-            return
+            return None
         with self._lock:
             while self._bytes + record.nbytes > self.max_bytes:
                 self._evict()
@@ -86,6 +86,7 @@ class GrowingRows(RowStore):
                 del self._held[number]
                 raise
             self._bytes += record.nbytes
+        return number
 
     def _evict(self) -> None:
         """Drop the next record, from the oldest on, that was not used since the hand passed it last."""

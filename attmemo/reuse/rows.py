@@ -50,7 +50,8 @@ class Rows(Stack):
     Attributes
     ----------
     thread : threading.local
-        `thread.reused`: whether this thread's last forward took rows of records.
+        `thread.reused`: whether this thread's last forward took rows of records. `thread.admitted`: numbers of the
+        records that its sequences became.
     """
 
     name: ClassVar[str] = "rows"
@@ -61,7 +62,7 @@ class Rows(Stack):
         self.thread = threading.local()
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
-        self.thread.reused = False
+        self.thread.reused, self.thread.admitted = False, {}
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
@@ -90,8 +91,10 @@ class Rows(Stack):
             fetch=None if fetched is None else fetched.layer, keep=kept if share.admitted else None,
         )  # fmt: skip
         done = perf_counter()
-        for tokens, rows, last in kept.records(found):
-            self.store.add(tokens, rows, last)
+        for place, tokens, rows, last in kept.records(found):
+            number = self.store.add(tokens, rows, last)
+            if number is not None:
+                self.thread.admitted[place] = number
         output = put_back(found, computed, call)
         if fetched is not None:
             supplied = np.flatnonzero(~fresh)
@@ -115,18 +118,20 @@ class _Kept:
 
     def __init__(self, admitted: Mapping[int, npt.NDArray[np.int32]], starts: npt.NDArray[np.int64]) -> None:
         self._parts = [
-            (tokens, slice(int(starts[place]), int(starts[place + 1]))) for place, tokens in admitted.items()
+            (place, tokens, slice(int(starts[place]), int(starts[place + 1]))) for place, tokens in admitted.items()
         ]
         self._rows: list[list[Tensor]] = [[] for _ in self._parts]
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for (_, part), rows in zip(self._parts, self._rows, strict=True):
+        for (_, _, part), rows in zip(self._parts, self._rows, strict=True):
             rows.append(torch.stack((keys[part], values[part])))
 
-    def records(self, last: Tensor) -> Iterator[tuple[npt.NDArray[np.int32], Tensor, Tensor]]:
-        """Tokens ``[n]``, K and V ``[layers, 2, n, H]`` and last hidden states ``[n, H]`` of each sequence."""
-        for (tokens, part), rows in zip(self._parts, self._rows, strict=True):
-            yield tokens, torch.stack(rows), last[part].clone()
+    def records(self, last: Tensor) -> Iterator[tuple[int, npt.NDArray[np.int32], Tensor, Tensor]]:
+        """Of each sequence its place in the batch, tokens ``[n]``, K and V ``[layers, 2, n, H]``, last hidden states
+        ``[n, H]``.
+        """
+        for (place, tokens, part), rows in zip(self._parts, self._rows, strict=True):
+            yield place, tokens, torch.stack(rows), last[part].clone()
 
 
 def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:

@@ -38,3 +38,4 @@ def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder:
             f"{type(model).__name__} contradicts itself: it gives two answers to the same input.",
             "a model in evaluation mode without randomness, or budget=None",
         )
+    answers.are_vectors = first.are_vectors
