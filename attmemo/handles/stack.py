@@ -87,8 +87,9 @@ class StackMemoization(Memoization):
         -------
         dict
             ``sequences`` (run over packed rows, those of verifications too), ``served`` (of these from a record),
-            ``tokens`` (valid ones), ``rows_computed``, ``share_computed``, milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
-            choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by reason), ``ineligible`` (sequences
+            ``tokens`` (valid ones), ``rows_computed``, ``share_computed``, milliseconds by part (``ms_lookup``,
+            ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by
+            reason), ``ineligible`` (sequences
             that the original code computed, by reason), ``failures`` (sequences after an error, by the error's text),
             ``weight_bytes`` (of weights made ready, beside the model's own), ``records`` and ``record_bytes`` (in
             memory), and ``guard`` (see docs/guard.md; None without a budget).
