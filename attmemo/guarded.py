@@ -75,10 +75,12 @@ class Guarded:
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
             seen = self.answers.read(output, mask)
+            if len(seen.values) != asking.batch:
+                raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
+            self._remember(seen, admitted)
         except _FAILURES as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
-        self._remember(seen, admitted)
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
         except _FAILURES as error:
@@ -119,7 +121,7 @@ class Guarded:
         """Keep the answers of sequences that became records."""
         if seen.are_vectors:
             for place, number in admitted.items():
-                self._known[number] = seen.values[place]
+                self._known[number] = seen.values[place].clone()  # not a view of the whole batch
             while len(self._known) > MOST:
                 self._known.popitem(last=False)
 

@@ -42,7 +42,7 @@ def play(
     try:
         handle: Any = loaded.model.attmemo
         assert isinstance(handle, StackMemoization)
-        handle.guard_anew(Guard(options.budget, options.confidence, seed=0))
+        handle.guard_anew(Guard(options.budget, options.confidence, seed=0))  # the tokenizer is always known here
         in_order = sorted(tokens, key=lambda item: item.row)
         prepared = prepare(loaded, in_order, options.batch_size, sort=False)
         given = ask(loaded, prepared, progress=lambda done: tell("guarded answers", done, total))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from attmemo.guard import Cover, Guard, Keeper, Ledger, Verdict, all_in
 
@@ -139,6 +141,42 @@ def test_a_folder_that_cannot_be_written_is_told_once(
         keeper.close()
     assert len([record for record in caplog.records if "not kept" in record.getMessage()]) == 1
     assert guard.ask(gap(1, 3)) == Cover.FULLY
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("disk full")])
+def test_a_file_that_cannot_be_written_counts_nothing_twice(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    first = Guard(0.01, 0.95, seed=0)
+    verify(first, 1, range(100))
+    first.sync(ledger)
+    second = Guard(0.01, 0.95, seed=1)
+    verify(second, 2, range(7))
+
+    def full(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("attmemo.guard.ledger.save_file", full)
+        for _ in range(5):
+            with pytest.raises(OSError, match="disk full"):
+                second.sync(ledger)
+            assert second.certificate.counts.same == 107
+    second.sync(ledger)
+    stored = ledger.read()
+    assert stored is not None
+    assert stored.counts["same"] == 107
+
+
+def test_a_file_without_all_arrays_is_not_read(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 1, range(20))
+    guard.sync(ledger)
+    stored = ledger.read()
+    assert stored is not None
+    ledger.write(replace(stored, hashes={name: array for name, array in stored.hashes.items() if name != "harm"}))
+    assert ledger.read() is None
+    Guard(0.01, 0.95).sync(ledger)
 
 
 def test_a_forked_child_leaves_to_its_parent_what_the_parent_has_not_shared(ledger: Ledger) -> None:

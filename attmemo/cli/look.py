@@ -78,7 +78,7 @@ def _guards(database: Database) -> list[dict[str, Any]]:
 
     found = []
     for settings, learned in all_in(database.path / GUARDS):
-        guard = Guard.of(settings["budget"], settings["confidence"], learned)
+        guard = Guard.of(settings["budget"], settings["confidence"], learned, vectors=bool(settings.get("vectors")))
         found.append(settings | guard.stats())
     return found
 

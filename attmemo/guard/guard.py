@@ -113,9 +113,11 @@ class Guard:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, budget: float, confidence: float, learned: Learned) -> Guard:
-        """A guard that stands where one stood when it was stored."""
+    def of(cls, budget: float, confidence: float, learned: Learned, *, vectors: bool = False) -> Guard:
+        """A guard that stands where one stood when it was stored; `vectors`: answers are vectors."""
         found = cls(budget, confidence)
+        if vectors:
+            found.compare_vectors()
         found.verified.merge(learned.hashes)
         found._epoch, found._since, found._alarmed = learned.epoch, learned.since, learned.epoch > 0
         found._adopt(learned.counts)
@@ -151,6 +153,7 @@ class Guard:
                 self._saved -= 1.0
         self.certificate.request(verdict is Verdict.SERVE and cover is not Cover.SAME)
         self._done["whole" if verdict is None else verdict.value] += 1
+        self._dirty = True
         return verdict
 
     def is_low(self, margin: float | None, cover: Cover) -> bool:
@@ -188,8 +191,9 @@ class Guard:
             if stored is not None:
                 self.verified.merge(stored.hashes)
                 if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
-                    self._epoch, self._since, own, known = stored.epoch, stored.since, dict(stored.counts), None
+                    self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
                     self._alarmed = True
+                    self.certificate.restart()
                 elif stored.epoch == self._epoch:
                     before = known or {}
                     own = {name: count - before.get(name, 0.0) for name, count in own.items()}
@@ -197,6 +201,8 @@ class Guard:
                     own = {name: count + stored.counts.get(name, 0.0) for name, count in own.items()} | {TOP: top}
                     self._since = min(self._since, stored.since)
                 self._adopt(own)
+                # Until the file has the sum: what is known beyond the file's counts is not shared yet.
+                self._synced = dict(stored.counts) if stored.epoch == self._epoch else None
             ledger.write(Learned(self._epoch, self._since, own, self.verified.state()))
             self._synced, self._dirty = dict(own), False
 
@@ -237,7 +243,7 @@ class Guard:
             name = "certified" if self.certified else "alarm" if self._alarmed else "learning"
             highest = c.spent / c.requests if c.requests else 0.0
             return State(
-                name, min(highest, self.budget), c.copy(), self.margin.least, len(self.verified),
+                name, highest, c.copy(), self.margin.least, len(self.verified),
                 self._since, dict(self._done),
             )  # fmt: skip
 

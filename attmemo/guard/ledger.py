@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 VERSION: Final = "1"
+HASHES: Final = {"changes": 1, "harmful": 1, "values": 2, "harm": 2}
+"""Arrays of a file, and their dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Ledger:
         try:
             save_file(dict(learned.hashes), other, told)
             os.replace(other, self.path)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         finally:
             other.unlink(missing_ok=True)
 
@@ -85,7 +89,9 @@ def _read(path: Path) -> tuple[str, Learned] | None:
             if told.get("version") != VERSION:
                 return None
             known = json.loads(told["learned"])
-            hashes = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            hashes = {name: file.get_tensor(name).astype(np.uint64) for name in HASHES}
+            if any(hashes[name].ndim != dimensions for name, dimensions in HASHES.items()):
+                return None
             learned = Learned(int(known["epoch"]), float(known["since"]), dict(known["counts"]), hashes)
             return told["settings"], learned
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
@@ -102,4 +108,5 @@ class _Lock:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # a child that was forked meanwhile holds the file too
         os.close(self._file)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import nn
 
 from attmemo.adapters import Adapter
@@ -121,8 +122,9 @@ def prepare_rows(
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
             keeper = None
-            if opened is not None:
+            if opened is not None and isinstance(guarding.answers.rule, str):  # a function may be another next time
                 settings = {
+                    "head": head_of(whole, adapter.host(encoder)), "vectors": guarding.answers.are_vectors,
                     "answer": guarding.answers.name, "min_cosine": guarding.answers.min_cosine,
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
                     "near": rule.near, "most_moved": rule.most_moved, "dtype": str(packed.dtype),
@@ -141,6 +143,19 @@ def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:
     """The file of the guard with these settings, beside the records of a database."""
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     return Ledger(database / GUARDS / f"{key}.safetensors", settings)
+
+
+def head_of(model: nn.Module, host: nn.Module) -> str:
+    """A hash of what lies around the part of a model that is served: other heads give other answers."""
+    inside = {id(value) for value in (*host.parameters(), *host.buffers())}
+    found = hashlib.sha256(type(model).__name__.encode())
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if id(value) not in inside:
+            found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(model, nn.Sequential):  # sentence-transformers pools and normalizes by settings of its modules
+        found.update("".join(str(module) for module in list(model)[1:]).encode())
+    return found.hexdigest()
 
 
 def _answering(outer: Any, encoder: nn.Module) -> nn.Module:

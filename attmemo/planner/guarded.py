@@ -52,7 +52,7 @@ class Asking:
     """
 
     def __init__(self, given: Sequence[Chosen | None] | None = None) -> None:
-        self.given, self.planned = given, False
+        self.given, self.planned, self.batch = given, False, 0
         self.chosen: dict[int, Chosen] = {}  # by sequence
 
     def where(self, *verdicts: Verdict) -> list[int]:
@@ -110,7 +110,7 @@ class GuardedPlanner(RowPlanner):
         if asking is None or asking.planned:  # a model that calls its blocks twice has no one answer for the first
             counters.skip(_UNGUARDED, batch)
             return whole
-        asking.planned = True
+        asking.planned, asking.batch = True, batch
         if asking.given is not None:
             return Plan(spans=spans, layers={layer: _told(asking.given, spans.lengths)})
         start = perf_counter()
