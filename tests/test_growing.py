@@ -146,7 +146,7 @@ class TestAlone:
         store.add(*record(0))
         store.close()
         assert (len(store), store.nbytes) == (0, 0)
-        with pytest.raises(DatabaseError, match="record 0 was dropped"):
+        with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(0))
 
     def test_a_record_that_the_index_refuses_leaves_no_trace(self) -> None:
@@ -238,13 +238,13 @@ class TestBound:
 
 
 class TestDropped:
-    def test_a_dropped_record_is_an_error_that_names_it(self) -> None:
+    def test_a_dropped_record_is_an_error_and_never_another_record(self) -> None:
         store = store_for(2)
         for seed in range(5):
             store.add(*record(seed))
-        with pytest.raises(DatabaseError, match="record 0 was dropped since it was found"):
+        with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(4, 0))
-        with pytest.raises(DatabaseError, match="record 99"):
+        with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(99))
         assert torch.equal(fetched(store.fetch(numbers(4)), 0)[0], record(4)[1])
 
@@ -363,7 +363,7 @@ class TestBesideAPreparedBase:
         assert len(store.index) == len(STORED) + len(store)
         for number in range(len(STORED)):
             self.check(database, store.fetch(numbers(number)), 0, number)
-        with pytest.raises(DatabaseError, match=f"record {len(STORED)} was dropped"):
+        with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(0, len(STORED)))
 
 

@@ -110,7 +110,7 @@ class GrowingRows(RowStore):
             number = int(records[place])
             found = self._held.get(number)
             if found is None:
-                raise DatabaseError(f"record {number} was dropped since it was found.", "nothing to do")
+                raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
             held[place] = found
             self._used.add(number)
         if self._base is None or (own | (records < 0)).all():
