@@ -233,8 +233,9 @@ class Guard:
     @property
     def certified(self) -> bool:
         """Whether every answer whose changes are verified may be served."""
-        highest = self.certificate.highest
-        return highest < 1.0 and highest * max(self.certificate.share_served, 0.5) <= self.budget
+        c, highest = self.certificate.counts, self.certificate.highest
+        could = (c.served + c.same + c.changed) / max(c.requests, 1)  # verified requests could have been served
+        return highest < 1.0 and highest * min(max(could, 0.5), 1.0) <= self.budget
 
     def state(self) -> State:
         """Where the guard stands now."""
