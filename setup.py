@@ -62,7 +62,7 @@ setup(
             Extension(
                 f"attmemo.kernels._{name}",
                 sources=[f"native/{name}.c"],
-                depends=["native/numbers.h"],
+                depends=["native/arrays.h", "native/numbers.h"],
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
             )

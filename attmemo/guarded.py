@@ -28,8 +28,6 @@ from attmemo.reuse.rows import Rows
 
 _LOG = logging.getLogger("attmemo")
 
-_FAILURES = Exception  # a function of the caller's may raise anything
-
 Forward = Callable[..., Any]
 
 MOST: Final = 1 << 16
@@ -66,7 +64,7 @@ class Guarded:
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
         admitted = thread.admitted
-        if not self._rows.thread.reused:  # records could not be read: these answers are exact, and prove nothing
+        if not thread.reused:  # records could not be read: these answers are exact, and prove nothing
             asking.drop(Verdict.SERVE)
         if not asking.chosen and not (admitted and self.answers.are_vectors):
             return output
@@ -78,17 +76,17 @@ class Guarded:
             if len(seen.values) != asking.batch:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
             self._remember(seen, admitted)
-        except _FAILURES as error:  # the check at memoize has seen an answer; this output is of another form
+        except Exception as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
-        except _FAILURES as error:
+        except Exception as error:
             self._failed(counters, "an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
             self._verify(forward, inputs, mask, seen, asking)
-        except _FAILURES as error:
+        except Exception as error:
             self._failed(counters, "an answer could not be verified", error)
         return output
 
@@ -133,9 +131,10 @@ class Guarded:
         if not places:
             return
         chosen = [asking.chosen[place] for place in places]
-        self._rows.thread.reused = False
+        thread = self._rows.thread
+        thread.reused = False
         again = self._run(forward, inputs, len(seen.values), places, chosen)
-        if not self._rows.thread.reused:
+        if not thread.reused:
             return
         reused = self.answers.read(again, None if mask is None else mask[places])
         for number, (place, one) in enumerate(zip(places, chosen, strict=True)):

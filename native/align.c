@@ -37,38 +37,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
+#include "arrays.h"
+#include "numbers.h"
 
 enum { WORD = 64, LONGEST = 8192, MOST_TOKENS = 1 << 29 };
-
-static bool is_fine(bool rule, const char *text)
-{
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
-}
-
-static const char INT32[] = "4il", INT64[] = "8lq", FLOAT32[] = "4f";
-
-/* Whether items are of a type: its bytes, and the letters that Python may have for it. */
-static bool has_type(const Py_buffer *view, const char *type)
-{
-    Py_ssize_t width = type[0] - '0';
-    return view->itemsize == width && (uintptr_t)view->buf % (size_t)width == 0 && view->format &&
-           strlen(view->format) == 1 && strchr(type + 1, view->format[0]);
-}
-
-static bool is_row(const Py_buffer *view, const char *type)
-{
-    return view->ndim == 1 && has_type(view, type) && PyBuffer_IsContiguous(view, 'C');
-}
-
-static bool is_matrix(const Py_buffer *view, const char *type)
-{
-    return view->ndim == 2 && has_type(view, type) && PyBuffer_IsContiguous(view, 'C');
-}
 
 /* Whether `count` + 1 starts cut exactly `tokens` tokens into sequences that are not too long. */
 static bool are_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t tokens)
@@ -341,13 +313,13 @@ enum { TOKENS, STARTS, CANDIDATES, RECORD_TOKENS, RECORD_STARTS, RECORD, SOURCE,
 static bool check_align(const Py_buffer *views, const Rule *rule)
 {
     const Py_buffer *candidates = &views[CANDIDATES];
-    return is_fine(is_row(&views[TOKENS], INT32) && is_row(&views[RECORD_TOKENS], INT32) &&
-                       is_row(&views[SOURCE], INT32),
+    return is_fine(is_array(&views[TOKENS], 1, INT32) && is_array(&views[RECORD_TOKENS], 1, INT32) &&
+                       is_array(&views[SOURCE], 1, INT32),
                    "tokens and sources must be contiguous rows of int32") &&
-           is_fine(is_row(&views[STARTS], INT64) && is_row(&views[RECORD_STARTS], INT64) &&
-                       is_row(&views[RECORD], INT64) && is_row(&views[COMPUTED], INT64),
+           is_fine(is_array(&views[STARTS], 1, INT64) && is_array(&views[RECORD_STARTS], 1, INT64) &&
+                       is_array(&views[RECORD], 1, INT64) && is_array(&views[COMPUTED], 1, INT64),
                    "starts, records and counts must be contiguous rows of int64") &&
-           is_fine(is_matrix(candidates, INT64), "candidates must be a contiguous matrix of int64") &&
+           is_fine(is_array(candidates, 2, INT64), "candidates must be a contiguous matrix of int64") &&
            is_fine(views[STARTS].shape[0] == candidates->shape[0] + 1, "there must be one more start than inputs") &&
            is_fine(views[RECORD_STARTS].shape[0] > 0, "there must be one more start than records") &&
            is_fine(views[RECORD].shape[0] == candidates->shape[0] &&
@@ -433,14 +405,6 @@ static void make_signs(void)
                 signs[weight][byte][bit] = (int16_t)(byte >> bit & 1 ? weight + 1 : -weight - 1);
 }
 
-/* A well mixed number for each number: shifts and odd factors, so that none gets the same as another. */
-static inline uint64_t mix(uint64_t number)
-{
-    number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9u;
-    number = (number ^ number >> 27) * 0x94d049bb133111ebu;
-    return number ^ number >> 31;
-}
-
 /* Adds the signs of a feature, times weight + 1. */
 static inline void add_signs(Signs *sums, Py_ssize_t words, uint64_t feature, int weight)
 {
@@ -472,9 +436,9 @@ static void sketch_one(const int32_t *tokens, Py_ssize_t length, int32_t *sketch
 static bool sketch_views(const Py_buffer *views)
 {
     const Py_buffer *tokens = &views[0], *given = &views[1], *sums = &views[2];
-    if (!is_fine(is_row(tokens, INT32), "tokens must be a contiguous row of int32") ||
-        !is_fine(is_row(given, INT64), "starts must be a contiguous row of int64") ||
-        !is_fine(is_matrix(sums, INT32), "sums must be a contiguous matrix of int32") ||
+    if (!is_fine(is_array(tokens, 1, INT32), "tokens must be a contiguous row of int32") ||
+        !is_fine(is_array(given, 1, INT64), "starts must be a contiguous row of int64") ||
+        !is_fine(is_array(sums, 2, INT32), "sums must be a contiguous matrix of int32") ||
         !is_fine(given->shape[0] == sums->shape[0] + 1, "there must be one more start than sequences") ||
         !is_fine(sums->shape[1] > 0 && sums->shape[1] % WORD == 0 && sums->shape[1] <= MOST_DIMENSIONS,
                  "dimensions must be a multiple of 64, at most 1024"))
@@ -520,8 +484,8 @@ static void choose_nearest(const float *scores, Py_ssize_t columns, int64_t *nea
 static bool nearest_views(const Py_buffer *views)
 {
     const Py_buffer *scores = &views[0], *nearest = &views[1];
-    if (!is_fine(is_matrix(scores, FLOAT32), "scores must be a contiguous matrix of float32") ||
-        !is_fine(is_matrix(nearest, INT64), "nearest must be a contiguous matrix of int64") ||
+    if (!is_fine(is_array(scores, 2, FLOAT32), "scores must be a contiguous matrix of float32") ||
+        !is_fine(is_array(nearest, 2, INT64), "nearest must be a contiguous matrix of int64") ||
         !is_fine(scores->shape[0] == nearest->shape[0], "scores and nearest must have as many rows") ||
         !is_fine(nearest->shape[1] > 0, "at least one column is asked for"))
         return false;
@@ -534,24 +498,6 @@ static bool nearest_views(const Py_buffer *views)
 }
 
 /* ---- Python ---- */
-
-/* Takes `count` buffers, those from `written` on to be written; returns how many it holds: fewer after an error. */
-static int hold(PyObject *const *objects, Py_buffer *views, int count, int written)
-{
-    int held = 0, reading = PyBUF_STRIDES | PyBUF_FORMAT, writing = reading | PyBUF_WRITABLE;
-    while (held < count && PyObject_GetBuffer(objects[held], &views[held], held < written ? reading : writing) == 0)
-        held++;
-    return held;
-}
-
-static PyObject *release(Py_buffer *views, int held, bool done)
-{
-    while (held)
-        PyBuffer_Release(&views[--held]);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
-}
 
 PyDoc_STRVAR(align_doc,
              "align($module, tokens, starts, candidates, record_tokens, record_starts, record, source, computed, "
@@ -573,7 +519,7 @@ static PyObject *native_align(PyObject *Py_UNUSED(module), PyObject *args)
     rule.edges = edges;
     rule.ends = ends;
     int held = hold(objects, views, VIEWS, RECORD);
-    return release(views, held, held == VIEWS && check_align(views, &rule) && align_views(views, &rule));
+    return finish(views, held, held == VIEWS && check_align(views, &rule) && align_views(views, &rule));
 }
 
 PyDoc_STRVAR(sketch_doc, "sketch($module, tokens, starts, sums, /)\n--\n\n"
@@ -587,7 +533,7 @@ static PyObject *native_sketch(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "OOO:sketch", &objects[0], &objects[1], &objects[2]))
         return NULL;
     int held = hold(objects, views, 3, 2);
-    return release(views, held, held == 3 && sketch_views(views));
+    return finish(views, held, held == 3 && sketch_views(views));
 }
 
 PyDoc_STRVAR(nearest_doc, "nearest($module, scores, nearest, /)\n--\n\n"
@@ -602,7 +548,7 @@ static PyObject *native_nearest(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "OO:nearest", &objects[0], &objects[1]))
         return NULL;
     int held = hold(objects, views, 2, 1);
-    return release(views, held, held == 2 && nearest_views(views));
+    return finish(views, held, held == 2 && nearest_views(views));
 }
 
 static PyMethodDef native_methods[] = {

@@ -17,40 +17,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
+#include "arrays.h"
+#include "numbers.h"
 
 enum { TOKENS, STARTS, ROWS, RECORD_TOKENS, RECORD_STARTS, PARTNER, KINDS, SEQUENCE, SLOT, VALUE, FORMER, CHANGE, IS_WORD, VIEWS };
 
 static const uint32_t IDS = (1u << 24) - 1;
 
-static bool is_fine(bool rule, const char *text)
-{
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
-}
-
-/* The types of the views above: bytes, and the letters that Python may have for the type. */
-static const char *const TYPES[VIEWS] = {"4il", "8lq", "8lq", "4il", "8lq", "4il",
-                                         "1B",  "8lq", "8LQ", "8LQ", "8LQ", "8LQ", "1B"};
-
-static bool is_vector(const Py_buffer *view, const char *type)
-{
-    Py_ssize_t width = type[0] - '0';
-    return view->ndim == 1 && view->itemsize == width && (uintptr_t)view->buf % (size_t)width == 0 && view->format &&
-           strlen(view->format) == 1 && strchr(type + 1, view->format[0]) &&
-           (view->shape[0] < 2 || view->strides[0] == width);
-}
-
-/* A well mixed number for each number. */
-static inline uint64_t mix(uint64_t number)
-{
-    number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9u;
-    number = (number ^ number >> 27) * 0x94d049bb133111ebu;
-    return number ^ number >> 31;
-}
+static const char *const TYPES[VIEWS] = {INT32, INT64, INT64, INT32,  INT64,  INT32, UINT8,
+                                         INT64, UINT64, UINT64, UINT64, UINT64, UINT8};
 
 /* A hash of some tokens in their order. */
 static uint64_t run(const int32_t *tokens, Py_ssize_t count)
@@ -185,7 +160,7 @@ static bool copy(const Py_buffer *views, Copies *copies)
 static PyObject *find(const Py_buffer *views)
 {
     for (int v = 0; v < VIEWS; v++)
-        if (!is_fine(is_vector(&views[v], TYPES[v]), "an array has another type, or is no contiguous vector"))
+        if (!is_fine(is_array(&views[v], 1, TYPES[v]), "an array has another type, or is no contiguous vector"))
             return NULL;
     if (!is_fine(have_shapes(views), "the arrays do not fit together"))
         return NULL;
@@ -229,12 +204,9 @@ static PyObject *native_changes(PyObject *Py_UNUSED(module), PyObject *const *ar
         return NULL;
     }
     Py_buffer views[VIEWS];
-    int held = 0, reading = PyBUF_STRIDES | PyBUF_FORMAT, writing = reading | PyBUF_WRITABLE;
-    while (held < VIEWS && PyObject_GetBuffer(args[held], &views[held], held < SEQUENCE ? reading : writing) == 0)
-        held++;
+    int held = hold(args, views, VIEWS, SEQUENCE);
     PyObject *found = held == VIEWS ? find(views) : NULL;
-    while (held)
-        PyBuffer_Release(&views[--held]);
+    release(views, held);
     return found;
 }
 

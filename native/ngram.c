@@ -22,9 +22,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
+#include "arrays.h"
 
 /* What a score's bits are; `width` bytes of `infinity` are minus infinity. */
 typedef struct {
@@ -91,13 +89,6 @@ static void ban_row(char *row, int64_t columns, const Form *form, const int64_t 
     }
 }
 
-static bool is_fine(bool rule, const char *text)
-{
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
-}
-
 /* Two dimensions, items side by side in a row, rows that do not overlap. */
 static bool is_matrix(const Py_buffer *view, Py_ssize_t width)
 {
@@ -161,11 +152,7 @@ static PyObject *native_ban(PyObject *Py_UNUSED(module), PyObject *args)
         run(&views[0], &views[1], &views[2], form, size);
         Py_END_ALLOW_THREADS
     }
-    while (held)
-        PyBuffer_Release(&views[--held]);
-    if (!done)
-        return NULL;
-    Py_RETURN_NONE;
+    return finish(views, held, done);
 }
 
 static PyMethodDef native_methods[] = {

@@ -1,6 +1,6 @@
 /*
  * numbers.h: float16 and bfloat16 to float32 and back, one number at a time. The kernels do the same to vectors. And
- * sizes rounded up.
+ * sizes rounded up, and numbers well mixed.
  */
 
 #ifndef ATTMEMO_NUMBERS_H
@@ -64,6 +64,14 @@ static inline uint16_t to_bfloat16(float value)
 static inline size_t round_to(size_t number, size_t multiple)
 {
     return (number + multiple - 1) / multiple * multiple;
+}
+
+/* A well mixed number for each number: shifts and odd factors, so that none gets the same as another. */
+static inline uint64_t mix(uint64_t number)
+{
+    number = (number ^ number >> 30) * 0xbf58476d1ce4e5b9u;
+    number = (number ^ number >> 27) * 0x94d049bb133111ebu;
+    return number ^ number >> 31;
 }
 
 #endif

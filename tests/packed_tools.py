@@ -109,6 +109,13 @@ def gap(seen: Tensor, expected: Tensor, where: Tensor | None = None) -> float:
     return float((seen.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
+def root_mean_square(seen: Tensor, expected: Tensor, where: Tensor | None = None) -> float:
+    """Typical difference; at these places. The greatest one in few bits is the luck of one number."""
+    if where is not None:
+        seen, expected = seen[where], expected[where]
+    return float((seen.double() - expected.double()).square().mean().sqrt())
+
+
 def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The bare model, and the same with packed blocks."""
     bare = MODELS[name]().to(dtype)

@@ -89,10 +89,9 @@ class StackMemoization(Memoization):
             ``sequences`` (run over packed rows, those of verifications too), ``served`` (of these from a record),
             ``tokens`` (valid ones), ``rows_computed``, ``share_computed``, milliseconds by part (``ms_lookup``,
             ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by
-            reason), ``ineligible`` (sequences
-            that the original code computed, by reason), ``failures`` (sequences after an error, by the error's text),
-            ``weight_bytes`` (of weights made ready, beside the model's own), ``records`` and ``record_bytes`` (in
-            memory), and ``guard`` (see docs/guard.md; None without a budget).
+            reason), ``ineligible`` (sequences that the original code computed, by reason), ``failures`` (sequences
+            after an error, by the error's text), ``weight_bytes`` (of weights made ready, beside the model's own),
+            ``records`` and ``record_bytes`` (in memory), and ``guard`` (see docs/guard.md; None without a budget).
         """
         counters = self.engine.counters.copy()
         done = counters.done
@@ -141,6 +140,7 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter) -> StackMemoization:
 
 
 def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Packed:
+    """The model's blocks, made ready and compared with the model's own; AdapterCheckError if they differ."""
     packed = Packed(blocks_of(encoder, adapter, reuse), _dtype(encoder))
     check_blocks(adapter, encoder, packed)
     return packed
@@ -150,6 +150,7 @@ def handle_of(
     encoder: nn.Module, adapter: Adapter, packed: Packed, reuse: Stack, planner: Planner, database: Database | None,
     *, owned: bool,
 ) -> StackMemoization:  # fmt: skip
+    """The handle of a model whose packed blocks this planner serves with this kind of reuse."""
     watch = Watch(adapter.host(encoder), [packed.blocks.modules])
     engine = Engine(adapter, watch, 1, database, reuse, planner)
     site = Site(0, "blocks", packed.blocks.module)

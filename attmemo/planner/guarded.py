@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 from attmemo.adapters import Call, Spans
 from attmemo.counters import Counters
-from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.kernels.align import Alignment, Rule
 from attmemo.kernels.changes import Changes, Kinds
-from attmemo.plan import Plan, RowShare, Share
-from attmemo.planner.base import BY_HAND, Given
-from attmemo.planner.rows import Asked, RowPlanner
+from attmemo.plan import Plan, RowShare
+from attmemo.planner.base import BY_HAND, Given, Whole
+from attmemo.planner.rows import Asked, RowPlanner, plan_of
 
 TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
@@ -84,13 +83,14 @@ class GuardedPlanner(RowPlanner):
     The other parameters are those of `RowPlanner`.
     """
 
+    grows = True
+
     def __init__(
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
         kinds: Kinds, rounds: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds = guard, kinds, rounds
-        self._grows = True
         self._thread = _Thread()
 
     @contextmanager
@@ -106,17 +106,16 @@ class GuardedPlanner(RowPlanner):
         asking, batch = self._thread.asking, len(spans.lengths)
         if given is None:
             return BY_HAND
-        whole = Plan(spans=spans, layers={layer: Share.nothing(batch)})
         if asking is None or asking.planned:  # a model that calls its blocks twice has no one answer for the first
             counters.skip(_UNGUARDED, batch)
-            return whole
+            return Whole.plan(self, layer, call, spans, given, counters)
         asking.planned, asking.batch = True, batch
         if asking.given is not None:
             return Plan(spans=spans, layers={layer: _told(asking.given, spans.lengths)})
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
-            return whole
+            return Whole.plan(self, layer, call, spans, given, counters)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
         found, gaps, covers = self._find(asked, candidates)
@@ -128,15 +127,11 @@ class GuardedPlanner(RowPlanner):
             if verdict is not None and gap is not None and cover is not None
         }
         served = np.array([verdict is Verdict.SERVE for verdict in verdicts])
-        records = np.where(served, found.record, -1)
         own = np.split(asked.tokens, asked.starts[1:-1])
         admitted = {number: own[number] for number in np.flatnonzero(~served).tolist()}
-        could = np.where([gap is not None for gap in gaps], found.record, -1)  # the gate looks at records, not trust
+        could = np.array([gap is not None for gap in gaps])  # the gate looks at records, not at trust
         self._count(asked, found, could, (start, looked), counters)
-        seen = Found(found.record, (found.computed / asked.lengths).astype(np.float32))
-        predicted = float((1.0 - seen.distances[served]).sum())
-        share = RowShare.of(asked.lengths, records, found.source, predicted, admitted)
-        return Plan(spans=spans, found=seen, layers={layer: share})
+        return plan_of(layer, spans, asked, found, served, admitted)
 
     def _find(
         self, asked: Asked, candidates: Candidates
@@ -182,6 +177,3 @@ def _told(given: Sequence[Chosen | None], lengths: list[int]) -> RowShare:
     none = [np.full(n, -1, np.int32) for n in lengths]
     parts = [none[place] if chosen is None else chosen.source for place, chosen in enumerate(given)]
     return RowShare.of(np.asarray(lengths, np.int64), records, np.concatenate(parts))
-
-
-__all__ = ["Asking", "Chosen", "GuardedPlanner"]

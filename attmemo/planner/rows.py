@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -60,33 +60,27 @@ class RowPlanner(Whole):
         Stop looking up where it does not pay.
     """
 
+    grows: ClassVar[bool] = False
+    """Whether records come while the model serves."""
+
     def __init__(self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True) -> None:
         self.index, self.threshold, self.rule = index, threshold, rule
         self.gate = RowGate(always=not gated)
         self._relative = relative
-        self._grows = False  # whether records come while the model serves
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
         start = perf_counter()
-        whole = super().plan(layer, call, spans, given, counters)
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
-            return whole
+            return super().plan(layer, call, spans, given, counters)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
         found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
         served = self._suffices(found, asked.lengths)
-        records = np.where(served, found.record, -1)
-        self._count(asked, found, records, (start, looked), counters)
-        seen = Found(found.record, (found.computed / asked.lengths).astype(np.float32))
-        if not served.any():
-            return Plan(spans=spans, found=seen, layers=whole.layers)
-        predicted = float((1.0 - seen.distances[served]).sum())
-        return Plan(
-            spans=spans, found=seen, layers={layer: RowShare.of(asked.lengths, records, found.source, predicted)}
-        )
+        self._count(asked, found, served, (start, looked), counters)
+        return plan_of(layer, spans, asked, found, served)
 
     def _ask(self, given: Given, spans: Spans, padded: int, counters: Counters) -> Asked | None:
         """What is to be looked up; None, and counted, if nothing is."""
@@ -95,7 +89,7 @@ class RowPlanner(Whole):
         if isinstance(tokens, str):
             counters.skip(tokens, batch)
             return None
-        if not self._grows and not len(self.index):
+        if not self.grows and not len(self.index):
             counters.skip("there is no record yet", batch)
             return None
         done = counters.done
@@ -113,12 +107,12 @@ class RowPlanner(Whole):
         return enough & (found.computed < lengths)
 
     def _count(
-        self, asked: Asked, found: Alignment, records: Ints, times: tuple[float, float], counters: Counters
+        self, asked: Asked, found: Alignment, useful: Flags, times: tuple[float, float], counters: Counters
     ) -> None:
-        """Time since (the start, the end of the lookup), and what the batch saved."""
+        """Time since (the start, the end of the lookup), and what useful records save the batch."""
         start, looked = times
         end = perf_counter()
-        saved = int((asked.lengths - found.computed)[records >= 0].sum())
+        saved = int((asked.lengths - found.computed)[useful].sum())
         self.gate.record(len(asked.tokens), saved, end - start, asked.seconds_per_row)
         counters.planned(looked - start, end - looked)
 
@@ -130,6 +124,18 @@ class RowPlanner(Whole):
             return "positions are not consecutive"
         found = packed_tokens(given.get("input_ids"), given.get("token_type_ids"), spans.lengths)
         return "no token ids are given" if found is None else found
+
+
+def plan_of(
+    layer: int, spans: Spans, asked: Asked, found: Alignment, served: Flags,
+    admitted: Mapping[int, npt.NDArray[np.int32]] | None = None,
+) -> Plan:  # fmt: skip
+    """The plan that serves some sequences from the records found, and makes records of others."""
+    seen = Found(found.record, (found.computed / asked.lengths).astype(np.float32))
+    predicted = float((1.0 - seen.distances[served]).sum())
+    records = np.where(served, found.record, -1)
+    share = RowShare.of(asked.lengths, records, found.source, predicted, admitted)
+    return Plan(spans=spans, found=seen, layers={layer: share})
 
 
 def packed_tokens(ids: Any, types: Any, lengths: list[int]) -> npt.NDArray[np.int32] | None:
