@@ -42,6 +42,14 @@ class TestMargin:
         margin.sample(0.4, False, 100_000)
         assert margin.least < first
 
+    def test_it_falls_only_once_the_budget_covers_what_was_not_seen_to_change(self) -> None:
+        margin = Margin(0.01)
+        for _ in range(SEEN):
+            margin.sample(0.4, False, 400)  # up to 2.3 of them may change; half the budget is 2.0
+        assert margin.least == STEPS[FIRST]
+        margin.sample(0.4, False, 500)
+        assert margin.least < STEPS[FIRST]
+
     def test_it_does_not_fall_if_too_many_answers_would_have_changed(self) -> None:
         margin = Margin(0.01)
         for _ in range(10 * SEEN):

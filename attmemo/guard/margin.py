@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
+from scipy.special import gammaincinv  # type: ignore[import-untyped,unused-ignore]
 
 STEPS: Final = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97)
 """Margins between probabilities that can be chosen."""
@@ -24,6 +25,8 @@ FIRST_COSINE: Final = 1
 """The step before anything is known: 0.985."""
 SHARE: Final = 0.5
 """Share of the budget that answers below the first margin may take, once they are served."""
+SURENESS: Final = 0.9
+"""How sure it must be that these take no more."""
 SEEN: Final = 10
 """Answers between two steps that must be seen before the margin is lowered to the lower step."""
 TOP: Final = "margin_top"
@@ -66,7 +69,10 @@ class Margin:
     def _choose(self, requests: int) -> None:
         allowed = SHARE * self._budget * requests
         step = self._top
-        while step and self._seen[step - 1] >= SEEN and self._changed[step - 1 : self._top].sum() < allowed:
+        while step and self._seen[step - 1] >= SEEN:
+            changed = int(self._changed[step - 1 : self._top].sum())
+            if gammaincinv(changed + 1, SURENESS) > allowed:  # the highest mean of a Poisson count of so many
+                break
             step -= 1
         self.least = float(self._steps[step])
 

@@ -1,8 +1,9 @@
 """Which changes have been seen to leave an answer as it was.
 
 A change is what an input has in a slot where its record has something else (`attmemo.kernels.changes`). It is verified
-if the same two values were seen there before and the answer stayed, or if each of the two has been harmless there. A
-slot is *free* once enough different values were harmless in it: then any value may stand there. A number is free after
+if the same two values were seen there before and the answer stayed, or if both have been harmless there: numbers as
+such, words by a chain of changes that leads from one to the other ("up" for "started" and "down" for "stopped" say
+nothing of "down" for "up"). A slot is *free* once enough different values were harmless in it: then any value may stand there. A number is free after
 few values. A word needs more of them, and then the answer must be surer (`attmemo.guard.margin`): "Accepted" for
 "Failed" is hardly more harmless for "Closed" having been.
 
@@ -14,7 +15,7 @@ other one. Hashes stand for slots and values, so nothing of an input can be read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Final, Protocol
 
@@ -68,7 +69,7 @@ class Verified:
 
     def __init__(self, free: bool = True) -> None:
         self._free = free
-        self._harmless: dict[int, set[int]] = {}  # values by slot
+        self._harmless: dict[int, dict[int, int]] = {}  # by slot the values, and the group of each
         self._changes: set[int] = set()  # that left an answer as it was
         self._harmful: set[int] = set()  # changes and values that did not
         self._harm: dict[int, int] = {}  # answers that a slot is blamed for
@@ -84,7 +85,9 @@ class Verified:
             harmless = self._harmless.get(slot)
             if harmless is None or change in self._harmful:
                 return Cover.NOT
-            if change in self._changes or (value in harmless and former in harmless):
+            if change in self._changes:
+                continue
+            if value in harmless and former in harmless and (not word or harmless[value] == harmless[former]):
                 continue
             if value in self._harmful or former in self._harmful:
                 return Cover.NOT
@@ -99,12 +102,22 @@ class Verified:
         for slot, value, former, change, _ in _rows(gaps):
             if self._count >= MOST or change in self._harmful:
                 continue
-            harmless = self._harmless.setdefault(slot, set())
-            self._count -= len(harmless)
-            harmless |= {value, former} - self._harmful
-            self._count += len(harmless)
+            self._join(slot, {value, former} - self._harmful)
             if len(self._changes) < MOST:
                 self._changes.add(change)
+
+    def _join(self, slot: int, values: Iterable[int]) -> None:
+        """These values are harmless in a slot, and so is each in place of another."""
+        harmless = self._harmless.setdefault(slot, {})
+        group: int | None = None
+        for value in values:
+            own = harmless.get(value)
+            group = (value if own is None else own) if group is None else group
+            if own is None:
+                harmless[value] = group
+                self._count += 1
+            elif own != group:
+                harmless.update((other, group) for other, theirs in harmless.items() if theirs == own)
 
     def changed(self, gaps: Gaps) -> None:
         """These changes, together, changed the answer: words among them are to blame, or else numbers."""
@@ -120,27 +133,27 @@ class Verified:
         self._harmful |= harmful
         self._changes -= harmful
         for harmless in self._harmless.values():
-            harmless -= harmful
+            for value in harmful & harmless.keys():
+                del harmless[value]
         self._count = sum(map(len, self._harmless.values()))
 
     def state(self) -> dict[str, Hashes]:
         """All that was learned, as arrays of hashes and counts."""
-        values = [(slot, value) for slot, harmless in self._harmless.items() for value in harmless]
+        values = [(slot, *pair) for slot, harmless in self._harmless.items() for pair in harmless.items()]
         return {
             "changes": np.array(sorted(self._changes), np.uint64),
             "harmful": np.array(sorted(self._harmful), np.uint64),
-            "values": np.array(values, np.uint64).reshape(-1, 2),
+            "values": np.array(values, np.uint64).reshape(-1, 3),  # slot, value, group
             "harm": np.array(sorted(self._harm.items()), np.uint64).reshape(-1, 2),
         }
 
     def merge(self, state: Mapping[str, Hashes]) -> None:
         """Learn what another has learned. What was harmful for one is harmful for both."""
-        for slot, value in state["values"].tolist():
+        first: dict[tuple[int, int], int] = {}  # value of a group
+        for slot, value, group in state["values"].tolist():
             if self._count >= MOST:
                 break
-            harmless = self._harmless.setdefault(slot, set())
-            self._count += value not in harmless
-            harmless.add(value)
+            self._join(slot, (first.setdefault((slot, group), value), value))
         self._changes |= set(state["changes"][: MOST - len(self._changes)].tolist())
         for slot, harm in state["harm"].tolist():
             self._harm[slot] = max(self._harm.get(slot, 0), harm)
