@@ -13,7 +13,6 @@ what is verified is what would be served. A verification that fails costs time, 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,14 +23,15 @@ from attmemo.counters import Counters
 from attmemo.guard import Answers, Guard, Verdict
 from attmemo.guard.answers import Read, cosine
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
+from attmemo.reuse.growing import GrowingRows, Offer
 from attmemo.reuse.rows import Rows
 
 _LOG = logging.getLogger("attmemo")
 
 Forward = Callable[..., Any]
 
-MOST: Final = 1 << 16
-"""Answers of records that are remembered."""
+KEY: Final = 8
+"""Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
 
 
 class Guarded:
@@ -44,11 +44,18 @@ class Guarded:
     planner : GuardedPlanner
     rows : Rows
         Says whether records could be read.
+    store : GrowingRows or None
+        Keeps what was computed exactly.
+    key : bytes
+        `KEY` bytes that stand for the model's head and the answer: with another key a record's answer is not known.
     """
 
-    def __init__(self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows) -> None:
-        self.guard, self.answers, self.planner, self._rows = guard, answers, planner, rows
-        self._known: OrderedDict[int, Tensor] = OrderedDict()  # exact answers of records, if they are vectors
+    def __init__(
+        self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows, store: GrowingRows | None,
+        key: bytes,
+    ) -> None:  # fmt: skip
+        self.guard, self.answers, self.planner = guard, answers, planner
+        self._rows, self._store, self._key = rows, store, key
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -63,19 +70,28 @@ class Guarded:
         thread.reused, thread.admitted = False, {}
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
-        admitted = thread.admitted
+        offers = thread.admitted
         if not thread.reused:  # records could not be read: these answers are exact, and prove nothing
             asking.drop(Verdict.SERVE)
-        if not asking.chosen and not (admitted and self.answers.are_vectors):
+        try:
+            return self._checked(forward, inputs, output, _mask(given), offers, asking, counters)
+        finally:
+            self._offer(offers, asking)
+
+    def _checked(
+        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],
+        asking: Asking, counters: Counters,
+    ) -> Any:  # fmt: skip
+        """The output, with all that the guard does about it."""
+        if not asking.chosen and not (offers and self.answers.are_vectors):
             return output
-        mask = _mask(given)
         if _has_loss(output):
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
             seen = self.answers.read(output, mask)
             if len(seen.values) != asking.batch:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
-            self._remember(seen, admitted)
+            self._note(seen, offers)
         except Exception as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
@@ -112,16 +128,27 @@ class Guarded:
 
     def _margin(self, seen: Read, place: int, chosen: Chosen) -> float | None:
         """How sure an answer from a record is: ahead of the second best class, or near the record's own answer."""
-        known = self._known.get(chosen.record)
-        return seen.margin(place) if known is None else cosine(seen.values[place], known)
+        if not seen.are_vectors:
+            return seen.margin(place)
+        note = b"" if self._store is None else self._store.note_of(chosen.record)
+        if note[:KEY] != self._key or len(note) != KEY + 4 * seen.values.shape[1]:
+            return None
+        return cosine(seen.values[place], torch.frombuffer(bytearray(note[KEY:]), dtype=torch.float32))
 
-    def _remember(self, seen: Read, admitted: dict[int, int]) -> None:
-        """Keep the answers of sequences that became records."""
+    def _note(self, seen: Read, offers: Mapping[int, Offer]) -> None:
+        """Have the answers of sequences that may become records kept with them."""
         if seen.are_vectors:
-            for place, number in admitted.items():
-                self._known[number] = seen.values[place].clone()  # not a view of the whole batch
-            while len(self._known) > MOST:
-                self._known.popitem(last=False)
+            for place, offer in offers.items():
+                offer.note = self._key + seen.values[place].float().numpy().tobytes()
+
+    def _offer(self, offers: Mapping[int, Offer], asking: Asking) -> None:
+        """Have sequences kept, those that a record could have served only while there is room for them."""
+        if self._store is None:
+            return
+        for place in set(asking.where(Verdict.SERVE, Verdict.SAMPLE)) - asking.changed:
+            if place in offers:
+                offers[place].spare = True
+        self._store.offer(list(offers.values()))
 
     def _verify(
         self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read, asking: Asking
@@ -140,6 +167,8 @@ class Guarded:
         for number, (place, one) in enumerate(zip(places, chosen, strict=True)):
             changed = self.answers.differ(seen, place, reused, number)
             margin = self._margin(reused, number, one)
+            if changed:
+                asking.changed.add(place)
             if self.guard.compared(one.verdict, one.gaps, one.cover, margin, changed):
                 _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 

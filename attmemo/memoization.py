@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from torch import nn
 
 from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
-from attmemo.db import Database, find_database, kept_in
+from attmemo.db import Database, filling_path, find_database, kept_in
+from attmemo.db.filling import is_filling
 from attmemo.embed.lookup import LookupName
-from attmemo.errors import AdapterCheckError, DatabaseNotFoundError, UnsupportedModelError
+from attmemo.errors import AdapterCheckError, DatabaseError, DatabaseNotFoundError, UnsupportedModelError
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
-from attmemo.handles.rows import Guarding, prepare_rows
+from attmemo.handles.rows import Guarding, Records, prepare_rows
 from attmemo.handles.stack import prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
@@ -27,9 +30,11 @@ from attmemo.precision import slow
 _LOG = logging.getLogger("attmemo")
 
 _NO_RECORDS = (
-    "there is no database for this model: its blocks run without padding, and nothing is reused "
-    "(attmemo build-database --reuse rows makes one)"
+    "nothing is reused: the model's blocks run without padding (rows need a budget, an answer that can be compared, "
+    "and a family that attmemo families lists with rows)"
 )
+
+_PRIVACY = "database=':memory:' keeps nothing behind, fill=False nothing at all; attmemo forget takes records out"
 
 MEMORY: Final = ":memory:"
 """The database that starts with nothing and is kept in memory."""
@@ -49,6 +54,7 @@ def memoize(
     answer: AnswerRule = "auto",
     min_cosine: float = 0.98,
     tokenizer: Any = None,
+    fill: bool | str | os.PathLike[str] = True,
     max_bytes: int | None = None,
     near: int = 1,
     most_moved: int | None = None,
@@ -69,8 +75,9 @@ def memoize(
         the share of its tokens that a record must supply to a sequence; ``"auto"`` is 0.5.
     database : path-like or Database, optional
         Default: the database in the user's cache directory with the model's fingerprint, one that keeps what `reuse`
-        asks for. A `Database` object stays yours: after you close it, the model stays exact. ``":memory:"`` starts
-        with nothing and keeps rows of what was computed exactly, in memory.
+        asks for; if there is none, one is made there that fills itself with rows. A `Database` object stays yours:
+        after you close it, the model stays exact. ``":memory:"`` starts with nothing and keeps rows of what was
+        computed exactly, in memory.
     reuse : {"auto", "maps", "rows", "none"}
         What records supply: attention maps, rows (K and V of every layer, and the last hidden states), or nothing.
         ``"none"`` needs no database: it computes all blocks without padding, and is exact up to rounding. ``"auto"``
@@ -89,8 +96,13 @@ def memoize(
         Vectors with a lower cosine are different answers.
     tokenizer : transformers tokenizer, optional
         For rows: tells numbers from words. Default: that of the wrapper, or the one saved beside the weights.
+    fill : bool or path-like
+        For rows: whether what is computed exactly becomes a record. True: in the database, if it fills itself; in
+        memory, in front of a prepared one. A path: in the database in this folder, which is made if there is none.
+        False: nothing is kept, records are only read.
     max_bytes : int, optional
-        For rows: memory for records that come while the model serves. Default: an eighth of what is free.
+        For rows: bytes that such records may take; what is used least goes. Default: an eighth of the free memory,
+        and in a folder at most a tenth of the disk's free bytes.
     near : int
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
         of them cost time and bring the answers nearer to the exact ones.
@@ -135,6 +147,8 @@ def memoize(
         reuse = "rows"
     rule = Rule(near=near, most_moved=most_moved)
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
+    if database == MEMORY and (reuse == "maps" or fill is not True):
+        raise ValueError("database=':memory:' keeps rows, and fills itself: maps need a database that was built")
     if reuse == "none" and (database is not None or threshold != "auto"):
         raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
     if reuse in ("none", "maps") and rule != Rule():
@@ -147,19 +161,10 @@ def memoize(
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
-        if database == MEMORY:
-            if reuse == "maps":
-                raise ValueError("database=':memory:' keeps rows; maps need a database that was built")
-            adapter = _adapter(encoder)[0]
-            handle: Memoization = prepare_rows(
-                encoder, model, adapter, None, owned=False,
-                threshold=threshold, rule=rule, gate=gate, guarding=guarding, max_bytes=max_bytes,
-            )  # fmt: skip
-            _warn_if_slow(encoder)
-        else:
-            handle = _prepare(
-                encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, max_bytes
-            )
+        handle = _prepare(
+            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill, max_bytes
+        )
+        _warn_if_slow(encoder)
     except BaseException:
         for earlier in serving:
             earlier.enable()
@@ -210,25 +215,43 @@ def _prepare(
     fetch: FetcherName,
     residency: Residency,
     guarding: Guarding | None,
+    fill: bool | str | os.PathLike[str],
     max_bytes: int | None,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
     adapter, sites = _adapter(encoder)
     if reuse == "none":
         return prepare_stack(encoder, adapter)
+    fills = fill is not False
+
+    def rows(prepared: Database | None, owned: bool, folder: Path | None) -> Memoization:
+        return prepare_rows(
+            encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes),
+            threshold=threshold, rule=rule, gate=gate, guarding=guarding,
+        )  # fmt: skip
+
+    if database == MEMORY:
+        return rows(None, False, None)
     fields = model_fields(adapter.host(encoder))
+    folder = None if isinstance(fill, bool) else Path(fill)
+    if database is None and folder is not None:
+        return rows(None, False, folder)
     if database is None:
         try:
             database = find_database(fingerprint(fields), reuse)
         except DatabaseNotFoundError as missing:
-            if reuse != "auto" or threshold != "auto":
+            own = filling_path(fingerprint(fields))
+            may = fills or is_filling(own)
+            if reuse == "maps" or (reuse == "auto" and threshold != "auto") or (reuse == "rows" and not may):
                 raise
-            try:
-                packed = prepare_stack(encoder, adapter)
-            except (UnsupportedModelError, AdapterCheckError):
-                raise missing from None
-            _LOG.warning("attmemo: %s", _NO_RECORDS)
-            return packed
+            if reuse == "rows":
+                return rows(None, False, own)
+            reusing = (lambda folder: rows(None, False, folder)) if may and guarding is not None else None
+            return _by_itself(reusing, own, lambda: prepare_stack(encoder, adapter), guarding, missing)
+    if not isinstance(database, Database) and is_filling(database):
+        if reuse == "maps" or folder is not None:
+            raise ValueError(f"{database} fills itself with rows: it has no maps, and fills no other folder")
+        return rows(None, False, Path(database))
     with ExitStack() as undo:
         if isinstance(database, Database):
             opened = database
@@ -239,10 +262,7 @@ def _prepare(
         owned = opened is not database
         handle: Memoization
         if (kept_in(opened.manifest) if reuse == "auto" else reuse) == "rows":
-            handle = prepare_rows(
-                encoder, outer, adapter, opened, owned=owned,
-                threshold=threshold, rule=rule, gate=gate, guarding=guarding, max_bytes=max_bytes,
-            )  # fmt: skip
+            handle = rows(opened, owned, folder)
         else:
             handle = prepare_maps(
                 encoder, adapter, sites, opened,
@@ -250,9 +270,43 @@ def _prepare(
             )  # fmt: skip
         if opened is not database:
             _reside(opened, residency)  # last: it may take minutes and gigabytes
-        _warn_if_slow(encoder)
         undo.pop_all()
     return handle
+
+
+def _by_itself(
+    rows: Callable[[Path | None], Memoization] | None, folder: Path, whole: Callable[[], Memoization],
+    guarding: Guarding | None, missing: DatabaseNotFoundError,
+) -> Memoization:  # fmt: skip
+    """What a user gets who names nothing: a database that fills itself, or else blocks without padding."""
+    try:
+        if rows is not None:
+            return _rows_by_themselves(rows, folder)
+    except (UnsupportedModelError, AdapterCheckError) as error:
+        _LOG.info("attmemo: rows are not reused: %s", error)
+    except ValueError as error:
+        if guarding is None or guarding.answers.rule != "auto":
+            raise  # a rule of the caller's own that does not fit
+        _LOG.info("attmemo: rows are not reused: %s", error)
+    try:
+        packed = whole()
+    except (UnsupportedModelError, AdapterCheckError):
+        raise missing from None
+    _LOG.warning("attmemo: %s", _NO_RECORDS)
+    return packed
+
+
+def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path) -> Memoization:
+    """In the cache directory, or in memory if the database there cannot be used."""
+    new = not is_filling(folder)
+    try:
+        found = rows(folder)
+    except DatabaseError as error:
+        _LOG.warning("attmemo: new records are kept in memory only: %s", error)
+        return rows(None)
+    if new:
+        _LOG.warning("attmemo: %s keeps tokens and hidden states of inputs from now on: %s", folder, _PRIVACY)
+    return found
 
 
 def _warn_if_slow(encoder: nn.Module) -> None:

@@ -25,7 +25,8 @@ from attmemo.db import (
 )
 from attmemo.db.files import ARENA, MANIFEST
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
-from attmemo.fingerprint import fingerprint, model_fields, tokenizer_digest
+from attmemo.fingerprint import tokenizer_digest
+from attmemo.handles.description import describe
 from attmemo.mmap import page_size
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
 from attmemo.profiler.map_recorder import MapRecorder, map_form
@@ -301,21 +302,6 @@ def build_from_inputs(
                 writer.add(slots, _length(slots), Provenance(source, row, _split(0, row, held_out)))
             writer.publish()
             return writer.path
-
-
-def describe(
-    model: nn.Module, adapter: Adapter, sites: Sequence[Site], name: str, max_length: int, tokenizer: str | None
-) -> ModelInfo:
-    """What a database says about the model it belongs to."""
-    host = adapter.host(model)
-    fields = model_fields(host)
-    return ModelInfo(
-        name=name, family=adapter.family, mask_kind=adapter.mask_kind, layers=len(sites),
-        heads=adapter.shape(sites[0].module)[0],
-        hidden=int(host.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        dtype=str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch."),
-        max_length=max_length, fingerprint=fingerprint(fields), fields=fields, tokenizer=tokenizer,
-    )  # fmt: skip
 
 
 def _split(source: int, row: int, held_out: float) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from attmemo import memoize
 from attmemo.adapters import adapter_for
 from attmemo.db import KIND_TOKENS, DatabaseWriter, Provenance
+from attmemo.handles.description import describe
 from attmemo.plan import Share
-from attmemo.profiler.build import describe
 from attmemo.profiler.row_recorder import RowRecorder, row_form
 
 Inputs = dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Records that come while a model serves: what is fetched is what was added, memory is bounded, the used ones stay."""
+"""Records that come while a model serves: what is fetched is what was offered, bytes are bounded, used ones stay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,20 +14,25 @@ import pytest
 import torch
 from packed_tools import MODELS, batch, rows_database
 from test_align import BARE
+from test_db_tools import in_child
 from torch import Tensor
 
 from attmemo import Database, DatabaseError
 from attmemo.db import KIND_ROWS
 from attmemo.db.forms import quantize
+from attmemo.db.pool import Entry, News, Pool
+from attmemo.db.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
-from attmemo.memory import free_memory
 from attmemo.profiler.row_controls import read_record
-from attmemo.reuse.growing import SHARE, GrowingRows
-from attmemo.reuse.row_store import DatabaseRows, Fetched
+from attmemo.reuse.growing import KNOWN, GrowingRows, Offer
+from attmemo.reuse.row_layout import RowLayout
+from attmemo.reuse.row_store import DatabaseRows, Fetched, Record
 
 LAYERS, HEADS, WIDTH = 2, 2, 8
 FLOAT = (torch.float32, torch.float32)
+SMALLEST: Final = 1 << 14
+"""Bytes of a segment of a small pool."""
 Tokens = npt.NDArray[np.int32]
 
 
@@ -38,14 +44,34 @@ def record(seed: int, n: int = 5, layers: int = LAYERS, width: int = WIDTH) -> t
     return tokens, rows, torch.randn(n, width, generator=generator)
 
 
-def size_of(n: int = 5) -> int:
-    """Bytes of such a record in float32: rows, last hidden states and tokens."""
-    return (2 * LAYERS + 1) * n * WIDTH * 4 + n * 4
+def offers_of(*records: tuple[Tokens, Tensor, Tensor], notes: bytes = b"") -> list[Offer]:
+    """What a request hands over that has computed these sequences in one batch."""
+    ends = np.cumsum([0, *(len(tokens) for tokens, _, _ in records)]).tolist()
+    rows, last = torch.cat([rows for _, rows, _ in records], 2), torch.cat([last for _, _, last in records])
+    layers = [(layer[0].clone(), layer[1].clone()) for layer in rows]
+    return [
+        Offer(tokens, slice(start, end), layers, last, notes[place : place + 1])
+        for place, ((tokens, _, _), start, end) in enumerate(zip(records, ends, ends[1:], strict=False))
+    ]
 
 
-def store_for(count: int, base: DatabaseRows | None = None) -> GrowingRows:
-    """A store with room for so many records of five tokens."""
-    return GrowingRows(FLOAT, HEADS, base, max_bytes=count * size_of() + size_of() // 2)
+def keep(store: GrowingRows, *records: tuple[Tokens, Tensor, Tensor], notes: bytes = b"") -> None:
+    """Offer these as one batch, and wait for it."""
+    store.offer(offers_of(*records, notes=notes))
+    assert store.flush()
+
+
+def layout(storage: tuple[torch.dtype, torch.dtype] = FLOAT, heads: int = HEADS, **shape: int) -> RowLayout:
+    return RowLayout(shape.get("layers", LAYERS), shape.get("width", WIDTH), heads, storage)
+
+
+PER_SEGMENT: Final = (SMALLEST - start_of(64)) // rounded(layout().nbytes(5))
+"""Records of five tokens in a segment."""
+
+
+def store_for(segments: int, base: DatabaseRows | None = None, **options: Any) -> GrowingRows:
+    """A store with room for so many small segments."""
+    return GrowingRows(Pool(segments * SMALLEST), layout(), base, **options)
 
 
 def at(address: int, rows: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +98,7 @@ def fetched(found: Fetched, place: int, layers: int = LAYERS) -> tuple[Tensor, T
     return torch.stack(rows), at(int(begins[place]), n, width * dtype.itemsize, dtype).float()
 
 
-def rounded(rows: Tensor, storage: torch.dtype, heads: int) -> Tensor:
+def as_stored(rows: Tensor, storage: torch.dtype, heads: int) -> Tensor:
     """What a type of storage leaves of rows."""
     if storage is not torch.int8:
         return rows.to(storage).float()
@@ -90,170 +116,274 @@ def find(store: GrowingRows, tokens: Tokens) -> npt.NDArray[np.int64]:
     return np.where(found.computed == 0, found.record, -1)
 
 
-def holds(store: GrowingRows, seed: int) -> bool:
-    """Whether this record can be found."""
-    return bool(find(store, record(seed)[0])[0] >= 0)
-
-
 def held(store: GrowingRows, most: int) -> list[int]:
     """Those of the first records that can be found."""
-    return [seed for seed in range(most) if holds(store, seed)]
+    return [seed for seed in range(most) if find(store, record(seed)[0])[0] >= 0]
+
+
+def agree(store: GrowingRows, first: int = 0) -> bool:
+    """Whether what can be found and what can be fetched are the same."""
+    found = [number for number in range(first, store.index.next) if number in store.index]
+    return found == [first + number for number in sorted(store.pool.records)] and len(store) == len(found)
 
 
 class TestAlone:
-    def test_what_is_fetched_is_what_was_added(self) -> None:
-        store = store_for(9)
+    @pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+    def test_what_is_fetched_is_what_was_offered_in_the_type_of_the_storage(self, storage: torch.dtype) -> None:
+        last_as = torch.float32 if storage is torch.float32 else torch.float16
+        store = GrowingRows(Pool(1 << 20), layout((storage, last_as)))
         added = [record(seed, 3 + seed) for seed in range(5)]
-        for one in added:
-            store.add(*one)
+        keep(store, *added[:3])
+        keep(store, *added[3:])
         order = numbers(3, -1, 0, 4, 4)
         found = store.fetch(order)
+        assert found.layer(0).dtype == storage
+        assert found.layer(1).rows.tolist() == [6, 0, 3, 7, 7]
         for place, number in enumerate(order.tolist()):
             if number < 0:
-                assert found.layer(0).rows[place] == found.layer(0).keys[place] == found.last()[0][place] == 0
+                assert found.layer(0).keys[place] == found.layer(0).values[place] == found.last()[0][place] == 0
                 continue
             rows, last = fetched(found, place)
-            assert torch.equal(rows, added[number][1])
-            assert torch.equal(last, added[number][2])
+            assert torch.equal(rows, as_stored(added[number][1], storage, HEADS))
+            assert torch.equal(last, added[number][2].to(last_as).float())
             assert store.index.tokens_of(number).tolist() == added[number][0].tolist()
         assert len(store) == len(store.index) == 5
-        assert store.nbytes == sum(size_of(3 + seed) for seed in range(5))
+        assert store.storage == (storage, last_as)
 
-    @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.int8])
-    def test_records_are_kept_in_the_type_of_the_storage(self, storage: torch.dtype) -> None:
-        store = GrowingRows((storage, torch.float16), HEADS)
-        tokens, rows, last = record(1)
-        store.add(tokens, rows, last)
-        found = fetched(store.fetch(numbers(0)), 0)
-        assert torch.equal(found[0], rounded(rows, storage, HEADS))
-        assert torch.equal(found[1], last.half().float())
-        assert store.fetch(numbers(0)).layer(0).dtype == storage
+    def test_what_is_kept_is_a_copy(self) -> None:
+        store = store_for(8)
+        offers = offers_of(record(0), record(1))
+        store.offer(offers)
+        assert store.flush()
+        for part in (offers[0].last, *(part for pair in offers[0].layers for part in pair)):
+            part.zero_()
+        for seed in (0, 1):
+            rows, last = fetched(store.fetch(numbers(seed)), 0)
+            assert torch.equal(rows, record(seed)[1])
+            assert torch.equal(last, record(seed)[2])
 
     def test_rows_that_were_fetched_outlive_their_record(self) -> None:
         store = store_for(1)
-        store.add(*record(0))
+        keep(store, record(0))
         found = store.fetch(numbers(0))
-        store.add(*record(1))
-        store.add(*record(2))
-        assert torch.equal(fetched(found, 0)[0], record(0)[1])
+        for seed in range(1, 3 * PER_SEGMENT):
+            keep(store, record(seed))
+        assert 0 not in store.index
+        rows, last = fetched(found, 0)
+        assert torch.equal(rows, record(0)[1])
+        assert torch.equal(last, record(0)[2])
 
-    def test_without_a_limit_it_takes_a_share_of_the_free_memory(self) -> None:
-        store = GrowingRows(FLOAT, HEADS)
-        assert 0 < store.max_bytes <= 2 * SHARE * free_memory()
+    def test_a_note_is_kept_with_its_record(self) -> None:
+        store = store_for(8)
+        keep(store, record(0), record(1), record(2), notes=b"abc")
+        assert [store.note_of(number) for number in (2, 0, 1, 3, -1)] == [b"c", b"a", b"b", b"", b""]
 
     def test_a_closed_store_holds_nothing(self) -> None:
         store = store_for(3)
-        store.add(*record(0))
+        keep(store, record(0))
         store.close()
         assert (len(store), store.nbytes) == (0, 0)
         with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(0))
+        store.offer(offers_of(record(1)))
+        assert store.flush()
+        assert len(store) == 0
+        assert sum(store.done.values()) == 2
 
-    def test_a_record_that_the_index_refuses_leaves_no_trace(self) -> None:
-        store = store_for(9)
-        tokens, rows, last = record(0)
-        with pytest.raises(ValueError, match="int32"):
-            store.add(tokens.astype(np.int64), rows, last)  # type: ignore[arg-type]
-        store.add(*record(1))
-        assert len(store) == len(store.index) == 1
-        found = find(store, record(1)[0])
-        assert torch.equal(fetched(store.fetch(found), 0)[0], record(1)[1])
+    def test_records_that_a_pool_had_before_are_found(self) -> None:
+        pool = Pool(1 << 20)
+        first = GrowingRows(pool, layout())
+        keep(first, record(0), record(1), notes=b"ab")
+        pool.remove([0])
+        del first
+        pool.news = lambda: _all_of(pool)  # type: ignore[method-assign]
+        store = GrowingRows(pool, layout())
+        assert held(store, 3) == [1]
+        assert torch.equal(fetched(store.fetch(find(store, record(1)[0])), 0)[0], record(1)[1])
+
+
+def _all_of(pool: Pool) -> News:
+    """The news of a pool that another process has filled."""
+    return News(list(pool.records.values()))
+
+
+class TestChosen:
+    def test_what_is_stored_is_not_stored_again(self) -> None:
+        store = store_for(8)
+        keep(store, record(0), record(1), record(0))
+        keep(store, record(1), record(2))
+        assert held(store, 4) == [0, 1, 2]
+        assert store.done == {"kept": 3, KNOWN: 2}
+        assert agree(store)
+
+    def test_what_was_dropped_may_come_again(self) -> None:
+        store = store_for(1)
+        for seed in (*range(PER_SEGMENT + 1), 0):
+            keep(store, record(seed))
+        assert held(store, 99) == [0, PER_SEGMENT]
+        assert KNOWN not in store.done
+
+    def test_much_alike_is_not_the_same(self) -> None:
+        store = store_for(8)
+        tokens, rows, last = record(0, 12)
+        other = tokens.copy()
+        other[7] += 1
+        keep(store, (tokens, rows, last), (other, rows, last), (tokens[:-1], rows[:, :, :-1], last[:-1]))
+        assert store.done == {"kept": 3}
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("part", ["last", "keys", "values"])
+    def test_what_is_not_finite_is_left_out_and_others_are_kept(self, value: float, part: str) -> None:
+        store = store_for(8)
+        offers = offers_of(record(0), record(1), record(2))
+        broken = {"last": offers[0].last, "keys": offers[0].layers[-1][0], "values": offers[0].layers[-1][1]}[part]
+        broken[6, 3] = value
+        store.offer(offers)
+        assert store.flush()
+        assert held(store, 3) == [0, 2]
+        assert store.done == {"kept": 2, "not finite": 1}
+
+    def test_a_store_that_is_only_read_keeps_nothing(self) -> None:
+        store = store_for(8, fills=False)
+        keep(store, record(0))
+        assert (len(store), store.done) == (0, {})
+
+
+class TestFailure:
+    @pytest.mark.parametrize("error", [DatabaseError("full.", "nothing"), OSError(28, "full"), MemoryError("full")])
+    def test_a_record_that_cannot_be_kept_leaves_no_trace_and_is_told_once(
+        self, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = store_for(8)
+        keep(store, record(0))
+
+        def fail(entries: Any) -> Any:
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store.pool, "add", fail)
+            for seed in (1, 2):
+                keep(store, record(seed))
+        assert caplog.text.count("new records are not kept") == 1
+        assert store.done == {"kept": 1, type(error).__name__: 2}
+        assert agree(store)
+        keep(store, record(1))
+        assert held(store, 4) == [0, 1]
+        assert torch.equal(fetched(store.fetch(find(store, record(1)[0])), 0)[0], record(1)[1])
+
+    def test_a_sequence_that_cannot_be_packed_leaves_no_trace(self) -> None:
+        store = store_for(8)
+        offers = offers_of(record(0))
+        offers[0].tokens = offers[0].tokens[:4]  # and five rows
+        store.offer(offers)
+        assert store.flush()
+        keep(store, record(1))
+        assert held(store, 3) == [1]
+        assert store.done == {"kept": 1, "ValueError": 1}
+        assert agree(store)
+
+    def test_a_damaged_record_is_not_served_and_never_found_again(self, caplog: pytest.LogCaptureFixture) -> None:
+        pool = Pool(1 << 20)
+        bodies = [layout().body_of(Record.pack(*record(seed), FLOAT, HEADS)) for seed in range(2)]
+        kept = pool.add([Entry(record(seed)[0], bodies[seed]) for seed in range(2)]).added
+        pool.news = lambda: _all_of(pool)  # type: ignore[method-assign]
+        store = GrowingRows(pool, layout())
+        pool.news = Pool(0).news  # type: ignore[method-assign]
+        kept[0].segment.write(kept[0].offset + 77, kept[0].body[77:78] ^ np.uint8(4))
+        for _ in range(2):
+            with pytest.raises(DatabaseError, match="does not match its checksum"):
+                store.fetch(numbers(1, 0))
+        assert held(store, 2) == [1]
+        assert caplog.text.count("is damaged and is not served") == 1
+        assert torch.equal(fetched(store.fetch(numbers(1)), 0)[0], record(1)[1])
+
+    def test_a_record_of_another_shape_is_not_served(self) -> None:
+        pool = Pool(1 << 20)
+        pool.add([Entry(record(0)[0], np.zeros(layout().nbytes(5) - 1, np.uint8))])
+        pool.news = lambda: _all_of(pool)  # type: ignore[method-assign]
+        store = GrowingRows(pool, layout())
+        with pytest.raises(DatabaseError, match="checksum"):
+            store.fetch(numbers(0))
+        assert held(store, 1) == []
 
 
 class TestBound:
-    def test_bytes_are_never_above_the_limit(self) -> None:
-        store, random = store_for(4), np.random.default_rng(0)
-        for seed in range(100):
-            store.add(*record(seed, int(random.integers(1, 12))))
-            assert store.nbytes <= store.max_bytes
-            assert len(store) == len(store.index)
-            alive = [number for number in range(seed + 1) if number in store.index]
-            assert store.nbytes == sum(size_of(len(store.index.tokens_of(number))) for number in alive)
-        assert len(store) > 0
+    def test_bytes_are_never_above_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, random, seen = store_for(8), np.random.default_rng(0), list[int]()
+        own = store.pool._segment
+
+        def segment(number: int, nbytes: int) -> Segment:
+            seen.append(nbytes + sum(one.nbytes for one in store.pool._segments.values()))
+            return own(number, nbytes)
+
+        monkeypatch.setattr(store.pool, "_segment", segment)
+        for seed in range(150):
+            keep(store, record(seed, int(random.integers(1, 20))))
+            assert store.nbytes <= 8 * SMALLEST
+            assert agree(store)
+            store.fetch(numbers(*random.choice(list(store.pool.records), 2)))
+        assert len(seen) > 16
+        assert max(seen) <= 8 * SMALLEST, "also while the new one is made"
 
     def test_a_record_larger_than_all_memory_is_left_out_and_drops_nothing(self) -> None:
-        store = store_for(3)
+        store = store_for(2)
         for seed in range(3):
-            store.add(*record(seed))
-        store.add(*record(7, 40))
-        assert len(store) == 3
-        assert all(holds(store, seed) for seed in range(3))
-        nothing = GrowingRows(FLOAT, HEADS, max_bytes=0)
-        nothing.add(*record(0))
+            keep(store, record(seed))
+        keep(store, record(7, 400))
+        assert held(store, 8) == [0, 1, 2]
+        assert agree(store)
+        nothing = GrowingRows(Pool(0), layout())
+        keep(nothing, record(0))
         assert len(nothing) == len(nothing.index) == 0
 
-    def test_a_record_of_just_the_limit_fits(self) -> None:
-        store = GrowingRows(FLOAT, HEADS, max_bytes=size_of())
-        store.add(*record(0))
-        store.add(*record(1))
-        assert (len(store), store.nbytes) == (1, size_of())
-        assert holds(store, 1)
-
-    def test_the_oldest_goes_first_if_none_is_used(self) -> None:
+    def test_the_oldest_go_first_if_none_is_used(self) -> None:
         store = store_for(3)
-        for seed in range(7):
-            store.add(*record(seed))
-            assert held(store, 9) == list(range(max(seed - 2, 0), seed + 1))
+        for seed in range(6 * PER_SEGMENT):
+            keep(store, record(seed))
+            found = held(store, seed + 1)
+            assert found == list(range(seed + 1 - len(found), seed + 1))
+        assert len(store) == 3 * PER_SEGMENT
 
-    def test_what_was_used_outlives_what_was_not(self) -> None:
-        store = store_for(4)
-        for seed in range(4):
-            store.add(*record(seed))
-        for seed in range(4, 40):
+    def test_what_was_fetched_outlives_what_was_not(self) -> None:
+        store = store_for(5)
+        for seed in range(PER_SEGMENT):
+            keep(store, record(seed))
+        for seed in range(PER_SEGMENT, 15 * PER_SEGMENT):
             store.fetch(numbers(1))
-            store.add(*record(seed))
-        assert holds(store, 1)
-        assert not any(holds(store, seed) for seed in (0, 2, 3))
-
-    def test_one_use_is_good_for_one_pass_of_the_hand(self) -> None:
-        store = store_for(3)
-        for seed in range(3):
-            store.add(*record(seed))
-        store.fetch(numbers(0, 2))
-        store.add(*record(3))  # the hand passes 0 and drops 1
-        assert held(store, 9) == [0, 2, 3]
-        store.add(*record(4))  # passes 2 and drops 3
-        assert held(store, 9) == [0, 2, 4]
-        store.add(*record(5))  # the hand goes on to the newest, 4, before it begins again
-        assert held(store, 9) == [0, 2, 5]
-        store.fetch(numbers(5))
-        store.add(*record(6))  # passes 5 and drops 0, which was not used again
-        assert held(store, 9) == [2, 5, 6]
-
-    def test_if_all_were_used_one_goes_nevertheless(self) -> None:
-        store = store_for(3)
-        for seed in range(3):
-            store.add(*record(seed))
-        store.fetch(numbers(0, 1, 2))
-        store.add(*record(3))
-        assert held(store, 9) == [1, 2, 3]
+            keep(store, record(seed))
+        assert held(store, 2 * PER_SEGMENT) == [1]
+        assert torch.equal(fetched(store.fetch(numbers(1)), 0)[0], record(1)[1])
 
     def test_one_large_record_drops_several(self) -> None:
         store = store_for(4)
-        for seed in range(4):
-            store.add(*record(seed))
-        store.add(*record(4, 14))
-        assert len(store) == len(store.index) == 2
-        assert store.nbytes <= store.max_bytes
+        for seed in range(3 * PER_SEGMENT):
+            keep(store, record(seed))
+        keep(store, record(99, 200))
+        assert find(store, record(99, 200)[0])[0] >= 0
+        assert len(store) < 2 * PER_SEGMENT
+        assert store.nbytes <= 4 * SMALLEST
+        assert agree(store)
 
 
 class TestDropped:
     def test_a_dropped_record_is_an_error_and_never_another_record(self) -> None:
-        store = store_for(2)
-        for seed in range(5):
-            store.add(*record(seed))
+        store = store_for(1)
+        for seed in range(PER_SEGMENT + 2):
+            keep(store, record(seed))
+        there = PER_SEGMENT + 1
         with pytest.raises(DatabaseError, match="a record was dropped"):
-            store.fetch(numbers(4, 0))
+            store.fetch(numbers(there, 0))
         with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(99))
-        assert torch.equal(fetched(store.fetch(numbers(4)), 0)[0], record(4)[1])
+        assert torch.equal(fetched(store.fetch(numbers(there)), 0)[0], record(there)[1])
 
     def test_a_record_whose_changes_cannot_be_told_any_more_cannot_be_fetched(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another thread found it before. Without gaps it would be served as an input that did not change."""
         store = store_for(1)
-        store.add(*record(0))
+        for seed in range(PER_SEGMENT):
+            keep(store, record(seed))
         tokens, starts = record(0)[0].copy(), numbers(0, 5)
         tokens[2] += 500
         near = store.index.candidates(tokens, starts)
@@ -263,6 +393,8 @@ class TestDropped:
 
         def remove(number: int) -> None:
             own(number)
+            if number:
+                return
             changes, _ = store.index.changes(tokens, starts, near, found, Rule(), np.zeros(0, np.uint8))
             try:
                 store.fetch(found)
@@ -271,12 +403,12 @@ class TestDropped:
                 seen.append("dropped")
 
         monkeypatch.setattr(store.index, "remove", remove)
-        store.add(*record(1))
+        keep(store, record(99))
         assert seen in (["dropped"], ["fetched, 1 changes"])
 
     def test_changes_are_those_between_an_input_and_its_record(self) -> None:
         store = store_for(2)
-        store.add(*record(0))
+        keep(store, record(0))
         tokens, starts = record(0)[0].copy(), numbers(0, 5)
         tokens[2] += 500
         near, kinds = store.index.candidates(tokens, starts), np.zeros(0, np.uint8)
@@ -323,13 +455,15 @@ class TestBesideAPreparedBase:
         assert torch.equal(rows, expected)
         assert torch.equal(last, stored.last.float())
 
+    def store(self, base: tuple[Database, DatabaseRows], max_bytes: int = 1 << 20) -> GrowingRows:
+        database, prepared = base
+        return GrowingRows(Pool(max_bytes), layout(prepared.storage, 4, **shape_of(database)), prepared)
+
     def test_both_are_fetched_in_one_batch(self, base: tuple[Database, DatabaseRows]) -> None:
         database, prepared = base
-        shape = shape_of(database)
-        store = GrowingRows(prepared.storage, 4, prepared, max_bytes=1 << 20)
+        shape, store = shape_of(database), self.store(base)
         own = [record(seed, 6, **shape) for seed in range(2)]
-        for one in own:
-            store.add(*one)
+        keep(store, *own, notes=b"ab")
         assert store.index is prepared.index
         assert len(store.index) == len(STORED) + 2
         assert len(store) == 2
@@ -338,46 +472,53 @@ class TestBesideAPreparedBase:
             self.check(database, found, place, number)
         for place, seed in ((0, 1), (3, 0)):
             rows, last = fetched(found, place, shape["layers"])
-            assert torch.equal(rows, rounded(own[seed][1], prepared.storage[0], 4))
+            assert torch.equal(rows, as_stored(own[seed][1], prepared.storage[0], 4))
             assert torch.equal(last, own[seed][2].to(prepared.storage[1]).float())
         assert found.layer(1).rows.tolist() == [6, STORED[1], 0, 6, STORED[0]]
+        assert [store.note_of(number) for number in range(6)] == [b"", b"", b"", b"a", b"b", b""]
 
     def test_each_alone_is_fetched_too(self, base: tuple[Database, DatabaseRows]) -> None:
         database, prepared = base
-        shape = shape_of(database)
-        store = GrowingRows(prepared.storage, 4, prepared, max_bytes=1 << 20)
+        shape, store = shape_of(database), self.store(base)
         self.check(database, store.fetch(numbers(-1, 2)), 1, 2)
-        store.add(*record(0, 6, **shape))
+        keep(store, record(0, 6, **shape))
         self.check(database, store.fetch(numbers(2, -1)), 0, 2)
         rows, _ = fetched(store.fetch(numbers(-1, 3)), 1, shape["layers"])
-        assert torch.equal(rows, rounded(record(0, 6, **shape)[1], prepared.storage[0], 4))
+        assert torch.equal(rows, as_stored(record(0, 6, **shape)[1], prepared.storage[0], 4))
+
+    def test_what_is_prepared_is_not_kept_again(self, base: tuple[Database, DatabaseRows]) -> None:
+        database, prepared = base
+        store, (_, rows, last) = self.store(base), record(0, STORED[1], **shape_of(database))
+        keep(store, (prepared.index.tokens_of(1), rows, last))
+        assert (len(store), store.done) == (0, {KNOWN: 1})
 
     def test_prepared_records_are_never_dropped(self, base: tuple[Database, DatabaseRows]) -> None:
-        database, prepared = base
-        shape = shape_of(database)
-        most = 3 * (2 * shape["layers"] + 2) * 6 * shape["width"] * prepared.storage[0].itemsize
-        store = GrowingRows(prepared.storage, 4, prepared, max_bytes=most)
-        for seed in range(20):
-            store.add(*record(seed, 6, **shape))
-        assert 0 < len(store) < 4
+        database, _ = base
+        shape, store = shape_of(database), self.store(base, 3 * SMALLEST)
+        for seed in range(30):
+            keep(store, record(seed, 20, **shape))
+        assert 0 < len(store) < 30
         assert len(store.index) == len(STORED) + len(store)
+        assert agree(store, len(STORED))
         for number in range(len(STORED)):
             self.check(database, store.fetch(numbers(number)), 0, number)
         with pytest.raises(DatabaseError, match="a record was dropped"):
             store.fetch(numbers(0, len(STORED)))
 
 
-def test_index_and_store_agree_while_threads_add_and_fetch() -> None:
+def test_index_and_store_agree_while_threads_offer_and_fetch() -> None:
     """What is fetched for a record has the rows of its tokens, or is said to be dropped."""
-    store, wrong, done = store_for(8), list[str](), threading.Event()
+    store, wrong, done = store_for(2), list[str](), threading.Event()
     newest, served = [0], np.zeros(2, np.int64)
 
-    def add(first: int) -> None:
+    def offer(first: int) -> None:
         for seed in range(first, first + 300):
             tokens, rows, last = record(seed)
-            store.add(tokens, rows.fill_(float(tokens[0])), last)
+            store.offer(offers_of((tokens, rows.fill_(float(tokens[0])), last)))
+            if seed % 4 == 0 and not store.flush():
+                wrong.append("it takes too long")
             newest.append(seed)
-            if store.nbytes > store.max_bytes:
+            if store.nbytes > 2 * SMALLEST:
                 wrong.append("too many bytes")
 
     def fetch(reader: int) -> None:
@@ -396,7 +537,7 @@ def test_index_and_store_agree_while_threads_add_and_fetch() -> None:
                 wrong.append(f"rows of another record for {tokens[0]}")
 
     readers = [threading.Thread(target=fetch, args=(reader,)) for reader in range(2)]
-    writers = [threading.Thread(target=add, args=(300 * writer,)) for writer in range(3)]
+    writers = [threading.Thread(target=offer, args=(300 * writer,)) for writer in range(3)]
     for thread in [*readers, *writers]:
         thread.start()
     for thread in writers:
@@ -404,9 +545,28 @@ def test_index_and_store_agree_while_threads_add_and_fetch() -> None:
     done.set()
     for thread in readers:
         thread.join()
+    assert store.flush()
     assert not wrong
-    assert len(store) == len(store.index) == 8
-    alive = [number for number in range(900) if number in store.index]
-    for number in alive:
+    assert store.done == {"kept": 900}
+    assert PER_SEGMENT <= len(store) <= 2 * PER_SEGMENT
+    assert agree(store)
+    for number in store.pool.records:
         rows, _ = fetched(store.fetch(numbers(number)), 0)
         assert bool((rows == float(store.index.tokens_of(number)[0])).all())
+
+
+def test_a_forked_child_reads_what_was_there_and_keeps_its_own() -> None:
+    store = store_for(8)
+    keep(store, record(0))
+
+    def child() -> None:
+        keep(store, record(1))
+        assert held(store, 3) == [0, 1]
+        for seed in (0, 1):
+            assert torch.equal(fetched(store.fetch(numbers(seed)), 0)[0], record(seed)[1])
+        store.close()
+
+    assert in_child(child) == 0
+    keep(store, record(2))
+    assert held(store, 3) == [0, 2]
+    assert torch.equal(fetched(store.fetch(numbers(1)), 0)[0], record(2)[1])

@@ -44,8 +44,17 @@ def rows_of(inputs: Inputs, *rows: int) -> Inputs:
 
 
 def run(model: Any, inputs: Inputs, *args: Any, **more: Any) -> Any:
+    """The output; what a memoized model wants to keep is kept when this returns."""
     with torch.inference_mode():
-        return model(*args, **inputs, **more)
+        found = model(*args, **inputs, **more)
+    flush(model)
+    return found
+
+
+def flush(model: Any) -> None:
+    """Wait until what a model wants to keep is kept; other models keep nothing."""
+    handle = getattr(model, "attmemo", None)
+    assert handle is None or handle.flush()
 
 
 def sure(model: Any, factor: float = 300.0) -> Any:

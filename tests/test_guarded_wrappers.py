@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from packed_tools import NEAR
-from test_guarded import certify
+from test_guarded import certify, flush
 
 from attmemo import memoize, unmemoize
 from attmemo.handles.rows import NO_TOKENIZER
@@ -58,6 +58,7 @@ class TestPipeline:
             for ours, theirs in zip(pipe(part, **OPTIONS), right, strict=True):
                 assert [one["label"] for one in ours] == [one["label"] for one in theirs]
                 assert np.allclose([one["score"] for one in ours], [one["score"] for one in theirs], atol=1e-4)
+            flush(pipe.model)
         found = done(pipe.model.attmemo)
         assert found["served"] == 3, "the same texts again"
         assert sum(found.values()) == 12
@@ -71,6 +72,7 @@ class TestPipeline:
                 min_cosine=-1.0)  # fmt: skip
         for part in (FIRST, SECOND):
             pipe(part, **OPTIONS)
+            flush(pipe.model)
         certify(pipe.model)
         before = done(pipe.model.attmemo).get("served", 0)
         pipe(THIRD, **OPTIONS)
@@ -99,6 +101,7 @@ class TestSentenceTransformer:
         certify(embedder)
         for part, right in zip(texts, expected, strict=True):
             assert np.abs(embedder.encode(part) - right).max() <= NEAR * np.abs(right).max()
+            flush(embedder)
         assert done(embedder.attmemo)["served"] == 4, "the same texts again"
         assert not embedder.attmemo.stats()["failures"]
         assert len(embedder.attmemo.guarded.guard.verified.state()["harm"]), "no embedding stayed just as it was"
@@ -114,6 +117,7 @@ class TestSentenceTransformer:
 
         answers.read = read
         embedder.encode(FIRST)
+        flush(embedder)
         seen.clear()  # no text had a record; all became records, whose answers are remembered
         given = embedder.encode(SECOND)
         assert len(seen) == 2, "the exact answer, and the one from records"
@@ -126,6 +130,7 @@ class TestSentenceTransformer:
         memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=-1.0)
         for part in (FIRST, SECOND):
             embedder.encode(part)
+            flush(embedder)
         certify(embedder)
         seen, exact = embedder.encode(THIRD), bare.encode(THIRD)
         assert done(embedder.attmemo)["served"] == 3
@@ -137,6 +142,7 @@ class TestSentenceTransformer:
         memoize(embedder, database=":memory:", reuse="rows", gate=False)
         for _ in range(2):
             embedder.encode(FIRST)
+            flush(embedder)
         inner = embedder[0].auto_model
         tokens = embedder.tokenizer(FIRST, padding=True, return_tensors="pt")
         before = inner.attmemo.stats()
@@ -158,6 +164,7 @@ class TestSentenceTransformer:
         with torch.inference_mode():
             for _ in range(2):
                 assert "sentence_embedding" in embedder(tokens)
+                flush(embedder)
         assert set(tokens) == names
         assert done(embedder.attmemo) == {"whole": 3, "served": 3}
 
@@ -179,6 +186,7 @@ class TestSentenceTransformer:
             memoize(embedder, database=":memory:", reuse="rows", gate=False, min_cosine=least)
             for part in (FIRST, SECOND):
                 embedder.encode(part)
+                flush(embedder)
             assert bool(len(embedder.attmemo.guarded.guard.verified.state()["harm"])) is harm
 
 
@@ -200,6 +208,7 @@ class TestCrossEncoder:
             memoize(cross, database=":memory:", reuse="rows", gate=False)
         for _ in range(2):
             assert np.allclose(cross.predict(pairs, convert_to_numpy=True), expected, atol=1e-4)
+            flush(cross.model)
         handle = cross.model.attmemo
         assert done(handle) == {"whole": 3, "served": 3}
         assert not handle.stats()["failures"]

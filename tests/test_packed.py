@@ -693,16 +693,18 @@ def _saved(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def test_without_a_database_the_blocks_are_packed_and_a_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asked", [{"budget": None}, {"fill": False}])
+def test_without_a_database_that_may_fill_itself_the_blocks_are_packed_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
-    model = memoize(FAMILIES["BERT"].make())
+    model = memoize(FAMILIES["BERT"].make(), **asked)
     assert model.attmemo.reuse == "none"
     assert "nothing is reused" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("asked", [{"reuse": "rows"}, {"reuse": "maps"}, {"threshold": 0.9}])
+@pytest.mark.parametrize("asked", [{"reuse": "rows", "fill": False}, {"reuse": "maps"}, {"threshold": 0.9}])
 def test_a_database_that_was_asked_for_and_is_missing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:

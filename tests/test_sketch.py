@@ -265,3 +265,116 @@ class TestTokenIndex:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+class TestExtend:
+    """Records that come many at once, under numbers of their own."""
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(
+        st.lists(st.integers(0, 90), min_size=1, max_size=5), st.integers(0, 2**32), st.booleans(),
+        st.sampled_from([20, 10**9]),
+    )  # fmt: skip
+    def test_it_is_the_same_as_adding_one_by_one(
+        self, counts: list[int], seed: int, removes: bool, graph_from: int
+    ) -> None:
+        random, lines = np.random.default_rng(seed), templates(sum(counts), seed)
+        lines = [line[: int(random.integers(0, 41))] for line in lines]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(tokens_module, "GRAPH_FROM", graph_from)
+            single, many, first = TokenIndex(), TokenIndex(), 0
+            for count in counts:
+                own = range(first, first + count)
+                first += count
+                assert [single.add(lines[number]) for number in own] == list(own)
+                many.extend([lines[number] for number in own], own)
+                for number in own if removes else []:
+                    if number % 3 == 0:
+                        single.remove(number)
+                        many.remove(number)
+        assert (len(many), many.next) == (len(single), single.next)
+        asked = packed(templates(10, seed + 1) + lines[:5])
+        assert np.array_equal(many.find(*asked, k=8), single.find(*asked, k=8))
+        one, other = many.best(*asked), single.best(*asked)
+        assert np.array_equal(one.record, other.record)
+        assert np.array_equal(one.source, other.source)
+        for number in range(first):
+            assert (number in many) == (number in single)
+            if number in many:
+                assert np.array_equal(many.tokens_of(number), lines[number])
+
+    def test_numbers_may_have_gaps(self, index: TokenIndex) -> None:
+        lines = templates(90)
+        index.extend(lines[:40], range(3, 43))
+        index.extend(lines[40:80], range(100, 180, 2))
+        numbers = [*range(3, 43), *range(100, 180, 2)]
+        assert index.find(*packed(lines[:80]), k=1)[:, 0].tolist() == numbers
+        assert all(np.array_equal(index.tokens_of(n), line) for n, line in zip(numbers, lines, strict=False))
+        for wrong in (0, 2, 43, 99, 101, 179):
+            assert wrong not in index
+            with pytest.raises(KeyError, match="no record"):
+                index.remove(wrong)
+        assert index.next == 179
+        assert index.add(lines[80]) == 179
+        index.remove(100)
+        assert 100 not in index
+        assert 102 in index
+        assert index.find(*packed(lines[40:41]), k=1)[0, 0] != 100
+        assert len(index) == 80
+
+    @pytest.mark.parametrize("numbers", [[4, 6, 7], [5, 5, 6], [5, 7, 6], [-1, 5, 6]])
+    def test_numbers_that_do_not_rise_are_refused_and_nothing_is_added(
+        self, index: TokenIndex, numbers: list[int]
+    ) -> None:
+        lines = templates(8)
+        for line in lines[:5]:
+            index.add(line)
+        with pytest.raises(ValueError, match="numbers of records rise"):
+            index.extend(lines[5:], numbers)
+        assert (len(index), index.next) == (5, 5)
+        assert 7 not in index
+        index.extend(lines[5:], [5, 6, 9])
+        assert index.find(*packed(lines), k=1)[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 9]
+
+    def test_wrong_tokens_are_refused_and_nothing_is_added(self, index: TokenIndex) -> None:
+        index.extend(templates(2), [0, 1])
+        for wrong in (np.arange(3), np.zeros(3, np.float32)):
+            with pytest.raises(ValueError, match="must"):
+                index.extend([np.arange(3, dtype=np.int32), wrong], [2, 3])  # type: ignore[list-item]
+        assert (len(index), index.next) == (2, 2)
+
+    def test_nothing_adds_nothing(self, index: TokenIndex) -> None:
+        index.extend([], [])
+        assert (len(index), index.next) == (0, 0)
+
+    def test_a_graph_that_is_behind_catches_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The graph takes a few records with each one that is added: right behind many it is not whole."""
+        pytest.importorskip("hnswlib")
+        monkeypatch.setattr(tokens_module, "GRAPH_FROM", 20)
+        index, lines = TokenIndex(), templates(300)
+        index.extend(lines[:200], range(0, 400, 2))
+        assert index._graph is not None
+        for number, line in enumerate(lines[200:], 400):
+            asked = packed(lines[: number - 199])
+            numbers = [*range(0, 400, 2), *range(400, number)]
+            assert index.find(*asked, k=1)[:, 0].tolist()[:20] == numbers[:20]
+            index.add(line)
+        assert index._graph.next == index.next
+
+    def test_a_lock_that_another_thread_held_does_not_stop_a_child(self, index: TokenIndex) -> None:
+        lines = templates(60)
+        index.extend(lines[:40], range(40))
+        for lock in [index._writing] + ([index._graph._lock] if index._graph is not None else []):
+            lock.acquire()
+        index.leave_to_parent()
+        found = list[list[int]]()
+
+        def child() -> None:
+            index.extend(lines[40:], range(40, 60))
+            index.remove(3)
+            found.append(index.find(*packed(lines[4:]), k=1)[:, 0].tolist())
+
+        thread = threading.Thread(target=child, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert found == [list(range(4, 60))]

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from attmemo.cli import bench, build, demo, families, generate, look, measure
+from attmemo.cli import bench, build, demo, families, filling, generate, look, measure
 from attmemo.cli.migrate import migrate
 
 HELP = """Serve a transformer from what it has computed before: attention maps, or rows of similar inputs.
@@ -66,6 +66,9 @@ app.command("evaluate")(measure.evaluate)
 app.command("families")(families.families)
 app.command("inspect")(look.inspect)
 app.command("check")(look.check)
+app.command("forget")(filling.forget)
+app.command("compact")(filling.compact)
+app.command("merge")(filling.merge)
 app.command("migrate")(migrate)
 app.add_typer(bench.app, name="bench")
 app.command("generate", context_settings=generate.CONTEXT)(generate.generate)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from attmemo.cli import filling
 from attmemo.cli.build import show_layers
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.measure import show_tuning
@@ -28,11 +31,24 @@ def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
+        from attmemo.db.filling import is_filling
 
-        with Database(db) as database:
-            found = _summarize(database)
-        _show(out, found)
+        if is_filling(db):
+            found = _summarize_filling(db)
+            filling.show(out, found)
+        else:
+            with Database(db) as database:
+                found = _summarize(database)
+            _show(out, found)
         out.result(found)
+
+
+def _summarize_filling(db: Path) -> dict[str, Any]:
+    """What `inspect` shows of a database that fills itself, JSON-able."""
+    from attmemo.db.upkeep import summarize
+
+    with closing(filling.opened(db, fills=False)) as pool:
+        return summarize(pool) | {"guards": _guards(db)}
 
 
 def _summarize(database: Database) -> dict[str, Any]:
@@ -54,7 +70,7 @@ def _summarize(database: Database) -> dict[str, Any]:
         "embedder": embedder and {"backend": embedder.backend, "records": indexed, **embedder.report},
         "profile": profile and {key: profile.get(key) for key in ("threads", "dtype", "costs")},
         "hit_rates": profile and _hit_rates(profile, manifest.tuning, manifest.model.layers),
-        "tuning": manifest.tuning, "guards": _guards(database),
+        "tuning": manifest.tuning, "guards": _guards(database.path),
     }  # fmt: skip
 
 
@@ -71,13 +87,13 @@ def _kinds(database: Database) -> list[dict[str, Any]]:
     return found
 
 
-def _guards(database: Database) -> list[dict[str, Any]]:
+def _guards(database: Path) -> list[dict[str, Any]]:
     """Where each guard of this database stands, and its settings."""
     from attmemo.guard import Guard, all_in
     from attmemo.handles.rows import GUARDS
 
     found = []
-    for settings, learned in all_in(database.path / GUARDS):
+    for settings, learned in all_in(database / GUARDS):
         guard = Guard.of(settings["budget"], settings["confidence"], learned, vectors=bool(settings.get("vectors")))
         found.append(settings | guard.stats())
     return found
@@ -109,7 +125,11 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
+        from attmemo.db.filling import is_filling
 
+        if is_filling(db):
+            _check_filling(out, db)
+            return
         with Database(db) as database:
             slots = len(database) * sum(kind.layers for kind in database.manifest.known_kinds)
             found = database.check(lambda done, total: out.stages("checking slots", done, total))
@@ -126,6 +146,25 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
             )
             raise typer.Exit(1)
         out.say(f"{db}: {slots:,} slots, all checksums match")
+
+
+def _check_filling(out: Output, db: Path) -> None:
+    from attmemo.db import upkeep
+
+    with closing(filling.opened(db, fills=False)) as pool:
+        records = len(pool)
+        found = upkeep.check(pool, lambda done, total: out.stages("checking records", done, total))
+    for finding in found:
+        out.say(f"{finding.where}: {finding.what}")
+    out.result({"path": str(db), "records": records, "ok": not found, "findings": [asdict(one) for one in found]})
+    if found:
+        typer.echo(
+            f"error: {db}: {len(found)} of {records:,} records are damaged\n"
+            "  Next: nothing must be done, they are not served; remove the folder to begin anew",
+            err=True,
+        )
+        raise typer.Exit(1)
+    out.say(f"{db}: {records:,} records, all checksums match")
 
 
 def histogram(lengths: Mapping[int, int]) -> list[tuple[str, str, str]]:

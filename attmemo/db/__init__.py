@@ -3,7 +3,7 @@
 from attmemo.db.catalogue import SPLIT_HELD_OUT, SPLIT_TRAIN
 from attmemo.db.database import Database, Finding
 from attmemo.db.files import file_digest, storing
-from attmemo.db.find import cache_directory, default_path, find_database, kept_in
+from attmemo.db.find import cache_directory, default_path, filling_path, find_database, kept_in
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
 from attmemo.db.kinds import (
     KIND_INPUT,
@@ -23,5 +23,5 @@ __all__ = [
     "BACKENDS", "KIND_INPUT", "KIND_LAST", "KIND_MAP", "KIND_ROWS", "KIND_SCALES", "KIND_TOKENS", "SEQUENCE",
     "SPLIT_HELD_OUT", "SPLIT_TRAIN", "Backend", "Database", "DatabaseWriter", "EmbedderRef", "FileRef", "Finding",
     "FlatIndex", "LayerIndex", "Manifest", "ModelInfo", "Provenance", "SlotKind", "cache_directory", "default_path",
-    "file_digest", "find_database", "kept_in", "kinds_of_rows", "migrate", "read_manifest", "storing",
+    "file_digest", "filling_path", "find_database", "kept_in", "kinds_of_rows", "migrate", "read_manifest", "storing",
 ]  # fmt: skip

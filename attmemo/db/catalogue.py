@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -102,30 +102,10 @@ class Catalogue:
         _ENVIRONMENT.acquire()
         try:
             with self._naming():
-                self._env = self._open(write)
+                self._env = open_lmdb(self._path, write)
         except BaseException:
             _ENVIRONMENT.release()
             raise
-
-    def _open(self, write: bool) -> Any:
-        # Format 0.9 is what every lmdb reads; readers on a read-only file system cannot take the reader lock.
-        options: dict[str, Any] = {"map_size": _MAP_BYTES, "subdir": True, "max_dbs": 0}
-        if write:
-            self._path.mkdir(exist_ok=True)
-        else:
-            options |= {"readonly": True, "create": False}
-        try:
-            # LMDB maps its lock file and writes: without blocks, on a full disk, that would be SIGBUS.
-            with (self._path / "lock.mdb").open("ab") as stream:
-                if os.fstat(stream.fileno()).st_blocks * 512 < _LOCK_BYTES:
-                    os.posix_fallocate(stream.fileno(), 0, _LOCK_BYTES)
-            return lmdb.open(str(self._path), **options)
-        except (OSError, lmdb.Error) as error:
-            text = str(error)
-            denied = isinstance(error, OSError | lmdb.ReadonlyError) or "Read-only" in text or "Permission" in text
-            if write or not denied:
-                raise
-            return lmdb.open(str(self._path), lock=False, **options)
 
     def entries(self, prefix: bytes = RECORDS) -> Iterator[tuple[int, bytes]]:
         """Ids and values of all entries with this prefix, in the order of ids."""
@@ -185,26 +165,53 @@ class Catalogue:
     def corrupt(self, why: str) -> DatabaseCorruptError:
         return DatabaseCorruptError(f"{self._path}: {why}.", RESTORE)
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Turn errors of LMDB and of the system into errors of this library."""
-        try:
-            yield
-        except (lmdb.Error, OSError) as error:
-            raise self._named(error) from error
+    def _naming(self) -> AbstractContextManager[None]:
+        return naming(self._path)
 
-    def _named(self, error: Exception) -> DatabaseError:
+
+def open_lmdb(path: Path, write: bool) -> Any:
+    """The environment in a folder of its own. lmdb.Error, OSError: as they come."""
+    # Format 0.9 is what every lmdb reads; readers on a read-only file system cannot take the reader lock.
+    options: dict[str, Any] = {"map_size": _MAP_BYTES, "subdir": True, "max_dbs": 0}
+    if write:
+        path.mkdir(exist_ok=True)
+    else:
+        options |= {"readonly": True, "create": False}
+    try:
+        # LMDB maps its lock file and writes: without blocks, on a full disk, that would be SIGBUS.
+        with (path / "lock.mdb").open("ab") as stream:
+            if os.fstat(stream.fileno()).st_blocks * 512 < _LOCK_BYTES:
+                os.posix_fallocate(stream.fileno(), 0, _LOCK_BYTES)
+        return lmdb.open(str(path), **options)
+    except (OSError, lmdb.Error) as error:
         text = str(error)
-        full = isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in text
-        if not full and "Input/output error" in text:  # what LMDB makes of a write that ended early
-            with suppress(OSError):
-                room = os.statvfs(self._path)
-                full = room.f_bavail * room.f_frsize < _LOCK_BYTES
-        if full:
-            return StorageFullError(f"{self._path}: no room for the catalogue ({text}).", "free space and run again")
-        if isinstance(error, _DAMAGED):
-            return self.corrupt(f"LMDB says {text}")
-        return DatabaseError(f"{self._path}: LMDB says {text}.", "attmemo check " + str(self._path.parent))
+        denied = isinstance(error, OSError | lmdb.ReadonlyError) or "Read-only" in text or "Permission" in text
+        if write or not denied:
+            raise
+        return lmdb.open(str(path), lock=False, **options)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn errors of LMDB and of the system into errors of this library; `path` is that of the environment."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise _named(path, error) from error
+
+
+def _named(path: Path, error: Exception) -> DatabaseError:
+    text = str(error)
+    full = isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in text
+    if not full and "Input/output error" in text:  # what LMDB makes of a write that ended early
+        with suppress(OSError):
+            room = os.statvfs(path)
+            full = room.f_bavail * room.f_frsize < _LOCK_BYTES
+    if full:
+        return StorageFullError(f"{path}: no room for the catalogue ({text}).", "free space and run again")
+    if isinstance(error, _DAMAGED):
+        return DatabaseCorruptError(f"{path}: LMDB says {text}.", RESTORE)
+    return DatabaseError(f"{path}: LMDB says {text}.", "attmemo check " + str(path.parent))
 
 
 def read_records(path: Path, manifest: Manifest) -> Snapshot:

@@ -27,6 +27,11 @@ def default_path(fingerprint: str, reuse: str = "maps") -> Path:
     return cache_directory() / (fingerprint[:16] if reuse == "maps" else f"{fingerprint[:16]}-{reuse}")
 
 
+def filling_path(fingerprint: str) -> Path:
+    """Where the database of a model fills itself when the user names no place."""
+    return cache_directory() / f"{fingerprint[:16]}-filling"
+
+
 def kept_in(manifest: Manifest) -> str:
     """The kind of reuse that a database serves: ``"rows"`` or ``"maps"``."""
     return "rows" if manifest.layers_kept(KIND_ROWS) else "maps"

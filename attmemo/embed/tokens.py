@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -73,11 +74,21 @@ class _Shelf:
         starts[row + 1], vectors[row], numbers[row], living[row] = end, vector, number, True
         return _Shelf(*_parts(self.room, row + 1, end), self.room, self.alive + 1)
 
-    def larger(self, tokens: int) -> _Shelf:
-        """The living rows in new arrays, with as much room again, and for so many tokens more."""
+    def with_rows(self, tokens: Tokens, lengths: Ints, vectors: Vectors, numbers: Ints) -> _Shelf:
+        """Rows more, their tokens one behind the other; there must be room."""
+        row, end = len(self.numbers), len(self.tokens) + len(tokens)
+        rows = slice(row, row + len(numbers))
+        all_tokens, starts, all_vectors, all_numbers, living = self.room
+        all_tokens[len(self.tokens) : end] = tokens
+        starts[rows.start + 1 : rows.stop + 1] = len(self.tokens) + np.cumsum(lengths)
+        all_vectors[rows], all_numbers[rows], living[rows] = vectors, numbers, True
+        return _Shelf(*_parts(self.room, rows.stop, end), self.room, self.alive + len(numbers))
+
+    def larger(self, tokens: int, more: int = 0) -> _Shelf:
+        """The living rows in new arrays, with as much room again, and for so many tokens and rows more."""
         lengths, kept = np.diff(self.starts), self.living
         own, rows = self.tokens[np.repeat(kept, lengths)], int(kept.sum())
-        room = _Shelf.empty(max(FEWEST, 2 * rows), 2 * (len(own) + tokens), self.vectors.shape[1]).room
+        room = _Shelf.empty(max(FEWEST, 2 * rows + more), 2 * (len(own) + tokens), self.vectors.shape[1]).room
         room[0][: len(own)] = own
         room[1][1 : rows + 1] = np.cumsum(lengths[kept])
         room[2][:rows], room[3][:rows], room[4][:rows] = self.vectors[kept], self.numbers[kept], True
@@ -127,10 +138,10 @@ class _Graph:
         self._lock = threading.Lock()
         self.next = 0
 
-    def catch_up(self, shelf: _Shelf) -> None:
-        """Add the next few records of the shelf. Places of removed records are used again."""
+    def catch_up(self, shelf: _Shelf, most: int) -> None:
+        """Add the next records of the shelf, so many at most. Places of removed records are used again."""
         first = int(np.searchsorted(shelf.numbers, self.next))
-        for row in range(first, min(first + LINKED, len(shelf.numbers))):
+        for row in range(first, min(first + most, len(shelf.numbers))):
             number = int(shelf.numbers[row])
             if shelf.living[row]:
                 with self._lock:
@@ -211,14 +222,57 @@ class TokenIndex:
         vector = self.sketch(tokens, np.array([0, len(tokens)], np.int64))[0]
         with self._writing:
             number = self._next
-            self._next += 1
-            shelf = self._shelf if self._shelf.has_room(len(tokens)) else self._shelf.larger(len(tokens))
-            self._shelf = shelf = shelf.with_row(tokens, vector, number)
-            if self._graph is None and self._has_graphs and len(self) >= GRAPH_FROM:
-                self._graph = _Graph(self.sketch.dimensions)
-            if self._graph is not None:
-                self._graph.catch_up(shelf)
+            self._add(tokens, vector, number)
         return number
+
+    def extend(self, records: Sequence[Tokens], numbers: Sequence[int]) -> None:
+        """Add records under numbers of one's own, which rise. ValueError: other tokens, or a number below `next`."""
+        if not records:
+            return
+        lengths, own = np.array([len(tokens) for tokens in records], np.int64), np.asarray(numbers, np.int64)
+        tokens = np.concatenate(records)
+        vectors = self.sketch(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        with self._writing:
+            if own[0] < self._next or (np.diff(own) <= 0).any():
+                raise ValueError(f"numbers of records rise, from {self._next} on; seen {own[:8].tolist()}…")
+            shelf = self._shelf
+            if len(shelf.numbers) + len(own) > len(shelf.room[3]) or not shelf.has_room(len(tokens)):
+                shelf = shelf.larger(len(tokens), len(own))
+            self._next = int(own[-1]) + 1
+            self._shelf = shelf.with_rows(tokens, lengths, vectors, own)
+            self._link(LINKED * len(records) if len(records) < FEWEST else LINKED)
+
+    def _add(self, tokens: Tokens, vector: Vectors, number: int) -> None:
+        self._next = number + 1
+        shelf = self._shelf if self._shelf.has_room(len(tokens)) else self._shelf.larger(len(tokens))
+        self._shelf = shelf.with_row(tokens, vector, number)
+        self._link(LINKED)
+
+    def link(self, most: int) -> bool:
+        """Let the graph catch up by so many records; False: it has them all, or there is none.
+
+        For a thread that has time. Whatever adds records does a little of it too.
+        """
+        with self._writing:
+            self._link(most)
+            return self._graph is not None and self._graph.next < self._next
+
+    def _link(self, most: int) -> None:
+        if self._graph is None and self._has_graphs and len(self) >= GRAPH_FROM:
+            self._graph = _Graph(self.sketch.dimensions)
+        if self._graph is not None:
+            self._graph.catch_up(self._shelf, most)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: a lock may be held by a thread that is not here."""
+        self._writing = threading.Lock()
+        self._graph = None  # the thread may have been inside of it; it is made anew by and by
+
+    def numbers(self) -> list[int]:
+        """All records."""
+        shelf = self._shelf
+        found: list[int] = shelf.numbers[shelf.living].tolist()
+        return found
 
     def remove(self, number: int) -> None:
         """Forget a record; KeyError if there is no such record. Its memory is used again when the arrays are full."""

@@ -3,9 +3,9 @@
 A change is what an input has in a slot where its record has something else (`attmemo.kernels.changes`). It is verified
 if the same two values were seen there before and the answer stayed, or if both have been harmless there: numbers as
 such, words by a chain of changes that leads from one to the other ("up" for "started" and "down" for "stopped" say
-nothing of "down" for "up"). A slot is *free* once enough different values were harmless in it: then any value may stand there. A number is free after
-few values. A word needs more of them, and then the answer must be surer (`attmemo.guard.margin`): "Accepted" for
-"Failed" is hardly more harmless for "Closed" having been.
+nothing of "down" for "up"). A slot is *free* once enough different values were harmless in it: then any value may
+stand there. A number is free after few values. A word needs more of them, and then the answer must be surer
+(`attmemo.guard.margin`): "Accepted" for "Failed" is hardly more harmless for "Closed" having been.
 
 An answer that changed is held against the slots that are known least. Such a slot needs many times more values.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,26 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Adapter
-from attmemo.db import KIND_ROWS, Database
+from attmemo.db import KIND_ROWS, Database, ModelInfo
+from attmemo.db.filling import Filling
+from attmemo.db.forms import ROW_STORAGE, TYPES
+from attmemo.db.pool import Pool
+from attmemo.db.shared_pool import SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
+from attmemo.fingerprint import check_fields, model_fields
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
-from attmemo.guarded import Guarded
+from attmemo.guarded import KEY, Guarded
+from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
+from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
 from attmemo.planner.rows import THRESHOLD
 from attmemo.reuse.growing import GrowingRows
-from attmemo.reuse.row_store import DatabaseRows, RowStore
+from attmemo.reuse.packed import Packed
+from attmemo.reuse.row_layout import RowLayout
+from attmemo.reuse.row_store import DatabaseRows
 from attmemo.reuse.rows import Rows
 from attmemo.selfchecks.answers import check_answers
 from attmemo.selfchecks.blocks import check_stack
@@ -77,18 +88,47 @@ class Guarding:
         return cls(budget, confidence, answers, tokenizer)
 
 
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Where records come from, and where new ones go.
+
+    Parameters
+    ----------
+    prepared : Database or None
+        Records that were built before.
+    owned : bool
+        Whether the handle closes it.
+    folder : path or None
+        Of a database that fills itself; None: in memory.
+    fills : bool
+        Whether new records are kept.
+    max_bytes : int or None
+        Most bytes of new records.
+    """
+
+    prepared: Database | None = None
+    owned: bool = False
+    folder: Path | None = None
+    fills: bool = True
+    max_bytes: int | None = None
+
+    @property
+    def grow(self) -> bool:
+        """Whether there may be more records than the prepared ones."""
+        return self.fills or self.folder is not None
+
+
 def prepare_rows(
-    encoder: nn.Module, outer: Any, adapter: Adapter, opened: Database | None, *, owned: bool, threshold: Any,
-    rule: Rule, gate: bool, guarding: Guarding | None, max_bytes: int | None,
+    encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
+    guarding: Guarding | None,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
-    `outer` is what the caller holds: the model itself, or a wrapper around it. Without a database, records are kept in
-    memory.
+    `outer` is what the caller holds: the model itself, or a wrapper around it.
     """
     share = _share(threshold)
     packed = packed_of(encoder, adapter, "rows")
-    blocks = packed.blocks
+    blocks, opened = packed.blocks, records.prepared
     if opened is not None and opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
         raise DatabaseError(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
@@ -96,23 +136,28 @@ def prepare_rows(
         )
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)
-        storage = (packed.dtype, packed.dtype) if prepared is None else prepared.storage
-        store: RowStore
-        if guarding is None and prepared is not None:
-            store, planner = prepared, RowPlanner(prepared.index, share, rule, relative=blocks.relative, gated=gate)
+        store: DatabaseRows | GrowingRows
+        if prepared is not None and (guarding is None or not records.grow):
+            store = prepared
         else:
-            if guarding is None:
-                raise ValueError("database=':memory:' fills itself with what the guard verifies: it needs a budget")
+            if guarding is None and records.fills:
+                raise ValueError(
+                    "a database fills itself with what the guard verifies: give a budget, or only read with fill=False"
+                )
+            store = _growing(encoder, adapter, packed, records, prepared)
+        undo.callback(store.close)
+        storage = store.storage
+        if guarding is None:
+            planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
+        else:
             kinds = _kinds(guarding.tokenizer, outer, encoder)
-            store = GrowingRows(storage, blocks.heads, prepared, max_bytes)
             planner = GuardedPlanner(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
                 rounds=any(kind.itemsize < packed.dtype.itemsize for kind in storage),
             )  # fmt: skip
-        undo.callback(store.close)
         reuse = Rows(blocks, packed, store)
-        handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=owned)
+        handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
         check_stack(handle, adapter, encoder)
         check_rows(handle, adapter, encoder, storage)
         if guarding is not None:  # only now: what the checks ask must not be learned
@@ -121,28 +166,94 @@ def prepare_rows(
             check_answers(whole, guarding.answers, adapter, encoder)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
+            named = isinstance(guarding.answers.rule, str)  # a function may be another one next time
+            answering = {
+                "head": head_of(whole, adapter.host(encoder)), "vectors": guarding.answers.are_vectors,
+                "answer": guarding.answers.name,
+            }  # fmt: skip
             keeper = None
-            if opened is not None and isinstance(guarding.answers.rule, str):  # a function may be another next time
-                settings = {
-                    "head": head_of(whole, adapter.host(encoder)), "vectors": guarding.answers.are_vectors,
-                    "answer": guarding.answers.name, "min_cosine": guarding.answers.min_cosine,
+            folder = records.folder if opened is None else opened.path
+            if folder is not None and named:
+                settings = answering | {
+                    "min_cosine": guarding.answers.min_cosine,
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
                     "near": rule.near, "most_moved": rule.most_moved, "dtype": str(packed.dtype),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
-                keeper = Keeper(planner.guard, ledger_of(opened.path, settings))
+                keeper = Keeper(planner.guard, ledger_of(folder, settings))
                 undo.callback(keeper.close)
-            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse), keeper)
+            key = _digest(answering).digest()[:KEY] if named else os.urandom(KEY)
+            growing = store if isinstance(store, GrowingRows) else None
+            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse, growing, key), keeper)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
     return handle
 
 
+def _growing(
+    encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, prepared: DatabaseRows | None
+) -> GrowingRows:
+    """The store of records that come while the model serves."""
+    own = str(packed.dtype).removeprefix("torch.")
+    pool: Pool
+    if records.folder is None:
+        pool, storage = Pool(bound_of(records.max_bytes)), (packed.dtype, packed.dtype)
+        storage = storage if prepared is None else prepared.storage
+    else:
+        filling = None
+        if records.fills:
+            word = own if records.prepared is None else records.prepared.manifest.storage
+            filling = Filling.of(model_info(encoder, adapter), word)
+        pool = SharedPool(
+            records.folder, bound_of(records.max_bytes, records.folder), filling, fills=records.fills
+        )  # fmt: skip
+        check_fields(pool.filling.model.fields, model_fields(adapter.host(encoder)), pool.path)
+        kinds = ROW_STORAGE[pool.filling.storage]
+        storage = TYPES[kinds[0]], TYPES[kinds[1]]
+        if prepared is not None and prepared.storage != storage:
+            pool.close()
+            raise DatabaseError(
+                f"{records.folder} keeps rows in {pool.filling.storage}, the prepared database in others.",
+                "fill another folder",
+            )
+    blocks = packed.blocks
+    layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, storage)
+    return GrowingRows(pool, layout, prepared, fills=records.fills)
+
+
+def bound_of(max_bytes: int | None, folder: Path | None = None) -> int:
+    """Most bytes of new records.
+
+    By default an eighth of the free memory, and if they lie in a folder also at most a tenth of the disk's free bytes.
+    ValueError: no whole number of bytes.
+    """
+    if max_bytes is None:
+        free = free_memory() // 8
+        while folder is not None and not folder.exists():
+            folder = folder.parent
+        return free if folder is None else min(free, shutil.disk_usage(folder).free // 10)
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+        raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
+    return max_bytes
+
+
+def model_info(encoder: nn.Module, adapter: Adapter) -> ModelInfo:
+    """What a database that fills itself says about its model."""
+    host = adapter.host(encoder)
+    config: Any = host.config
+    longest = getattr(config, "max_position_embeddings", None)
+    longest = longest if isinstance(longest, int) and longest > 0 else 1 << 20
+    return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, None)
+
+
 def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:
     """The file of the guard with these settings, beside the records of a database."""
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    return Ledger(database / GUARDS / f"{key}.safetensors", settings)
+    return Ledger(database / GUARDS / f"{_digest(settings).hexdigest()[:16]}.safetensors", settings)
+
+
+def _digest(settings: dict[str, Any]) -> Any:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
 
 
 def head_of(model: nn.Module, host: nn.Module) -> str:

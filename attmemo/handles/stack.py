@@ -91,7 +91,8 @@ class StackMemoization(Memoization):
             ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by
             reason), ``ineligible`` (sequences that the original code computed, by reason), ``failures`` (sequences
             after an error, by the error's text), ``weight_bytes`` (of weights made ready, beside the model's own),
-            ``records`` and ``record_bytes`` (in memory), and ``guard`` (see docs/guard.md; None without a budget).
+            ``records`` and ``record_bytes`` (that came while models served), ``offered`` (sequences that could have
+            become records, by what became of them), and ``guard`` (see docs/guard.md; None without a budget).
         """
         counters = self.engine.counters.copy()
         done = counters.done
@@ -117,11 +118,21 @@ class StackMemoization(Memoization):
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
         }
 
-    def _growth(self) -> dict[str, int]:
+    def flush(self, seconds: float = 60.0) -> bool:
+        """Wait until what requests have handed over is stored, and can be found; False: it takes longer."""
+        store = self._store
+        return store is None or store.flush(seconds)
+
+    @property
+    def _store(self) -> GrowingRows | None:
         store = getattr(self.engine.reuse, "store", None)
-        if not isinstance(store, GrowingRows):
-            return {"records": 0, "record_bytes": 0}
-        return {"records": len(store), "record_bytes": store.nbytes}
+        return store if isinstance(store, GrowingRows) else None
+
+    def _growth(self) -> dict[str, Any]:
+        store = self._store
+        if store is None:
+            return {"records": 0, "record_bytes": 0, "offered": {}}
+        return {"records": len(store), "record_bytes": store.nbytes, "offered": store.done}
 
     def __repr__(self) -> str:
         state = "on" if self.enabled else "off"

@@ -53,6 +53,7 @@ class Asking:
     def __init__(self, given: Sequence[Chosen | None] | None = None) -> None:
         self.given, self.planned, self.batch = given, False, 0
         self.chosen: dict[int, Chosen] = {}  # by sequence
+        self.changed: set[int] = set()  # sequences whose answer a record changed
 
     def where(self, *verdicts: Verdict) -> list[int]:
         """Sequences with one of these verdicts."""

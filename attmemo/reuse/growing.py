@@ -1,12 +1,17 @@
-"""Records that come while the model serves, in memory, in front of those of a prepared database if there is one.
+"""Records that come while the model serves, in front of those of a prepared database if there is one.
 
-Memory is bounded. A record that was not used since the hand passed it last goes first (SIEVE,
-Zhang et al., NSDI 2024).
+    a request ──► offers (references to what was computed) ──► the filler's thread: kept, if they are not yet
+    the pool's news (own, and those of other processes) ──► the index, where the next request finds them
 """
 
 from __future__ import annotations
 
-import threading
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,14 +19,54 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attmemo.db.pool import Entry, Kept, News, Pool
 from attmemo.embed.tokens import TokenIndex
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
-from attmemo.memory import free_memory
-from attmemo.reuse.row_store import DatabaseRows, Fetched, Held, Ints, Record, RowStore
+from attmemo.reuse.filler import Filler
+from attmemo.reuse.row_layout import Placed, RowLayout
+from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, Record, RowStore
 
-SHARE: Final = 0.125
-"""Share of the memory that is free at first which records may take."""
+_LOG = logging.getLogger("attmemo")
+
+DAMAGED: Final = "damaged"
+KNOWN: Final = "stored before"
+LARGE: Final = "larger than the database may be"
+SPARE: Final = "another serves, and there is no room"
+
+_LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
+
+
+@dataclass(slots=True)
+class Offer:
+    """A sequence that was computed whole, as its request hands it over.
+
+    Parameters
+    ----------
+    tokens : int32 [n]
+    part : slice
+        Its rows in the tensors of the batch.
+    layers : list of (keys, values)
+        Of the whole batch, ``[N, H]`` each.
+    last : Tensor [N, H]
+        Last hidden states of the whole batch.
+    note : bytes
+        Kept with the record.
+    spare : bool
+        A record could have served the sequence: keep it only if nothing has to go for it.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    part: slice
+    layers: list[tuple[Tensor, Tensor]]
+    last: Tensor
+    note: bytes = b""
+    spare: bool = False
+
+    def record(self, layout: RowLayout) -> Record:
+        """The record in the types of a layout."""
+        rows = torch.stack([torch.stack((keys[self.part], values[self.part])) for keys, values in self.layers])
+        return Record.pack(self.tokens, rows, self.last[self.part].clone(), layout.storage, layout.heads)
 
 
 class GrowingRows(RowStore):
@@ -29,14 +74,13 @@ class GrowingRows(RowStore):
 
     Parameters
     ----------
-    storage : (torch.dtype, torch.dtype)
-        Types of K and V, and of the last hidden states.
-    heads : int
-        Of the model; scales of rows in 8 bits are kept by head.
+    pool : Pool
+        Where records are kept.
+    layout : RowLayout
     base : DatabaseRows, optional
         Records that are there already. Their numbers come first.
-    max_bytes : int, optional
-        Most bytes of records in memory. Default: an eighth of the free memory.
+    fills : bool
+        Whether what is offered is kept.
 
     Attributes
     ----------
@@ -45,93 +89,188 @@ class GrowingRows(RowStore):
     """
 
     def __init__(
-        self, storage: tuple[torch.dtype, torch.dtype], heads: int, base: DatabaseRows | None = None,
-        max_bytes: int | None = None,
-    ) -> None:  # fmt: skip
-        if max_bytes is None:
-            max_bytes = int(SHARE * free_memory())
-        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
-            raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
-        self.storage, self.max_bytes = storage, max_bytes
+        self, pool: Pool, layout: RowLayout, base: DatabaseRows | None = None, *, fills: bool = True
+    ) -> None:
+        self.pool, self.layout, self.fills = pool, layout, fills
         self.index = TokenIndex() if base is None else base.index
-        self._heads, self._base = heads, base
+        self.kept: Counter[str] = Counter()  # what became of offers
+        self._base = base
         self._first = self.index.next
-        self._held: dict[int, Record] = {}  # by number, oldest first
-        self._used: set[int] = set()  # since the hand passed
-        self._hand: int | None = None
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._sound: set[int] = set()  # records whose bytes were compared with their checksum
+        self._told: set[str] = set()
+        self._anew = False
+        self._learn(pool.news())
+        self._filler: Filler[Offer] = Filler(self._fill)
+        os.register_at_fork(after_in_child=_Child(self))
+
+    @property
+    def storage(self) -> tuple[torch.dtype, torch.dtype]:
+        """Types of K and V, and of the last hidden states."""
+        return self.layout.storage
 
     @property
     def nbytes(self) -> int:
-        """Bytes of records in memory."""
-        return self._bytes
+        """Bytes that the records take."""
+        return self.pool.nbytes
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.pool)
 
-    def add(self, tokens: npt.NDArray[np.int32], rows: Tensor, last: Tensor) -> int | None:
-        """Keep an exactly computed sequence; one that fits nowhere is left out."""
-        record = Record.pack(tokens, rows, last, self.storage, self._heads)
-        if record.nbytes > self.max_bytes:
-            return None
-        with self._lock:
-            while self._bytes + record.nbytes > self.max_bytes:
-                self._evict()
-            number = self.index.next
-            self._held[number] = record  # before it can be found
-            try:
-                self.index.add(tokens)
-            except BaseException:
-                del self._held[number]
-                raise
-            self._bytes += record.nbytes
-        return number
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """Have these sequences of one batch kept; returns at once."""
+        if self.fills and offers:
+            held = {id(offers[0].last): offers[0].last} | {
+                id(part): part for pair in offers[0].layers for part in pair[:1]
+            }
+            self._filler.offer(offers, sum(part.untyped_storage().nbytes() for part in held.values()))
 
-    def _evict(self) -> None:
-        """Drop the next record, from the oldest on, that was not used since the hand passed it last."""
-        numbers = list(self._held)
-        place = 0 if self._hand is None else int(np.searchsorted(numbers, self._hand))
-        while True:
-            number = numbers[place % len(numbers)]
-            if number not in self._used:
-                break
-            self._used.discard(number)
-            place += 1
-        self._hand = number + 1
-        self._bytes -= self._held.pop(number).nbytes  # first: a record that cannot be found must not be fetched
-        self.index.remove(number)
+    def flush(self, seconds: float = 60.0) -> bool:
+        """Wait until all that was offered is kept or left out; False: it takes longer."""
+        return self._filler.flush(seconds)
+
+    def note_of(self, record: int) -> bytes:
+        """What was kept with a record; nothing if there is no such record."""
+        kept = self.pool.records.get(record - self._first)
+        return b"" if kept is None else kept.note
+
+    @property
+    def done(self) -> dict[str, int]:
+        """What became of offers: kept, or why not."""
+        return dict(self.kept + self._filler.skipped)
+
+    # ---- the filler's thread ----
+
+    def _fill(self, offers: Sequence[Offer]) -> None:
+        """Keep what no record serves; and learn what others have kept."""
+        chosen: list[Offer] = []
+        try:
+            if not offers:
+                self._learn(self._news())
+                self.index.link(_LINKED)
+                return
+            chosen = self._chosen(offers)
+            entries = [
+                Entry(one.tokens.copy(), self.layout.body_of(one.record(self.layout)), one.note) for one in chosen
+            ]  # a copy: the tokens of the whole batch would be held
+            if entries:
+                self._learn(self._news())
+                news = self.pool.add(entries)
+                self._sound |= {kept.number for kept in news.added}
+                self._learn(news)
+                self.kept["kept"] += len(entries)
+        except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
+            self.kept[type(error).__name__] += len(chosen)
+            self._tell(type(error).__name__, f"new records are not kept: {error}")
+
+    def _news(self) -> News:
+        """The pool's news; in a forked child, all that the index does not have."""
+        news, anew, self._anew = self.pool.news(), self._anew, False
+        if not anew:
+            return news
+        known = {number - self._first for number in self.index.numbers() if number >= self._first}
+        records = dict(self.pool.records)
+        return News([records[number] for number in sorted(records.keys() - known)], sorted(known - records.keys()))
+
+    def _chosen(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Those that are not stored yet, each once.
+
+        Sequences that are much alike are all kept: of log lines, neighbours of a batch serve .05 more than one of
+        them alone (docs/filling.md).
+        """
+        found: dict[bytes, Offer] = {}
+        for one in offers:
+            if not all(bool(torch.isfinite(part[one.part]).all()) for part in (one.last, *one.layers[-1])):
+                self.kept["not finite"] += 1
+            elif one.tokens.tobytes() in found or self._is_stored(one.tokens):
+                self.kept[KNOWN] += 1
+            elif not self.pool.fits(self.layout.nbytes(len(one.tokens))):
+                self.kept[LARGE] += 1
+            elif one.spare and not self.pool.has_room:
+                self.kept[SPARE] += 1
+            else:
+                found[one.tokens.tobytes()] = one
+        return list(found.values())
+
+    def _is_stored(self, tokens: npt.NDArray[np.int32]) -> bool:
+        near = self.index.candidates(tokens, np.array([0, len(tokens)], np.int64), 4)
+        return any(np.array_equal(near.shelf.tokens_of(row), tokens) for row in near.rows[0].tolist() if row >= 0)
+
+    def _learn(self, news: News) -> None:
+        """Let what came be found, and what went no more."""
+        numbers = [self._first + kept.number for kept in news.added]
+        self.index.extend([kept.tokens for kept in news.added], numbers)
+        for number in news.removed:
+            self._sound.discard(number)
+            if self._first + number in self.index:
+                self.index.remove(self._first + number)
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Warn once of each kind of trouble."""
+        if kind not in self._told:
+            self._told.add(kind)
+            _LOG.warning("attmemo: %s", text)
+
+    # ---- requests ----
 
     def fetch(self, records: Ints) -> Fetched:
-        """Rows of these records. DatabaseError: a record was dropped since it was found."""
+        """Rows of these records. DatabaseError: a record was dropped since it was found, or is damaged."""
         own = records >= self._first
-        held: list[Record | None] = [None] * len(records)
+        held: list[Kept | None] = [None] * len(records)
         for place in np.flatnonzero(own).tolist():
-            number = int(records[place])
-            found = self._held.get(number)
-            if found is None:
-                raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
-            held[place] = found
-            self._used.add(number)
+            held[place] = self._get(int(records[place]))
         if self._base is None or (own | (records < 0)).all():
-            return Held(held)
+            return Placed(self.layout, held)
         prepared = self._base.fetch(np.where(own, -1, records))
-        return prepared if not own.any() else _Both(prepared, Held(held), own)
+        return prepared if not own.any() else _Both(prepared, Placed(self.layout, held), own)
+
+    def _get(self, record: int) -> Kept:
+        number = record - self._first
+        kept = self.pool.records.get(number)
+        if kept is None:
+            raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
+        if number not in self._sound:
+            if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
+                if record in self.index:
+                    self.index.remove(record)  # it is never found again; the file is left to `attmemo check`
+                self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
+                raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
+            self._sound.add(number)
+        kept.segment.hit(kept.place)
+        return kept
 
     def close(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self._bytes = 0
+        self._filler.close()
+        self.pool.close()
+        self._sound = set()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: threads are gone, and locks may be held by them."""
+        self._anew = True
+        self.index.leave_to_parent()
+        self.pool.leave_to_parent()
+        self._filler.leave_to_parent()
+
+
+class _Child:
+    """Renews a store in a forked child; keeps no store alive."""
+
+    def __init__(self, store: GrowingRows) -> None:
+        self._store = weakref.ref(store)
+
+    def __call__(self) -> None:
+        store = self._store()
+        if store is not None:
+            store.leave_to_parent()
 
 
 class _Both:
     """Rows of a batch of which some records are prepared and some are not."""
 
-    def __init__(self, prepared: Fetched, held: Held, own: npt.NDArray[np.bool_]) -> None:
-        self._prepared, self._held, self._own = prepared, held, own
+    def __init__(self, prepared: Fetched, placed: Fetched, own: npt.NDArray[np.bool_]) -> None:
+        self._prepared, self._placed, self._own = prepared, placed, own
 
     def layer(self, number: int) -> Stored:
-        a, b, own = self._prepared.layer(number), self._held.layer(number), self._own
+        a, b, own = self._prepared.layer(number), self._placed.layer(number), self._own
         scales: list[npt.NDArray[np.uint64] | None] = [None, None]
         if a.key_scales is not None and b.key_scales is not None:
             assert a.value_scales is not None
@@ -144,4 +283,4 @@ class _Both:
 
     def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
         prepared, dtype = self._prepared.last()
-        return np.where(self._own, self._held.last()[0], prepared), dtype
+        return np.where(self._own, self._placed.last()[0], prepared), dtype

@@ -92,15 +92,6 @@ class RowStore(Protocol):
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records, ``[B]``; -1: none."""
 
-    def add(self, tokens: npt.NDArray[np.int32], rows: Tensor, last: Tensor) -> int | None:
-        """Keep an exactly computed sequence: K and V ``[layers, 2, n, H]`` and last hidden states ``[n, H]``.
-
-        Returns the number of the record; None: it was not kept.
-
-        A store that does not grow keeps none.
-        """
-        return None
-
     def close(self) -> None:
         """Give everything back."""
 

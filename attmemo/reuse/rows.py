@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ from attmemo.errors import AttmemoError
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
+from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
 from attmemo.reuse.stack import Stack, places_of, put_back
@@ -50,8 +51,8 @@ class Rows(Stack):
     Attributes
     ----------
     thread : threading.local
-        `thread.reused`: whether this thread's last forward took rows of records. `thread.admitted`: numbers of the
-        records that its sequences became.
+        `thread.reused`: whether this thread's last forward took rows of records. `thread.admitted`: what its
+        sequences offer to become records, by place in the batch.
     """
 
     name: ClassVar[str] = "rows"
@@ -91,10 +92,7 @@ class Rows(Stack):
             fetch=None if fetched is None else fetched.layer, keep=kept if share.admitted else None,
         )  # fmt: skip
         done = perf_counter()
-        for place, tokens, rows, last in kept.records(found):
-            number = self.store.add(tokens, rows, last)
-            if number is not None:
-                self.thread.admitted[place] = number
+        self.thread.admitted = kept.offers(found)
         output = put_back(found, computed, call)
         if fetched is not None:
             supplied = np.flatnonzero(~fresh)
@@ -114,24 +112,21 @@ class Rows(Stack):
 
 
 class _Kept:
-    """Rows of sequences that are computed whole and become records."""
+    """What was computed for sequences that may become records: references, no copies."""
 
     def __init__(self, admitted: Mapping[int, npt.NDArray[np.int32]], starts: npt.NDArray[np.int64]) -> None:
-        self._parts = [
-            (place, tokens, slice(int(starts[place]), int(starts[place + 1]))) for place, tokens in admitted.items()
-        ]
-        self._rows: list[list[Tensor]] = [[] for _ in self._parts]
+        self._admitted, self._starts = admitted, starts
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for (_, _, part), rows in zip(self._parts, self._rows, strict=True):
-            rows.append(torch.stack((keys[part], values[part])))
+        self._layers.append((keys, values))
 
-    def records(self, last: Tensor) -> Iterator[tuple[int, npt.NDArray[np.int32], Tensor, Tensor]]:
-        """Of each sequence its place in the batch, tokens ``[n]``, K and V ``[layers, 2, n, H]``, last hidden states
-        ``[n, H]``.
-        """
-        for (place, tokens, part), rows in zip(self._parts, self._rows, strict=True):
-            yield place, tokens, torch.stack(rows), last[part].clone()
+    def offers(self, last: Tensor) -> dict[int, Offer]:
+        """By place in the batch."""
+        return {
+            place: Offer(tokens, slice(int(self._starts[place]), int(self._starts[place + 1])), self._layers, last)
+            for place, tokens in self._admitted.items()
+        }
 
 
 def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:

@@ -1,0 +1,158 @@
+"""Upkeep of databases that fill themselves: `attmemo forget`, `compact`, `merge`; and what `inspect` shows of them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attmemo.cli.console import Output, cell, output, size
+from attmemo.cli.options import DatabasePath, Json, Quiet
+
+if TYPE_CHECKING:
+    from attmemo.db.shared_pool import SharedPool
+
+Text = Annotated[list[str] | None, typer.Option(
+    "--text", metavar="TEXT", show_default=False,
+    help="Forget records that hold these words, one behind the other. May be given several times. Needs --model.",
+)]  # fmt: skip
+Before = Annotated[str | None, typer.Option(
+    "--before", metavar="DATE", show_default=False,
+    help="Forget records made before this moment: 2026-11-22, or 2026-11-22T18:00. Local time.",
+)]  # fmt: skip
+ModelName = Annotated[str | None, typer.Option(
+    "--model", metavar="NAME", show_default=False, help="The model whose tokenizer made the records."
+)]
+Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases whose records are added.")]
+
+
+def opened(db: Path, *, fills: bool) -> SharedPool:
+    """The pool of a folder; it may keep all that it holds."""
+    from attmemo.db.shared_pool import SharedPool
+
+    pool = SharedPool(db, 1 << 60, fills=fills)
+    pool.news()
+    return pool
+
+
+def forget(
+    db: DatabasePath, text: Text = None, before: Before = None, model: ModelName = None, json: Json = None,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Take records out of a database that fills itself.
+
+    None of their bytes is left in the folder. What guards have learned there is removed too: they learn again.
+    """
+    if not text and before is None:
+        raise typer.BadParameter("say what to forget: --text TEXT --model NAME, or --before DATE.")
+    if text and model is None:
+        raise typer.BadParameter("--text needs --model NAME: its tokenizer says which tokens a text has.")
+    until = None if before is None else _moment(before)
+    with output(json, quiet) as out:
+        from attmemo.db.upkeep import check, holds
+        from attmemo.db.upkeep import forget as take_out
+        from attmemo.handles.rows import GUARDS
+
+        runs = _runs(text or [], model)
+        pool = opened(db, fills=True)
+        try:
+            count = take_out(pool, lambda kept: (until is not None and kept.made < until)
+                             or any(holds(kept.tokens & 0xFFFFFF, run) for run in runs))  # fmt: skip
+            guards = 0
+            if count:
+                for file in (db / GUARDS).glob("*.safetensors"):
+                    file.unlink()
+                    guards += 1
+            findings = check(pool)
+        finally:
+            pool.close()
+        out.result({"path": str(db), "forgotten": count, "guards": guards, "ok": not findings})
+        sound = f"{len(findings):,} of the others are damaged" if findings else "all others match their checksums"
+        out.say(f"{db}: {count:,} records forgotten, {guards} guards begin anew, {sound}")
+
+
+def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
+    """Write the records of a database that fills itself anew, without gaps.
+
+    Models that serve from it go on. The folder needs room for both meanwhile.
+    """
+    with output(json, quiet) as out:
+        pool = opened(db, fills=True)
+        try:
+            before = pool.nbytes
+            pool.rewrite()
+            after, records = pool.nbytes, len(pool)
+        finally:
+            pool.close()
+        out.result({"path": str(db), "bytes_before": before, "bytes": after, "records": records})
+        out.say(f"{db}: {records:,} records, {size(before)} before, {size(after)} now")
+
+
+def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = False) -> None:
+    """Add the records of databases that fill themselves to another one, of the same model and storage."""
+    with output(json, quiet) as out:
+        from attmemo.db.upkeep import merge as put_in
+
+        pools = [opened(db, fills=True)]
+        try:
+            pools += [opened(other, fills=False) for other in others]
+            added = put_in(pools[0], pools[1:])
+            records = len(pools[0])
+        finally:
+            for pool in pools:
+                pool.close()
+        out.result({"path": str(db), "added": added, "records": records})
+        out.say(f"{db}: {added:,} records added, {records:,} in all")
+
+
+def show(out: Output, found: dict[str, Any]) -> None:
+    """What `attmemo inspect` shows of a database that fills itself."""
+    model, counts = found["model"], found["counts"]
+    rows = {
+        "model": model["name"],
+        "family": f"{model['family']}, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
+        "computed in": model["dtype"],
+        "fingerprint": model["fingerprint"],
+        "keeps": f"rows, stored as {found['storage']}; it fills itself",
+        "since": _when(found["made"]),
+        "records": f"{found['records']:,}, used {found['hits']:,} times",
+        "size": f"{size(found['bytes'])} in {found['segments']} segments, records {size(found['record_bytes'])}",
+        "so far": ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())) or "nothing was stored",
+    }
+    rows |= {f"guard of answer={guard['answer']}": guard["says"] for guard in found["guards"]}
+    out.table(found["path"], (), list(rows.items()))
+    ages = [
+        (f"up to {age['age']}" if age["age"] != "longer" else "longer", cell(age["records"]), cell(age["hits"]),
+         cell(age["never_used"]))
+        for age in found["ages"]
+    ]  # fmt: skip
+    if ages:
+        out.table("Records by age", ("age", "records", "used", "never used"), ages)
+
+
+def _when(moment: float) -> str:
+    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _moment(text: str) -> float:
+    try:
+        return datetime.datetime.fromisoformat(text).astimezone().timestamp()
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no date; write 2026-11-22 or 2026-11-22T18:00.") from None
+
+
+def _runs(texts: list[str], model: str | None) -> list[Any]:
+    """Token ids of texts, without those that begin and end an input."""
+    if not texts:
+        return []
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from attmemo.loading import quiet
+
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(str(model)))
+    return [np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in texts]

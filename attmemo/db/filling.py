@@ -1,0 +1,86 @@
+"""What a database that fills itself says about itself: a file that is written once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from attmemo.db.files import RESTORE, sync
+from attmemo.db.forms import ROW_STORAGE
+from attmemo.db.manifest import ModelInfo
+from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
+from attmemo.fields import Field
+
+FILLING: Final = "FILLING.json"
+FORMAT: Final = "attmemo-filling"
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What the records of a pool are."""
+
+    uuid: str
+    model: ModelInfo
+    storage: str  # of rows: a word of `ROW_STORAGE`
+    made: float  # seconds of the Unix epoch
+
+    @classmethod
+    def of(cls, model: ModelInfo, storage: str) -> Filling:
+        """For a new pool."""
+        return cls(uuid.uuid4().hex, model, storage, time.time())
+
+    def write(self, path: Path) -> None:
+        """Write it durably, unless another process was first: then the folder is of that one."""
+        text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1, sort_keys=True)
+        temporary = path / f"{FILLING}.{self.uuid}"
+        try:
+            with temporary.open("w") as stream:
+                stream.write(f"{text}\n{xxhash.xxh3_64_hexdigest(text.encode())}\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            with suppress(FileExistsError):
+                os.link(temporary, path / FILLING)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Filling:
+        """Of a folder. DatabaseNotFoundError: it is no pool; DatabaseCorruptError, FormatVersionError."""
+        file = path / FILLING
+        try:
+            text, checksum, rest = file.read_text().rsplit("\n", 2)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DatabaseNotFoundError(
+                f"{path} is no database that fills itself: it has no {FILLING}.",
+                f"memoize(model, database={str(path)!r}) makes one",
+            ) from error
+        except OSError as error:
+            raise DatabaseError(f"cannot read {file}: {error.strerror}", f"ls -l {file}") from error
+        except ValueError as error:
+            raise DatabaseCorruptError(f"{file}: no checksum line.", RESTORE) from error
+        if rest or checksum != xxhash.xxh3_64_hexdigest(text.encode()):
+            raise DatabaseCorruptError(f"{file}: checksum {checksum[:16]!r} does not fit.", RESTORE)
+        body = Field.parse(text, str(file), RESTORE)
+        if body["format"].value != FORMAT:
+            body["format"].refuse(repr(FORMAT))
+        if body.object().get("version") != VERSION:
+            what = f"{file} has format version {body.object().get('version')!r}; this attmemo reads {VERSION}."
+            raise FormatVersionError(what, "use the version that wrote it, or begin anew in another folder")
+        model, storage = ModelInfo.read(body["model"]), body["storage"].text(among=ROW_STORAGE)
+        made = body.object().get("made")
+        return cls(body["uuid"].text(), model, storage, float(made) if isinstance(made, int | float) else 0.0)
+
+
+def is_filling(path: os.PathLike[str] | str) -> bool:
+    """Whether a folder is a database that fills itself."""
+    return (Path(path) / FILLING).is_file()

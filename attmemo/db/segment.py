@@ -1,0 +1,211 @@
+"""A segment: the bytes of many records, one behind the other, in a mapped file or in memory.
+
+Bytes are only ever appended, and bytes of a published record never change. So a reader needs no lock: what it found
+stays where it is as long as it holds the segment, also after the file was removed. Space is given back by dropping
+whole segments.
+
+A file begins with a page that says what it is. Then come marks: for each record how often it was used, and when last.
+All processes write marks, without a lock: a count that is lost now and then does no harm.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from attmemo.db.files import write_all
+from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC: Final = b"attmemo-segment1"
+ALIGNED: Final = 64
+"""Records begin at multiples of so many bytes."""
+BYTES_PER_MARK: Final = 4096
+"""A segment has room for one record in so many bytes."""
+FEWEST_MARKS: Final = 64
+
+_HEAD = struct.Struct("<16sQQQ")  # magic, number, bytes of the file, marks
+_HEADER: Final = 4096
+_MARK = np.dtype([("hits", "<u4"), ("used", "<u4")])  # times, and seconds of the Unix epoch
+_RESTORE: Final = "attmemo check says which records are damaged; remove the database to begin anew"
+
+
+def marks_for(nbytes: int) -> int:
+    """Records that a segment of so many bytes has room for."""
+    return max(FEWEST_MARKS, nbytes // BYTES_PER_MARK)
+
+
+def start_of(marks: int) -> int:
+    """Where the first record begins in a segment with so many marks."""
+    return _round(_HEADER + marks * _MARK.itemsize, 4096)
+
+
+def bytes_for(record: int, usual: int) -> int:
+    """Bytes of a new segment that must hold a record of so many bytes; `usual` if this is enough."""
+    return max(usual, _round(record + start_of(FEWEST_MARKS) + record // 256, 4096))
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that a record takes."""
+    return _round(nbytes, ALIGNED)
+
+
+class Segment:
+    """Room for records, mapped once.
+
+    Attributes
+    ----------
+    number : int
+        Rising in the order in which segments were made.
+    nbytes : int
+        Bytes of the file, or of the memory.
+    start : int
+        Offset of the first record.
+    marks : structured array [m] or None
+        ``hits`` and ``used`` of each record, shared by all processes; None: they cannot be written here.
+    """
+
+    def __init__(self, number: int, nbytes: int, memory: mmap.mmap, path: Path | None = None, *, marked: bool) -> None:
+        self.number, self.nbytes, self.path, self._memory = number, nbytes, path, memory
+        self.room = marks_for(nbytes)
+        self.start = start_of(self.room)
+        self._bytes: Bytes = np.frombuffer(memory, np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        self.marks: npt.NDArray[Any] | None = None
+        if marked:
+            self.marks = np.frombuffer(memory, _MARK, self.room, _HEADER)
+            self._bytes.flags.writeable = False  # records are written otherwise
+
+    @classmethod
+    def in_memory(cls, number: int, nbytes: int) -> Segment:
+        """A segment that no file stands behind, in pages of 2 MiB where they can be had."""
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return cls(number, nbytes, memory, marked=True)
+
+    @classmethod
+    def create(cls, path: Path, number: int, nbytes: int) -> Segment:
+        """A new file, its space taken from the disk at once. OSError: there is no such space."""
+        with suppress(FileNotFoundError):
+            path.unlink()  # left by a process that did not live to publish it
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            write_all(fd, _HEAD.pack(MAGIC, number, nbytes, marks_for(nbytes)), 0)
+            return cls(number, nbytes, mmap.mmap(fd, nbytes), path, marked=True)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        finally:
+            os.close(fd)  # the mapping has a descriptor of its own
+
+    @classmethod
+    def open(cls, path: Path, number: int, nbytes: int) -> Segment:
+        """A published file.
+
+        DatabaseCorruptError, DatabaseTruncatedError: it is not what the catalogue says; DatabaseError: a limit.
+        """
+        marked = True
+        try:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                fd, marked = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                raise DatabaseTruncatedError(
+                    f"{path} has {os.fstat(fd).st_size} bytes, expected {nbytes}.", _RESTORE
+                )
+            head = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
+            if head != (MAGIC, number, nbytes, marks_for(nbytes)) or nbytes <= start_of(marks_for(nbytes)):
+                raise DatabaseCorruptError(f"{path} begins with {head}, expected segment {number}.", _RESTORE)
+            access = mmap.ACCESS_WRITE if marked else mmap.ACCESS_READ
+            return cls(number, nbytes, mmap.mmap(fd, nbytes, access=access), path, marked=marked)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        finally:
+            os.close(fd)
+
+    def write(self, offset: int, body: Bytes) -> None:
+        """Put the bytes of a record at an offset where no record is. OSError: the disk refuses."""
+        if self.path is None:
+            np.frombuffer(self._memory, np.uint8)[offset : offset + len(body)] = body
+            return
+        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # not through the mapping: a full disk would be a signal
+        try:
+            write_all(fd, body.tobytes(), offset)
+        finally:
+            os.close(fd)
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        if self.path is not None:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file is as long as it was. Reading a page that it no longer has would end the process."""
+        return self.path is None or self._memory.size() >= self.nbytes
+
+    def check_whole(self) -> None:
+        """DatabaseTruncatedError: the file is shorter than it was."""
+        if not self.is_whole:
+            raise DatabaseTruncatedError(f"{self.path} was cut to {self._memory.size()} bytes.", _RESTORE)
+
+    def bytes_at(self, offset: int, nbytes: int) -> Bytes:
+        """The bytes of a record, where they lie. DatabaseTruncatedError, as all below."""
+        self.check_whole()
+        return self._bytes[offset : offset + nbytes]
+
+    def hit(self, place: int) -> None:
+        """Record number `place` of the segment was used."""
+        self.check_whole()
+        if self.marks is not None:
+            self.marks["hits"][place] += 1
+            self.marks["used"][place] = int(time.time()) & 0xFFFFFFFF
+
+    def hits(self, place: int) -> int:
+        """How often a record was used since it was written here."""
+        self.check_whole()
+        return 0 if self.marks is None else int(self.marks["hits"][place])
+
+    def used(self, place: int) -> float:
+        """When a record was used last, seconds of the Unix epoch; 0: never."""
+        self.check_whole()
+        return 0.0 if self.marks is None else float(self.marks["used"][place])
+
+    def clear(self, place: int) -> None:
+        """Nothing has used the record that is to be written at this place."""
+        self.check_whole()
+        if self.marks is not None:
+            self.marks[place] = 0
+
+
+def _unreadable(path: Path, error: OSError) -> DatabaseError:
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return DatabaseError(f"{path} cannot be opened: {error.strerror}.", "check the limits: ulimit -n, ulimit -v")
+    return DatabaseCorruptError(f"{path} cannot be read: {error.strerror}.", _RESTORE)
+
+
+def _round(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,26 @@
+"""What a database says about the model that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from attmemo.adapters import Adapter, Site
+from attmemo.db import ModelInfo
+from attmemo.fingerprint import fingerprint, model_fields
+
+
+def describe(
+    model: nn.Module, adapter: Adapter, sites: Sequence[Site], name: str, max_length: int, tokenizer: str | None
+) -> ModelInfo:
+    """What a database says about the model it belongs to."""
+    host = adapter.host(model)
+    fields = model_fields(host)
+    return ModelInfo(
+        name=name, family=adapter.family, mask_kind=adapter.mask_kind, layers=len(sites),
+        heads=adapter.shape(sites[0].module)[0],
+        hidden=int(host.config.hidden_size),  # type: ignore[union-attr,arg-type]
+        dtype=str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch."),
+        max_length=max_length, fingerprint=fingerprint(fields), fields=fields, tokenizer=tokenizer,
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""Measure a database that fills itself: what it saves from the first request on, and what filling costs.
+
+    python scripts/bench_filling.py SHARED OUT CASE…      all cases: --help
+
+`SHARED` holds `data/loghub_2k`, `data/imdb`, `data/ag_news` and `models/deberta-loghub`. Each case writes
+OUT/CASE.json; `cold` draws OUT/cold.png too. Times are ratios of passes that take turns in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from bench_guard import SETTINGS, Unguarded, lines_of, load
+from simulate_filling import Every, Unbounded, other_texts, simulate
+
+from attmemo import memoize, unmemoize
+from attmemo.db.filling import Filling
+from attmemo.db.pool import Entry
+from attmemo.db.shared_pool import SharedPool
+from attmemo.embed.tokens import TokenIndex
+from attmemo.guard import Guard
+
+LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
+WHOLE = 2000  # lines of a log
+BOUND = 256 << 20
+Batch = dict[str, torch.Tensor]
+
+
+def cold(shared: Path, out: Path) -> dict[str, Any]:
+    """Rows computed from the first line of each log on: in the library, and simulated on tokens alone."""
+    found: dict[str, Any] = {}
+    curves: dict[str, list[float]] = {}
+    for which, logs in (("minilm", LOGS), ("deberta", ("OpenSSH", "HDFS"))):
+        tokenizer, (model, _) = load(shared, which)
+        for log in logs:
+            lines = every_line(shared, log)
+            encoded = [tokenizer(line, truncation=True, max_length=256, return_tensors="pt") for line in lines]
+            asked = [(inputs["input_ids"][0].numpy().astype(np.int32), True) for inputs in encoded]
+            simulated = simulate(asked, Every(), Unbounded(1 << 60))
+            one: dict[str, Any] = {"simulated": simulated["rows"] / simulated["tokens"]}
+            for name, kind in (("no guard", Unguarded), ("guard", Guard)):
+                memoize(model, database=":memory:", tokenizer=tokenizer, gate=False, threshold=0.5)
+                handle: Any = model.attmemo
+                handle.guard_anew(kind(0.01, 0.95, seed=0))
+                curve = []
+                for inputs in encoded:
+                    with torch.inference_mode():
+                        model(**inputs)
+                    stats = handle.stats()
+                    curve.append(stats["rows_computed"])
+                handle.flush()
+                tokens = np.cumsum([len(tokens) for tokens, _ in asked])
+                one[name] = curve[-1] / int(tokens[-1])
+                one[f"{name}, records"] = handle.stats()["records"]
+                curves[f"{which}, {log}, {name}"] = (np.array(curve) / tokens).tolist()
+                unmemoize(model)
+            found[f"{which}, {log}"] = one
+            print(which, log, one, flush=True)
+    (out / "cold.png").write_bytes(draw(curves))
+    return found
+
+
+def every_line(shared: Path, log: str) -> list[str]:
+    """All lines of a log, in order of time."""
+    text = (shared / "data" / "loghub_2k" / f"{log}_2k.log").read_text(errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()][:WHOLE]
+
+
+def draw(curves: dict[str, list[float]]) -> bytes:
+    """Share of rows computed over the stream, a panel for each stream, as PNG."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    names = sorted({name.rsplit(", ", 1)[0] for name in curves}, reverse=True)
+    figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
+    for place, name in enumerate(names, 1):
+        axes = figure.add_subplot(1, len(names), place)
+        for kind in ("no guard", "guard"):
+            axes.plot(curves[f"{name}, {kind}"], label=kind)
+        axes.set(title=name, ylim=(0, 1.6), xlabel="lines so far")
+        if place == 1:
+            axes.set_ylabel("rows computed, share of all")
+            axes.legend()
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=120)
+    return file.getvalue()
+
+
+def cost(shared: Path, _: Path) -> dict[str, Any]:
+    """What filling adds to requests: with and without, on inputs of which none is like another, and on log lines."""
+    tokenizer, (model, other) = load(shared, "minilm")
+    found: dict[str, Any] = {}
+    texts = {"never alike": [tokens.tolist() for tokens in other_texts(shared)]}
+    mixed = [line for log in LOGS for line in lines_of(shared, log)]
+    np.random.default_rng(0).shuffle(mixed)
+    texts["log lines"] = tokenizer(mixed, truncation=True, max_length=256)["input_ids"]
+    for name, ids in texts.items():
+        for size, count in ((1, 1500), (32, 80)):
+            batches = [tokenizer.pad({"input_ids": ids[i * size : (i + 1) * size]}, return_tensors="pt")
+                       for i in range(min(count, len(ids) // size))]  # fmt: skip
+            with tempfile.TemporaryDirectory() as folder:
+                options = {"tokenizer": tokenizer, "gate": False, "reuse": "rows", **SETTINGS, "max_bytes": BOUND}
+                memoize(model, fill=Path(folder) / "own", **options)
+                for inputs in batches if name == "log lines" else ():  # both read the same records from the start
+                    run(model, inputs)
+                model.attmemo.flush()
+                memoize(other, database=Path(folder) / "own", fill=False, **options)
+                times = interleaved((model, other), batches)
+                stats = model.attmemo.stats()
+                unmemoize(model)
+                unmemoize(other)
+            one = {
+                "median": statistics.median(times[0]) / statistics.median(times[1]),
+                "99th percentile": float(np.percentile(times[0], 99) / np.percentile(times[1], 99)),
+                "median of ratios": statistics.median(a / b for a, b in zip(*times, strict=True)),
+                "requests": len(batches), "offered": stats["offered"],
+            }  # fmt: skip
+            found[f"{name}, {size} at once"] = one
+            print(name, size, one, flush=True)
+    return found
+
+
+def interleaved(models: Sequence[Any], batches: Sequence[Batch]) -> list[list[float]]:
+    """Seconds of each request for each model; they take turns, and the one that begins changes."""
+    times: list[list[float]] = [[] for _ in models]
+    for number, inputs in enumerate(batches):
+        order = list(range(len(models)))
+        for place in order if number % 2 else order[::-1]:
+            begin = perf_counter()
+            run(models[place], inputs)
+            times[place].append(perf_counter() - begin)
+    return times
+
+
+def run(model: Any, inputs: Batch) -> None:
+    """One forward."""
+    with torch.inference_mode():
+        model(**inputs)
+
+
+def never(shared: Path, _: Path) -> dict[str, Any]:
+    """Inputs that never repeat, through a small database: what grows, and the time beside packed blocks."""
+    tokenizer, (model, other) = load(shared, "minilm")
+    generator = np.random.default_rng(0)
+    words = np.arange(1000, 28000)
+    found: dict[str, Any] = {"seen": []}
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "own"
+        memoize(model, fill=own, reuse="rows", tokenizer=tokenizer, max_bytes=BOUND)
+        memoize(other, reuse="none")
+        totals = [0.0, 0.0]
+        for part in range(16):
+            batches = []
+            for _turn in range(100):
+                ids = generator.choice(words, (32, 34))
+                ids[:, 0], ids[:, -1] = 101, 102
+                inputs = torch.from_numpy(ids)
+                batches.append({"input_ids": inputs, "attention_mask": torch.ones_like(inputs)})
+            times = interleaved((model, other), batches)
+            totals = [total + sum(one) for total, one in zip(totals, times, strict=True)]
+            seen = {
+                "inputs": 3200 * (part + 1), "ratio": totals[0] / totals[1],
+                "disk": sum(file.stat().st_blocks * 512 for file in own.rglob("*") if file.is_file()),
+                "files": len(os.listdir("/proc/self/fd")),
+                "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+                "resident": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
+            }  # fmt: skip
+            found["seen"].append(seen)
+            print(seen, flush=True)
+        found["stats"] = model.attmemo.stats()
+        unmemoize(model)
+    return found
+
+
+def opening(_: Path, __: Path) -> dict[str, Any]:
+    """Seconds until 100,000 records of a folder can be found."""
+    generator = np.random.default_rng(0)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = {"name": "m", "family": "bert", "mask_kind": "padding", "layers": 1, "heads": 1, "hidden": 8}
+        rest = {"dtype": "float32", "max_length": 512, "fingerprint": "0" * 64, "fields": {}, "tokenizer": None}
+        from attmemo.db import ModelInfo
+
+        pool = SharedPool(folder, 1 << 30, Filling.of(ModelInfo(**model, **rest), "float32"))  # type: ignore[arg-type]
+        for _turn in range(100):
+            tokens = generator.integers(0, 30000, (1000, 30)).astype(np.int32)
+            pool.add([Entry(one, np.zeros(2000, np.uint8)) for one in tokens])
+        pool.close()
+        for turn in range(3):
+            begin = perf_counter()
+            pool = SharedPool(folder, 1 << 30, fills=False)
+            news = pool.news()
+            read = perf_counter()
+            index = TokenIndex()
+            index.extend([kept.tokens for kept in news.added], [kept.number for kept in news.added])
+            done = perf_counter()
+            found[str(turn)] = {"records": len(index), "read": read - begin, "index": done - read, "all": done - begin}
+            print(found[str(turn)], flush=True)
+            pool.close()
+    return found
+
+
+CASES = {"cold": cold, "cost": cost, "never": never, "opening": opening}
+
+
+def main() -> None:
+    """Run the cases that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    for name in options.cases:
+        if name not in CASES:
+            parser.error(f"no case {name!r}: {', '.join(CASES)}")
+        (options.out / f"{name}.json").write_text(json.dumps(CASES[name](options.shared, options.out), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The thread that stores what requests hand over: a request never waits, and nothing that was taken is lost."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from test_db_tools import in_child
+
+from attmemo.reuse import filler as module
+from attmemo.reuse.filler import Filler
+
+LONG = 60.0
+"""Seconds after which a test fails. None waits so long if the promise holds."""
+TOO_MANY = "too many waited to be stored"
+
+
+class Store:
+    """What the thread works for."""
+
+    def __init__(self) -> None:
+        self.stored: list[int] = []
+        self.calls: list[list[int]] = []
+        self.workers: set[threading.Thread] = set()
+        self.begun, self.may_go, self.polled = threading.Event(), threading.Event(), threading.Event()
+        self.may_go.set()
+        before = set(threading.enumerate())
+        self.filler: Filler[int] = Filler(self.work)
+        (self.thread,) = set(threading.enumerate()) - before
+
+    def work(self, items: Sequence[int]) -> None:
+        if not items:
+            self.polled.set()
+            return
+        self.workers.add(threading.current_thread())
+        self.begun.set()
+        assert self.may_go.wait(LONG)
+        self.calls.append(list(items))
+        self.stored += items
+
+    def block(self, item: int = 0) -> None:
+        """Let the thread work on this one, and on nothing else until `may_go`."""
+        self.may_go.clear()
+        self.begun.clear()
+        assert self.filler.offer([item], 1)
+        assert self.begun.wait(LONG)
+
+
+@pytest.fixture(name="store")
+def _store() -> Iterator[Store]:
+    found = Store()
+    yield found
+    found.may_go.set()
+    found.filler.close()
+    found.thread.join(LONG)
+
+
+def in_threads(count: int, act: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+class TestStoring:
+    def test_what_was_handed_over_is_stored_once_and_in_order(self, store: Store) -> None:
+        for number in range(0, 200, 2):
+            assert store.filler.offer([number, number + 1], 10)
+        assert store.filler.flush(LONG)
+        assert store.stored == list(range(200))
+        assert not store.filler.skipped
+
+    def test_work_is_done_in_a_thread_of_its_own(self, store: Store) -> None:
+        store.filler.offer([1], 1)
+        assert store.filler.flush(LONG)
+        assert store.workers == {store.thread}
+        assert store.thread is not threading.current_thread()
+        assert store.thread.daemon, "a process can end while it works"
+
+    def test_nothing_is_lost_or_stored_twice_with_many_threads(self, store: Store) -> None:
+        def offer(own: int) -> None:
+            for n in range(300):
+                store.filler.offer([1000 * own + n], 1)
+
+        in_threads(6, offer)
+        assert store.filler.flush(LONG)
+        assert sorted(store.stored) == [1000 * own + n for own in range(6) for n in range(300)]
+        for own in range(6):
+            mine = [item for item in store.stored if item // 1000 == own]
+            assert mine == sorted(mine), "those of one request stay in order"
+
+    def test_what_came_while_it_worked_is_stored_at_once(self, store: Store) -> None:
+        store.block(0)
+        for number in range(1, 30):
+            store.filler.offer([number], 1)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.calls == [[0], list(range(1, 30))]
+
+    def test_it_also_works_without_requests(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "POLL", 0.001)
+        for _ in range(3):
+            store.polled.clear()
+            assert store.polled.wait(LONG)
+        assert store.stored == []
+
+
+class TestFull:
+    def test_a_request_never_waits_and_what_is_left_out_is_counted(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Were it to wait, this test would not end: only its last lines let the thread go on."""
+        monkeypatch.setattr(module, "MOST_WAITING", 100)
+        store.block()
+        assert store.filler.offer([1], 60)
+        assert store.filler.offer([2], 40), "just as much as may wait"
+        assert not store.filler.offer([3, 4, 5], 1)
+        assert not store.filler.offer([6], 1000)
+        assert store.filler.skipped == {TOO_MANY: 4}
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1, 2]
+
+    def test_afterwards_there_is_room_again(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "MOST_WAITING", 100)
+        store.block()
+        assert store.filler.offer([1], 100)
+        assert not store.filler.offer([2], 100)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.filler.offer([3], 100)
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1, 3]
+
+    def test_one_that_is_larger_than_may_wait_is_taken_if_nothing_waits(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MOST_WAITING", 100)
+        assert store.filler.offer([1], 1000)
+        assert store.filler.flush(LONG)
+        assert store.stored == [1]
+
+
+class TestFlush:
+    def test_it_tells_whether_all_is_stored(self, store: Store) -> None:
+        assert store.filler.flush(LONG), "nothing was handed over"
+        store.block()
+        assert not store.filler.flush(0), "it works"
+        store.filler.offer([1], 1)
+        assert not store.filler.flush(0.01)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1]
+
+    def test_it_can_be_called_from_many_threads(self, store: Store) -> None:
+        store.block()
+        found = list[bool]()
+        threads = [threading.Thread(target=lambda: found.append(store.filler.flush(LONG))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        store.may_go.set()
+        for thread in threads:
+            thread.join(LONG)
+        assert found == [True] * 4
+
+
+class TestEnd:
+    def test_closing_stores_what_waits_and_ends_the_thread(self, store: Store) -> None:
+        store.block()
+        store.filler.offer([1, 2], 1)
+        closing = threading.Thread(target=store.filler.close)
+        closing.start()
+        store.may_go.set()
+        closing.join(LONG)
+        assert store.stored == [0, 1, 2]
+        store.thread.join(LONG)
+        assert not store.thread.is_alive()
+
+    def test_what_comes_after_closing_is_left_out_and_counted(self, store: Store) -> None:
+        store.filler.close()
+        store.filler.close()
+        assert not store.filler.offer([1, 2], 1)
+        assert sum(store.filler.skipped.values()) == 2
+        assert store.filler.flush(LONG)
+        assert store.stored == []
+
+    def test_a_store_that_nothing_holds_ends_its_thread(self) -> None:
+        store = Store()
+        thread, gone = store.thread, weakref.ref(store)
+        store.filler.offer([1], 1)
+        assert store.filler.flush(LONG)
+        del store
+        gc.collect()
+        thread.join(LONG)
+        assert not thread.is_alive()
+        gc.collect()
+        assert gone() is None
+
+    def test_a_store_that_was_let_go_while_it_works_ends_its_thread(self) -> None:
+        store = Store()
+        store.block()
+        thread, gone, may_go = store.thread, weakref.ref(store), store.may_go
+        del store
+        may_go.set()
+        thread.join(LONG)
+        assert not thread.is_alive()
+        gc.collect()
+        assert gone() is None
+
+
+class TestFork:
+    def test_a_child_stores_its_own_and_leaves_the_rest_to_its_parent(self, store: Store) -> None:
+        store.block(0)
+        store.filler.offer([1], 1)
+
+        def child() -> None:
+            store.filler.leave_to_parent()
+            store.may_go.set()
+            assert store.filler.flush(LONG), "nothing waits here"
+            assert store.filler.offer([2], 1)
+            assert store.filler.flush(LONG)
+            assert store.stored == [2]
+            store.filler.close()
+
+        assert in_child(child) == 0
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1]
+
+    def test_a_lock_that_another_thread_held_does_not_stop_a_child(self, store: Store) -> None:
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store.filler._changed:
+                held.set()
+                release.wait(LONG)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(LONG)
+
+        def child() -> None:
+            store.filler.leave_to_parent()
+            assert store.filler.offer([5], 1)
+            assert store.filler.flush(LONG)
+            assert store.stored == [5]
+
+        try:
+            assert in_child(child) == 0
+        finally:
+            release.set()
+            holder.join(LONG)
+
+    def test_a_closed_one_stays_closed_in_a_child(self, store: Store) -> None:
+        store.filler.close()
+        store.thread.join(LONG)
+
+        def child() -> None:
+            before = threading.active_count()
+            store.filler.leave_to_parent()
+            assert threading.active_count() == before
+            assert not store.filler.offer([1], 1)
+
+        assert in_child(child) == 0
+
