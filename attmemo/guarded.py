@@ -70,7 +70,7 @@ class Guarded:
         thread.reused, thread.admitted = False, {}
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
-        offers = thread.admitted
+        offers, thread.admitted = thread.admitted, {}
         if not thread.reused:  # records could not be read: these answers are exact, and prove nothing
             asking.drop(Verdict.SERVE)
         try:

@@ -20,7 +20,7 @@ from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
-from attmemo.handles.rows import Guarding, Records, prepare_rows
+from attmemo.handles.rows import Guarding, Records, check_bytes, prepare_rows
 from attmemo.handles.stack import prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
@@ -148,7 +148,10 @@ def memoize(
     rule = Rule(near=near, most_moved=most_moved)
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
     if database == MEMORY and (reuse == "maps" or fill is not True):
-        raise ValueError("database=':memory:' keeps rows, and fills itself: maps need a database that was built")
+        raise ValueError("database=':memory:' keeps rows and fills itself: it takes no maps and no other fill=")
+    if not isinstance(fill, bool) and (reuse in ("none", "maps") or fill == MEMORY):
+        raise ValueError(f"fill={str(fill)!r}: a folder is filled with rows; reuse={reuse!r} keeps none there")
+    check_bytes(max_bytes)
     if reuse == "none" and (database is not None or threshold != "auto"):
         raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
     if reuse in ("none", "maps") and rule != Rule():
@@ -245,7 +248,7 @@ def _prepare(
             if reuse == "maps" or (reuse == "auto" and threshold != "auto") or (reuse == "rows" and not may):
                 raise
             if reuse == "rows":
-                return rows(None, False, own)
+                return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
             reusing = (lambda folder: rows(None, False, folder)) if may and guarding is not None else None
             return _by_itself(reusing, own, lambda: prepare_stack(encoder, adapter), guarding, missing)
     if not isinstance(database, Database) and is_filling(database):
@@ -281,7 +284,7 @@ def _by_itself(
     """What a user gets who names nothing: a database that fills itself, or else blocks without padding."""
     try:
         if rows is not None:
-            return _rows_by_themselves(rows, folder)
+            return _rows_by_themselves(rows, folder, True)
     except (UnsupportedModelError, AdapterCheckError) as error:
         _LOG.info("attmemo: rows are not reused: %s", error)
     except ValueError as error:
@@ -296,12 +299,14 @@ def _by_itself(
     return packed
 
 
-def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path) -> Memoization:
+def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path, fills: bool) -> Memoization:
     """In the cache directory, or in memory if the database there cannot be used."""
     new = not is_filling(folder)
     try:
         found = rows(folder)
     except DatabaseError as error:
+        if not fills:
+            raise
         _LOG.warning("attmemo: new records are kept in memory only: %s", error)
         return rows(None)
     if new:

@@ -85,9 +85,10 @@ def draw(curves: dict[str, list[float]]) -> bytes:
     from matplotlib.figure import Figure
 
     names = sorted({name.rsplit(", ", 1)[0] for name in curves}, reverse=True)
-    figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
+    rows = -(-len(names) // 4)
+    figure = Figure(figsize=(13, 3 * rows), layout="constrained")
     for place, name in enumerate(names, 1):
-        axes = figure.add_subplot(1, len(names), place)
+        axes = figure.add_subplot(rows, 4, place)
         for kind in ("no guard", "guard"):
             axes.plot(curves[f"{name}, {kind}"], label=kind)
         axes.set(title=name, ylim=(0, 1.6), xlabel="lines so far")

@@ -68,7 +68,7 @@ class TestSizes:
     def test_records_begin_behind_all_marks(self, segment: Segment) -> None:
         assert segment.marks is not None
         segment.write(segment.start, np.full(SIZE - segment.start, 255, np.uint8))
-        segment.marks["hits"][:] = 3
+        segment.marks[:] = 3
         assert bytes(segment.bytes_at(segment.start, SIZE - segment.start)) == b"\xff" * (SIZE - segment.start)
         assert len(segment.marks) == segment.room == marks_for(SIZE)
 
@@ -123,14 +123,12 @@ class TestBytes:
 
 
 class TestMarks:
-    def test_uses_are_counted_for_each_record(self, segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("time.time", lambda: 1_700_000_000.9)
+    def test_uses_are_counted_for_each_record(self, segment: Segment) -> None:
         for place in (0, 3, 3, segment.room - 1):
             segment.hit(place)
         assert [segment.hits(place) for place in range(segment.room)] == [1, 0, 0, 2, *[0] * (segment.room - 5), 1]
-        assert [segment.used(place) for place in (0, 1, 3)] == [1_700_000_000.0, 0.0, 1_700_000_000.0]
         segment.clear(3)
-        assert [segment.hits(3), segment.used(3), segment.hits(0)] == [0, 0.0, 1]
+        assert [segment.hits(3), segment.hits(0)] == [0, 1]
 
     def test_all_openings_of_a_file_share_them(self, file: Path) -> None:
         own = Segment.create(file, 7, SIZE)
@@ -152,7 +150,7 @@ class TestMarks:
         segment = Segment.open(file, 7, SIZE)
         segment.hit(2)
         segment.clear(2)
-        assert (segment.marks, segment.hits(2), segment.used(2)) == (None, 0, 0.0)
+        assert (segment.marks, segment.hits(2)) == (None, 0)
         assert np.array_equal(segment.bytes_at(START, 1000), body(1))
 
 

@@ -55,17 +55,17 @@ def forget(
         from attmemo.db.upkeep import check, holds
         from attmemo.db.upkeep import forget as take_out
         from attmemo.handles.rows import GUARDS
+        from attmemo.planner.rows import TYPES_FROM
 
         runs = _runs(text or [], model)
         pool = opened(db, fills=True)
         try:
             count = take_out(pool, lambda kept: (until is not None and kept.made < until)
-                             or any(holds(kept.tokens & 0xFFFFFF, run) for run in runs))  # fmt: skip
+                             or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs))  # fmt: skip
             guards = 0
-            if count:
-                for file in (db / GUARDS).glob("*.safetensors"):
-                    file.unlink()
-                    guards += 1
+            for file in (db / GUARDS).glob("*.safetensors"):
+                file.unlink()
+                guards += 1
             findings = check(pool)
         finally:
             pool.close()
@@ -75,7 +75,7 @@ def forget(
 
 
 def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
-    """Write the records of a database that fills itself anew, without gaps.
+    """Write a database that fills itself anew, without gaps.
 
     Models that serve from it go on. The folder needs room for both meanwhile.
     """
@@ -92,7 +92,10 @@ def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
 
 def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = False) -> None:
-    """Add the records of databases that fill themselves to another one, of the same model and storage."""
+    """Add the records of databases that fill themselves.
+
+    All of them are of the same model and storage. Records stay as old, and as often used, as they were.
+    """
     with output(json, quiet) as out:
         from attmemo.db.upkeep import merge as put_in
 
@@ -155,4 +158,11 @@ def _runs(texts: list[str], model: str | None) -> list[Any]:
 
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(str(model)))
-    return [np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in texts]
+    found = []
+    for text in texts:
+        for form in (text, f" {text}"):  # a word has other tokens at the beginning of a text, in some vocabularies
+            ids = np.array(tokenizer(form, add_special_tokens=False)["input_ids"], np.int32)
+            if not len(ids) or (ids == getattr(tokenizer, "unk_token_id", None)).all():
+                raise typer.BadParameter(f"{text!r} has no token that the tokenizer of {model} knows.")
+            found.append(ids)
+    return found

@@ -45,7 +45,7 @@ class Environments:
             folder = path / CATALOGUE
             if write and not folder.is_dir():
                 with naming(folder):
-                    folder.mkdir(exist_ok=True)
+                    folder.mkdir(mode=0o700, exist_ok=True)  # it holds tokens
                     sync(path)
             try:
                 found = folder.stat()

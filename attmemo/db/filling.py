@@ -43,7 +43,7 @@ class Filling:
         text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1, sort_keys=True)
         temporary = path / f"{FILLING}.{self.uuid}"
         try:
-            with temporary.open("w") as stream:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
                 stream.write(f"{text}\n{xxhash.xxh3_64_hexdigest(text.encode())}\n")
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -62,7 +62,7 @@ class Filling:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DatabaseNotFoundError(
                 f"{path} is no database that fills itself: it has no {FILLING}.",
-                f"memoize(model, database={str(path)!r}) makes one",
+                f"memoize(model, fill={str(path)!r}) makes one",
             ) from error
         except OSError as error:
             raise DatabaseError(f"cannot read {file}: {error.strerror}", f"ls -l {file}") from error

@@ -32,7 +32,9 @@ SEGMENTS: Final = 32
 LARGEST: Final = 32 << 20
 """Most bytes of a segment of usual records."""
 MOST_SEGMENTS: Final = 256
-"""Segments of a large pool: each is an open file."""
+"""Segments of a large pool: each is an open file. Only a pool above 256 GiB has more."""
+HUGE: Final = 1 << 30
+"""Most bytes of a segment of usual records in a large pool."""
 CARRIED: Final = 0.5
 """Share of a segment that records of the segment it replaces may take."""
 
@@ -48,11 +50,17 @@ class Entry:
         What the record keeps, opaque to the pool.
     note : bytes
         A few bytes more that readers hold in memory.
+    made : float, optional
+        When it was computed, seconds of the Unix epoch; now, by default.
+    carried : int
+        Uses in another pool.
     """
 
     tokens: Tokens
     body: Bytes
     note: bytes = b""
+    made: float | None = None
+    carried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +174,7 @@ class Pool:
         self._segments: dict[int, Segment] = {}  # oldest first
         self._tails: dict[int, Tail] = {}
         self._next = self._next_segment = 0
+        self._known = News()  # what is still to be told
         self.counts: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -194,22 +203,23 @@ class Pool:
     @property
     def usual(self) -> int:
         """Bytes of a segment, if no record needs more."""
-        return max(1 << 14, min(self.max_bytes // SEGMENTS, max(LARGEST, self.max_bytes // MOST_SEGMENTS)) & ~4095)
+        most = max(LARGEST, min(self.max_bytes // MOST_SEGMENTS, HUGE))
+        return max(1 << 14, min(self.max_bytes // SEGMENTS, most) & ~4095)
 
     def news(self) -> News:
-        """What other processes have changed since the last call; what is new can be read from now on."""
-        return News()
+        """What has changed since it was told last; what is new can be read from now on."""
+        found, self._known = self._known, News()
+        return found
 
     def add(self, entries: Sequence[Entry]) -> News:
         """Keep these; what has to go for them goes. An entry that is larger than the pool is left out.
 
-        DatabaseError: there is no room on the disk, or another process writes; nothing has changed.
+        DatabaseError: there is no room on the disk, or another process writes. What was kept before is told by `news`.
         """
 
-        news = News()
         for part in self._parts(entries):
-            news += self._change(partial(self._put, part))
-        return news
+            self._change(partial(self._put, part))
+        return self.news()
 
     def fits(self, nbytes: int) -> bool:
         """Whether a record of so many bytes can be kept at all."""
@@ -235,11 +245,13 @@ class Pool:
             draft.counts["forgotten"] += len(found)
             self._rewrite(draft, {self.records[number].segment.number for number in found})
 
-        return self._change(forget)
+        self._change(forget)
+        return self.news()
 
     def rewrite(self) -> News:
         """Write all records to new segments, one behind the other, and drop the old ones."""
-        return self._change(lambda draft: self._rewrite(draft, set(draft.segments)))
+        self._change(lambda draft: self._rewrite(draft, set(draft.segments)))
+        return self.news()
 
     def close(self) -> None:
         """Give everything back; what is still read stays until it is read."""
@@ -250,11 +262,11 @@ class Pool:
 
     # ---- drafts ----
 
-    def _change(self, make: Callable[[Draft], object]) -> News:
+    def _change(self, make: Callable[[Draft], object]) -> None:
         """Make a draft and publish it."""
         draft = self._draft()
         make(draft)
-        return self._apply(draft)
+        self._known += self._apply(draft)
 
     def _draft(self) -> Draft:
         return Draft(self._next, self._next_segment, dict(self._segments), dict(self._tails))
@@ -265,8 +277,9 @@ class Pool:
                 continue
             segment, place, offset = self._room(draft, len(entry.body))
             checksum, nbytes = checksum_of(entry.body), len(entry.body)
+            made = time.time() if entry.made is None else entry.made
             kept = Kept(
-                draft.next, entry.tokens, segment, place, offset, nbytes, checksum, time.time(), 0, entry.note
+                draft.next, entry.tokens, segment, place, offset, nbytes, checksum, made, entry.carried, entry.note
             )  # fmt: skip
             self._write(draft, kept, entry.body)
             draft.next += 1

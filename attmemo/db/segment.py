@@ -4,8 +4,8 @@ Bytes are only ever appended, and bytes of a published record never change. So a
 stays where it is as long as it holds the segment, also after the file was removed. Space is given back by dropping
 whole segments.
 
-A file begins with a page that says what it is. Then come marks: for each record how often it was used, and when last.
-All processes write marks, without a lock: a count that is lost now and then does no harm.
+A file begins with a page that says what it is. Then come marks: for each record how often it was used. All processes
+write marks, without a lock: a count that is lost now and then does no harm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import mmap
 import os
 import struct
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +35,7 @@ FEWEST_MARKS: Final = 64
 
 _HEAD = struct.Struct("<16sQQQ")  # magic, number, bytes of the file, marks
 _HEADER: Final = 4096
-_MARK = np.dtype([("hits", "<u4"), ("used", "<u4")])  # times, and seconds of the Unix epoch
+_MARK = np.dtype("<u4")  # times that a record was used
 _RESTORE: Final = "attmemo check says which records are damaged; remove the database to begin anew"
 
 
@@ -71,8 +70,8 @@ class Segment:
         Bytes of the file, or of the memory.
     start : int
         Offset of the first record.
-    marks : structured array [m] or None
-        ``hits`` and ``used`` of each record, shared by all processes; None: they cannot be written here.
+    marks : uint32 [m] or None
+        How often each record was used, shared by all processes; None: they cannot be written here.
     """
 
     def __init__(self, number: int, nbytes: int, memory: mmap.mmap, path: Path | None = None, *, marked: bool) -> None:
@@ -181,18 +180,12 @@ class Segment:
         """Record number `place` of the segment was used."""
         self.check_whole()
         if self.marks is not None:
-            self.marks["hits"][place] += 1
-            self.marks["used"][place] = int(time.time()) & 0xFFFFFFFF
+            self.marks[place] += 1
 
     def hits(self, place: int) -> int:
         """How often a record was used since it was written here."""
         self.check_whole()
-        return 0 if self.marks is None else int(self.marks["hits"][place])
-
-    def used(self, place: int) -> float:
-        """When a record was used last, seconds of the Unix epoch; 0: never."""
-        self.check_whole()
-        return 0.0 if self.marks is None else float(self.marks["used"][place])
+        return 0 if self.marks is None else int(self.marks[place])
 
     def clear(self, place: int) -> None:
         """Nothing has used the record that is to be written at this place."""

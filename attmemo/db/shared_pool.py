@@ -31,9 +31,9 @@ import xxhash
 
 from attmemo.db.catalogue import naming
 from attmemo.db.environments import ENVIRONMENTS, is_whole
-from attmemo.db.files import CATALOGUE, RESTORE, storing, sync
-from attmemo.db.filling import Filling, is_filling
-from attmemo.db.lease import lease
+from attmemo.db.files import CATALOGUE, MANIFEST, RESTORE, storing, sync
+from attmemo.db.filling import FILLING, Filling, is_filling
+from attmemo.db.lease import LEASE, lease
 from attmemo.db.pool import Draft, Kept, News, Pool, Tail
 from attmemo.db.segment import Segment
 from attmemo.errors import DatabaseCorruptError, DatabaseError
@@ -81,8 +81,8 @@ class SharedPool(Pool):
         self._env: Any = None
         self._key = (0, 0)  # of the environment
         self._closed = False
-        self._known = News()  # what `news` and `add` are still to tell
         if filling is not None and not is_filling(self.path):
+            _check_new(self.path)
             with storing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.mkdir(mode=0o700, exist_ok=True)  # it holds what inputs say
@@ -90,7 +90,7 @@ class SharedPool(Pool):
         self.filling = Filling.read(self.path)
         if fills:
             with storing(self.path):
-                (self.path / SEGMENTS).mkdir(exist_ok=True)
+                (self.path / SEGMENTS).mkdir(mode=0o700, exist_ok=True)
         with ENVIRONMENTS.working(), ExitStack() as making:
             if fills and not is_whole(self.path):
                 making.enter_context(lease(self.path, PATIENCE))
@@ -111,7 +111,7 @@ class SharedPool(Pool):
                 except DatabaseCorruptError:
                     if env.info()["last_txnid"] == last:
                         raise  # else a segment went between the transaction and the look at its file
-            return self._told()
+            return super().news()
 
     def _environment(self) -> Any:
         if self._closed:
@@ -119,11 +119,6 @@ class SharedPool(Pool):
         if self._env is None:
             self._key, self._env = ENVIRONMENTS.enter(self.path, self.fills)
         return self._env
-
-    def _told(self) -> News:
-        """What the caller does not know yet."""
-        found, self._known = self._known, News()
-        return found
 
     def _catch_up(self, transaction: Any) -> News:
         """Apply what was published since the last call: all of it or, after an error, nothing."""
@@ -210,7 +205,7 @@ class SharedPool(Pool):
 
     # ---- writing ----
 
-    def _change(self, make: Callable[[Draft], object]) -> News:
+    def _change(self, make: Callable[[Draft], object]) -> None:
         with self._filling():
             draft: Draft | None = None
             try:
@@ -230,7 +225,6 @@ class SharedPool(Pool):
             self._known += self._apply(draft)
             self._seq, self._transaction = self._seq + 1, seen
             self._unlink(gone)  # what is published does not name them; readers hold what they read
-            return self._told()
 
     def _unlink(self, segments: Iterable[int]) -> None:
         for number in segments:
@@ -327,6 +321,18 @@ class SharedPool(Pool):
         self._lock, self._env = threading.RLock(), None
         self._seq = self._transaction = -1  # the fork may have come in the middle of a change
         self._known = News()
+
+
+def _check_new(path: Path) -> None:
+    """DatabaseError: something else is in the folder."""
+    try:
+        own = (SEGMENTS, CATALOGUE, LEASE, FILLING)  # of a pool that another process makes at this moment
+        found = sorted(file.name for file in path.iterdir() if not file.name.startswith(own))
+    except OSError:
+        return  # there is no such folder, or what comes next says why it cannot be read
+    if found:
+        what = "is a prepared database" if MANIFEST in found else f"holds other files ({found[0]})"
+        raise DatabaseError(f"{path} {what}: no database can fill itself there.", "give fill= an empty folder")
 
 
 def _key(kept: Kept) -> bytes:

@@ -68,7 +68,7 @@ def forget(pool: SharedPool, which: Callable[[Kept], bool]) -> int:
     doomed = [kept for kept in pool.records.values() if which(kept)]
     if doomed:
         pool.remove(kept.number for kept in doomed)
-        pool.scrub()
+    pool.scrub()  # also if there is none: the last call may have been interrupted
     return len(doomed)
 
 
@@ -103,5 +103,8 @@ def merge(into: SharedPool, others: Sequence[SharedPool]) -> int:
     waiting.sort(key=lambda kept: kept.hits)
     before = set(into.records)
     for start in range(0, len(waiting), _TOGETHER):
-        into.add([Entry(kept.tokens, kept.body, kept.note) for kept in waiting[start : start + _TOGETHER]])
+        into.add([
+            Entry(kept.tokens, kept.body, kept.note, kept.made, kept.hits)
+            for kept in waiting[start : start + _TOGETHER]
+        ])
     return len(into.records.keys() - before)

@@ -21,7 +21,7 @@ from attmemo.db import KIND_ROWS, Database, ModelInfo
 from attmemo.db.filling import Filling
 from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.db.pool import Pool
-from attmemo.db.shared_pool import SharedPool
+from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
 from attmemo.fingerprint import check_fields, model_fields
@@ -144,7 +144,7 @@ def prepare_rows(
                 raise ValueError(
                     "a database fills itself with what the guard verifies: give a budget, or only read with fill=False"
                 )
-            store = _growing(encoder, adapter, packed, records, prepared)
+            store = _growing(encoder, adapter, packed, records, prepared, undo)
         undo.callback(store.close)
         storage = store.storage
         if guarding is None:
@@ -155,9 +155,11 @@ def prepare_rows(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
                 rounds=any(kind.itemsize < packed.dtype.itemsize for kind in storage),
+                keeps=isinstance(store, GrowingRows) and store.fills,
             )  # fmt: skip
         reuse = Rows(blocks, packed, store)
         handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
+        handle.folder = records.folder
         check_stack(handle, adapter, encoder)
         check_rows(handle, adapter, encoder, storage)
         if guarding is not None:  # only now: what the checks ask must not be learned
@@ -192,8 +194,9 @@ def prepare_rows(
 
 
 def _growing(
-    encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, prepared: DatabaseRows | None
-) -> GrowingRows:
+    encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, prepared: DatabaseRows | None,
+    undo: ExitStack,
+) -> GrowingRows:  # fmt: skip
     """The store of records that come while the model serves."""
     own = str(packed.dtype).removeprefix("torch.")
     pool: Pool
@@ -208,11 +211,11 @@ def _growing(
         pool = SharedPool(
             records.folder, bound_of(records.max_bytes, records.folder), filling, fills=records.fills
         )  # fmt: skip
+        undo.callback(pool.close)
         check_fields(pool.filling.model.fields, model_fields(adapter.host(encoder)), pool.path)
         kinds = ROW_STORAGE[pool.filling.storage]
         storage = TYPES[kinds[0]], TYPES[kinds[1]]
         if prepared is not None and prepared.storage != storage:
-            pool.close()
             raise DatabaseError(
                 f"{records.folder} keeps rows in {pool.filling.storage}, the prepared database in others.",
                 "fill another folder",
@@ -225,17 +228,24 @@ def _growing(
 def bound_of(max_bytes: int | None, folder: Path | None = None) -> int:
     """Most bytes of new records.
 
-    By default an eighth of the free memory, and if they lie in a folder also at most a tenth of the disk's free bytes.
-    ValueError: no whole number of bytes.
+    By default an eighth of the free memory, and if they lie in a folder also at most a tenth of the disk's free bytes;
+    never less than the bytes that are in the folder already.
     """
     if max_bytes is None:
         free = free_memory() // 8
         while folder is not None and not folder.exists():
             folder = folder.parent
-        return free if folder is None else min(free, shutil.disk_usage(folder).free // 10)
-    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
-        raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
+        if folder is None:
+            return free
+        own = sum(file.stat().st_size for file in (folder / SEGMENTS).glob("*"))
+        return max(own, min(free, shutil.disk_usage(folder).free // 10))
     return max_bytes
+
+
+def check_bytes(max_bytes: Any) -> None:
+    """ValueError: neither None nor a whole number of bytes."""
+    if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
+        raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
 
 
 def model_info(encoder: nn.Module, adapter: Adapter) -> ModelInfo:

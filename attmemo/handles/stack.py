@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class StackMemoization(Memoization):
     packed : Packed
         The blocks, made ready.
     planner : Planner
+    folder : path or None
+        Of the database that fills itself.
     guarded : Guarded or None
         What runs the forwards of a model whose answers are guarded.
     """
@@ -42,6 +45,7 @@ class StackMemoization(Memoization):
         super().__init__(model, [site], engine, owned=owned, followers=packed.blocks.followers)
         self.packed, self.planner = packed, planner
         self.guarded: Guarded | None = None
+        self.folder: Path | None = None
         self._keeper: Keeper | None = None
         self._outer = model
 
@@ -100,6 +104,7 @@ class StackMemoization(Memoization):
             "enabled": self.enabled,
             "reuse": self.reuse,
             "database": None if self.database is None else str(self.database.path),
+            "folder": None if self.folder is None else str(self.folder),
             "threshold": self.threshold,
             "sequences": done.sequences,
             "served": done.served,
@@ -138,7 +143,7 @@ class StackMemoization(Memoization):
         state = "on" if self.enabled else "off"
         if self.threshold is None:
             return f"<attmemo {state}: packed blocks, nothing reused>"
-        where = "memory" if self.database is None else self.database
+        where = self.database or self.folder or "memory"
         return f"<attmemo {state}: rows of {where}, threshold {self.threshold}>"
 
 

@@ -80,6 +80,8 @@ class GuardedPlanner(RowPlanner):
         Kinds of token ids, as in `attmemo.kernels.changes.changes`.
     rounds : bool
         Whether records are stored in fewer bits than the model computes with.
+    keeps : bool
+        Whether what is computed whole may become a record.
 
     The other parameters are those of `RowPlanner`.
     """
@@ -88,10 +90,10 @@ class GuardedPlanner(RowPlanner):
 
     def __init__(
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
-        kinds: Kinds, rounds: bool = False,
+        kinds: Kinds, rounds: bool = False, keeps: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
-        self.guard, self.kinds, self._rounds = guard, kinds, rounds
+        self.guard, self.kinds, self._rounds, self._keeps = guard, kinds, rounds, keeps
         self._thread = _Thread()
 
     @contextmanager
@@ -129,7 +131,7 @@ class GuardedPlanner(RowPlanner):
         }
         served = np.array([verdict is Verdict.SERVE for verdict in verdicts])
         own = np.split(asked.tokens, asked.starts[1:-1])
-        admitted = {number: own[number] for number in np.flatnonzero(~served).tolist()}
+        admitted = {number: own[number] for number in np.flatnonzero(~served).tolist()} if self._keeps else {}
         could = np.array([gap is not None for gap in gaps])  # the gate looks at records, not at trust
         self._count(asked, found, could, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served, admitted)

@@ -34,18 +34,24 @@ class Filler(Generic[Item]):
         self._work = weakref.WeakMethod(work)
         self.skipped: Counter[str] = Counter()
         self._begin()
+        self.wake()
 
     def _begin(self) -> None:
         self._waiting: deque[tuple[Sequence[Item], int]] = deque()
-        self._bytes, self._busy, self._closed = 0, False, False
+        self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
         self._changed = threading.Condition()
-        thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), self._changed), daemon=True, name="attmemo-filler"
-        )
-        thread.start()
+
+    def wake(self) -> None:
+        """Have a thread, if there is none: a forked child gets its own only once something is asked of it."""
+        if self._asleep and not self._closed:
+            self._asleep = False
+            threading.Thread(
+                target=_run, args=(weakref.ref(self), self._changed), daemon=True, name="attmemo-filler"
+            ).start()
 
     def offer(self, items: Sequence[Item], nbytes: int) -> bool:
         """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back."""
+        self.wake()
         with self._changed:
             full = bool(self._waiting) and self._bytes + nbytes > MOST_WAITING
             if self._closed or full:
@@ -58,6 +64,7 @@ class Filler(Generic[Item]):
 
     def flush(self, seconds: float) -> bool:
         """Wait until all that was handed over is stored, and what others added is read; False: it takes longer."""
+        self.wake()
         with self._changed:
             if not self._closed:
                 self._waiting.append(([], 0))
@@ -73,7 +80,7 @@ class Filler(Generic[Item]):
             self.flush(5.0)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: what waited, the parent stores; a thread of one's own begins."""
+        """In a forked child: what waited, the parent stores. See `wake`."""
         if not self._closed:
             self._begin()
 

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -34,6 +36,7 @@ KNOWN: Final = "stored before"
 LARGE: Final = "larger than the database may be"
 SPARE: Final = "another serves, and there is no room"
 
+_AT_EXIT = 5.0  # seconds
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -96,12 +99,14 @@ class GrowingRows(RowStore):
         self.kept: Counter[str] = Counter()  # what became of offers
         self._base = base
         self._first = self.index.next
-        self._sound: set[int] = set()  # records whose bytes were compared with their checksum
+        self._sound: dict[int, int] = {}  # records that were compared with their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
         self._learn(pool.news())
         self._filler: Filler[Offer] = Filler(self._fill)
         os.register_at_fork(after_in_child=_Child(self))
+        self._leave = partial(_flush, weakref.ref(self))
+        atexit.register(self._leave)
 
     @property
     def storage(self) -> tuple[torch.dtype, torch.dtype]:
@@ -118,6 +123,7 @@ class GrowingRows(RowStore):
 
     def offer(self, offers: Sequence[Offer]) -> None:
         """Have these sequences of one batch kept; returns at once."""
+        self._filler.wake()
         if self.fills and offers:
             held = {id(offers[0].last): offers[0].last} | {
                 id(part): part for pair in offers[0].layers for part in pair[:1]
@@ -142,21 +148,23 @@ class GrowingRows(RowStore):
 
     def _fill(self, offers: Sequence[Offer]) -> None:
         """Keep what no record serves; and learn what others have kept."""
-        chosen: list[Offer] = []
+        chosen = list(offers)
         try:
             if not offers:
                 self._learn(self._news())
                 self.index.link(_LINKED)
                 return
+            self._learn(self._news())
             chosen = self._chosen(offers)
             entries = [
                 Entry(one.tokens.copy(), self.layout.body_of(one.record(self.layout)), one.note) for one in chosen
             ]  # a copy: the tokens of the whole batch would be held
             if entries:
-                self._learn(self._news())
-                news = self.pool.add(entries)
-                self._sound |= {kept.number for kept in news.added}
-                self._learn(news)
+                try:
+                    self._learn(self.pool.add(entries))
+                except DatabaseError:
+                    self._learn(self.pool.news())  # some of them may have been kept
+                    raise
                 self.kept["kept"] += len(entries)
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += len(chosen)
@@ -200,7 +208,7 @@ class GrowingRows(RowStore):
         numbers = [self._first + kept.number for kept in news.added]
         self.index.extend([kept.tokens for kept in news.added], numbers)
         for number in news.removed:
-            self._sound.discard(number)
+            self._sound.pop(number, None)
             if self._first + number in self.index:
                 self.index.remove(self._first + number)
 
@@ -228,20 +236,21 @@ class GrowingRows(RowStore):
         kept = self.pool.records.get(number)
         if kept is None:
             raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
-        if number not in self._sound:
+        if self._sound.get(number) != kept.segment.number:
             if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
                 if record in self.index:
                     self.index.remove(record)  # it is never found again; the file is left to `attmemo check`
                 self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
                 raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
-            self._sound.add(number)
+            self._sound[number] = kept.segment.number
         kept.segment.hit(kept.place)
         return kept
 
     def close(self) -> None:
+        atexit.unregister(self._leave)
         self._filler.close()
         self.pool.close()
-        self._sound = set()
+        self._sound = {}
 
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
@@ -249,6 +258,13 @@ class GrowingRows(RowStore):
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
+
+
+def _flush(store: weakref.ref[GrowingRows]) -> None:
+    """At exit: what was handed over is stored."""
+    found = store()
+    if found is not None:
+        found.flush(_AT_EXIT)
 
 
 class _Child:
