@@ -1,0 +1,125 @@
+"""Upkeep of a database that fills itself, from the command line: what was forgotten is gone, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shared_pool_tools import body_of, entry, is_right, opened, tokens_of
+from test_cli import attmemo, refuse, succeed
+from transformers import PreTrainedTokenizerFast
+
+from attmemo.db.pool import Entry
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    """Twenty records, some of them used, the first five older than the others."""
+    path = tmp_path / "pool"
+    with opened(path, 1 << 24) as pool:
+        old = [entry(number) for number in range(5)]
+        pool.add([Entry(one.tokens, one.body, one.note, made=1_000_000.0) for one in old])
+        pool.add([entry(number) for number in range(5, 20)])
+        for number in (1, 7, 7):
+            kept = pool.records[number]
+            kept.segment.hit(kept.place)
+    return path
+
+
+def found(*words: str | Path) -> dict[str, Any]:
+    """The result of a command, as JSON."""
+    result: dict[str, Any] = json.loads(succeed(*words, "--quiet", "--json", "-"))
+    return result
+
+
+def identities(path: Path) -> list[int]:
+    """What records stand for; their bytes are right."""
+    with opened(path, fills=False) as pool:
+        assert all(is_right(kept) and kept.is_sound for kept in pool.records.values())
+        return sorted(int(kept.tokens[0]) for kept in pool.records.values())
+
+
+def test_inspect_shows_records_bytes_and_uses(folder: Path) -> None:
+    shown = found("inspect", folder)
+    assert (shown["records"], shown["hits"], shown["counts"]) == (20, 3, {"added": 20})
+    assert sum(age["records"] for age in shown["ages"]) == 20
+    assert shown["bytes"] >= shown["record_bytes"] > 0
+    assert "it fills itself" in succeed("inspect", folder)
+
+
+def test_check_names_a_damaged_record_and_says_that_it_is_not_served(folder: Path) -> None:
+    assert found("check", folder)["ok"]
+    with opened(folder, fills=False) as pool:
+        kept = pool.records[3]
+        file, offset = folder / "segments" / f"{kept.segment.number:010d}", kept.offset
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(b"\xff" * 8)
+    result = attmemo("check", folder)
+    assert result.exit_code == 1
+    assert "record 3" in result.stdout
+    assert "1 of 20 records are damaged" in result.stderr
+
+
+def test_compact_keeps_every_record_and_its_uses(folder: Path) -> None:
+    before = identities(folder)
+    assert found("compact", folder)["records"] == 20
+    assert identities(folder) == before
+    assert found("inspect", folder)["hits"] == 3
+
+
+def test_forget_before_a_moment_takes_out_what_is_older(folder: Path) -> None:
+    (folder / "guard").mkdir()
+    (folder / "guard" / "0.safetensors").write_bytes(b"")
+    secret = body_of(tokens_of(2, 3000)).tobytes()[:32]
+    assert any(secret in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert found("forget", folder, "--before", "2001-01-01") == {
+        "path": str(folder), "forgotten": 5, "guards": 1, "ok": True
+    }  # fmt: skip
+    assert identities(folder) == list(range(5, 20))
+    assert not any(secret in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert found("forget", folder, "--before", "2001-01-01")["forgotten"] == 0
+
+
+def test_forget_a_text_takes_out_the_records_that_hold_its_tokens(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(["[UNK]", "john", "jane", "doe", "logged", "in"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]").save_pretrained(tmp_path / "model")
+    texts = [[2, 3, 4, 5], [1, 3, 4, 5], [4, 5, 2, 3 + (1 << 24)]]
+    with opened(tmp_path / "pool") as pool:
+        pool.add([Entry(np.array(ids, np.int32), np.zeros(64, np.uint8)) for ids in texts])
+    words_of = ("--model", tmp_path / "model")
+    assert found("forget", tmp_path / "pool", "--text", "jane doe", *words_of)["forgotten"] == 2
+    with opened(tmp_path / "pool", fills=False) as pool:
+        assert [kept.tokens.tolist() for kept in pool.records.values()] == [[1, 3, 4, 5]]
+    result = attmemo("forget", tmp_path / "pool", "--text", "unheard", *words_of)
+    assert result.exit_code != 0
+    assert "no token" in result.stderr
+
+
+def test_merge_adds_what_is_not_there_with_its_age_and_uses(folder: Path, tmp_path: Path) -> None:
+    with opened(tmp_path / "other") as other:
+        other.add([entry(number) for number in (3, 30)])
+    assert found("merge", tmp_path / "other", folder)["added"] == 19
+    assert identities(tmp_path / "other") == [*range(20), 30]
+    shown = found("inspect", tmp_path / "other")
+    assert shown["hits"] == 3
+    assert found("forget", tmp_path / "other", "--before", "2001-01-01")["forgotten"] == 4, "one was there before"
+
+
+@pytest.mark.parametrize("words", [("forget",), ("forget", "--text", "x"), ("forget", "--before", "soon")])
+def test_forget_without_saying_what_is_refused(folder: Path, words: tuple[str, ...]) -> None:
+    result = attmemo(words[0], folder, *words[1:])
+    assert result.exit_code == 2
+    assert identities(folder) == list(range(20))
+
+
+def test_a_folder_that_is_no_such_database_is_refused_with_a_next_step(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "fill=" in refuse("compact", tmp_path / "empty")
