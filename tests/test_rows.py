@@ -45,8 +45,8 @@ from attmemo.reuse import rows as rows_module
 
 STORED = [30, 20, 33, 11, 25, 20]
 STATS = {
-    "enabled", "reuse", "database", "threshold", "sequences", "served", "tokens", "rows_computed", "share_computed",
-    "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible", "failures", "weight_bytes",
+    "enabled", "reuse", "database", "folder", "threshold", "sequences", "served", "tokens", "rows_computed",
+    "share_computed", "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible", "failures", "weight_bytes",
     "records", "record_bytes", "offered", "guard",
 }  # fmt: skip
 
