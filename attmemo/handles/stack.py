@@ -95,8 +95,9 @@ class StackMemoization(Memoization):
             ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by
             reason), ``ineligible`` (sequences that the original code computed, by reason), ``failures`` (sequences
             after an error, by the error's text), ``weight_bytes`` (of weights made ready, beside the model's own),
-            ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models served), ``offered`` (sequences that could have
-            become records, by what became of them), and ``guard`` (see docs/guard.md; None without a budget).
+            ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
+            served), ``offered`` (sequences that could have become records, by what became of them), and ``guard`` (see
+            docs/guard.md; None without a budget).
         """
         counters = self.engine.counters.copy()
         done = counters.done
