@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from attmemo.guard import Cover, Guard, Keeper, Ledger, Verdict, all_in
 
@@ -199,3 +200,18 @@ def test_a_guard_can_be_read_from_its_file(ledger: Ledger) -> None:
     assert settings == SETTINGS
     assert Guard.of(0.01, 0.95, learned).stats()["says"] == guard.stats()["says"]
     assert "certified" in guard.stats()["says"]
+
+
+def test_a_file_of_another_version_is_not_read(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 7, range(1, 40))
+    Keeper(guard, ledger, FAR).close()
+    with safe_open(ledger.path, "numpy") as file:
+        told = file.metadata()
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(arrays | {"values": arrays["values"][:, :2].copy()}, ledger.path, told | {"version": "1"})
+    assert ledger.read() is None
+    save_file(arrays | {"values": arrays["values"][:, :2].copy()}, ledger.path, told)
+    assert ledger.read() is None
+    save_file(arrays, ledger.path, told)
+    assert ledger.read() is not None

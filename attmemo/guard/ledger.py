@@ -22,9 +22,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-VERSION: Final = "1"
-HASHES: Final = {"changes": 1, "harmful": 1, "values": 2, "harm": 2}
-"""Arrays of a file, and their dimensions."""
+VERSION: Final = "2"
+HASHES: Final[dict[str, tuple[int, ...]]] = {"changes": (), "harmful": (), "values": (3,), "harm": (2,)}
+"""Arrays of a file, and the numbers of one entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _read(path: Path) -> tuple[str, Learned] | None:
                 return None
             known = json.loads(told["learned"])
             hashes = {name: file.get_tensor(name).astype(np.uint64) for name in HASHES}
-            if any(hashes[name].ndim != dimensions for name, dimensions in HASHES.items()):
+            if any(hashes[name].shape[1:] != entry or not hashes[name].ndim for name, entry in HASHES.items()):
                 return None
             learned = Learned(int(known["epoch"]), float(known["since"]), dict(known["counts"]), hashes)
             return told["settings"], learned
