@@ -48,6 +48,14 @@ def load_pretrained(
     return Pretrained(config, model, tokenizer, sorted(report["missing_keys"]))
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model directory or hub name; the errors are those of `load_pretrained`."""
+    from transformers import AutoTokenizer
+
+    with _explained(f"cannot load the tokenizer of {name}"), quiet():
+        return AutoTokenizer.from_pretrained(_path(name))
+
+
 def load_config(name: str) -> Any:
     """The configuration of a model directory or hub name; the errors are those of `load_pretrained`."""
     with _explained(f"cannot read the configuration of {name}"):

@@ -226,16 +226,16 @@ def _prepare(
     if reuse == "none":
         return prepare_stack(encoder, adapter)
     fills = fill is not False
+    fields = {} if database == MEMORY else model_fields(adapter.host(encoder))
 
     def rows(prepared: Database | None, owned: bool, folder: Path | None) -> Memoization:
         return prepare_rows(
-            encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes),
+            encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding,
         )  # fmt: skip
 
     if database == MEMORY:
         return rows(None, False, None)
-    fields = model_fields(adapter.host(encoder))
     folder = None if isinstance(fill, bool) else Path(fill)
     if database is None and folder is not None:
         return rows(None, False, folder)

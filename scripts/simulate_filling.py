@@ -11,6 +11,7 @@ come again. Nothing is timed.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import collections
 import csv
@@ -190,22 +191,30 @@ class Unbounded:
     def admit(self, record: Record) -> list[Record]:
         """Take a record in; returns those that go."""
         self.held += record.size
-        gone = []
+        return []
+
+
+class Bounded(Unbounded, abc.ABC):
+    """One record after the other goes, until there is room."""
+
+    def admit(self, record: Record) -> list[Record]:
+        gone = super().admit(record)
         while self.held > self.bound:
             gone.append(self.victim())
             self.held -= gone[-1].size
         self.place(record)
         return gone
 
+    @abc.abstractmethod
     def victim(self) -> Record:
         """Take out the record that goes next."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def place(self, record: Record) -> None:
         """Keep a record."""
 
 
-class Fifo(Unbounded):
+class Fifo(Bounded):
     """The oldest goes."""
 
     def __init__(self, bound: int) -> None:
@@ -238,7 +247,7 @@ class Clock(Fifo):
             self.place(record)
 
 
-class Sieve(Unbounded):
+class Sieve(Bounded):
     """A hand goes from old to new. It takes the first record that was not used since it last came by."""
 
     def __init__(self, bound: int) -> None:
@@ -259,7 +268,7 @@ class Sieve(Unbounded):
         self.queue.append(record)
 
 
-class Random(Unbounded):
+class Random(Bounded):
     """Any one goes."""
 
     def __init__(self, bound: int) -> None:
@@ -276,7 +285,7 @@ class Random(Unbounded):
         self.records.append(record)
 
 
-class S3Fifo(Unbounded):
+class S3Fifo(Bounded):
     """What is new has a tenth of the bytes, and moves to the rest if it was used there; else its tokens are kept."""
 
     def __init__(self, bound: int) -> None:

@@ -91,6 +91,7 @@ def test_forget_a_text_takes_out_the_records_that_hold_its_tokens(tmp_path: Path
     inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
     texts = [[2, 3, 4, 5], [1, 3, 4, 5], [4, 5, 2, 3 + (1 << 24)]]
     with opened(tmp_path / "pool") as pool:
         pool.add([Entry(np.array(ids, np.int32), np.zeros(64, np.uint8)) for ids in texts])

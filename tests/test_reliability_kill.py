@@ -119,9 +119,9 @@ for after in (0, 1):
 """
 
 
-def test_a_builder_killed_at_any_system_call_never_loses_what_it_acknowledged(tmp_path: Path) -> None:
-    """Before the call, and half-way through or after it; then opened, checked, and built to its end."""
-    source, killer = tmp_path / "killer.c", tmp_path / "killer.so"
+def killer_in(folder: Path) -> tuple[Path, str]:
+    """`KILLER` as a library to be loaded before all others, and the name of LMDB's extension."""
+    source, killer = folder / "killer.c", folder / "killer.so"
     source.write_text(KILLER)
     subprocess.run(
         [compiler(), "-shared", "-fPIC", "-O1", "-w", "-o", str(killer), str(source), "-ldl"], check=True
@@ -129,6 +129,12 @@ def test_a_builder_killed_at_any_system_call_never_loses_what_it_acknowledged(tm
     extension = importlib.util.find_spec("lmdb.cpython") or importlib.util.find_spec("lmdb_cffi")
     assert extension is not None
     assert extension.origin is not None
+    return killer, Path(extension.origin).name
+
+
+def test_a_builder_killed_at_any_system_call_never_loses_what_it_acknowledged(tmp_path: Path) -> None:
+    """Before the call, and half-way through or after it; then opened, checked, and built to its end."""
+    killer, lmdb = killer_in(tmp_path)
     with memory_directory() as folder:
         found = run_child(
             EVERYWHERE,
@@ -136,7 +142,7 @@ def test_a_builder_killed_at_any_system_call_never_loses_what_it_acknowledged(tm
             environment=preloaded(killer),
             killer=str(killer),
             folder=str(folder),
-            lmdb=Path(extension.origin).name,
+            lmdb=lmdb,
         ).result
     assert found["lmdb"] > 10, "LMDB's own calls were not seen"
     assert found["calls"] > found["lmdb"] + 30

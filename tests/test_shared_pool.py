@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import run_child
+from reliability_tools import outcome
 from shared_pool_tools import (
     HISTORY,
     SMALL,
@@ -64,17 +65,6 @@ def folder() -> Iterator[Path]:
     """The folder of a pool that is not made yet, in memory."""
     with memory_directory() as parent:
         yield parent / "pool"
-
-
-def refused(work: Callable[[], object]) -> str:
-    """The name of the error of this library that work ends with; "fine" if it does not."""
-    seen: AttmemoError | None = None
-    try:
-        work()
-    except AttmemoError as error:
-        seen = error
-    assert seen is None or seen.hint, f"no next step: {seen}"
-    return "fine" if seen is None else type(seen).__name__
 
 
 # -- what is kept
@@ -316,7 +306,7 @@ def test_a_segment_that_goes_while_a_reader_learns_costs_nothing(
             return opening(path, number, nbytes)
 
         monkeypatch.setattr(Segment, "open", slow)
-        assert refused(reader.news) == "fine"
+        assert outcome(reader.news) == "fine"
         assert beside
         news = reader.news()
         pool.news()
@@ -338,7 +328,7 @@ def test_after_an_error_a_pool_learns_what_it_missed_and_deletes_nothing(
     with opened(folder) as one, opened(folder) as two:
         one.add(entries(range(20)))
         monkeypatch.setattr(Segment, "open", fails)
-        assert refused(two.news) == "DatabaseCorruptError"
+        assert outcome(two.news) == "DatabaseCorruptError"
         broken = False
         assert len(two.news().added) == 20
         two.add(entries(range(100, 120)))
@@ -444,7 +434,7 @@ def test_a_disk_that_fails_at_any_call_costs_only_its_own_batch(code: int) -> No
                 told, number = [], 0
                 while number < len(HISTORY):
                     before = state_of(pool)
-                    seen = refused(lambda: HISTORY[number](pool))  # noqa: B023
+                    seen = outcome(lambda: HISTORY[number](pool))  # noqa: B023
                     if seen == "fine":
                         number += 1
                         continue
@@ -469,7 +459,7 @@ def test_a_really_full_disk_costs_only_what_was_not_published(tmp_path: Path) ->
         path = tmp_path / "pool"
         with opened(path, 8 << 20) as pool:
             for batch in range(1000):
-                seen = refused(lambda: pool.add(entries(range(2 * batch, 2 * batch + 2), 200)))  # noqa: B023
+                seen = outcome(lambda: pool.add(entries(range(2 * batch, 2 * batch + 2), 200)))  # noqa: B023
                 if seen != "fine":
                     break
             assert seen == "StorageFullError", seen
@@ -479,7 +469,7 @@ def test_a_really_full_disk_costs_only_what_was_not_published(tmp_path: Path) ->
             for size in (600, 1400):
                 tmpfs.mount(f"size={size}k", REMOUNT)
                 for again in range(3):
-                    refused(lambda: pool.add(entries(range(5000 + 100 * again, 5040 + 100 * again))))  # noqa: B023
+                    outcome(lambda: pool.add(entries(range(5000 + 100 * again, 5040 + 100 * again))))  # noqa: B023
                     assert {n: one for n, one in state_of(pool).items() if n in before} == before
                     check_files(path)
             tmpfs.mount("size=8m", REMOUNT)
@@ -503,7 +493,7 @@ def test_a_catalogue_that_finds_no_room_costs_only_its_own_batch(tmp_path: Path)
             long = [entry(100 + n, 100, 30000) for n in range(8)]  # its tokens take a megabyte of the catalogue
             room = os.statvfs(tmp_path)
             filler.write_bytes(bytes(room.f_bavail * room.f_frsize - (200 << 10)))
-            assert refused(lambda: pool.add(long)) == "StorageFullError"
+            assert outcome(lambda: pool.add(long)) == "StorageFullError"
             assert state_of(pool) == before == read_state(path)
             check_files(path)
             filler.unlink()
@@ -530,9 +520,9 @@ def test_a_folder_that_may_not_be_written_is_read(tmp_path: Path) -> None:
             kept.segment.hit(kept.place)
             assert kept.hits == 0
             assert not pool.news()
-            assert refused(lambda: pool.add(entries([9]))) == "DatabaseError"
-        assert refused(lambda: open_pool(path).add(entries([9]))) == "DatabaseError"
-        assert refused(lambda: open_pool(tmp_path / "other")) == "DatabaseError"
+            assert outcome(lambda: pool.add(entries([9]))) == "DatabaseError"
+        assert outcome(lambda: open_pool(path).add(entries([9]))) == "DatabaseError"
+        assert outcome(lambda: open_pool(tmp_path / "other")) == "DatabaseError"
 
     assert in_child(read, first=tmpfs.unshare) == 0
 
@@ -551,7 +541,7 @@ def test_a_reader_changes_nothing(folder: Path) -> None:
         assert {file: file.read_bytes() for file in before} == before
 
 
-def test_a_folder_that_is_no_pool_is_refused(folder: Path) -> None:
+def test_a_folder_that_is_no_pool_is_outcome(folder: Path) -> None:
     with pytest.raises(DatabaseNotFoundError):
         open_pool(folder, fills=False)
     folder.mkdir()
@@ -673,8 +663,8 @@ def test_a_pool_that_was_closed_harms_nothing_that_was_published(folder: Path) -
     pool = open_pool(folder)
     pool.add(entries(range(20)))
     pool.close()
-    refused(pool.news)
-    refused(lambda: pool.add(entries(range(100, 120))))
+    outcome(pool.news)
+    outcome(lambda: pool.add(entries(range(100, 120))))
     pool.close()
     pool.close()
     assert [number for number in read_state(folder) if number < 20] == list(range(20))
@@ -895,7 +885,7 @@ def filled(folder: Path) -> Path:
     return folder
 
 
-def test_a_garbled_filling_file_is_refused(filled: Path) -> None:
+def test_a_garbled_filling_file_is_outcome(filled: Path) -> None:
     """Every byte changed, cuts, and garbage: an error by name, and never another file in its place."""
     file = filled / FILLING
     good, generator = file.read_bytes(), random.Random(0)
@@ -904,13 +894,13 @@ def test_a_garbled_filling_file_is_refused(filled: Path) -> None:
     for bad in [*flips, *cuts, b"\xff\xfe\x00", b"{}\n\n", os.urandom(2000), good * 2]:
         file.write_bytes(bad)
         for fills in (True, False):
-            assert refused(lambda: open_pool(filled, fills=fills)) == "DatabaseCorruptError"  # noqa: B023
+            assert outcome(lambda: open_pool(filled, fills=fills)) == "DatabaseCorruptError"  # noqa: B023
         assert file.read_bytes() == bad
     file.write_bytes(good)
     assert len(read_state(filled)) == 30
 
 
-def test_a_pool_of_another_version_is_refused(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_another_version_is_outcome(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attmemo.db.filling.VERSION", 2)
     (filled / FILLING).unlink()
     Filling.of(MODEL, "float32").write(filled)
@@ -927,10 +917,10 @@ def test_records_without_their_filling_file_are_not_taken_for_those_of_another_m
         with opened(filled) as pool:
             assert len(pool) == 0, "records of another model"
 
-    assert refused(use) in ("fine", "DatabaseCorruptError")
+    assert outcome(use) in ("fine", "DatabaseCorruptError")
 
 
-def test_a_segment_that_does_not_begin_as_it_should_is_refused(filled: Path) -> None:
+def test_a_segment_that_does_not_begin_as_it_should_is_outcome(filled: Path) -> None:
     """Number, magic, size or marks of its head: refused at once, and nothing else is lost by that."""
     names = {file.name for file in files(filled)}
     for at in (0, 15, 16, 17, 24, 25, 31, 32, 39):
@@ -938,14 +928,14 @@ def test_a_segment_that_does_not_begin_as_it_should_is_refused(filled: Path) -> 
         with changed(files(filled)[1], at, bytes([old ^ 4])):
             for fills in (True, False):
                 pool = open_pool(filled, fills=fills)
-                assert refused(pool.news) == "DatabaseCorruptError", at
-                refused(lambda: pool.add(entries(range(900, 910))))  # noqa: B023
+                assert outcome(pool.news) == "DatabaseCorruptError", at
+                outcome(lambda: pool.add(entries(range(900, 910))))  # noqa: B023
                 pool.close()
             assert names <= {file.name for file in files(filled)}
     assert set(range(10, 13)) <= set(read_state(filled).values())
 
 
-def test_a_segment_that_is_cut_is_refused(filled: Path) -> None:
+def test_a_segment_that_is_cut_is_outcome(filled: Path) -> None:
     """At any length, before it is opened: an error by name and no signal, and the other files stay."""
     file = files(filled)[1]
     whole = file.read_bytes()
@@ -955,8 +945,8 @@ def test_a_segment_that_is_cut_is_refused(filled: Path) -> None:
         for size in (0, 1, 39, 4096, 8192, 8193, len(whole) - 4096, len(whole) - 1):
             os.truncate(file, size)
             pool = open_pool(filled)
-            assert refused(pool.news) == "DatabaseTruncatedError", size
-            refused(lambda: pool.add(entries(range(900, 910))))  # noqa: B023
+            assert outcome(pool.news) == "DatabaseTruncatedError", size
+            outcome(lambda: pool.add(entries(range(900, 910))))  # noqa: B023
             pool.close()
             assert names <= {file.name for file in files(filled)}
             file.write_bytes(whole)
@@ -970,8 +960,8 @@ def test_a_segment_that_is_missing_is_refused_and_the_others_stay(filled: Path) 
     file.rename(filled.parent / "away")
     names = {file.name for file in files(filled)}
     pool = open_pool(filled)
-    assert refused(pool.news) == "DatabaseCorruptError"
-    refused(lambda: pool.add(entries(range(900, 910))))
+    assert outcome(pool.news) == "DatabaseCorruptError"
+    outcome(lambda: pool.add(entries(range(900, 910))))
     pool.close()
     assert names <= {file.name for file in files(filled)}
 
@@ -989,8 +979,8 @@ def test_a_segment_cut_under_an_open_pool_is_an_error_and_no_signal(folder: Path
             with pytest.raises(DatabaseTruncatedError):
                 pool.records[0].segment.check_whole()
             for batch in range(6):
-                refused(lambda: pool.add(entries([10 + 2 * batch, 11 + 2 * batch])))  # noqa: B023
-            refused(pool.rewrite)
+                outcome(lambda: pool.add(entries([10 + 2 * batch, 11 + 2 * batch])))  # noqa: B023
+            outcome(pool.rewrite)
 
     assert in_child(cut) == 0
 
@@ -1027,7 +1017,7 @@ def test_a_flipped_bit_of_tokens_or_note_is_seen(filled: Path, part: str) -> Non
 
     for at in places:
         with changed(file, at + 5, bytes([data[at + 5] ^ 2])):
-            assert refused(use) in ("fine", "DatabaseCorruptError")
+            assert outcome(use) in ("fine", "DatabaseCorruptError")
 
 
 def test_a_damaged_catalogue_is_an_error_or_right_and_never_a_signal(filled: Path) -> None:
@@ -1051,7 +1041,7 @@ def test_a_damaged_catalogue_is_an_error_or_right_and_never_a_signal(filled: Pat
             for _ in range(generator.choice([1, 1, 1, 8])):
                 data[4096 * generator.choice(used) + generator.randrange(4096)] ^= 1 << generator.randrange(8)
             (copy / "catalogue" / "data.mdb").write_bytes(data)
-            seen.append(refused(lambda: _with(f"trial {trial}", lambda: _use_of(copy, use, filled))))  # noqa: B023
+            seen.append(outcome(lambda: _with(f"trial {trial}", lambda: _use_of(copy, use, filled))))  # noqa: B023
             shutil.rmtree(copy)
         assert {"fine", "DatabaseCorruptError"} <= set(seen) <= {"fine", "DatabaseCorruptError", "DatabaseError"}
 
@@ -1077,7 +1067,7 @@ def _with(name: str, work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("what", ["cut", "garbage", "gone", "folder"])
-def test_a_catalogue_that_is_no_catalogue_is_refused(filled: Path, what: str) -> None:
+def test_a_catalogue_that_is_no_catalogue_is_outcome(filled: Path, what: str) -> None:
     """A reader is told; a filler too, and no segment is removed by that."""
     file, names = filled / "catalogue" / "data.mdb", {file.name for file in files(filled)}
     if what == "cut":
@@ -1113,7 +1103,7 @@ def test_a_pool_whose_maker_died_before_its_catalogue_was_written_is_filled(fold
     """Between making the file and writing its first two pages: nothing was published, and the next filler begins."""
     open_pool(folder).close()
     os.truncate(folder / "catalogue" / "data.mdb", size)
-    assert refused(lambda: open_pool(folder, fills=False).close()) in ("fine", "DatabaseNotFoundError")
+    assert outcome(lambda: open_pool(folder, fills=False).close()) in ("fine", "DatabaseNotFoundError")
     with opened(folder) as pool:
         pool.add(entries([1]))
         assert state_of(pool) == read_state(folder) == {0: 1}
@@ -1136,7 +1126,7 @@ def test_a_folder_made_anew_under_an_open_pool_is_not_overwritten(folder: Path) 
         child = start_child(anew)
         _wait_for(ready)
         for batch in range(20):
-            refused(lambda: old.add(entries(range(100 + 2 * batch, 102 + 2 * batch))))  # noqa: B023
+            outcome(lambda: old.add(entries(range(100 + 2 * batch, 102 + 2 * batch))))  # noqa: B023
         go.touch()
         assert end_of(child) == 0
     assert in_child(lambda: _exactly(folder, range(1000, 1040))) == 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import compiler, preloaded, run_child
+from helpers import preloaded, run_child
 from shared_pool_tools import (
     HISTORY,
     SMALL,
@@ -25,7 +23,7 @@ from shared_pool_tools import (
     states,
 )
 from test_db_tools import memory_directory
-from test_reliability_kill import KILLER
+from test_reliability_kill import killer_in
 
 from attmemo.db.segment import Segment
 from attmemo.db.shared_pool import SEGMENTS
@@ -35,6 +33,7 @@ import ctypes, signal
 from pathlib import Path
 from test_db_tools import end_of, start_child
 from attmemo.errors import DatabaseError
+from test_reliability_kill import killer_in
 from shared_pool_tools import SMALL, check_files, go_on, opened, read_state, states
 
 shim, folder = ctypes.CDLL(killer), Path(folder)
@@ -77,14 +76,7 @@ result["calls"], result["lmdb"] = map(int, counted.read_text().split())
 
 def killed_everywhere(folder: Path, stride: int) -> dict[str, int]:
     """Kill a filler at every `stride`-th call that changes a file, LMDB's too; before it, and half-way or after."""
-    source, killer = folder / "killer.c", folder / "killer.so"
-    source.write_text(KILLER)
-    subprocess.run(
-        [compiler(), "-shared", "-fPIC", "-O1", "-w", "-o", str(killer), str(source), "-ldl"], check=True
-    )
-    extension = importlib.util.find_spec("lmdb.cpython") or importlib.util.find_spec("lmdb_cffi")
-    assert extension is not None
-    assert extension.origin is not None
+    killer, lmdb = killer_in(folder)
     with memory_directory() as memory:
         found = run_child(
             EVERYWHERE,
@@ -92,7 +84,7 @@ def killed_everywhere(folder: Path, stride: int) -> dict[str, int]:
             environment=preloaded(killer),
             killer=str(killer),
             folder=str(memory),
-            lmdb=Path(extension.origin).name,
+            lmdb=lmdb,
             stride=stride,
         ).result
     assert found["lmdb"] > 20, "LMDB's own calls were not seen"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,13 +151,10 @@ def _runs(texts: list[str], model: str | None) -> list[Any]:
     if not texts:
         return []
     import numpy as np
-    from transformers import AutoTokenizer
 
-    from attmemo.loading import quiet
+    from attmemo.loading import load_tokenizer
 
-    with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(str(model)))
-    found = []
+    tokenizer, found = load_tokenizer(str(model)), []
     for text in texts:
         for form in (text, f" {text}"):  # a word has other tokens at the beginning of a text, in some vocabularies
             ids = np.array(tokenizer(form, add_special_tokens=False)["input_ids"], np.int32)

@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
 from attmemo.db.files import RESTORE, sync
 from attmemo.db.forms import ROW_STORAGE
-from attmemo.db.manifest import ModelInfo
-from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
+from attmemo.db.manifest import ModelInfo, sealed, unsealed
+from attmemo.errors import DatabaseError, DatabaseNotFoundError, FormatVersionError
 from attmemo.fields import Field
 
 FILLING: Final = "FILLING.json"
@@ -43,8 +41,8 @@ class Filling:
         text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1, sort_keys=True)
         temporary = path / f"{FILLING}.{self.uuid}"
         try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(f"{text}\n{xxhash.xxh3_64_hexdigest(text.encode())}\n")
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+                stream.write(sealed(text))
                 stream.flush()
                 os.fsync(stream.fileno())
             with suppress(FileExistsError):
@@ -58,7 +56,7 @@ class Filling:
         """Of a folder. DatabaseNotFoundError: it is no pool; DatabaseCorruptError, FormatVersionError."""
         file = path / FILLING
         try:
-            text, checksum, rest = file.read_text().rsplit("\n", 2)
+            raw = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DatabaseNotFoundError(
                 f"{path} is no database that fills itself: it has no {FILLING}.",
@@ -66,11 +64,7 @@ class Filling:
             ) from error
         except OSError as error:
             raise DatabaseError(f"cannot read {file}: {error.strerror}", f"ls -l {file}") from error
-        except ValueError as error:
-            raise DatabaseCorruptError(f"{file}: no checksum line.", RESTORE) from error
-        if rest or checksum != xxhash.xxh3_64_hexdigest(text.encode()):
-            raise DatabaseCorruptError(f"{file}: checksum {checksum[:16]!r} does not fit.", RESTORE)
-        body = Field.parse(text, str(file), RESTORE)
+        body = Field.parse(unsealed(raw, file), str(file), RESTORE)
         if body["format"].value != FORMAT:
             body["format"].refuse(repr(FORMAT))
         if body.object().get("version") != VERSION:

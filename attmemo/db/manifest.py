@@ -140,18 +140,12 @@ class Manifest:
         counts = sorted(self.places.items())
         body["lengths"] = [{"length": n, "places": count, "arenas": arenas[n]} for n, count in counts]
         text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False)
-        return f"{text}\n{_checksum(text)}\n".encode()
+        return sealed(text)
 
     @classmethod
     def parse(cls, raw: bytes, path: Path) -> Manifest:
         """Read and check a manifest; DatabaseCorruptError names the first field that is wrong."""
-        try:
-            text, checksum, rest = raw.decode().rsplit("\n", 2)
-        except ValueError as error:
-            raise DatabaseCorruptError(f"{path}: not a manifest: no checksum line.", RESTORE) from error
-        if rest or checksum != _checksum(text):
-            raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", RESTORE)
-        body = Field.parse(text, str(path), RESTORE)
+        body = Field.parse(unsealed(raw, path), str(path), RESTORE)
         if body["format"].value != FORMAT:
             body["format"].refuse(repr(FORMAT))
         version = body.object().get("version")
@@ -241,6 +235,22 @@ def write_manifest(path: Path, manifest: Manifest) -> Manifest:
     following = replace(manifest, generation=manifest.generation + 1)
     write_durably(path / MANIFEST, following.dump())
     return following
+
+
+def sealed(text: str) -> bytes:
+    """A text as bytes, with its own checksum on the last line."""
+    return f"{text}\n{_checksum(text)}\n".encode()
+
+
+def unsealed(raw: bytes, path: Path) -> str:
+    """The text of a file that was `sealed`; DatabaseCorruptError: it is not as it was written."""
+    try:
+        text, checksum, rest = raw.decode().rsplit("\n", 2)
+    except ValueError as error:
+        raise DatabaseCorruptError(f"{path}: not a manifest: no checksum line.", RESTORE) from error
+    if rest or checksum != _checksum(text):
+        raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", RESTORE)
+    return text
 
 
 def _checksum(text: str) -> str:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from attmemo.db.files import write_all
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
+from attmemo.mmap import round_up
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -46,17 +47,17 @@ def marks_for(nbytes: int) -> int:
 
 def start_of(marks: int) -> int:
     """Where the first record begins in a segment with so many marks."""
-    return _round(_HEADER + marks * _MARK.itemsize, 4096)
+    return round_up(_HEADER + marks * _MARK.itemsize, 4096)
 
 
 def bytes_for(record: int, usual: int) -> int:
     """Bytes of a new segment that must hold a record of so many bytes; `usual` if this is enough."""
-    return max(usual, _round(record + start_of(FEWEST_MARKS) + record // 256, 4096))
+    return max(usual, round_up(record + start_of(FEWEST_MARKS) + record // 256, 4096))
 
 
 def rounded(nbytes: int) -> int:
     """Bytes that a record takes."""
-    return _round(nbytes, ALIGNED)
+    return round_up(nbytes, ALIGNED)
 
 
 class Segment:
@@ -198,7 +199,3 @@ def _unreadable(path: Path, error: OSError) -> DatabaseError:
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         return DatabaseError(f"{path} cannot be opened: {error.strerror}.", "check the limits: ulimit -n, ulimit -v")
     return DatabaseCorruptError(f"{path} cannot be read: {error.strerror}.", _RESTORE)
-
-
-def _round(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

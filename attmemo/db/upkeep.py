@@ -54,7 +54,6 @@ def check(pool: SharedPool, progress: Callable[[int, int], None] | None = None) 
     found = []
     records = sorted(pool.records.values(), key=lambda kept: (kept.segment.number, kept.offset))
     for done, kept in enumerate(records, 1):
-        kept.segment.check_whole()
         if not kept.is_sound:
             where = f"segments/{kept.segment.number:010d}, record {kept.number}"
             found.append(Finding(where, "the bytes do not match their checksum"))

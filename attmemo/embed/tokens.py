@@ -63,16 +63,8 @@ class _Shelf:
         )
         return cls(*_parts(room, 0, 0), room, 0)
 
-    def has_room(self, tokens: int) -> bool:
-        return len(self.numbers) < len(self.room[3]) and len(self.tokens) + tokens <= len(self.room[0])
-
-    def with_row(self, tokens: Tokens, vector: Vectors, number: int) -> _Shelf:
-        """One row more; there must be room."""
-        row, end = len(self.numbers), len(self.tokens) + len(tokens)
-        all_tokens, starts, vectors, numbers, living = self.room
-        all_tokens[len(self.tokens) : end] = tokens
-        starts[row + 1], vectors[row], numbers[row], living[row] = end, vector, number, True
-        return _Shelf(*_parts(self.room, row + 1, end), self.room, self.alive + 1)
+    def has_room(self, tokens: int, rows: int) -> bool:
+        return len(self.numbers) + rows <= len(self.room[3]) and len(self.tokens) + tokens <= len(self.room[0])
 
     def with_rows(self, tokens: Tokens, lengths: Ints, vectors: Vectors, numbers: Ints) -> _Shelf:
         """Rows more, their tokens one behind the other; there must be room."""
@@ -84,7 +76,7 @@ class _Shelf:
         all_vectors[rows], all_numbers[rows], living[rows] = vectors, numbers, True
         return _Shelf(*_parts(self.room, rows.stop, end), self.room, self.alive + len(numbers))
 
-    def larger(self, tokens: int, more: int = 0) -> _Shelf:
+    def larger(self, tokens: int, more: int) -> _Shelf:
         """The living rows in new arrays, with as much room again, and for so many tokens and rows more."""
         lengths, kept = np.diff(self.starts), self.living
         own, rows = self.tokens[np.repeat(kept, lengths)], int(kept.sum())
@@ -219,10 +211,11 @@ class TokenIndex:
 
     def add(self, tokens: Tokens) -> int:
         """Add a record, int32 ``[n]``; returns its number. ValueError: other tokens."""
-        vector = self.sketch(tokens, np.array([0, len(tokens)], np.int64))[0]
+        starts = np.array([0, len(tokens)], np.int64)
+        vectors = self.sketch(tokens, starts)
         with self._writing:
             number = self._next
-            self._add(tokens, vector, number)
+            self._append(tokens, starts[1:], vectors, np.array([number], np.int64))
         return number
 
     def extend(self, records: Sequence[Tokens], numbers: Sequence[int]) -> None:
@@ -235,18 +228,15 @@ class TokenIndex:
         with self._writing:
             if own[0] < self._next or (np.diff(own) <= 0).any():
                 raise ValueError(f"numbers of records rise, from {self._next} on; seen {own[:8].tolist()}…")
-            shelf = self._shelf
-            if len(shelf.numbers) + len(own) > len(shelf.room[3]) or not shelf.has_room(len(tokens)):
-                shelf = shelf.larger(len(tokens), len(own))
-            self._next = int(own[-1]) + 1
-            self._shelf = shelf.with_rows(tokens, lengths, vectors, own)
-            self._link(LINKED * len(records) if len(records) < FEWEST else LINKED)
+            self._append(tokens, lengths, vectors, own)
 
-    def _add(self, tokens: Tokens, vector: Vectors, number: int) -> None:
-        self._next = number + 1
-        shelf = self._shelf if self._shelf.has_room(len(tokens)) else self._shelf.larger(len(tokens))
-        self._shelf = shelf.with_row(tokens, vector, number)
-        self._link(LINKED)
+    def _append(self, tokens: Tokens, lengths: Ints, vectors: Vectors, numbers: Ints) -> None:
+        shelf, rows = self._shelf, len(numbers)
+        if not shelf.has_room(len(tokens), rows):
+            shelf = shelf.larger(len(tokens), rows)
+        self._next = int(numbers[-1]) + 1
+        self._shelf = shelf.with_rows(tokens, lengths, vectors, numbers)
+        self._link(LINKED * rows if rows < FEWEST else LINKED)
 
     def link(self, most: int) -> bool:
         """Let the graph catch up by so many records; False: it has them all, or there is none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -12,11 +12,12 @@ from attmemo.fingerprint import fingerprint, model_fields
 
 
 def describe(
-    model: nn.Module, adapter: Adapter, sites: Sequence[Site], name: str, max_length: int, tokenizer: str | None
-) -> ModelInfo:
-    """What a database says about the model it belongs to."""
+    model: nn.Module, adapter: Adapter, sites: Sequence[Site], name: str, max_length: int, tokenizer: str | None,
+    fields: Mapping[str, str] | None = None,
+) -> ModelInfo:  # fmt: skip
+    """What a database says about the model it belongs to; `fields` are those of its fingerprint, if they are known."""
     host = adapter.host(model)
-    fields = model_fields(host)
+    fields = dict(fields or model_fields(host))  # all weights are read for them
     return ModelInfo(
         name=name, family=adapter.family, mask_kind=adapter.mask_kind, layers=len(sites),
         heads=adapter.shape(sites[0].module)[0],

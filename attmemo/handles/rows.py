@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from attmemo.db.pool import Pool
 from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
-from attmemo.fingerprint import check_fields, model_fields
+from attmemo.fingerprint import check_fields
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
 from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
@@ -104,6 +105,8 @@ class Records:
         Whether new records are kept.
     max_bytes : int or None
         Most bytes of new records.
+    fields : mapping
+        Those of the model's fingerprint; needed with a folder.
     """
 
     prepared: Database | None = None
@@ -111,6 +114,7 @@ class Records:
     folder: Path | None = None
     fills: bool = True
     max_bytes: int | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def grow(self) -> bool:
@@ -207,12 +211,12 @@ def _growing(
         filling = None
         if records.fills:
             word = own if records.prepared is None else records.prepared.manifest.storage
-            filling = Filling.of(model_info(encoder, adapter), word)
+            filling = Filling.of(model_info(encoder, adapter, records.fields), word)
         pool = SharedPool(
             records.folder, bound_of(records.max_bytes, records.folder), filling, fills=records.fills
         )  # fmt: skip
         undo.callback(pool.close)
-        check_fields(pool.filling.model.fields, model_fields(adapter.host(encoder)), pool.path)
+        check_fields(pool.filling.model.fields, records.fields, pool.path)
         kinds = ROW_STORAGE[pool.filling.storage]
         storage = TYPES[kinds[0]], TYPES[kinds[1]]
         if prepared is not None and prepared.storage != storage:
@@ -248,13 +252,13 @@ def check_bytes(max_bytes: Any) -> None:
         raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
 
 
-def model_info(encoder: nn.Module, adapter: Adapter) -> ModelInfo:
+def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str]) -> ModelInfo:
     """What a database that fills itself says about its model."""
     host = adapter.host(encoder)
     config: Any = host.config
     longest = getattr(config, "max_position_embeddings", None)
     longest = longest if isinstance(longest, int) and longest > 0 else 1 << 20
-    return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, None)
+    return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, None, fields)
 
 
 def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:

@@ -68,8 +68,7 @@ class Offer:
 
     def record(self, layout: RowLayout) -> Record:
         """The record in the types of a layout."""
-        rows = torch.stack([torch.stack((keys[self.part], values[self.part])) for keys, values in self.layers])
-        return Record.pack(self.tokens, rows, self.last[self.part].clone(), layout.storage, layout.heads)
+        return Record.of(self.tokens, self.part, self.layers, self.last, layout.storage, layout.heads)
 
 
 class GrowingRows(RowStore):
@@ -104,8 +103,9 @@ class GrowingRows(RowStore):
         self._anew = False
         self._learn(pool.news())
         self._filler: Filler[Offer] = Filler(self._fill)
-        os.register_at_fork(after_in_child=_Child(self))
-        self._leave = partial(_flush, weakref.ref(self))
+        own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
+        os.register_at_fork(after_in_child=partial(_in_child, own))
+        self._leave = partial(_flush, own)
         atexit.register(self._leave)
 
     @property
@@ -125,10 +125,8 @@ class GrowingRows(RowStore):
         """Have these sequences of one batch kept; returns at once."""
         self._filler.wake()
         if self.fills and offers:
-            held = {id(offers[0].last): offers[0].last} | {
-                id(part): part for pair in offers[0].layers for part in pair[:1]
-            }
-            self._filler.offer(offers, sum(part.untyped_storage().nbytes() for part in held.values()))
+            held = [offers[0].last, *(keys for keys, _ in offers[0].layers)]  # values lie beside their keys
+            self._filler.offer(offers, sum(part.untyped_storage().nbytes() for part in held))
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until all that was offered is kept or left out; False: it takes longer."""
@@ -150,11 +148,10 @@ class GrowingRows(RowStore):
         """Keep what no record serves; and learn what others have kept."""
         chosen = list(offers)
         try:
+            self._learn(self._news())
             if not offers:
-                self._learn(self._news())
                 self.index.link(_LINKED)
                 return
-            self._learn(self._news())
             chosen = self._chosen(offers)
             entries = [
                 Entry(one.tokens.copy(), self.layout.body_of(one.record(self.layout)), one.note) for one in chosen
@@ -267,16 +264,10 @@ def _flush(store: weakref.ref[GrowingRows]) -> None:
         found.flush(_AT_EXIT)
 
 
-class _Child:
-    """Renews a store in a forked child; keeps no store alive."""
-
-    def __init__(self, store: GrowingRows) -> None:
-        self._store = weakref.ref(store)
-
-    def __call__(self) -> None:
-        store = self._store()
-        if store is not None:
-            store.leave_to_parent()
+def _in_child(store: weakref.ref[GrowingRows]) -> None:
+    found = store()
+    if found is not None:
+        found.leave_to_parent()
 
 
 class _Both:
