@@ -13,7 +13,8 @@ what is verified is what would be served. A verification that fails costs time, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -177,7 +178,8 @@ class Guarded:
         if not served:
             return output
         args, kwargs = _shallow(inputs)
-        return forward(*args, **kwargs)  # outside of `asking` nothing is served
+        with self._again():
+            return forward(*args, **kwargs)  # outside of `asking` nothing is served
 
     def _run(
         self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int],
@@ -185,8 +187,21 @@ class Guarded:
     ) -> Any:  # fmt: skip
         """The output for some sequences, from these records or whole."""
         args, kwargs = _take(inputs, torch.tensor(places), batch)
-        with self.planner.asking(given):
+        with self.planner.asking(given), self._again():
             return forward(*args, **kwargs)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """While inside, forwards repeat a part of the one that was asked for."""
+        seen = self._rows.thread.observed
+        if seen is None:
+            yield
+            return
+        seen.again = True
+        try:
+            yield
+        finally:
+            seen.again = False
 
     def _failed(self, counters: Counters, what: str, error: Exception) -> None:
         if counters.failure(what, error, 1):

@@ -132,6 +132,10 @@ class Guard:
         with self._lock:
             return self.verified.ask(gaps)
 
+    def serves(self, cover: Cover) -> bool:
+        """Whether such a request would be served now, unless it is drawn as a sample."""
+        return cover is Cover.SAME or (cover is not Cover.NOT and self.certificate.affords())
+
     def decide(self, covers: Sequence[Cover | None]) -> list[Verdict | None]:
         """What becomes of the requests of a batch, by how well changes are verified; None: there is no record."""
         with self._lock:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +20,9 @@ from attmemo.guard import Guard, Keeper
 from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
 from attmemo.hooks import AnswerHook, Hook
+from attmemo.observed import Observed
 from attmemo.planner import GuardedPlanner, Planner, RowPlanner, Whole
+from attmemo.planner.rows import TYPES_FROM
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import TYPES, Packed
 from attmemo.reuse.stack import Stack
@@ -123,6 +128,45 @@ class StackMemoization(Memoization):
             **self._growth(),
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
         }
+
+    @contextmanager
+    def observe(self, *, reuse: bool = True) -> Iterator[Observed]:
+        """While inside, see what this thread's forwards compute; with ``reuse=False`` no record serves them.
+
+        Yields
+        ------
+        Observed
+        """
+        stack = self.engine.reuse
+        assert isinstance(stack, Stack)
+        thread = stack.thread
+        before, thread.observed = thread.observed, Observed()
+        whole = nullcontext() if reuse or not isinstance(self.planner, RowPlanner) else self.planner.whole()
+        try:
+            with whole:
+                yield thread.observed
+        finally:
+            thread.observed = before
+
+    def rows_to_compute(
+        self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
+        """Rows that each of these sequences would need now. Only asks: nothing is learned or kept.
+
+        Parameters
+        ----------
+        sequences : sequence of sequences of int
+            Token ids of each sequence, special tokens included.
+        types : sequence of sequences of int, optional
+            Token types, if the model takes some; by default 0.
+        """
+        tokens = [np.asarray(sequence, np.int32) for sequence in sequences]
+        if types is not None:
+            more = [np.int32(TYPES_FROM) * np.asarray(kinds, np.int32) for kinds in types]
+            tokens = [own + kinds for own, kinds in zip(tokens, more, strict=True)]
+        if not tokens or not isinstance(self.planner, RowPlanner):
+            return [len(sequence) for sequence in tokens]
+        return self.planner.rows_to_compute(tokens)
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until what requests have handed over is stored, and can be found; False: it takes longer."""

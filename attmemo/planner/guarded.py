@@ -20,7 +20,7 @@ from attmemo.kernels.align import Alignment, Rule
 from attmemo.kernels.changes import Changes, Kinds
 from attmemo.plan import Plan, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
-from attmemo.planner.rows import Asked, RowPlanner, plan_of
+from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
 
 TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
@@ -109,6 +109,9 @@ class GuardedPlanner(RowPlanner):
         asking, batch = self._thread.asking, len(spans.lengths)
         if given is None:
             return BY_HAND
+        if self._wishes.whole:
+            counters.skip(ASKED_WHOLE, batch)
+            return Whole.plan(self, layer, call, spans, given, counters)
         if asking is None or asking.planned:  # a model that calls its blocks twice has no one answer for the first
             counters.skip(_UNGUARDED, batch)
             return Whole.plan(self, layer, call, spans, given, counters)
@@ -135,6 +138,11 @@ class GuardedPlanner(RowPlanner):
         could = np.array([gap is not None for gap in gaps])  # the gate looks at records, not at trust
         self._count(asked, found, could, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served, admitted)
+
+    def _needs(self, asked: Asked) -> Ints:
+        found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))
+        served = np.array([cover is not None and self.guard.serves(cover) for cover in covers])
+        return np.where(served, found.computed, asked.lengths)
 
     def _find(
         self, asked: Asked, candidates: Candidates

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar, Final
@@ -26,6 +28,7 @@ Flags = npt.NDArray[np.bool_]
 
 THRESHOLD: Final = 0.5
 """Share of its tokens that a record must supply by default."""
+ASKED_WHOLE: Final = "asked for without reuse"
 TYPES_FROM: Final = 1 << 24
 """Token types are kept above the ids."""
 
@@ -38,6 +41,10 @@ class Asked:
     starts: Ints  # [B + 1]
     lengths: Ints  # [B]
     seconds_per_row: float | None  # that blocks take; None: not known yet
+
+
+class _Thread(threading.local):
+    whole = False  # nothing is to be served from a record
 
 
 class RowPlanner(Whole):
@@ -67,10 +74,37 @@ class RowPlanner(Whole):
         self.index, self.threshold, self.rule = index, threshold, rule
         self.gate = RowGate(always=not gated)
         self._relative = relative
+        self._wishes = _Thread()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While inside, this thread's forwards are served from no record, and make none."""
+        before, self._wishes.whole = self._wishes.whole, True
+        try:
+            yield
+        finally:
+            self._wishes.whole = before
+
+    def rows_to_compute(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[int]:
+        """Rows that each of these sequences of tokens would need now, verifications left out. Only asks."""
+        lengths = np.array([len(tokens) for tokens in sequences], np.int64)
+        if not lengths.all() or not len(self.index):
+            return [int(n) for n in lengths]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        return self._needs(Asked(np.concatenate(sequences), starts, lengths, None)).tolist()  # type: ignore[no-any-return]
+
+    def _needs(self, asked: Asked) -> Ints:
+        """Rows to compute, ``[B]``."""
+        candidates = self.index.candidates(asked.tokens, asked.starts)
+        found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
+        return np.where(self._suffices(found, asked.lengths), found.computed, asked.lengths)
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
+        if self._wishes.whole:
+            counters.skip(ASKED_WHOLE, len(spans.lengths))
+            return super().plan(layer, call, spans, given, counters)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:

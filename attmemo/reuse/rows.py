@@ -10,7 +10,6 @@ Rows that are computed are exact arithmetic over approximate keys.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
 from time import perf_counter
 from typing import ClassVar
@@ -30,12 +29,28 @@ from attmemo.plan import RowShare, Share
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import RowStore
-from attmemo.reuse.stack import Stack, places_of, put_back
+from attmemo.reuse.stack import Stack, Thread, places_of, put_back
 
 _LOG = logging.getLogger("attmemo")
 
 # A file that went away, a closed database: they cost time, not requests.
 _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
+
+
+class RowThread(Thread):
+    """What is kept for each thread beside.
+
+    Attributes
+    ----------
+    reused : bool
+        Whether the last forward took rows of records.
+    admitted : dict of int to Offer
+        What its sequences offer to become records, by place in the batch.
+    """
+
+    def __init__(self) -> None:  # called anew in every thread
+        self.reused = False
+        self.admitted: dict[int, Offer] = {}
 
 
 class Rows(Stack):
@@ -50,17 +65,17 @@ class Rows(Stack):
 
     Attributes
     ----------
-    thread : threading.local
-        `thread.reused`: whether this thread's last forward took rows of records. `thread.admitted`: what its
-        sequences offer to become records, by place in the batch.
+    thread : RowThread
     """
+
+    thread: RowThread
 
     name: ClassVar[str] = "rows"
 
     def __init__(self, blocks: Blocks, packed: Packed, store: RowStore) -> None:
         super().__init__(blocks, packed)
         self.store = store
-        self.thread = threading.local()
+        self.thread = RowThread()
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
         self.thread.reused, self.thread.admitted = False, {}
@@ -104,6 +119,7 @@ class Rows(Stack):
             len(lengths), len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned,
             served=0 if fetched is None else len(share.sequences),
         )  # fmt: skip
+        self.thread.see(spans.lengths, np.diff(layout.starts).tolist())
         self.thread.reused = fetched is not None
         return output.view(call.hidden.shape)
 

@@ -7,6 +7,7 @@ pooler and the head are the model's own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from attmemo.adapters.blocks import Blocks
 from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
 from attmemo.kernels.row_attention import Layout
+from attmemo.observed import Observed
 from attmemo.plan import Share
 from attmemo.reuse import Exact
 from attmemo.reuse.packed import Fetch, Packed
@@ -30,6 +32,23 @@ _ON_THE_RIGHT = "the mask is not plain padding on the right"
 
 Keep = Callable[[list[int], list[tuple[Tensor, Tensor]], Tensor], None]
 """Gets lengths ``[B]``, K and V ``[N, H]`` of each layer, and the last hidden states ``[N, H]``, all packed."""
+
+
+class Thread(threading.local):
+    """What a stack keeps for each thread.
+
+    Attributes
+    ----------
+    observed : Observed or None
+        Sees the forwards of this thread.
+    """
+
+    observed: Observed | None = None
+
+    def see(self, lengths: list[int], rows: list[int]) -> None:
+        """One forward: tokens and computed rows of each sequence."""
+        if self.observed is not None:
+            self.observed.see(lengths, rows)
 
 
 class Stack:
@@ -45,6 +64,7 @@ class Stack:
     ----------
     keep : Keep or None
         Gets what a forward computed: this is how records are made.
+    thread : Thread
     """
 
     name: ClassVar[str] = "none"
@@ -54,6 +74,7 @@ class Stack:
     def __init__(self, blocks: Blocks, packed: Packed) -> None:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
+        self.thread = Thread()
         # Hooks on the module that holds all blocks run as ever: its input and its output are the original's.
         whole = [blocks.module] if blocks.whole else []
         inner = [child for module in blocks.modules for child in module.modules() if child not in whole]
@@ -117,6 +138,7 @@ class Stack:
             self.keep(spans.lengths, kept, found)
         output = found if places is None else put_back(found, places, call)
         counters.work(len(spans.lengths), int(starts[-1]), int(starts[-1]), blocks=perf_counter() - start)
+        self.thread.see(spans.lengths, spans.lengths)
         return output.view(call.hidden.shape)
 
     def compute(
