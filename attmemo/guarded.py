@@ -68,12 +68,11 @@ class Guarded:
         args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = _shallow((args, kwargs))
         thread = self._rows.thread
-        thread.reused, thread.admitted = False, {}
+        thread.served, thread.admitted = set(), {}
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
         offers, thread.admitted = thread.admitted, {}
-        if not thread.reused:  # records could not be read: these answers are exact, and prove nothing
-            asking.drop(Verdict.SERVE)
+        asking.leave_only(Verdict.SERVE, thread.served)  # a record could not be read: an exact answer proves nothing
         try:
             return self._checked(forward, inputs, output, _mask(given), offers, asking, counters)
         finally:
@@ -160,12 +159,14 @@ class Guarded:
             return
         chosen = [asking.chosen[place] for place in places]
         thread = self._rows.thread
-        thread.reused = False
+        thread.served = set()
         again = self._run(forward, inputs, len(seen.values), places, chosen)
-        if not thread.reused:
+        if not thread.served:
             return
         reused = self.answers.read(again, None if mask is None else mask[places])
         for number, (place, one) in enumerate(zip(places, chosen, strict=True)):
+            if number not in thread.served:
+                continue
             changed = self.answers.differ(seen, place, reused, number)
             margin = self._margin(reused, number, one)
             if changed:

@@ -14,6 +14,7 @@ from test_guarded import (
     BASE,
     BOTH,
     FIRST,
+    LENGTHS,
     NAMES,
     SECOND,
     Case,
@@ -115,6 +116,17 @@ def dropping(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "fetch", fetch)
 
 
+def find(model: Any, inputs: Inputs) -> list[int]:
+    """The record of each sequence."""
+    index = model.attmemo.engine.reuse.store.index
+    found: list[int] = []
+    for tokens in (row[:n].numpy().astype(np.int32) for row, n in zip(inputs["input_ids"], LENGTHS, strict=True)):
+        near = index.candidates(tokens, np.array([0, len(tokens)]))
+        rule = model.attmemo.planner.rule
+        found += index.align(tokens, np.array([0, len(tokens)]), near, rule).record.tolist()
+    return found
+
+
 class TestDropped:
     def test_a_change_is_not_verified_by_a_record_that_was_dropped(
         self, case: Case, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +184,49 @@ class TestThreads:
         dropping(model.attmemo.engine.reuse.store, monkeypatch)
         assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
         assert sum(model.attmemo.stats()["failures"].values()) == 6
+
+    def test_one_record_that_is_dropped_leaves_the_others_of_its_batch_served(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = guarded(case.bare)
+        run(model, BASE)
+        store = model.attmemo.engine.reuse.store
+        own, gone = store.fetch, find(model, BASE)[2]
+
+        def fetch(records: Any) -> Any:
+            if (records == gone).any() and gone in store.index:
+                store._learn(store.pool.remove([gone - store._first]))
+            return own(records)
+
+        monkeypatch.setattr(store, "fetch", fetch)
+        with model.attmemo.observe() as seen:
+            assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
+        assert [rows == tokens for rows, tokens in zip(seen.rows, seen.tokens, strict=True)] == [
+            place == 2 for place in range(6)
+        ]
+        assert sum(model.attmemo.stats()["failures"].values()) == 1
+        assert model.attmemo.stats()["served"] == 5
+
+    def test_only_what_was_read_is_verified(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, asked = guarded(case.bare, min_cosine=-1.0), variant(FIRST)
+        run(model, BASE)
+        store, guard = model.attmemo.engine.reuse.store, model.attmemo.guarded.guard
+        gone = find(model, BASE)[:5]
+        own = store.fetch
+
+        def fetch(records: Any) -> Any:
+            if np.isin(records, gone).any():
+                raise OSError("the disk")
+            return own(records)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "fetch", fetch)
+            assert worst(run(model, asked), run(case.exact, asked), asked) <= NEAR
+        one = len(guard.verified.state()["values"])
+        for _ in range(2):
+            run(model, rows_of(variant(SECOND), 5))
+        assert 0 < one < len(guard.verified.state()["values"])
+        assert len(guard.verified.state()["changes"]) == 2, "one of each verification that could be made"
 
     def test_a_record_that_dies_while_it_is_compared_is_not_taken_for_the_very_input(
         self, case: Case, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -59,9 +59,12 @@ class Asking:
         """Sequences with one of these verdicts."""
         return [sequence for sequence, chosen in self.chosen.items() if chosen.verdict in verdicts]
 
-    def drop(self, verdict: Verdict) -> None:
-        """Forget sequences with this verdict."""
-        self.chosen = {sequence: chosen for sequence, chosen in self.chosen.items() if chosen.verdict is not verdict}
+    def leave_only(self, verdict: Verdict, sequences: Set[int]) -> None:
+        """Of the sequences with this verdict, forget all but these."""
+        self.chosen = {
+            sequence: chosen for sequence, chosen in self.chosen.items()
+            if chosen.verdict is not verdict or sequence in sequences
+        }  # fmt: skip
 
 
 class _Thread(threading.local):

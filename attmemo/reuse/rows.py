@@ -28,7 +28,7 @@ from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
-from attmemo.reuse.row_store import RowStore
+from attmemo.reuse.row_store import Fetched, Ints, RowStore
 from attmemo.reuse.stack import Stack, Thread, places_of, put_back
 
 _LOG = logging.getLogger("attmemo")
@@ -42,14 +42,14 @@ class RowThread(Thread):
 
     Attributes
     ----------
-    reused : bool
-        Whether the last forward took rows of records.
+    served : set of int
+        Sequences of the last forward that took rows of records.
     admitted : dict of int to Offer
         What its sequences offer to become records, by place in the batch.
     """
 
     def __init__(self) -> None:  # called anew in every thread
-        self.reused = False
+        self.served: set[int] = set()
         self.admitted: dict[int, Offer] = {}
 
 
@@ -78,21 +78,14 @@ class Rows(Stack):
         self.thread = RowThread()
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
-        self.thread.reused, self.thread.admitted = False, {}
+        self.thread.served, self.thread.admitted = set(), {}
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
         lengths = np.asarray(spans.lengths, np.int64)
         places = places_of(spans.lengths, call.hidden.shape[1])
-        source, fetched = share.source, None
-        if len(share.sequences):
-            try:
-                fetched = self.store.fetch(share.record)
-                begins, dtype = fetched.last()
-            except _UNREADABLE as error:
-                if counters.failure("records could not be read", error, len(share.sequences)):
-                    _LOG.warning("attmemo: records could not be read, sequences are computed whole: %s", error)
-                fetched, source = None, np.full_like(source, -1)
+        fetched, records = self._fetch(share.record, counters)
+        source = np.where(np.repeat(records < 0, lengths), np.int32(-1), share.source)
         fresh = source < 0
         computed = torch.from_numpy(np.flatnonzero(fresh))
         if places is not None:
@@ -110,6 +103,7 @@ class Rows(Stack):
         self.thread.admitted = kept.offers(found)
         output = put_back(found, computed, call)
         if fetched is not None:
+            begins, dtype = fetched.last()
             supplied = np.flatnonzero(~fresh)
             row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
             addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
@@ -117,11 +111,36 @@ class Rows(Stack):
         fetching = planned - start + perf_counter() - done
         counters.work(
             len(lengths), len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned,
-            served=0 if fetched is None else len(share.sequences),
+            served=int((records >= 0).sum()),
         )  # fmt: skip
         self.thread.see(spans.lengths, np.diff(layout.starts).tolist())
-        self.thread.reused = fetched is not None
+        self.thread.served = set(np.flatnonzero(records >= 0).tolist())
         return output.view(call.hidden.shape)
+
+    def _fetch(self, records: Ints, counters: Counters) -> tuple[Fetched | None, Ints]:
+        """Rows of these records, and the records without those that cannot be read; all -1: there are none."""
+        if (records < 0).all():
+            return None, records
+        try:
+            return self._read(records), records
+        except _UNREADABLE:
+            found = records.copy()
+        for place in np.flatnonzero(found >= 0).tolist():
+            try:
+                self._read(found[place : place + 1])
+            except _UNREADABLE as error:
+                if counters.failure("a record could not be read", error, 1):
+                    _LOG.warning("attmemo: a record could not be read, its sequence is computed whole: %s", error)
+                found[place] = -1
+        try:
+            return (None, found) if (found < 0).all() else (self._read(found), found)
+        except _UNREADABLE:  # one more went meanwhile
+            return None, np.full_like(records, -1)
+
+    def _read(self, records: Ints) -> Fetched:
+        found = self.store.fetch(records)
+        found.last()
+        return found
 
     def close(self) -> None:
         self.store.close()
