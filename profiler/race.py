@@ -1,0 +1,201 @@
+"""One stream of texts through several ways of computing the same answers, batch by batch, timed in turns.
+
+The reused way is the one that a user gets: `memoize(model, database=":memory:", reuse="rows", budget=…)`, with its
+guard, its verifications and its filling. Every answer that it gives is compared with the exact one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from attmemo.guard.certificate import highest_rate
+from attmemo.memoization import memoize
+from attmemo.profiler.answers import changed
+from attmemo.profiler.models import LoadedModel, Tokens
+from attmemo.profiler.peers import Duplicates, Way, another, way_of
+from attmemo.profiler.row_live import ANSWERS
+
+STOCK: Final = "stock"
+PACKED: Final = "exact, packed"
+ROWS: Final = "rows, guarded"
+CACHE: Final = "packed, behind a cache"
+EVERY: Final = 4  # one batch of so many is computed by the other ways too: the stream lasts longer
+CONFIDENCE: Final = 0.95
+MIN_COSINE: Final = 0.98
+_MOST_SAMPLES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One batch."""
+
+    texts: int
+    tokens: int
+    rows: int  # computed by the reused way, verification included
+    served: int  # texts
+    state: str  # of the guard, before the batch: "learning", "certified" or "alarm"
+    seconds: dict[str, float]  # of each way that was asked
+    changed: dict[str, int]  # answers unlike the exact ones
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What can be said of some laps."""
+
+    texts: int
+    ms: dict[str, float]  # a text, of each way, over the batches that all ways computed
+    speed: dict[str, float]  # of each way over the stock model, over the same batches
+    over: dict[str, float]  # of the reused way over each way, over all batches that both computed
+    changed: dict[str, float]  # share of the answers of each way
+    rows: float  # share of the rows that the reused way computed
+    served: float
+
+
+def standing(laps: Sequence[Lap]) -> Standing | None:
+    """Times and shares of some laps; None if no batch of them was computed by all ways."""
+    whole = [lap for lap in laps if STOCK in lap.seconds]
+    if not whole:
+        return None
+    names = [name for name in whole[0].seconds if all(name in lap.seconds for lap in whole)]
+
+    def spent(name: str, among: Sequence[Lap]) -> float:
+        return sum(lap.seconds[name] for lap in among)
+
+    over, differ = {}, {}
+    for name in names:
+        among = [lap for lap in laps if name in lap.seconds]
+        over[name] = spent(name, among) / spent(ROWS, among)
+        differ[name] = sum(lap.changed[name] for lap in among) / sum(lap.texts for lap in among)
+    ms = {name: 1e3 * spent(name, whole) / sum(lap.texts for lap in whole) for name in names}
+    speed = {name: ms[STOCK] / ms[name] for name in names}
+    texts = sum(lap.texts for lap in laps)
+    rows = sum(lap.rows for lap in laps) / sum(lap.tokens for lap in laps)
+    return Standing(texts, ms, speed, over, differ, rows, sum(lap.served for lap in laps) / texts)
+
+
+def samples_needed(guard: Mapping[str, Any]) -> int | None:
+    """About how many verified answers the certificate needs in all, if no further one changes; None: too many.
+
+    As `attmemo.guard.Guard.certified` asks it, of the statistics of a guard.
+    """
+    could = (guard["done"].get("served", 0) + guard["verified"]) / max(guard["requests"], 1)
+    share = min(max(could, 0.5), 1.0)
+    low, high = int(guard["changed"]), _MOST_SAMPLES
+    if highest_rate(low, high - low, guard["confidence"]) * share > guard["budget"]:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if highest_rate(guard["changed"], middle - guard["changed"], guard["confidence"]) * share <= guard["budget"]:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+class Race:
+    """The ways side by side, and what they took so far.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The stock model; the other ways get copies.
+    peers : mapping
+        Further ways by name.
+    budget : float
+        Share of the answers that may change.
+
+    Attributes
+    ----------
+    laps : list of Lap
+    """
+
+    def __init__(self, loaded: LoadedModel, peers: Mapping[str, Way], budget: float) -> None:
+        packed, rows = another(loaded), another(loaded)
+        memoize(packed.model, reuse="none")
+        memoize(
+            rows.model, database=":memory:", reuse="rows", budget=budget, confidence=CONFIDENCE,
+            answer=ANSWERS["class" if loaded.kind == "classifier" else loaded.pooling or "mean"],
+            min_cosine=MIN_COSINE, tokenizer=loaded.tokenizer,
+        )  # fmt: skip
+        self._kind = loaded.kind
+        self._handle: Any = rows.model.attmemo
+        self._exact = way_of(packed)
+        self.cache = Duplicates(self._exact)
+        self._often: dict[str, Way] = {PACKED: self._exact, ROWS: way_of(rows)}
+        self._seldom: dict[str, Way] = {STOCK: way_of(loaded), **peers, CACHE: self.cache}
+        self.laps: list[Lap] = []
+
+    def warm_up(self, texts: Sequence[Tokens]) -> None:
+        """Ask every way once, uncounted; nothing is learned of these texts."""
+        with torch.inference_mode():
+            for name, way in (self._often | self._seldom).items():
+                if name not in (ROWS, CACHE):
+                    way(texts)
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        """Statistics of the guard."""
+        found: dict[str, Any] = self._handle.stats()["guard"]
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the reused way."""
+        return self._handle.stats()  # type: ignore[no-any-return]
+
+    def run(self, texts: Sequence[Tokens]) -> Lap:
+        """One batch through the ways, in another order each time."""
+        turn = len(self.laps)
+        whole = turn % EVERY == 0
+        ways = self._often | self._seldom if whole else self._often
+        names = list(ways)
+        first = (turn // EVERY if whole else turn) % len(names)
+        before = self._handle.stats()
+        seconds: dict[str, float] = {}
+        given: dict[str, Tensor] = {}
+        with torch.inference_mode():
+            for name in names[first:] + names[:first]:
+                start = time.perf_counter()
+                given[name] = ways[name](texts)
+                seconds[name] = time.perf_counter() - start
+        after, exact = self._handle.stats(), given[PACKED]
+        if not whole:
+            self.cache.learn(texts, exact)
+        differ = {name: int(changed(self._kind, exact, seen, MIN_COSINE).sum()) for name, seen in given.items()}
+        done = [stats["guard"]["done"].get("served", 0) for stats in (before, after)]
+        lap = Lap(
+            len(texts), sum(map(len, texts)), after["rows_computed"] - before["rows_computed"], done[1] - done[0],
+            before["guard"]["state"], seconds, differ,
+        )  # fmt: skip
+        self.laps.append(lap)
+        return lap
+
+    def run_all(
+        self, batches: Iterable[Sequence[Tokens]], seconds: float, after: Callable[[Race], None] | None = None
+    ) -> None:
+        """Batches until they end, or until so many seconds are over; calls `after` behind each."""
+        end = time.monotonic() + seconds
+        for batch in batches:
+            self.run(batch)
+            if after is not None:
+                after(self)
+            if time.monotonic() >= end:
+                break
+
+    def result(self) -> dict[str, Any]:
+        """All laps and what can be said of them, JSON-able."""
+        certified = [lap for lap in self.laps if lap.state == "certified"]
+        late = self.laps[2 * len(self.laps) // 3 // EVERY * EVERY :]  # begins with a batch that all ways computed
+        parts = {"all": standing(self.laps), "certified": standing(certified), "last third": standing(late)}
+        stats = self._handle.stats()
+        return {
+            "parts": {name: found and asdict(found) for name, found in parts.items()},
+            "duplicates": self.cache.found / max(self.cache.texts, 1), "min_cosine": MIN_COSINE,
+            "guard": stats["guard"], "records": stats["records"], "record_bytes": stats["record_bytes"],
+            "laps": [asdict(lap) for lap in self.laps],
+        }  # fmt: skip
