@@ -74,7 +74,10 @@ class Counters:
     def work(
         self, sequences: int, tokens: int, rows: int, *, served: int = 0, fetch: float = 0.0, blocks: float = 0.0
     ) -> None:
-        """Work of one call of a stack: its sequences, their tokens, rows computed, and seconds by part."""
+        """Work of one call of a stack: its sequences, their tokens, rows computed, and seconds by part.
+
+        A call that repeats a part of another one adds rows and seconds, no sequence.
+        """
         with self._lock:
             self.done.served += served
             self.done.sequences += sequences

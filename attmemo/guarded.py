@@ -13,8 +13,7 @@ what is verified is what would be served. A verification that fails costs time, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -179,7 +178,7 @@ class Guarded:
         if not served:
             return output
         args, kwargs = _shallow(inputs)
-        with self._again():
+        with self._rows.thread.repeating():
             return forward(*args, **kwargs)  # outside of `asking` nothing is served
 
     def _run(
@@ -188,21 +187,8 @@ class Guarded:
     ) -> Any:  # fmt: skip
         """The output for some sequences, from these records or whole."""
         args, kwargs = _take(inputs, torch.tensor(places), batch)
-        with self.planner.asking(given), self._again():
+        with self.planner.asking(given), self._rows.thread.repeating():
             return forward(*args, **kwargs)
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """While inside, forwards repeat a part of the one that was asked for."""
-        seen = self._rows.thread.observed
-        if seen is None:
-            yield
-            return
-        seen.again = True
-        try:
-            yield
-        finally:
-            seen.again = False
 
     def _failed(self, counters: Counters, what: str, error: Exception) -> None:
         if counters.failure(what, error, 1):

@@ -25,11 +25,10 @@ class Observed:
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     extra: int = 0
-    again: bool = False  # forwards repeat a part of one that was seen
 
-    def see(self, lengths: Iterable[int], rows: Iterable[int]) -> None:
-        """One forward: tokens and computed rows of each sequence."""
-        if self.again:
+    def see(self, lengths: Iterable[int], rows: Iterable[int], again: bool) -> None:
+        """One forward: tokens and computed rows of each sequence; `again`: a part of a forward that was seen."""
+        if again:
             self.extra += sum(rows)
         else:
             self.tokens += lengths

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from shared_pool_tools import body_of, entry, is_right, opened, tokens_of
+from shared_pool_tools import MODEL, body_of, entry, is_right, opened, tokens_of
 from test_cli import attmemo, refuse, succeed
 from transformers import PreTrainedTokenizerFast
 
+from attmemo.db.filling import Filling
+from attmemo.db.history import Work
 from attmemo.db.pool import Entry
+from attmemo.db.shared_pool import SharedPool
+from attmemo.loading import load_tokenizer, tokenizer_digest
 
 
 @pytest.fixture(name="folder")
@@ -103,6 +109,16 @@ def test_forget_a_text_takes_out_the_records_that_hold_its_tokens(tmp_path: Path
     assert result.exit_code != 0
     assert "no token" in result.stderr
 
+    other = Filling.of(replace(MODEL, tokenizer="0" * 64), "float32")
+    with closing(SharedPool(tmp_path / "other", 1 << 20, other)) as pool:
+        pool.add([Entry(np.array(texts[0], np.int32), np.zeros(64, np.uint8))])
+    assert "another tokenizer" in refuse("forget", tmp_path / "other", "--text", "jane doe", *words_of)
+    assert found("inspect", tmp_path / "other")["records"] == 1
+    own = Filling.of(replace(MODEL, tokenizer=tokenizer_digest(load_tokenizer(str(tmp_path / "model")))), "float32")
+    with closing(SharedPool(tmp_path / "own", 1 << 20, own)) as pool:
+        pool.add([Entry(np.array(texts[0], np.int32), np.zeros(64, np.uint8))])
+    assert found("forget", tmp_path / "own", "--text", "jane doe", *words_of)["forgotten"] == 1
+
 
 def test_merge_adds_what_is_not_there_with_its_age_and_uses(folder: Path, tmp_path: Path) -> None:
     with opened(tmp_path / "other") as other:
@@ -124,3 +140,23 @@ def test_forget_without_saying_what_is_refused(folder: Path, words: tuple[str, .
 def test_a_folder_that_is_no_such_database_is_refused_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "fill=" in refuse("compact", tmp_path / "empty")
+
+
+def test_inspect_shows_what_requests_cost_and_why_records_went(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.png"
+    assert "no request was noted yet" in refuse("inspect", folder, "--plot", file)
+    with opened(folder, 1 << 18) as pool:
+        pool.note(Work(40, 400, 300))
+        pool.note(Work(60, 600, 100))
+        for number in range(100, 130):
+            pool.add([entry(number)])
+            pool.records[pool._next - 1].segment.hit(pool.records[pool._next - 1].place)
+        pool.add([entry(number) for number in range(200, 400)])
+    shown = found("inspect", folder, "--plot", file)
+    assert sum(part["requests"] for part in shown["history"]) == 100
+    assert sum(part["rows"] for part in shown["history"]) == 400
+    text = succeed("inspect", folder)
+    assert "40%" in text
+    assert "not used since they were written" in text
+    assert shown["counts"]["evicted"] > shown["counts"].get("evicted_used", 0)
+    assert file.read_bytes().startswith(b"\x89PNG")

@@ -25,10 +25,10 @@ class Store:
         self.stored: list[int] = []
         self.calls: list[list[int]] = []
         self.workers: set[threading.Thread] = set()
-        self.begun, self.may_go, self.polled = threading.Event(), threading.Event(), threading.Event()
+        self.begun, self.may_go, self.polled, self.ended = (threading.Event() for _ in range(4))
         self.may_go.set()
         before = set(threading.enumerate())
-        self.filler: Filler[int] = Filler(self.work)
+        self.filler: Filler[int] = Filler(self.work, self.ended.set)
         (self.thread,) = set(threading.enumerate()) - before
 
     def work(self, items: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class TestEnd:
 
     def test_a_store_that_nothing_holds_ends_its_thread(self) -> None:
         store = Store()
-        thread, gone = store.thread, weakref.ref(store)
+        thread, gone, ended = store.thread, weakref.ref(store), store.ended
         store.filler.offer([1], 1)
         assert store.filler.flush(LONG)
         del store
@@ -200,6 +200,7 @@ class TestEnd:
         assert not thread.is_alive()
         gc.collect()
         assert gone() is None
+        assert ended.is_set()
 
     def test_a_store_that_was_let_go_while_it_works_ends_its_thread(self) -> None:
         store = Store()

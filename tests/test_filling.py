@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from packed_tools import MODELS, NEAR, batch, gap, rows_database, valid
 
 from attmemo import DatabaseError, StaleDatabaseError, UnsupportedModelError, memoize, unmemoize
 from attmemo.db import cache_directory, filling_path
+from attmemo.db.environments import ENVIRONMENTS
 from attmemo.db.filling import is_filling
 from attmemo.db.lease import LEASE
 from attmemo.db.shared_pool import SharedPool
@@ -120,6 +124,33 @@ class TestByItself:
 
 
 class TestShared:
+    def test_a_model_that_nothing_holds_gives_its_folder_back(self, bare: Any, tmp_path: Path) -> None:
+        model = filled(bare, tmp_path / "own")
+        ask(model)
+        pool = model.attmemo.engine.reuse.store.pool
+        assert pool._key in ENVIRONMENTS._open
+        key = pool._key
+        del pool, model
+        for _ in range(100):
+            gc.collect()
+            if key not in ENVIRONMENTS._open:
+                break
+            time.sleep(0.1)
+        assert key not in ENVIRONMENTS._open
+
+    def test_what_requests_cost_is_kept_with_the_records(self, bare: Any, tmp_path: Path) -> None:
+        model = filled(bare, tmp_path / "own")
+        for _ in range(3):
+            ask(model)
+        stats = model.attmemo.stats()
+        unmemoize(model)
+        with closing(SharedPool(tmp_path / "own", 1, fills=False)) as pool:
+            pool.load_history()
+            (period,) = pool.history.periods
+        assert period.work == (stats["sequences"], stats["tokens"], stats["rows_computed"])
+        assert stats["sequences"] == 3 * len(LENGTHS)
+        assert stats["tokens"] == 3 * sum(LENGTHS)
+
     def test_two_models_of_one_process_share_what_they_store(self, bare: Any, tmp_path: Path) -> None:
         one, other = filled(bare, tmp_path / "own"), filled(bare, tmp_path / "own")
         expected = ask(one)

@@ -195,7 +195,6 @@ class TestAlone:
         first = GrowingRows(pool, layout())
         keep(first, record(0), record(1), notes=b"ab")
         pool.remove([0])
-        del first
         pool.news = lambda: _all_of(pool)  # type: ignore[method-assign]
         store = GrowingRows(pool, layout())
         assert held(store, 3) == [1]

@@ -25,6 +25,7 @@ Before = Annotated[str | None, typer.Option(
 ModelName = Annotated[str | None, typer.Option(
     "--model", metavar="NAME", show_default=False, help="The model whose tokenizer made the records."
 )]
+_SHOWN = 8  # periods in a table
 Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases whose records are added.")]
 
 
@@ -56,9 +57,9 @@ def forget(
         from attmemo.handles.rows import GUARDS
         from attmemo.planner.rows import TYPES_FROM
 
-        runs = _runs(text or [], model)
         pool = opened(db, fills=True)
         try:
+            runs = _runs(text or [], model, pool)
             count = take_out(pool, lambda kept: (until is not None and kept.made < until)
                              or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs))  # fmt: skip
             guards = 0
@@ -122,7 +123,7 @@ def show(out: Output, found: dict[str, Any]) -> None:
         "since": _when(found["made"]),
         "records": f"{found['records']:,}, used {found['hits']:,} times",
         "size": f"{size(found['bytes'])} in {found['segments']} segments, records {size(found['record_bytes'])}",
-        "so far": ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())) or "nothing was stored",
+        "so far": _so_far(counts),
     }
     rows |= {f"guard of answer={guard['answer']}": guard["says"] for guard in found["guards"]}
     out.table(found["path"], (), list(rows.items()))
@@ -133,6 +134,33 @@ def show(out: Output, found: dict[str, Any]) -> None:
     ]  # fmt: skip
     if ages:
         out.table("Records by age", ("age", "records", "used", "never used"), ages)
+    if found["history"]:
+        rows_of = [
+            (_when(part["begin"]), cell(part["requests"]), f"{part['rows'] / max(part['tokens'], 1):.0%}")
+            for part in together(found["history"], _SHOWN)
+        ]
+        out.table("Rows computed, verifications included", ("from", "requests", "rows"), rows_of)
+
+
+def together(history: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Periods one behind the other as one, so that at most so many are left."""
+    size = -(-len(history) // most)
+    parts = [history[start : start + size] for start in range(0, len(history), size)]
+    names = ("requests", "tokens", "rows")
+    return [{"begin": part[0]["begin"]} | {name: sum(one[name] for one in part) for name in names} for part in parts]
+
+
+def _so_far(counts: dict[str, int]) -> str:
+    """What became of records."""
+    gone = {
+        "not used since they were written": counts.get("evicted", 0) - counts.get("evicted_used", 0)
+                                            - counts.get("evicted_anew", 0),
+        "used less than those that were carried": counts.get("evicted_used", 0),
+        "no room when the folder was written anew": counts.get("evicted_anew", 0),
+    }  # fmt: skip
+    why = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
+    words = [f"{counts[name]:,} {name}" for name in ("added", "carried", "evicted", "forgotten") if counts.get(name)]
+    return ", ".join(words).replace("evicted", f"evicted ({why})") or "nothing was stored"
 
 
 def _when(moment: float) -> str:
@@ -146,15 +174,21 @@ def _moment(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is no date; write 2026-11-22 or 2026-11-22T18:00.") from None
 
 
-def _runs(texts: list[str], model: str | None) -> list[Any]:
+def _runs(texts: list[str], model: str | None, pool: SharedPool) -> list[Any]:
     """Token ids of texts, without those that begin and end an input."""
     if not texts:
         return []
     import numpy as np
 
-    from attmemo.loading import load_tokenizer
+    from attmemo.errors import DatabaseError
+    from attmemo.loading import load_tokenizer, tokenizer_digest
 
     tokenizer, found = load_tokenizer(str(model)), []
+    if pool.filling.model.tokenizer not in (None, tokenizer_digest(tokenizer)):
+        raise DatabaseError(
+            f"{pool.path}: its records were made with another tokenizer than that of {model}: nothing was forgotten.",
+            "--model: the model whose records these are (attmemo inspect says which)",
+        )
     for text in texts:
         for form in (text, f" {text}"):  # a word has other tokens at the beginning of a text, in some vocabularies
             ids = np.array(tokenizer(form, add_special_tokens=False)["input_ids"], np.int32)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 _BINS, _BAR = 8, 32
 
 
-def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
+Plot = Annotated[Path | None, typer.Option(
+    "--plot", metavar="FILE", show_default=False,
+    help="Write a plot of rows computed over time, of a database that fills itself (PNG).",
+)]  # fmt: skip
+
+
+def inspect(db: DatabasePath, plot: Plot = None, json: Json = None, quiet: Quiet = False) -> None:
     """Show what a database holds.
 
     Model, kind of reuse, bytes of a record, records by length; for maps embedder, profile and tuned threshold. Checks
@@ -36,7 +42,11 @@ def inspect(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
         if is_filling(db):
             found = _summarize_filling(db)
             filling.show(out, found)
+            if plot is not None:
+                _plot(plot, found)
         else:
+            if plot is not None:
+                raise typer.BadParameter(f"--plot: {db} is a prepared database; nothing is known of its requests.")
             with Database(db) as database:
                 found = _summarize(database)
             _show(out, found)
@@ -49,6 +59,15 @@ def _summarize_filling(db: Path) -> dict[str, Any]:
 
     with closing(filling.opened(db, fills=False)) as pool:
         return summarize(pool) | {"guards": _guards(db)}
+
+
+def _plot(file: Path, found: dict[str, Any]) -> None:
+    from attmemo.errors import DataError
+    from attmemo.profiler.history import plot_history
+
+    if not found["history"]:
+        raise DataError(f"{found['path']}: no request was noted yet.", "ask the model, then inspect again")
+    file.write_bytes(plot_history(found["history"]))
 
 
 def _summarize(database: Database) -> dict[str, Any]:

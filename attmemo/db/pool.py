@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from attmemo.db.history import History, Work
 from attmemo.db.segment import Bytes, Segment, bytes_for, rounded
 
 Tokens = npt.NDArray[np.int32]
@@ -165,7 +166,10 @@ class Pool:
         By number. Numbers rise, and none is used twice.
     counts : dict of str to int
         Records since the pool was made, by what became of them: ``added``, ``evicted``, ``carried`` (to another
-        segment), ``forgotten``.
+        segment), ``forgotten``; of those evicted, ``evicted_used``: they were used, but less than others that were
+        carried, and ``evicted_anew``: there was no room for them when the pool was written anew.
+    history : History
+        What requests cost.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -176,6 +180,7 @@ class Pool:
         self._next = self._next_segment = 0
         self._known = News()  # what is still to be told
         self.counts: dict[str, int] = {}
+        self.history = History()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -210,6 +215,10 @@ class Pool:
         """What has changed since it was told last; what is new can be read from now on."""
         found, self._known = self._known, News()
         return found
+
+    def note(self, work: Work) -> None:
+        """What requests did since the last call."""
+        self.history.add(time.time(), work)
 
     def add(self, entries: Sequence[Entry]) -> News:
         """Keep these; what has to go for them goes. An entry that is larger than the pool is left out.
@@ -298,7 +307,7 @@ class Pool:
         while draft.nbytes > self.max_bytes and len(draft.segments) > 1:  # records lie otherwise than before
             for kept in self._evict(draft):
                 draft.removed.add(kept.number)
-                draft.counts["evicted"] += 1
+                draft.counts.update(("evicted", "evicted_anew"))
 
     def _carry(self, draft: Draft, kept: Kept) -> None:
         """Copy a record to the newest segment."""
@@ -334,7 +343,7 @@ class Pool:
             room -= rounded(kept.nbytes)
             if room < 0:
                 draft.removed.add(kept.number)
-                draft.counts["evicted"] += 1
+                draft.counts.update(("evicted", "evicted_used"))
             else:
                 self._carry(draft, kept)
                 draft.counts["carried"] += 1

@@ -20,6 +20,7 @@ import os
 import shutil
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +34,7 @@ from attmemo.db.catalogue import naming
 from attmemo.db.environments import ENVIRONMENTS, is_whole
 from attmemo.db.files import CATALOGUE, MANIFEST, RESTORE, storing, sync
 from attmemo.db.filling import FILLING, Filling, is_filling
+from attmemo.db.history import History, Work
 from attmemo.db.lease import LEASE, lease
 from attmemo.db.pool import Draft, Kept, News, Pool, Tail
 from attmemo.db.segment import Segment
@@ -47,7 +49,7 @@ LOGGED: Final = 512
 _NUMBER = struct.Struct(">Q")
 _PLACE = struct.Struct(">QI")  # segment, place: the key of a record
 _RECORD = struct.Struct("<QQQQdQI")  # number, offset, bytes, checksum, made, carried, bytes of the note
-_META, _LOG, _RECORDS, _SEGMENTS, _ZEROS = b"m", b"l", b"r", b"s", b"z"
+_META, _LOG, _RECORDS, _SEGMENTS, _HISTORY, _ZEROS = b"m", b"l", b"r", b"s", b"h", b"z"
 _SCRUBS, _PAGE_OF_ZEROS = 2, 4000
 
 
@@ -203,7 +205,27 @@ class SharedPool(Pool):
     def _corrupt(self, why: str) -> DatabaseCorruptError:
         return DatabaseCorruptError(f"{self.path / CATALOGUE}: {why}.", RESTORE)
 
+    def load_history(self) -> None:
+        """Read what requests cost, those of all processes."""
+        with self._lock, ENVIRONMENTS.working(), naming(self.path / CATALOGUE):
+            env = self._environment()
+            with env.begin() as transaction:
+                self.history = self._history(transaction)
+
+    def _history(self, transaction: Any) -> History:
+        raw = self._get(transaction, _HISTORY)
+        return History() if raw is None else History.of(json.loads(raw))
+
     # ---- writing ----
+
+    def note(self, work: Work) -> None:
+        """DatabaseError: it cannot be written, or another process writes."""
+        with self._filling(), storing(self.path):
+            with self._environment().begin(write=True) as transaction:
+                history = self._history(transaction)
+                history.add(time.time(), work)
+                _put(transaction, _HISTORY, json.dumps(history.state()).encode())
+            self.history = history
 
     def _change(self, make: Callable[[Draft], object]) -> None:
         with self._filling():

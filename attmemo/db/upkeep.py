@@ -23,6 +23,7 @@ Tokens = npt.NDArray[np.int32]
 
 def summarize(pool: SharedPool) -> dict[str, Any]:
     """What `attmemo inspect` shows, JSON-able."""
+    pool.load_history()
     records = list(pool.records.values())
     now = time.time()
     ages = []
@@ -46,6 +47,10 @@ def summarize(pool: SharedPool) -> dict[str, Any]:
         "record_bytes": sum(kept.nbytes for kept in records), "segments": pool.segments,
         "lengths": {str(n): count for n, count in sorted(lengths.items())},
         "hits": sum(kept.hits for kept in records), "ages": ages, "counts": pool.counts,
+        "history": [
+            {"begin": period.begin, "seconds": period.seconds, **period.work._asdict()}
+            for period in pool.history.periods
+        ],
     }  # fmt: skip
 
 

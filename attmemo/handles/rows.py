@@ -25,7 +25,7 @@ from attmemo.db.pool import Pool
 from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
-from attmemo.fingerprint import check_fields
+from attmemo.fingerprint import check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
 from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
@@ -131,6 +131,7 @@ def prepare_rows(
     `outer` is what the caller holds: the model itself, or a wrapper around it.
     """
     share = _share(threshold)
+    tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
     packed = packed_of(encoder, adapter, "rows")
     blocks, opened = packed.blocks, records.prepared
     if opened is not None and opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
@@ -148,13 +149,13 @@ def prepare_rows(
                 raise ValueError(
                     "a database fills itself with what the guard verifies: give a budget, or only read with fill=False"
                 )
-            store = _growing(encoder, adapter, packed, records, prepared, undo)
+            store = _growing(encoder, adapter, packed, records, prepared, tokenizer, undo)
         undo.callback(store.close)
         storage = store.storage
         if guarding is None:
             planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
         else:
-            kinds = _kinds(guarding.tokenizer, outer, encoder)
+            kinds = _kinds(tokenizer)
             planner = GuardedPlanner(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
@@ -199,7 +200,7 @@ def prepare_rows(
 
 def _growing(
     encoder: nn.Module, adapter: Adapter, packed: Packed, records: Records, prepared: DatabaseRows | None,
-    undo: ExitStack,
+    tokenizer: Any, undo: ExitStack,
 ) -> GrowingRows:  # fmt: skip
     """The store of records that come while the model serves."""
     own = str(packed.dtype).removeprefix("torch.")
@@ -211,7 +212,7 @@ def _growing(
         filling = None
         if records.fills:
             word = own if records.prepared is None else records.prepared.manifest.storage
-            filling = Filling.of(model_info(encoder, adapter, records.fields), word)
+            filling = Filling.of(model_info(encoder, adapter, records.fields, tokenizer), word)
         pool = SharedPool(
             records.folder, bound_of(records.max_bytes, records.folder), filling, fills=records.fills
         )  # fmt: skip
@@ -252,13 +253,14 @@ def check_bytes(max_bytes: Any) -> None:
         raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
 
 
-def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str]) -> ModelInfo:
+def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str], tokenizer: Any = None) -> ModelInfo:
     """What a database that fills itself says about its model."""
     host = adapter.host(encoder)
     config: Any = host.config
     longest = getattr(config, "max_position_embeddings", None)
     longest = longest if isinstance(longest, int) and longest > 0 else 1 << 20
-    return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, None, fields)
+    words = tokenizer_digest(tokenizer) if hasattr(tokenizer, "get_vocab") else None
+    return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, words, fields)
 
 
 def ledger_of(database: Path, settings: dict[str, Any]) -> Ledger:
@@ -288,12 +290,11 @@ def _answering(outer: Any, encoder: nn.Module) -> nn.Module:
     return outer if isinstance(outer, nn.Sequential) and hasattr(outer, "encode") else encoder
 
 
-def _kinds(tokenizer: Any, outer: Any, encoder: nn.Module) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    found = tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
-    if found is None:
+def _kinds(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if tokenizer is None:
         _LOG.warning("attmemo: %s", NO_TOKENIZER)
         return np.empty(0, np.uint8)
-    return kinds_of(found)
+    return kinds_of(tokenizer)
 
 
 def _share(threshold: Any) -> float:

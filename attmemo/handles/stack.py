@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from attmemo.adapters import Adapter, Site
 from attmemo.adapters.blocks import Blocks, find_blocks
 from attmemo.db import Database
+from attmemo.db.history import Work
 from attmemo.engine import Engine
 from attmemo.errors import UnsupportedModelError
 from attmemo.guard import Guard, Keeper
@@ -57,6 +59,8 @@ class StackMemoization(Memoization):
     def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
         """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
         self._outer, self.guarded, self._keeper = outer, guarded, keeper
+        if self._store is not None:
+            self._store.watch(partial(_work_of, self.engine))
 
     def guard_anew(self, guard: Guard) -> None:
         """Begin again with this guard. What it learns is not kept: for measurements."""
@@ -95,11 +99,12 @@ class StackMemoization(Memoization):
         Returns
         -------
         dict
-            ``sequences`` (run over packed rows, those of verifications too), ``served`` (of these from a record),
-            ``tokens`` (valid ones), ``rows_computed``, ``share_computed``, milliseconds by part (``ms_lookup``,
-            ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up`` (sequences by
-            reason), ``ineligible`` (sequences that the original code computed, by reason), ``failures`` (sequences
-            after an error, by the error's text), ``weight_bytes`` (of weights made ready, beside the model's own),
+            ``sequences`` (run over packed rows), ``served`` (of these from a record), ``tokens`` (valid ones),
+            ``rows_computed`` (those of verifications too), ``share_computed`` (rows by tokens), milliseconds by part
+            (``ms_lookup``, ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
+            (sequences by reason), ``ineligible`` (sequences that the original code computed, by reason),
+            ``failures`` (sequences after an error, by the error's text), ``weight_bytes`` (of weights made ready,
+            beside the model's own),
             ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
             served), ``offered`` (sequences that could have become records, by what became of them), and ``guard`` (see
             docs/guard.md; None without a budget).
@@ -190,6 +195,11 @@ class StackMemoization(Memoization):
             return f"<attmemo {state}: packed blocks, nothing reused>"
         where = self.database or self.folder or "memory"
         return f"<attmemo {state}: rows of {where}, threshold {self.threshold}>"
+
+
+def _work_of(engine: Engine) -> Work:
+    done = engine.counters.copy().done
+    return Work(done.sequences, done.tokens, done.rows)
 
 
 def prepare_stack(encoder: nn.Module, adapter: Adapter) -> StackMemoization:

@@ -26,12 +26,14 @@ class Filler(Generic[Item]):
 
     Parameters
     ----------
-    work : function
-        Gets a list of items; held weakly if it is a method. It must not raise.
+    work : method
+        Gets a list of items; held weakly. It must not raise.
+    end : function
+        Called once nothing holds the filler any more, if it was not closed.
     """
 
-    def __init__(self, work: Callable[[Sequence[Item]], None]) -> None:
-        self._work = weakref.WeakMethod(work)
+    def __init__(self, work: Callable[[Sequence[Item]], None], end: Callable[[], None]) -> None:
+        self._work, self._end = weakref.WeakMethod(work), end
         self.skipped: Counter[str] = Counter()
         self._begin()
         self.wake()
@@ -46,7 +48,7 @@ class Filler(Generic[Item]):
         if self._asleep and not self._closed:
             self._asleep = False
             threading.Thread(
-                target=_run, args=(weakref.ref(self), self._changed), daemon=True, name="attmemo-filler"
+                target=_run, args=(weakref.ref(self), self._changed, self._end), daemon=True, name="attmemo-filler"
             ).start()
 
     def offer(self, items: Sequence[Item], nbytes: int) -> bool:
@@ -96,12 +98,15 @@ class Filler(Generic[Item]):
             self._changed.notify_all()
 
 
-def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition) -> None:
+def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Callable[[], None]) -> None:
     """Until the filler is closed, or nothing else holds it."""
     while True:
         with changed:
             filler = own()
-            if filler is None or filler._changed is not changed:
+            if filler is None:
+                end()
+                return
+            if filler._changed is not changed:
                 return
             if not filler._waiting:
                 if filler._closed:
@@ -110,7 +115,9 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition) -> None:
                 if changed.wait(POLL):  # what has come is looked at from the start
                     continue
                 filler = own()
-                if filler is None or filler._changed is not changed or filler._closed:
+                if filler is None:
+                    continue
+                if filler._changed is not changed or filler._closed:
                     return
             items = filler._take()
         work = filler._work()

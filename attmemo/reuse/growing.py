@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -21,9 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attmemo.db.history import Work
 from attmemo.db.pool import Entry, Kept, News, Pool
 from attmemo.embed.tokens import TokenIndex
-from attmemo.errors import DatabaseError
+from attmemo.errors import AttmemoError, DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
 from attmemo.reuse.row_layout import Placed, RowLayout
@@ -37,6 +40,7 @@ LARGE: Final = "larger than the database may be"
 SPARE: Final = "another serves, and there is no room"
 
 _AT_EXIT = 5.0  # seconds
+_NOTED = 10.0  # seconds between two notes of what requests cost
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -101,8 +105,10 @@ class GrowingRows(RowStore):
         self._sound: dict[int, int] = {}  # records that were compared with their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
+        self._work: Callable[[], Work] | None = None
+        self._worked, self._noted = Work(), time.monotonic()
         self._learn(pool.news())
-        self._filler: Filler[Offer] = Filler(self._fill)
+        self._filler: Filler[Offer] = Filler(self._fill, pool.close)
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
         os.register_at_fork(after_in_child=partial(_in_child, own))
         self._leave = partial(_flush, own)
@@ -151,7 +157,6 @@ class GrowingRows(RowStore):
             self._learn(self._news())
             if not offers:
                 self.index.link(_LINKED)
-                return
             chosen = self._chosen(offers)
             entries = [
                 Entry(one.tokens.copy(), self.layout.body_of(one.record(self.layout)), one.note) for one in chosen
@@ -166,6 +171,23 @@ class GrowingRows(RowStore):
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += len(chosen)
             self._tell(type(error).__name__, f"new records are not kept: {error}")
+        with suppress(AttmemoError, OSError):  # the next note has it
+            self.note(_NOTED)
+
+    def watch(self, work: Callable[[], Work]) -> None:
+        """Note from now on what requests do; `work` says how much they have done so far."""
+        self._work, self._worked = work, work()
+
+    def note(self, seconds: float = 0.0) -> None:
+        """Keep what requests did since the last time, if that is so long ago."""
+        now = time.monotonic()
+        if self._work is None or not self.fills or now - self._noted < seconds:
+            return
+        done, self._noted = self._work(), now
+        new = done.since(self._worked)
+        if new.requests:
+            self.pool.note(new)
+        self._worked = done
 
     def _news(self) -> News:
         """The pool's news; in a forked child, all that the index does not have."""
@@ -246,12 +268,15 @@ class GrowingRows(RowStore):
     def close(self) -> None:
         atexit.unregister(self._leave)
         self._filler.close()
+        with suppress(AttmemoError, OSError):
+            self.note()
         self.pool.close()
         self._sound = {}
 
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
+        self._worked = Work() if self._work is None else self._work()
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
@@ -262,6 +287,8 @@ def _flush(store: weakref.ref[GrowingRows]) -> None:
     found = store()
     if found is not None:
         found.flush(_AT_EXIT)
+        with suppress(AttmemoError, OSError):
+            found.note()
 
 
 def _in_child(store: weakref.ref[GrowingRows]) -> None:

@@ -109,12 +109,11 @@ class Rows(Stack):
             addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
             copy_rows(addresses, dtype, supplied if places is None else places.numpy()[supplied], output)
         fetching = planned - start + perf_counter() - done
-        counters.work(
-            len(lengths), len(fresh), int(layout.starts[-1]), fetch=fetching, blocks=done - planned,
-            served=int((records >= 0).sum()),
-        )  # fmt: skip
-        self.thread.see(spans.lengths, np.diff(layout.starts).tolist())
         self.thread.served = set(np.flatnonzero(records >= 0).tolist())
+        self._count(
+            spans.lengths, np.diff(layout.starts).tolist(), counters, fetch=fetching, blocks=done - planned,
+            served=len(self.thread.served),
+        )  # fmt: skip
         return output.view(call.hidden.shape)
 
     def _fetch(self, records: Ints, counters: Counters) -> tuple[Fetched | None, Ints]:

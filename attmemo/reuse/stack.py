@@ -8,7 +8,8 @@ pooler and the head are the model's own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -41,14 +42,21 @@ class Thread(threading.local):
     ----------
     observed : Observed or None
         Sees the forwards of this thread.
+    again : bool
+        Whether forwards repeat a part of the one that was asked for.
     """
 
     observed: Observed | None = None
+    again: bool = False
 
-    def see(self, lengths: list[int], rows: list[int]) -> None:
-        """One forward: tokens and computed rows of each sequence."""
-        if self.observed is not None:
-            self.observed.see(lengths, rows)
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """While inside, forwards repeat a part of the one that was asked for."""
+        self.again = True
+        try:
+            yield
+        finally:
+            self.again = False
 
 
 class Stack:
@@ -137,8 +145,7 @@ class Stack:
         if self.keep is not None:
             self.keep(spans.lengths, kept, found)
         output = found if places is None else put_back(found, places, call)
-        counters.work(len(spans.lengths), int(starts[-1]), int(starts[-1]), blocks=perf_counter() - start)
-        self.thread.see(spans.lengths, spans.lengths)
+        self._count(spans.lengths, spans.lengths, counters, blocks=perf_counter() - start)
         return output.view(call.hidden.shape)
 
     def compute(
@@ -156,6 +163,17 @@ class Stack:
             chosen(call.hidden), layout, longest, positions_of(places, *call.hidden.shape[:2]), fetch, keep,
             None if added is None else chosen(added),
         )  # fmt: skip
+
+    def _count(
+        self, lengths: list[int], rows: list[int], counters: Counters, *, blocks: float, fetch: float = 0.0,
+        served: int = 0,
+    ) -> None:  # fmt: skip
+        """Count one forward: tokens and computed rows of each sequence, seconds by part, and sequences served."""
+        thread = self.thread
+        if thread.observed is not None:
+            thread.observed.see(lengths, rows, thread.again)
+        asked, served = ([], 0) if thread.again else (lengths, served)
+        counters.work(len(asked), sum(asked), sum(rows), served=served, fetch=fetch, blocks=blocks)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]
