@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "handles": {"engine", "hooks", "planner", "selfchecks", "watch", "reuse", "adapters", "embed", "db", "mmap",
                 "perfmodel", "kernels", "guard", "guarded"},
     "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap", "kernels", "guard"},
+    "serve": {"memoization"},
 }
 LONGEST = 450
 

@@ -14,6 +14,7 @@ import typer
 
 from attmemo.cli import bench, build, demo, families, filling, generate, look, measure
 from attmemo.cli.migrate import migrate
+from attmemo.cli.serve import serve
 
 HELP = """Serve a transformer from what it has computed before: attention maps, or rows of similar inputs.
 
@@ -72,6 +73,7 @@ app.command("merge")(filling.merge)
 app.command("migrate")(migrate)
 app.add_typer(bench.app, name="bench")
 app.command("generate", context_settings=generate.CONTEXT)(generate.generate)
+app.command("serve")(serve)
 app.command("demo")(demo.demo)
 
 

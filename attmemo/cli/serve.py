@@ -1,0 +1,162 @@
+"""`attmemo serve`: an HTTP service of one model."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import Annotated, Any, Literal
+
+import typer
+
+from attmemo.cli.console import output
+from attmemo.cli.options import parse_share, parse_size
+
+HOST = "0.0.0.0"
+
+
+def _named(env: str, text: str, **more: Any) -> Any:
+    """An option that an environment variable may set too."""
+    return typer.Option(envvar=env, help=text, show_envvar=True, **more)
+
+
+def parse_budget(text: str) -> float | None:
+    """A share, or ``none``."""
+    return None if text == "none" else parse_share(text)
+
+
+def parse_fill(text: str) -> bool | str:
+    """``yes``, ``no``, or a folder."""
+    return {"yes": True, "no": False}.get(text, text)
+
+
+def parse_bytes(text: str) -> int:
+    """A size; see `parse_size`."""
+    return parse_size(text)
+
+
+ONE_PERCENT: Any = "0.01"  # a default is parsed, and shown, like a value that is given
+YES: Any = "yes"
+POSITIVE: Any = {"metavar": "N", "min": 1}
+
+
+def serve(
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", envvar="MODEL_ID", show_default=False, help="Model directory, or name on the model hub."
+    )],
+    host: Annotated[str | None, typer.Option(
+        "--host", "--hostname", metavar="ADDRESS", show_default=False,
+        help=f"Address to listen on.  [env var: HOSTNAME, if it is an address; default: {HOST}]",
+    )] = None,
+    port: Annotated[int, _named("PORT", "Port to listen on.", min=0, max=65535)] = 3000,
+    database: Annotated[str | None, _named(
+        "ATTMEMO_DATABASE",
+        "Database directory, or :memory:.  [default: one in the cache directory, which fills itself]",
+        metavar="DIR", show_default=False,
+    )] = None,
+    reuse: Annotated[Literal["auto", "rows", "maps", "none"], _named(
+        "ATTMEMO_REUSE", "What records supply; none: every answer is computed, without padding."
+    )] = "auto",
+    budget: Annotated[Any, _named(
+        "ATTMEMO_BUDGET", "Share of answers that may change, at most; none: answers are not guarded.",
+        parser=parse_budget, metavar="SHARE",
+    )] = ONE_PERCENT,
+    max_bytes: Annotated[Any, _named(
+        "ATTMEMO_MAX_BYTES", "Bytes that new records may take: 8GiB, 500MB.  [default: an eighth of the free memory]",
+        parser=parse_bytes, metavar="SIZE", show_default=False,
+    )] = None,
+    fill: Annotated[Any, _named(
+        "ATTMEMO_FILL", "Whether exact answers become records: yes, no, or the directory that they go to.",
+        parser=parse_fill, metavar="yes|no|DIR",
+    )] = YES,
+    served_model_name: Annotated[str | None, _named(
+        "SERVED_MODEL_NAME", "Name of the model in answers of OpenAI's routes.  [default: MODEL]", metavar="NAME",
+        show_default=False,
+    )] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], _named("DTYPE", "Type of the weights.")] = "float32",
+    pooling: Annotated[Literal["mean", "cls", "last-token"] | None, _named(
+        "POOLING", "How embeddings are pooled.  [default: as the model's configuration says, else the mean]",
+        show_default=False,
+    )] = None,
+    default_prompt: Annotated[str | None, _named(
+        "DEFAULT_PROMPT", "Text to put before every text.", metavar="TEXT", show_default=False
+    )] = None,
+    default_prompt_name: Annotated[str | None, _named(
+        "DEFAULT_PROMPT_NAME", "The same, by its name in the model's configuration.", metavar="NAME",
+        show_default=False,
+    )] = None,
+    max_batch_tokens: Annotated[int, _named(
+        "MAX_BATCH_TOKENS", "Rows that one forward computes, at most; tokens served from a record do not count.",
+        **POSITIVE,
+    )] = 2048,
+    max_batch_requests: Annotated[int | None, _named(
+        "MAX_BATCH_REQUESTS", "Sequences in one forward, at most.  [default: no limit]", show_default=False,
+        **POSITIVE,
+    )] = None,
+    max_concurrent_requests: Annotated[int, _named(
+        "MAX_CONCURRENT_REQUESTS", "Sequences in the service at a time; more are refused with 429.", **POSITIVE
+    )] = 512,
+    max_client_batch_size: Annotated[int, _named(
+        "MAX_CLIENT_BATCH_SIZE", "Sequences in one request, at most.", **POSITIVE
+    )] = 1024,
+    auto_truncate: Annotated[bool, _named(
+        "AUTO_TRUNCATE", "Cut inputs that are too long, unless a request says otherwise."
+    )] = True,
+    payload_limit: Annotated[int, _named("PAYLOAD_LIMIT", "Bytes of a request, at most.", **POSITIVE)] = 2_000_000,
+    tokenization_workers: Annotated[int | None, _named(
+        "TOKENIZATION_WORKERS", "Threads for texts.  [default: a quarter of the cores]", show_default=False,
+        **POSITIVE,
+    )] = None,
+    api_key: Annotated[str | None, _named(
+        "API_KEY", "Key that requests must bring; better set as a variable: others see a command line.",
+        metavar="KEY", show_default=False,
+    )] = None,
+    drain_seconds: Annotated[float, _named(
+        "ATTMEMO_DRAIN_SECONDS", "After SIGTERM, seconds that /health says 503 and requests are still taken.", min=0.0
+    )] = 1.0,
+    json_output: Annotated[bool, _named("JSON_OUTPUT", "Log lines as JSON.")] = False,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _named(
+        "LOG_LEVEL", "Least level of log lines; debug has one for every request."
+    )] = "info",
+) -> None:  # fmt: skip
+    """Serve embeddings, classes or relevance over HTTP, in the wire format of text-embeddings-inference and OpenAI.
+
+    Records fill themselves while it serves. The first page to look at is http://localhost:3000/. SIGTERM answers what
+    is in work and closes the database.
+    """
+    given = dict(locals())
+    with output(None, quiet=False, interrupted="ended") as out:
+        try:
+            import fastapi  # noqa: F401
+            import orjson  # noqa: F401
+            import prometheus_client  # noqa: F401
+            import sentence_transformers  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            from attmemo.errors import AttmemoError
+
+            raise AttmemoError(f"{error.name} is not installed.", "pip install 'attmemo[serve]'") from error
+        from attmemo.cli.options import choose
+        from attmemo.serve.logs import write_logs
+        from attmemo.serve.server import listen, serve
+        from attmemo.serve.service import Service
+        from attmemo.serve.settings import Settings
+
+        settings = choose(Settings, given)
+        write_logs(log_level, json_output)
+        place = listen(host or _hostname(), port)
+        service = Service(settings).start()
+        where = place.getsockname()
+        out.say(
+            f"{settings.name}: {service.model.task}, reuse {service.model.reuse}; http://{where[0]}:{where[1]}/"
+        )  # fmt: skip
+        serve(service, place)
+
+
+def _hostname() -> str:
+    """The variable HOSTNAME, if it is an address: shells and containers set it to the machine's name."""
+    name = os.environ.get("HOSTNAME", "")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return HOST
+    return name

@@ -1,0 +1,75 @@
+"""What a service is now: levels for Prometheus, and the numbers of the live page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from attmemo.serve.service import Service
+
+STATES: Final = {"learning": 0, "certified": 1, "alarm": -1}
+
+
+def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
+    """Levels by name, each with what it means; None: there is no such number."""
+    found = stats_of(service)
+    guard = found.get("guard") or {}
+    return {
+        "te_queue_size": ("Sequences that wait for the model.", service.waiting),
+        "attmemo_inside": ("Sequences that were let in and are not answered.", service.inside),
+        "attmemo_draining": ("1: the service is about to end.", service.draining),
+        "attmemo_records": ("Records that came while models served.", found.get("records")),
+        "attmemo_record_bytes": ("Bytes of these records.", found.get("record_bytes")),
+        "attmemo_guard_state": ("0: learning, 1: certified, -1: alarm.", STATES.get(guard.get("state", ""))),
+        "attmemo_guard_budget": ("Share of answers that may change.", guard.get("budget")),
+        "attmemo_guard_changed_at_most": (
+            "Share of answers that changed, at most, at the confidence given.", guard.get("highest_share_changed"),
+        ),
+        "attmemo_guard_verified": ("Served answers that were verified.", guard.get("verified")),
+        "attmemo_guard_changed": ("Of these, answers that had changed.", guard.get("changed")),
+    }  # fmt: skip
+
+
+def live(service: Service) -> dict[str, Any]:
+    """The numbers of the live page, JSON-able."""
+    found, model = stats_of(service), service.model
+    guard = found.get("guard")
+    alarms = [f"{count:,} sequences: {text}" for text, count in (found.get("failures") or {}).items()]
+    if guard is not None and guard["state"] == "alarm":
+        alarms.insert(0, f"The guard serves nothing: {guard['says']}")
+    if not service.alive:
+        alarms.insert(0, "The model's thread ended: start the service anew.")
+    if service.draining:
+        alarms.insert(0, "The service is about to end; it takes no new clients.")
+    counts = service.metrics.counts()
+    return {
+        "time": time.time(),
+        "model": Path(service.settings.name).name,
+        "task": model.task,
+        "reuse": model.reuse,
+        "dtype": service.settings.dtype,
+        "waiting": service.waiting,
+        "inside": service.inside,
+        "limit": service.settings.max_concurrent_requests,
+        "requests": sum(count for (name, _), count in counts.items() if name == "te_request_success"),
+        "refused": {
+            reason: count for (name, reason), count in sorted(counts.items()) if name == "te_request_failure"
+        },
+        "tokens": counts.get(("attmemo_tokens", ""), 0),
+        "rows": counts.get(("attmemo_rows_computed", ""), 0),
+        "guard": guard,
+        "database": {
+            "records": found.get("records"), "bytes": found.get("record_bytes"),
+            "kept_in": "memory" if found.get("folder") is None and found.get("database") is None else "a folder",
+        },
+        "alarms": alarms,
+        **service.metrics.recent.show(),
+    }  # fmt: skip
+
+
+def stats_of(service: Service) -> dict[str, Any]:
+    """`stats()` of the handle; nothing without one."""
+    handle = service.model.handle
+    return {} if handle is None else dict(handle.stats())

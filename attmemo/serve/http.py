@@ -1,0 +1,144 @@
+"""What all routes share: keys, bodies with a limit, errors as JSON, and one line of log for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from attmemo.serve.bodies import Body, read
+from attmemo.serve.refusal import Refusal
+from attmemo.serve.service import Service
+
+LOG = logging.getLogger("attmemo.serve")
+JSON = "application/json"
+
+Work = Callable[[Any, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A route that takes a body.
+
+    Parameters
+    ----------
+    paths : tuple of str
+    body : type
+        The kind of body.
+    work : callable
+        Makes the response of a body and its request.
+    what : str
+        For the OpenAPI document.
+    openai : bool
+        Errors have OpenAI's form.
+    """
+
+    paths: tuple[str, ...]
+    body: type[Body]
+    work: Work
+    what: str
+    openai: bool = False
+
+
+def reply(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    """A response in JSON; arrays of numpy may be part of it."""
+    content = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(content, status, dict(headers or {}), JSON)
+
+
+def refuse(refusal: Refusal, openai: bool = False) -> Response:
+    """The response to a request that is not answered."""
+    headers = {"retry-after": "1"} if refusal.kind in ("overloaded", "unhealthy") else None
+    if openai:
+        body: dict[str, Any] = {"message": refusal.text, "code": refusal.status, "type": refusal.kind}
+    else:
+        body = {"error": refusal.text, "error_type": refusal.kind}
+    return reply(body, headers, refusal.status)
+
+
+def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint of a route."""
+    key = service.settings.api_key
+
+    async def handle(request: Request) -> Response:
+        start, reason = perf_counter(), "none"
+        try:
+            check_key(request, key)
+            raw = await _body(request, service.settings.payload_limit, service.settings.client_seconds)
+            response = await route.work(read(route.body, raw), request)
+        except Refusal as refusal:
+            reason = refusal.reason
+            response = refuse(refusal, route.openai)
+        except ClientDisconnect:
+            reason = "gone"
+            response = Response(status_code=499)
+        except Exception as error:
+            reason = "error"
+            LOG.error("%s failed: %s", route.paths[0], _place(error))
+            response = refuse(Refusal("backend", "internal error", 500), route.openai)
+        if reason != "none":
+            service.metrics.failed(reason)
+        if LOG.isEnabledFor(level := logging.DEBUG if reason == "none" else logging.INFO):
+            LOG.log(level, "request", extra={"fields": _line(route, response, reason, start)})
+        return response
+
+    return handle
+
+
+def check_key(request: Request, key: str | None) -> None:
+    """A `Refusal` for a request that does not bring the key."""
+    given = request.headers.get("authorization", "").encode("utf-8", "replace")
+    if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        raise Refusal("validation", "the API key is missing or wrong", 401, reason="key")
+
+
+def gone(request: Request) -> Callable[[], Awaitable[Any]]:
+    """Awaited, returns when the client goes away; the body must have been read."""
+    return request.receive
+
+
+def _line(route: Route, response: Response, reason: str, start: float) -> dict[str, Any]:
+    found: dict[str, Any] = {"route": route.paths[0], "status": response.status_code}
+    found["ms"] = round(1e3 * (perf_counter() - start), 2)
+    if reason != "none":
+        found["reason"] = reason
+    for name in ("x-compute-tokens", "x-attmemo-rows-computed", "x-attmemo-reuse"):
+        if name in response.headers:
+            found[name.removeprefix("x-").removeprefix("attmemo-")] = response.headers[name]
+    return found
+
+
+async def _body(request: Request, limit: int, seconds: float) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON and not kind.endswith("+json"):
+        raise Refusal("validation", f"Expected request with `Content-Type: {JSON}`", 415, reason="content_type")
+    too_large = Refusal("validation", f"the body has more than {limit} bytes", 413, reason="payload")
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise Refusal("validation", "the body did not arrive in time", 408, reason="slow") from None
+    return bytes(body)
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised; its message may show values of a request, and goes nowhere."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}"

@@ -1,0 +1,289 @@
+"""The model that is served: what it can do, and one batch of token ids made into answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from attmemo.errors import UnsupportedModelError
+from attmemo.loading import load_config, load_pretrained, quiet
+from attmemo.serve.settings import Pooling, Settings
+
+Task = Literal["embedding", "classifier", "reranker"]
+Floats = npt.NDArray[np.float32]
+
+POOLINGS: Final[dict[Pooling, str]] = {"mean": "mean", "cls": "cls", "last-token": "lasttoken"}
+"""Names of poolings, here and in sentence-transformers."""
+SCORE_STEP: Final = 0.05
+"""A relevance score, from 0 to 1, that moved farther is another answer."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the model gives for one sequence.
+
+    Attributes
+    ----------
+    value : ndarray
+        The embedding ``[H]``, or logits ``[C]``; float32.
+    each : ndarray or None
+        Last hidden states of all tokens ``[n, H]``, where asked for.
+    tokens, rows : int
+        Tokens of the sequence; rows that were computed for it.
+    """
+
+    value: Floats
+    each: Floats | None
+    tokens: int
+    rows: int
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A model as it was loaded.
+
+    Attributes
+    ----------
+    module : nn.Module
+        Called with token ids, mask and types; for embeddings a sentence-transformers model.
+    task : {"embedding", "classifier", "reranker"}
+    tokenizer : transformers tokenizer
+    longest : int
+        Tokens that it takes.
+    width : int
+        Numbers of an answer: of an embedding, or classes.
+    pooling : str
+        Of embeddings.
+    labels : list of str
+        Names of classes.
+    prompts : mapping of str to str
+        Texts to put before others, by name.
+    """
+
+    module: nn.Module
+    task: Task
+    tokenizer: Any
+    longest: int
+    width: int
+    pooling: str = ""
+    labels: list[str] = field(default_factory=list)
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    extra_rows: int = 0  # of verifications, since it was loaded
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that its embeddings have."""
+        encoder: Any = self.module
+        if self.task == "embedding":
+            encoder = encoder[0].auto_model
+        return int(encoder.get_input_embeddings().num_embeddings)
+
+    @property
+    def handle(self) -> Any:
+        """The handle of `attmemo.memoize`."""
+        return getattr(self.module, "attmemo", None)
+
+    @property
+    def reuse(self) -> str:
+        """What records supply: ``"rows"``, ``"maps"`` or ``"none"``."""
+        return "none" if self.handle is None else str(self.handle.reuse)
+
+    def memoize(self, settings: Settings) -> None:
+        """Serve from records from now on, as the settings say."""
+        from attmemo.memoization import memoize
+
+        options: dict[str, Any] = {"reuse": settings.reuse}
+        if settings.reuse != "none":
+            options |= {"database": settings.database, "budget": settings.budget, "tokenizer": self.tokenizer}
+            options |= {"max_bytes": settings.max_bytes, "fill": settings.fill}
+            if self.task == "reranker":
+                options["answer"] = score_angle
+        memoize(self.module, **options)
+
+    def rows_to_compute(self, ids: Sequence[int], types: Sequence[int]) -> int:
+        """Rows that a sequence would need now; its tokens where nothing tells."""
+        ask = getattr(self.handle, "rows_to_compute", None)
+        return len(ids) if ask is None else int(ask([ids], [types] if self._takes_types else None)[0])
+
+    @torch.inference_mode()
+    def run(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, reuse: bool, each: bool
+    ) -> list[Answer]:
+        """Answers to sequences of token ids with their types; with ``reuse=False`` no record serves them.
+
+        `each`: also give the last hidden states of all tokens.
+        """
+        lengths = [len(ids) for ids, _ in sequences]
+        inputs = self._collate(sequences, lengths)
+        observe = getattr(self.handle, "observe", None)
+        if observe is not None:
+            with observe(reuse=reuse) as seen:
+                output = self._forward(inputs)
+            # What the original code computed (an ineligible batch) is not seen: it computes every token.
+            rows = list(seen.rows) if len(seen.rows) == len(lengths) else lengths
+            self.extra_rows += seen.extra
+        elif reuse or self.handle is None:
+            output, rows = self._forward(inputs), lengths
+        else:
+            output, rows = self._exact(inputs), lengths
+        values, states = self._values(output)
+        return [
+            Answer(values[place], states[place, :length] if each and states is not None else None, length, computed)
+            for place, (length, computed) in enumerate(zip(lengths, rows, strict=True))
+        ]
+
+    def close(self) -> None:
+        """Put what waits into the database, and close it whole; the model is a bare one afterwards."""
+        from attmemo.memoization import unmemoize
+
+        flush = getattr(self.handle, "flush", None)
+        if flush is not None:
+            flush()
+        unmemoize(self.module)
+
+    def _exact(self, inputs: dict[str, Tensor]) -> Any:
+        """Maps: the handle is off for one forward. There is one inference thread, so no other forward is changed."""
+        self.handle.disable()
+        try:
+            return self._forward(inputs)
+        finally:
+            self.handle.enable()
+
+    def _forward(self, inputs: dict[str, Tensor]) -> Any:
+        return self.module(inputs) if self.task == "embedding" else self.module(**inputs)
+
+    def _values(self, output: Any) -> tuple[Floats, Floats | None]:
+        """Answers ``[B, …]``, and the last hidden states ``[B, L, H]`` of a model that embeds."""
+        if self.task != "embedding":
+            return output.logits.float().numpy(), None
+        return output["sentence_embedding"].float().numpy(), output["token_embeddings"].float().numpy()
+
+    @property
+    def _takes_types(self) -> bool:
+        return "token_type_ids" in self.tokenizer.model_input_names
+
+    def _collate(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], lengths: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Model inputs ``[B, L]``, padding at the end."""
+        shape = len(lengths), max(lengths)
+        ids = np.full(shape, self.tokenizer.pad_token_id or 0, np.int64)
+        types, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for place, (own, kinds) in enumerate(sequences):
+            ids[place, : len(own)], types[place, : len(own)], mask[place, : len(own)] = own, kinds, 1
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if self._takes_types:
+            inputs["token_type_ids"] = torch.from_numpy(types)
+        return inputs
+
+
+def load(settings: Settings) -> ServedModel:
+    """Load a model; DataError or UnsupportedModelError, with what to do, if it cannot be served."""
+    config = load_config(settings.model)
+    names = config.architectures or []
+    if any("ForSequenceClassification" in name for name in names):
+        return _classifier(settings, config)
+    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in names) and not _has_modules(
+        settings.model
+    ):
+        raise UnsupportedModelError(
+            f"{settings.model} is a {names[0]}: it gives neither embeddings nor classes of texts.",
+            "give a sentence-transformers model, an encoder, or one for sequence classification",
+        )
+    return _embedder(settings)
+
+
+def _classifier(settings: Settings, config: Any) -> ServedModel:
+    from transformers import AutoModelForSequenceClassification
+
+    if settings.pooling is not None:
+        raise UnsupportedModelError(f"{settings.model} gives classes: nothing is pooled.", "leave out --pooling")
+    loaded = load_pretrained(settings.model, lambda _: AutoModelForSequenceClassification, _dtype(settings))
+    if loaded.absent:
+        raise UnsupportedModelError(
+            f"{settings.model} has no weights for {', '.join(loaded.absent)}.", "train it first"
+        )
+    count = int(config.num_labels)
+    labels = [str(config.id2label[place]) for place in range(count)]
+    task: Task = "reranker" if count == 1 else "classifier"
+    return ServedModel(
+        loaded.model, task, loaded.tokenizer, _longest(loaded.tokenizer, config), count, labels=labels
+    )  # fmt: skip
+
+
+def _embedder(settings: Settings) -> ServedModel:
+    """A sentence-transformers model; of other layouts that library makes one."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling as Pool
+
+    path = str(Path(settings.model).expanduser()) if Path(settings.model).expanduser().exists() else settings.model
+    try:
+        with quiet():
+            model = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": _dtype(settings)}).eval()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UnsupportedModelError(f"cannot load the model {settings.model}: {first}", "check the files") from error
+    parts: list[Any] = list(model)
+    first_part = parts[0]
+    if getattr(first_part, "auto_model", None) is None:
+        raise UnsupportedModelError(
+            f"{settings.model} begins with {type(first_part).__name__}, not with a transformer.", "give another model"
+        )
+    # Requests say whether they want unit length, as in TEI; so the model's own last step is left out.
+    kept = [part for part in parts if type(part).__name__ != "Normalize"]
+    pools = [place for place, part in enumerate(kept) if isinstance(part, Pool)]
+    if settings.pooling is not None:
+        if len(pools) != 1:
+            raise UnsupportedModelError(f"{settings.model} has {len(pools)} poolings.", "leave out --pooling")
+        kept[pools[0]] = Pool(kept[pools[0]].embedding_dimension, POOLINGS[settings.pooling])
+    served = SentenceTransformer(modules=kept, device="cpu", prompts=dict(model.prompts)).eval()
+    mode = str(kept[pools[0]].pooling_mode) if pools else "none"
+    pooling = next((name for name, own in POOLINGS.items() if own == mode), mode)
+    prompts = {name: text for name, text in model.prompts.items() if text}
+    longest = min(int(model.max_seq_length or 512), _longest(model.tokenizer, first_part.auto_model.config))
+    width = int(served.get_embedding_dimension() or 0)
+    return ServedModel(served, "embedding", model.tokenizer, longest, width, pooling=pooling, prompts=prompts)
+
+
+def score_angle(output: Any) -> Tensor:
+    """Relevance scores as vectors ``[B, 2]`` for the guard, which compares cosines with .98.
+
+    Scores that differ by more than `SCORE_STEP` become angles whose cosine is below .98. The greatest angle stays
+    below a full turn.
+    """
+    angle = output.logits.float().sigmoid()[:, 0] * (float(np.arccos(0.98)) / SCORE_STEP)
+    return torch.stack([angle.cos(), angle.sin()], 1)
+
+
+def _dtype(settings: Settings) -> torch.dtype:
+    found: torch.dtype = getattr(torch, settings.dtype)
+    return found
+
+
+def _has_modules(name: str) -> bool:
+    """Whether a directory is a sentence-transformers model; a hub name may always be one."""
+    path = Path(name).expanduser()
+    return not path.is_dir() or (path / "modules.json").exists()
+
+
+def _longest(tokenizer: Any, config: Any) -> int:
+    """Tokens of a sequence, at most: positions of the model, and what its tokenizer says."""
+    positions = int(getattr(config, "max_position_embeddings", None) or 512)
+    if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):  # positions begin behind the padding's
+        positions -= int(config.pad_token_id or 0) + 1
+    return min(positions, int(tokenizer.model_max_length), 1 << 20)
+
+
+def own_labels(labels: Sequence[str]) -> dict[str, Any]:
+    """Names of classes as ``/info`` shows them."""
+    return {
+        "id2label": {str(place): name for place, name in enumerate(labels)},
+        "label2id": {name: place for place, name in enumerate(labels)},
+    }

@@ -1,0 +1,149 @@
+"""What waits for the model: sequences of requests, oldest first, taken up to a budget of rows to compute."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+from attmemo.serve.model import Answer
+
+PADDING: Final = 4
+"""A forward's padded tokens, at most, as a multiple of its rows: embeddings and pooling see the padding."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The sequences of one request, and what became of them.
+
+    Attributes
+    ----------
+    each : bool
+        Hidden states of all tokens are wanted.
+    reuse : bool
+        Records may serve.
+    answers : list of Answer or None
+        In the order of the request.
+    error : Exception or None
+        Why there is no answer.
+    gone : bool
+        The client went away: what still waits is dropped.
+    taken, ended : float
+        When its first sequence was given to the model, and when its last one was answered; seconds.
+    model_seconds : float
+        Of the forwards that computed a part of it.
+    """
+
+    count: int
+    each: bool
+    reuse: bool
+    answers: list[Answer | None] = field(default_factory=list)
+    left: int = 0
+    error: Exception | None = None
+    gone: bool = False
+    queued: float = 0.0
+    taken: float = 0.0
+    ended: float = 0.0
+    model_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.answers, self.left = [None] * self.count, self.count
+
+    def settle(self, place: int, answer: Answer | Exception, seconds: float) -> bool:
+        """Note what became of one sequence; True: the last one."""
+        if isinstance(answer, Exception):
+            self.error = answer
+        else:
+            self.answers[place] = answer
+        self.left -= 1
+        self.model_seconds += seconds
+        self.ended = perf_counter()
+        return not self.left
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One sequence that waits."""
+
+    request: Request
+    place: int  # in the request
+    ids: list[int]
+    types: list[int]
+    rows: int  # to compute, as asked when it came
+
+
+class Queue:
+    """Sequences that wait, for one thread that takes them.
+
+    Parameters
+    ----------
+    most_rows : int
+        Rows to compute in one batch, at most; a single sequence may need more.
+    most_sequences : int, optional
+        In one batch, at most.
+    """
+
+    def __init__(self, most_rows: int, most_sequences: int | None = None) -> None:
+        self._most_rows, self._most_sequences = most_rows, most_sequences or 1 << 30
+        self._waiting: deque[Waiting] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, sequences: list[Waiting]) -> None:
+        """Have sequences wait; they stay in this order."""
+        now = perf_counter()
+        for sequence in sequences:
+            sequence.request.queued = now
+        with self._changed:
+            self._waiting.extend(sequences)
+            self._changed.notify()
+
+    def take(self) -> tuple[list[Waiting], list[Waiting]] | None:
+        """Wait for sequences and take the next batch, and those whose clients went away; None: closed, and empty.
+
+        A batch begins with the oldest sequence. Others that ask for reuse as it does follow in their order, until the
+        next one would be too much.
+        """
+        with self._changed:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            return self._pick()
+
+    def close(self) -> None:
+        """Let the thread end, once nothing waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _pick(self) -> tuple[list[Waiting], list[Waiting]]:
+        batch: list[Waiting] = []
+        gone: list[Waiting] = []
+        passed: list[Waiting] = []  # they ask for reuse differently
+        rows = longest = 0
+        while self._waiting:
+            one = self._waiting[0]
+            if one.request.gone:
+                gone.append(self._waiting.popleft())
+                continue
+            if batch:
+                if one.request.reuse != batch[0].request.reuse:
+                    passed.append(self._waiting.popleft())
+                    continue
+                padded = max(longest, len(one.ids)) * (len(batch) + 1)
+                if (
+                    rows + one.rows > self._most_rows
+                    or padded > PADDING * self._most_rows
+                    or len(batch) == self._most_sequences
+                ):
+                    break
+            batch.append(self._waiting.popleft())
+            rows, longest = rows + one.rows, max(longest, len(one.ids))
+        self._waiting.extendleft(reversed(passed))
+        return batch, gone

@@ -1,0 +1,120 @@
+"""Routes of models that embed: ``/embed``, ``/embed_all``, ``/embed_sparse``, ``/similarity``, ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from attmemo.serve import bodies
+from attmemo.serve.http import Route, gone, reply
+from attmemo.serve.model import Floats
+from attmemo.serve.refusal import Refusal, cannot
+from attmemo.serve.service import Done, Service
+
+
+def routes(service: Service) -> list[Route]:
+    """Routes that embed."""
+
+    async def vectors(body: Any, request: Request, inputs: bodies.Inputs, **more: Any) -> Done:
+        _check_embeds(service)
+        if not inputs.items:
+            raise Refusal("empty", "`inputs` cannot be empty")
+        return await service.answer(
+            inputs.items, method=inputs.method, reuse=body.reuses, gone=gone(request), **more
+        )  # fmt: skip
+
+    async def embed(body: bodies.Embed, request: Request) -> Response:
+        return await embedded(body, request, body.inputs)
+
+    async def embedded(body: bodies.Embedding, request: Request, inputs: bodies.Inputs) -> Response:
+        _check_dimensions(body.dimensions, service.model.width)
+        done = await vectors(
+            body, request, inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name
+        )  # fmt: skip
+        return reply(finish(done, body.dimensions, normalize=body.normalize), done.headers())
+
+    async def embed_all(body: bodies.EmbedAll, request: Request) -> Response:
+        done = await vectors(
+            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True
+        )  # fmt: skip
+        return reply([np.ascontiguousarray(answer.each) for answer in done.answers], done.headers())
+
+    async def embed_sparse(body: bodies.EmbedAll, request: Request) -> Response:
+        raise cannot("Model is not an embedding model with SPLADE pooling")
+
+    async def similarity(body: bodies.Similarity, request: Request) -> Response:
+        if not body.inputs.sentences:
+            raise Refusal("empty", "`inputs.sentences` cannot be empty")
+        how = body.parameters or bodies.Comparing()
+        inputs = bodies.Inputs([body.inputs.source_sentence, *body.inputs.sentences], False)
+        done = await vectors(
+            how if how.reuse else body, request, inputs, truncate=how.truncate, side=how.side, prompt=how.prompt_name
+        )  # fmt: skip
+        found = finish(done, None, normalize=True)
+        return reply(found[1:] @ found[0], done.headers())
+
+    async def main(body: bodies.Main, request: Request) -> Response:
+        if isinstance(body.inputs, bodies.Compared):
+            asked = bodies.Similarity(inputs=body.inputs, parameters=body.parameters, reuse=body.reuse)
+            return await similarity(asked, request)
+        return await embedded(body, request, body.inputs)
+
+    async def openai(body: bodies.OpenAI, request: Request) -> Response:
+        _check_dimensions(body.dimensions, service.model.width)
+        done = await vectors(body, request, body.input, truncate=None)
+        found = finish(done, body.dimensions, normalize=True)
+        base = body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "embedding": _base64(row) if base else row, "index": place}
+            for place, row in enumerate(found)
+        ]
+        usage = {"prompt_tokens": done.tokens, "total_tokens": done.tokens}
+        return reply(
+            {"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done.headers()
+        )  # fmt: skip
+
+    found = [
+        Route(("/embed",), bodies.Embed, embed, "Embeddings of texts"),
+        Route(("/embed_all",), bodies.EmbedAll, embed_all, "Last hidden states of all tokens"),
+        Route(("/embed_sparse",), bodies.EmbedAll, embed_sparse, "Refused: no model here gives sparse embeddings"),
+        Route(("/similarity",), bodies.Similarity, similarity, "Cosines of one text to others"),
+        Route(
+            ("/v1/embeddings", "/embeddings"), bodies.OpenAI, openai, "Embeddings as OpenAI gives them", openai=True
+        ),
+    ]
+    if service.model.task == "embedding":
+        found.append(Route(("/", "/invocations"), bodies.Main, main, "The same as /embed or /similarity"))
+    return found
+
+
+def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
+    """Embeddings ``[N, H]`` as they are sent; cut first, then of unit length."""
+    found = np.stack([answer.value for answer in done.answers])
+    if dimensions is not None:
+        found = np.ascontiguousarray(found[:, :dimensions])
+    if not np.isfinite(found).all():
+        raise Refusal("backend", "the embedding is not finite", reason="inference")
+    if normalize:
+        length = np.sqrt(np.square(found, dtype=np.float64).sum(1, keepdims=True))
+        found = (found / np.where(length > 0.0, length, 1.0)).astype(np.float32)
+    return found
+
+
+def _check_embeds(service: Service) -> None:
+    if service.model.task != "embedding":
+        raise cannot("Model is not an embedding model")
+
+
+def _check_dimensions(asked: int | None, width: int) -> None:
+    if asked == 0:
+        raise Refusal("validation", "`dimensions` should be positive")
+    if asked is not None and asked > width:
+        raise Refusal("validation", "`dimensions` should be smaller than the maximum embedding dimension.")
+
+
+def _base64(row: Floats) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()

@@ -1,0 +1,259 @@
+"""The service behind the routes: texts in, answers out, in asyncio; the model works in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final
+
+from attmemo.serve.gauges import gauges
+from attmemo.serve.metrics import Metrics
+from attmemo.serve.model import Answer, ServedModel
+from attmemo.serve.queue import Queue, Request, Waiting
+from attmemo.serve.refusal import Refusal, overloaded
+from attmemo.serve.settings import Settings, split_cores
+from attmemo.serve.texts import Input, Side, Texts, Tokens, default_prompt
+from attmemo.serve.worker import Worker
+
+PIECE: Final = 64
+"""Sequences that one thread tokenizes at a time: the threads share a large request."""
+
+
+@dataclass(slots=True)
+class Done:
+    """The answers to one request, and what they cost; milliseconds."""
+
+    answers: list[Answer]
+    reuse: str
+    characters: int
+    tokens: int
+    rows: int
+    total: float
+    tokenization: float
+    queue: float
+    inference: float
+
+    def headers(self) -> dict[str, str]:
+        """Response headers: those of TEI, and ours."""
+        return {
+            "x-compute-type": "cpu",
+            "x-compute-time": str(round(self.total)),
+            "x-compute-characters": str(self.characters),
+            "x-compute-tokens": str(self.tokens),
+            "x-total-time": str(round(self.total)),
+            "x-tokenization-time": str(round(self.tokenization)),
+            "x-queue-time": str(round(self.queue)),
+            "x-inference-time": str(round(self.inference)),
+            "x-attmemo-rows-computed": str(self.rows),
+            "x-attmemo-rows-total": str(self.tokens),
+            "x-attmemo-reuse": self.reuse,
+        }
+
+
+class Service:
+    """One model, one database, one inference thread.
+
+    Parameters
+    ----------
+    settings : Settings
+
+    Attributes
+    ----------
+    model : ServedModel
+    texts : Texts
+        The model's tokenizer.
+    metrics : Metrics
+    draining : bool
+        The service is about to end: it answers, but calls itself unhealthy.
+    """
+
+    model: ServedModel
+    texts: Texts
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.metrics, self.draining = settings, Metrics(), False
+        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests)
+        self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
+        self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
+        self._inside = 0  # sequences that were let in and are not answered
+        _, cores = split_cores(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(
+            settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, cores)
+        )
+
+    def start(self) -> Service:
+        """Load the model and make it ready; raises what went wrong."""
+        self._worker.start()
+        self.model = self._worker.model
+        settings = self.settings
+        prompt = default_prompt(self.model.prompts, settings.default_prompt, settings.default_prompt_name)
+        self.texts = Texts(
+            self.model.tokenizer, self.model.longest, self.model.vocabulary, self.model.prompts, prompt
+        )  # fmt: skip
+        self.metrics.watch(lambda: gauges(self))
+        return self
+
+    def close(self) -> None:
+        """Answer what waits, close the database whole, and end the threads."""
+        self._queue.close()
+        self._worker.close()
+        self._threads.shutdown()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model's thread runs."""
+        return self._worker.alive
+
+    @property
+    def inside(self) -> int:
+        """Sequences that were let in and are not answered."""
+        return self._inside
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for the model."""
+        return len(self._queue)
+
+    async def healthy(self) -> bool:
+        """Whether requests should be sent here. After a failed forward the model is asked for one more."""
+        if self.draining or not self._worker.alive:
+            return False
+        if not self._worker.failing:
+            return True
+        try:
+            request = Request(1, each=False, reuse=False)
+            await self._ask([Tokens([0], [0], 0)], [1], request, None)
+        except Refusal:
+            return False
+        return True
+
+    async def answer(
+        self, inputs: Sequence[Input], *, truncate: bool | None, side: Side = "right", prompt: str | None = None,
+        each: bool = False, reuse: bool = True, method: str = "batch",
+        gone: Callable[[], Awaitable[Any]] | None = None,
+    ) -> Done:  # fmt: skip
+        """Answers to inputs, in their order.
+
+        Parameters
+        ----------
+        inputs : sequence of str, pair of str, or list of int
+        truncate : bool, optional
+            Cut what is too long. Default: as the settings say.
+        side : {"right", "left"}
+            Where to cut.
+        prompt : str, optional
+            Name of the prompt to put before each text.
+        each : bool
+            Also give the hidden states of all tokens.
+        reuse : bool
+            Records may serve.
+        method : {"batch", "single"}
+            How metrics count it.
+        gone : callable, optional
+            Awaited beside the work: when it returns, the client has gone away, and what waits is dropped.
+
+        Raises
+        ------
+        Refusal
+        """
+        start = perf_counter()
+        self.metrics.asked(method)
+        self._let_in(len(inputs))
+        try:
+            cut = self.settings.auto_truncate if truncate is None else truncate
+            encoded, rows = await self._encode(inputs, cut, side, prompt, reuse)
+            request = Request(len(encoded), each=each, reuse=reuse)
+            tokenized = perf_counter()
+            await self._ask(encoded, rows, request, gone)
+        finally:
+            self._inside -= len(inputs)
+        answers = [answer for answer in request.answers if answer is not None]
+        done = Done(
+            answers,
+            self.model.reuse if reuse else "off",
+            sum(one.characters for one in encoded),
+            sum(one.tokens for one in answers),
+            sum(one.rows for one in answers),
+            1e3 * (perf_counter() - start),
+            1e3 * (tokenized - start),
+            1e3 * (request.taken - request.queued),
+            1e3 * request.model_seconds / request.count,
+        )
+        times = done.total, done.tokenization, done.queue, done.inference
+        task = "embed" if self.model.task == "embedding" else "predict"
+        self.metrics.answered(method, task, request.count, done.tokens, times)
+        return done
+
+    async def in_thread(self, work: Callable[..., Any], *given: Any) -> Any:
+        """The result of a function on texts, run in a thread for texts."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+
+    def _let_in(self, count: int) -> None:
+        """Count the sequences in, or refuse them. A request larger than the limit is let in where nothing is."""
+        if count > self.settings.max_client_batch_size:
+            most = self.settings.max_client_batch_size
+            what = f"batch size {count} > maximum allowed batch size {most}"
+            raise Refusal("validation", what, reason="batch_size")
+        if self._inside and self._inside + count > self.settings.max_concurrent_requests:
+            raise overloaded()
+        self._inside += count
+
+    async def _encode(
+        self, inputs: Sequence[Input], truncate: bool, side: Side, prompt: str | None, reuse: bool
+    ) -> tuple[list[Tokens], list[int]]:
+        """Tokens of inputs, and the rows that each would need; both asked in threads, beside the model."""
+
+        def encode(piece: Sequence[Input]) -> list[tuple[Tokens, int]]:
+            found = [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
+            return [(one, self.model.rows_to_compute(one.ids, one.types) if reuse else len(one.ids)) for one in found]
+
+        pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
+        parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
+        both = [pair for part in parts for pair in part]
+        return [tokens for tokens, _ in both], [rows for _, rows in both]
+
+    async def _ask(
+        self, encoded: Sequence[Tokens], rows: Sequence[int], request: Request,
+        gone: Callable[[], Awaitable[Any]] | None,
+    ) -> None:  # fmt: skip
+        """Have the model answer; raises why it does not."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._waiters[request] = loop, future
+        self._queue.put([
+            Waiting(request, place, one.ids, one.types, need)
+            for place, (one, need) in enumerate(zip(encoded, rows, strict=True))
+        ])  # fmt: skip
+        watch = None if gone is None else asyncio.ensure_future(gone())
+        try:
+            if watch is None:
+                await future
+            else:
+                await asyncio.wait((future, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            request.gone = not future.done()
+            if watch is not None:
+                watch.cancel()
+        if request.gone:
+            await asyncio.shield(future)  # its sequences count until the model's thread has dropped them
+        if request.error is not None:
+            raise request.error
+
+    def _finished(self, requests: list[Request]) -> None:
+        """Called in the model's thread: wake those who wait, one call for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for request in requests:
+            loop, future = self._waiters.pop(request)
+            by_loop.setdefault(loop, []).append(future)
+        for loop, futures in by_loop.items():
+            loop.call_soon_threadsafe(_wake, futures)
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

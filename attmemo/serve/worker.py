@@ -1,0 +1,144 @@
+"""The one thread that computes: it takes what waits whenever the model is free."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from attmemo.serve.model import Answer, ServedModel, load
+from attmemo.serve.queue import Queue, Request, Waiting
+from attmemo.serve.refusal import Refusal
+from attmemo.serve.settings import Settings, split_cores
+
+_LOG = logging.getLogger("attmemo.serve")
+
+Seen = Callable[[int, int, int, int, float], None]
+"""Told of each forward: sequences, tokens, rows computed for answers and beside them, seconds."""
+
+
+class Worker:
+    """Loads the model in a thread of its own, and answers in this thread.
+
+    torch keeps a team of threads for each thread that computes: one thread, one team, on the cores of the model.
+
+    Parameters
+    ----------
+    settings : Settings
+    queue : Queue
+    finished : callable
+        Given the requests of a batch that are complete; called in the thread.
+    seen : callable
+        Told of each forward, in the thread.
+
+    Attributes
+    ----------
+    model : ServedModel
+    failing : bool
+        The last forward failed.
+    """
+
+    model: ServedModel
+
+    def __init__(
+        self, settings: Settings, queue: Queue, finished: Callable[[list[Request]], None], seen: Seen
+    ) -> None:
+        self.failing = False
+        self._settings, self._queue, self._finished, self._seen = settings, queue, finished, seen
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="attmemo-model", daemon=True)
+
+    def start(self) -> None:
+        """Load the model and warm it up; raises what went wrong."""
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Answer what waits, close the database whole, and end; the queue must be closed."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:  # told to the one who starts it
+            self._failure = error
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            while (taken := self._queue.take()) is not None:
+                self._answer(*taken)
+        except BaseException:
+            _LOG.exception("the model's thread ended")
+            raise
+        finally:
+            self.model.close()
+
+    def _begin(self) -> None:
+        cores, _ = split_cores(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores)  # of this thread; its team inherits them
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(len(cores))
+        self.model = load(self._settings)
+        self._warm()  # of the bare model: its own code answers what cannot be served from records
+        self.model.memoize(self._settings)  # its checks run the path that serves
+        self._warm()
+
+    def _warm(self) -> None:
+        """Run short and long sequences once, so that no request pays for what the first forward allocates."""
+        token = self.model.tokenizer.pad_token_id or 0
+        longest = min(self.model.longest, self._settings.max_batch_tokens)
+        for length in (2, longest):
+            self.model.run([([token] * length, [0] * length)], reuse=False, each=False)
+
+    def _answer(self, batch: list[Waiting], gone: list[Waiting]) -> None:
+        complete = [one.request for one in gone if one.request.settle(one.place, _GONE, 0.0)]
+        if batch:
+            now = perf_counter()
+            for one in batch:
+                one.request.taken = one.request.taken or now
+            answers = self._compute(batch)
+            seconds = perf_counter() - now
+            for one, answer in zip(batch, answers, strict=True):
+                if one.request.settle(one.place, answer, seconds):
+                    complete.append(one.request)
+        if complete:
+            self._finished(complete)
+
+    def _compute(self, batch: list[Waiting]) -> Sequence[Answer | Exception]:
+        """Answers to a batch; where a batch fails, its sequences are tried one by one."""
+        start, extra = perf_counter(), self.model.extra_rows
+        try:
+            answers = self.model.run(
+                [(one.ids, one.types) for one in batch],
+                reuse=batch[0].request.reuse,
+                each=any(one.request.each for one in batch),
+            )
+        except Exception as error:
+            # The message may show values of a request: only its type is logged.
+            _LOG.error("a forward of %d sequences failed: %s", len(batch), type(error).__name__)
+            if len(batch) > 1:
+                return [self._compute([one])[0] for one in batch]
+            self.failing = True
+            return [Refusal("backend", "Inference failed", reason="inference")]
+        self.failing = False
+        tokens, rows = sum(one.tokens for one in answers), sum(one.rows for one in answers)
+        self._seen(len(answers), tokens, rows, self.model.extra_rows - extra, perf_counter() - start)
+        return answers
+
+
+_GONE: Final = Refusal("unhealthy", "the client went away", reason="gone")

@@ -1,0 +1,212 @@
+"""`attmemo serve` with a model that embeds: the routes give what the library gives, and refuse as TEI does."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from serve_tools import Live, living, minilm
+
+TEXTS = [
+    "Failed password for root from 10.0.0.7 port 22 ssh2",
+    "a short one",
+    "Receiving block blk_-1608999687919862906 src: /10.250.19.102:54106 dest: /10.250.19.102:50010",
+]
+CLOSE = 2e-6
+
+
+@pytest.fixture(scope="module", name="live")
+def _live() -> Iterator[Live]:
+    with living(minilm(), served_model_name="minilm", max_client_batch_size=200, payload_limit=100_000) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", name="library")
+def _library() -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(minilm(), device="cpu")
+
+
+def test_embeddings_are_those_of_the_library_in_the_order_of_the_request(live: Live, library: Any) -> None:
+    texts = [f"{text} {number}" for number in range(40) for text in TEXTS]
+    found = np.array(live.post("/embed", {"inputs": texts}).json, np.float32)
+    assert np.abs(found - library.encode(texts)).max() < CLOSE
+    one = live.post("/embed", {"inputs": TEXTS[0], "truncate": True, "reuse": "off"})
+    assert np.abs(np.array(one.json[0], np.float32) - library.encode(TEXTS[0])).max() < CLOSE
+
+
+def test_normalize_and_dimensions(live: Live, library: Any) -> None:
+    raw = np.array(live.post("/embed", {"inputs": TEXTS, "normalize": False, "reuse": "off"}).json)
+    exact = library[1](library[0](library.preprocess(TEXTS)))["sentence_embedding"].detach().numpy()
+    assert np.abs(raw - exact).max() < 2e-5
+    cut = np.array(live.post("/embed", {"inputs": TEXTS, "dimensions": 16, "reuse": "off"}).json)
+    assert cut.shape == (3, 16)
+    assert np.allclose(cut, raw[:, :16] / np.linalg.norm(raw[:, :16], axis=1, keepdims=True), atol=1e-5)
+
+
+def test_all_hidden_states_of_every_token(live: Live, library: Any) -> None:
+    found = live.post("/embed_all", {"inputs": TEXTS, "reuse": "off"}).json
+    states = library.encode(TEXTS, output_value="token_embeddings")
+    for own, exact in zip(found, states, strict=True):
+        assert np.abs(np.array(own) - exact.numpy()).max() < 2e-5
+
+
+def test_similarity_is_the_cosine(live: Live, library: Any) -> None:
+    body = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}, "reuse": "off"}
+    vectors = library.encode(TEXTS)
+    assert np.allclose(live.post("/similarity", body).json, vectors @ vectors[0], atol=1e-5)
+    assert np.allclose(live.post("/", body).json, vectors @ vectors[0], atol=1e-5), "clients of the hub ask at /"
+
+
+def test_openai_as_numbers_and_as_bytes(live: Live, library: Any) -> None:
+    body = {"input": TEXTS, "model": "any", "user": "u"}
+    plain = live.post("/v1/embeddings", body).json
+    assert (plain["object"], plain["model"]) == ("list", "minilm")
+    assert [item["index"] for item in plain["data"]] == [0, 1, 2]
+    count = sum(map(len, library.tokenizer(TEXTS)["input_ids"]))
+    assert plain["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    packed = live.post("/embeddings", body | {"encoding_format": "base64", "dimensions": 8}).json["data"]
+    vector = np.frombuffer(base64.b64decode(packed[1]["embedding"]), "<f4")
+    whole = np.array(plain["data"][1]["embedding"][:8])
+    assert np.allclose(vector, whole / np.linalg.norm(whole), atol=1e-5)
+    assert np.allclose(whole, library.encode(TEXTS[1])[:8], atol=1e-5)
+
+
+def test_token_ids_are_taken_as_they_are(live: Live, library: Any) -> None:
+    ids = library.tokenizer(TEXTS)["input_ids"]
+    text = live.post("/embed", {"inputs": TEXTS, "reuse": "off"}).json
+    assert np.allclose(live.post("/embed", {"inputs": ids, "reuse": "off"}).json, text, atol=1e-5)
+    assert np.allclose(live.post("/embed", {"inputs": ids[0], "reuse": "off"}).json, text[:1], atol=1e-5)
+    assert np.allclose(live.post("/embed", {"inputs": [ids[0], TEXTS[1]], "reuse": "off"}).json, text[:2], atol=1e-5)
+    assert live.post("/embed", {"inputs": [[1, 40_000]]}).json["error_type"] == "tokenizer"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_long_texts_are_cut_on_the_side_that_is_asked(live: Live, library: Any, side: str) -> None:
+    text = " ".join(f"word {number}" for number in range(300))
+    reply = live.post("/embed", {"inputs": text, "truncate": True, "truncation_direction": side, "reuse": "off"})
+    library.tokenizer.truncation_side = side
+    exact = library.encode(text)
+    library.tokenizer.truncation_side = "right"
+    assert np.allclose(reply.json[0], exact, atol=1e-5)
+    assert reply.headers["x-compute-tokens"] == "256"
+    refused = live.post("/embed", {"inputs": text, "truncate": False})
+    assert (refused.status, refused.json["error_type"]) == (422, "validation")
+
+
+def test_headers_say_what_was_computed(live: Live) -> None:
+    text = "a line that comes twice and is stored in between"
+    first = live.post("/embed", {"inputs": text}).headers
+    assert first["x-attmemo-rows-computed"] == first["x-attmemo-rows-total"] == first["x-compute-tokens"]
+    assert live.service.model.handle.flush()
+    again = live.post("/embed", {"inputs": text}).headers
+    assert int(again["x-attmemo-rows-computed"]) < int(again["x-attmemo-rows-total"])
+    assert again["x-attmemo-reuse"] == "rows"
+    off = live.post("/embed", {"inputs": text, "reuse": "off"}).headers
+    assert off["x-attmemo-rows-computed"] == off["x-attmemo-rows-total"]
+    assert off["x-attmemo-reuse"] == "off"
+    assert off["x-compute-characters"] == str(len(text))
+    for name in ("x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time"):
+        assert int(off[name]) >= 0
+
+
+def test_tokens_of_a_text_and_back(live: Live, library: Any) -> None:
+    (tokens,) = live.post("/tokenize", {"inputs": "Hällo wörld"}).json
+    assert [token["id"] for token in tokens] == library.tokenizer("Hällo wörld")["input_ids"]
+    assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
+    inside = [token for token in tokens if not token["special"]]
+    assert all(token["text"] == "Hällo wörld"[token["start"] : token["stop"]] for token in inside)
+    bare = live.post("/tokenize", {"inputs": ["one", "two"], "add_special_tokens": False}).json
+    assert [[token["text"] for token in own] for own in bare] == [["one"], ["two"]]
+    ids = [[token["id"] for token in own] for own in bare]
+    assert live.post("/decode", {"ids": ids}).json == ["one", "two"]
+    assert live.post("/decode", {"ids": [101, *ids[0]], "skip_special_tokens": False}).json == ["[CLS] one"]
+
+
+def test_info_names_the_model_and_the_limits(live: Live) -> None:
+    info = live.get("/info").json
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (256, 200, "float32")
+    assert info["served_model_name"] == "minilm"
+
+
+def test_state_is_open_and_well(live: Live) -> None:
+    for path in ("/health", "/ping", "/", "/metrics", "/live"):
+        assert live.get(path).status == 200
+    metrics = live.get("/metrics").body.decode()
+    assert 'te_request_count{method="single"}' in metrics
+    assert "attmemo_rows_computed_total" in metrics
+    shown = live.get("/live").json
+    assert shown["tokens"] >= shown["rows"] > 0
+    assert shown["guard"]["state"] == "learning"
+
+
+BAD: list[tuple[str, Any, int, str]] = [
+    ("/embed", b"{", 400, "validation"),
+    ("/embed", b"\xff\xfe", 400, "validation"),
+    ("/embed", b'{"inputs": "\\ud800"}', 400, "validation"),
+    ("/embed", b"[" * 100_001, 413, "validation"),
+    ("/embed", b"[" * 90_000, 400, "validation"),
+    ("/embed", {}, 422, "validation"),
+    ("/embed", [], 422, "validation"),
+    ("/embed", {"inputs": 3}, 422, "validation"),
+    ("/embed", {"inputs": None}, 422, "validation"),
+    ("/embed", {"inputs": [True]}, 422, "validation"),
+    ("/embed", {"inputs": [-1]}, 422, "validation"),
+    ("/embed", {"inputs": [1 << 40]}, 422, "validation"),
+    ("/embed", {"inputs": ["a"], "normalize": "yes"}, 422, "validation"),
+    ("/embed", {"inputs": "a", "dimensions": 0}, 422, "validation"),
+    ("/embed", {"inputs": "a", "dimensions": 385}, 422, "validation"),
+    ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "validation"),
+    ("/embed", {"inputs": "a", "reuse": "sometimes"}, 422, "validation"),
+    ("/embed", {"inputs": ["a"] * 201}, 422, "validation"),
+    ("/embed", {"inputs": "x" * 101_000}, 413, "validation"),
+    ("/embed", {"inputs": ""}, 400, "empty"),
+    ("/embed", {"inputs": []}, 400, "empty"),
+    ("/embed", {"inputs": ["a", ""]}, 400, "empty"),
+    ("/embed", {"inputs": [99_999]}, 422, "tokenizer"),
+    ("/embed_sparse", {"inputs": "a"}, 424, "backend"),
+    ("/predict", {"inputs": "a"}, 424, "backend"),
+    ("/rerank", {"query": "a", "texts": ["b"]}, 424, "backend"),
+    ("/rerank", {"query": "a", "texts": []}, 400, "empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "validation"),
+    ("/tokenize", {"inputs": []}, 400, "empty"),
+    ("/decode", {"ids": []}, 400, "empty"),
+    ("/decode", {"ids": [40_000]}, 422, "tokenizer"),
+    ("/nowhere", {}, 404, "validation"),
+    ("/health", {}, 405, "validation"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "kind"), BAD, ids=[f"{p} {str(b)[:30]}" for p, b, _, _ in BAD])
+def test_bad_requests_are_refused_as_tei_does(live: Live, path: str, body: Any, status: int, kind: str) -> None:
+    reply = live.post(path, body)
+    assert (reply.status, reply.json["error_type"]) == (status, kind)
+    assert set(reply.json) == {"error", "error_type"}
+
+
+def test_openai_errors_have_their_own_form(live: Live) -> None:
+    reply = live.post("/v1/embeddings", {"input": []})
+    assert (reply.status, reply.json["code"], reply.json["type"]) == (400, 400, "empty")
+    assert set(reply.json) == {"message", "code", "type"}
+
+
+def test_a_body_that_is_not_json_by_its_type_is_refused(live: Live) -> None:
+    assert live.post("/embed", b"{}", content_type="text/plain").status == 415
+
+
+def test_prompts_and_keys(live: Live, library: Any) -> None:
+    key = {"authorization": "Bearer secret"}
+    with living(minilm(), default_prompt="query: ", api_key="secret") as guarded:
+        for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": "secret"}):
+            assert guarded.post("/embed", {"inputs": "a"}, **wrong).status == 401
+            assert guarded.get("/info", **wrong).status == 401
+        assert guarded.get("/info", **key).status == 200
+        assert [guarded.get(path).status for path in ("/health", "/metrics", "/", "/live")] == [200] * 4
+        found = guarded.post("/embed", {"inputs": TEXTS}, **key).json
+    assert np.abs(np.array(found) - library.encode([f"query: {text}" for text in TEXTS])).max() < CLOSE
