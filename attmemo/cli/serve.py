@@ -142,8 +142,8 @@ def serve(
         from attmemo.serve.settings import Settings
 
         settings = choose(Settings, given)
-        write_logs(log_level, json_output)
         place = listen(host or _hostname(), port)
+        write_logs(log_level, json_output)
         service = Service(settings).start()
         where = place.getsockname()
         out.say(

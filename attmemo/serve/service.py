@@ -90,10 +90,14 @@ class Service:
         self._worker.start()
         self.model = self._worker.model
         settings = self.settings
-        prompt = default_prompt(self.model.prompts, settings.default_prompt, settings.default_prompt_name)
-        self.texts = Texts(
-            self.model.tokenizer, self.model.longest, self.model.vocabulary, self.model.prompts, prompt
-        )  # fmt: skip
+        try:
+            prompt = default_prompt(self.model.prompts, settings.default_prompt, settings.default_prompt_name)
+            self.texts = Texts(
+                self.model.tokenizer, self.model.longest, self.model.vocabulary, self.model.prompts, prompt
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
         self.metrics.watch(lambda: gauges(self))
         return self
 

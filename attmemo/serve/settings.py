@@ -87,6 +87,8 @@ class Settings:
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
+        if self.reuse == "none" and self.database is not None:
+            raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
         if self.api_key is not None and not self.api_key.strip():
             raise ArgumentError("the API key is empty: every request would be refused.", "give a key, or none")
 

@@ -1,0 +1,133 @@
+"""`attmemo serve` as a command: it ends in order, says nothing of what it was asked, and explains bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_tools import WORDS, ask, spawned, tiny
+from typer.testing import CliRunner
+
+from attmemo.cli.app import app
+
+SECRET = "zeta 41 zeta 17 zeta"
+
+
+@pytest.fixture(scope="module", name="model")
+def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny(tmp_path_factory.mktemp("model"), None)
+
+
+def attmemo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from attmemo.cli import main; main()", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+def test_sigterm_answers_what_is_in_work_and_closes_the_database(model: str, tmp_path: Path) -> None:
+    database = tmp_path / "db"
+    texts = [f"{WORDS[n % 12]} {n % 100} {WORDS[n // 12 % 12]} {n // 100 % 100} {n % 7}" for n in range(1000)]
+    with spawned(
+        model, tmp_path, "--fill", str(database), "--drain-seconds", "0.5", "--max-concurrent-requests", "9999"
+    ) as server:  # fmt: skip
+        done: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: done.append(server.post("/embed", {"inputs": texts}))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        while not ask(server.url + "/live", None).json["inside"]:
+            time.sleep(0.005)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert ask(server.url + "/health", None).status == 503, "health turns before anything else"
+        assert server.post("/embed", {"inputs": "alpha"}).status == 200, "requests that still come are answered"
+        for thread in threads:
+            thread.join()
+        assert server.process.wait(60) == 0
+    assert [(reply.status, len(reply.json)) for reply in done] == [(200, 1000)] * 4
+    checked = attmemo("check", str(database))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    shown = json.loads(attmemo("inspect", str(database), "--json", "-").stdout)
+    assert shown["records"] > 0
+
+
+def test_no_text_of_a_request_is_in_logs_metrics_or_the_page(model: str, tmp_path: Path) -> None:
+    with spawned(
+        model, tmp_path, "--database", ":memory:", "--json-output", "--log-level", "debug", "--drain-seconds", "0",
+        API_KEY="key-of-mine",
+    ) as server:  # fmt: skip
+        key = {"authorization": "Bearer key-of-mine"}
+        bodies: list[Any] = [{"inputs": SECRET}, {"inputs": [SECRET, 3]}, f'{{"inputs": {SECRET}'.encode()]
+        bodies += [{"inputs": SECRET, "prompt_name": SECRET}, {"inputs": SECRET, "truncation_direction": SECRET}]
+        for body in bodies:
+            for path in ("/embed", "/predict", "/v1/embeddings", "/" + WORDS[5], f"/embed?q={WORDS[5]}"):
+                server.post(path, body, **key)
+        server.post("/embed", bodies[0])
+        read = [ask(server.url + path, None).body.decode() for path in ("/metrics", "/live", "/")]
+        assert server.end() == 0
+        logs = server.errors.read_text()
+        assert server.process.stdout is not None
+        read += [logs, server.process.stdout.read()]
+    for text in read:
+        for private in ("zeta", "key-of-mine"):
+            assert private not in text, text
+    lines = [json.loads(line) for line in logs.splitlines()]
+    asked = [line for line in lines if line["message"] == "request"]
+    assert len(asked) >= 20
+    assert all({"route", "status", "ms", "level", "time"} <= set(line) for line in asked)
+    assert {line["status"] for line in asked} == {200, 400, 401, 422, 424}
+    assert any(line["message"] == "ending" and line["signal"] == "SIGTERM" for line in lines)
+
+
+def test_options_are_read_from_the_environment(model: str, tmp_path: Path) -> None:
+    own = {"MAX_CLIENT_BATCH_SIZE": "7", "AUTO_TRUNCATE": "false", "MAX_BATCH_TOKENS": "99", "HOSTNAME": "a-container"}
+    with spawned(
+        model, tmp_path, "--drain-seconds", "0", ATTMEMO_REUSE="none", SERVED_MODEL_NAME="named", **own
+    ) as server:  # fmt: skip
+        info = ask(server.url + "/info", None).json
+        assert server.end() == 0
+    assert (info["max_client_batch_size"], info["max_batch_tokens"], info["auto_truncate"]) == (7, 99, False)
+    assert (info["served_model_name"], info["reuse"]) == ("named", "none")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        (["/nowhere/at/all"], 1, "config.json"),
+        (["MODEL", "--port", "99999"], 2, "65535"),
+        (["MODEL", "--budget", "2"], 2, "share"),
+        (["MODEL", "--dtype", "int8"], 2, "int8"),
+        (["MODEL", "--host", "203.0.113.7"], 1, "cannot listen"),
+        (["MODEL", "--default-prompt", "a", "--default-prompt-name", "b"], 1, "both"),
+        (["MODEL", "--default-prompt-name", "b", "--database", ":memory:"], 1, "no prompt"),
+        (["MODEL", "--reuse", "none", "--database", ":memory:"], 1, "a database was given"),
+        (["MODEL", "--max-batch-tokens", "0"], 2, "--max-batch-tokens"),
+        ([], 2, "MODEL"),
+    ],
+)
+def test_bad_input_is_explained(
+    model: str, words: list[str], code: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attmemo.serve.logs.write_logs", lambda *_: None)  # it is for a process of its own
+    found = CliRunner().invoke(app, ["serve", *(model if word == "MODEL" else word for word in words)])
+    assert found.exit_code == code
+    assert what in found.stderr
+    assert code == 2 or "Next:" in found.stderr
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = CliRunner().invoke(app, ["serve", "MODEL", "--host", "127.0.0.1", "--port", str(port)])
+    assert found.exit_code == 1
+    assert f"port {port}" in found.stderr
+    assert "Next:" in found.stderr
