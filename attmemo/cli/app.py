@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from attmemo.cli import bench, build, demo, doctor, families, filling, generate, look, measure
+from attmemo.cli import advise, bench, build, demo, doctor, families, filling, generate, look, measure
 from attmemo.cli.migrate import migrate
 from attmemo.cli.serve import serve
 
@@ -74,6 +74,7 @@ app.command("migrate")(migrate)
 app.add_typer(bench.app, name="bench")
 app.command("generate", context_settings=generate.CONTEXT)(generate.generate)
 app.command("serve")(serve)
+app.command("advise")(advise.advise)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 

@@ -1,0 +1,87 @@
+"""`attmemo advise`: what reuse would give on the user's own texts, and when to use something else."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from attmemo.cli import options
+from attmemo.cli.console import Output, output, size
+
+_COLUMNS = 80
+
+
+def advise(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    data: Annotated[list[Path], typer.Argument(
+        metavar="FILE…", show_default=False,
+        help="Texts in the order in which they came: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
+    )],
+    limit: Annotated[int, options.count("Read at most this many texts.", 100)] = 4000,
+    batch_size: Annotated[int, options.count("Texts that come at once.")] = 16,
+    max_length: Annotated[int | None, options.count(
+        "Cut texts to this many tokens.  [default: the model's most]"
+    )] = None,
+    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
+    threshold: Annotated[float, options.share("Share of its tokens that a record must supply.")] = 0.5,
+    near: Annotated[int, options.count("Neighbours that are computed beside a token that the record lacks.", 0)] = 1,
+    most_moved: Annotated[int | None, options.count(
+        "How far a token may have moved.  [default: any distance]", 0
+    )] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model is loaded in.")] = "float32",
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="How long the model is timed, about.")] = 12.0,
+    text_column: options.TextColumn = None, json: options.Json = None, quiet: options.Quiet = False,
+) -> None:  # fmt: skip
+    """Say what reuse would give on your texts.
+
+    Plays their tokens in order, with nothing stored at first, through the library's own lookup and guard, and times
+    the model on this machine for some seconds. No database is made. Takes less than a minute.
+
+    \b
+    attmemo advise MODEL today.log
+    """
+    values = locals()
+    with output(json, quiet) as out:
+        from attmemo.profiler import advise as adviser
+
+        found = adviser.advise(model, data, options.choose(adviser.AdviseOptions, values), out.stages)
+        show(out, found)
+        out.result(found)
+
+
+def show(out: Output, found: dict[str, Any]) -> None:
+    """The numbers in a table, and the recommendation."""
+    mean, ms = found["tokens"] / found["texts"], found["ms"]
+    about = f"{found['texts']:,} texts, {mean:.0f} tokens on average, {found['batch_size']} at once, {found['dtype']}"
+    _say(out, f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
+    both = [found["guarded"], found["unguarded"]]
+    lines = [
+        ("", "guarded", "no guard"),
+        ("rows computed, first half", *(f"{100 * kind['rows_first_half']:.0f} %" for kind in both)),
+        ("rows computed, second half", *(f"{100 * kind['rows_second_half']:.0f} %" for kind in both)),
+        ("expected speed, packed blocks = 1", *(f"{kind['over_packed']:.2f}" for kind in both)),
+        ("expected speed, stock = 1", *(f"{kind['over_stock']:.2f}" for kind in both)),
+        ("records", *(f"{kind['records']:,}" for kind in both)),
+        ("bytes of the records", *(size(kind["bytes"]) for kind in both)),
+    ]
+    out.say()
+    for name, one, other in lines:
+        out.say(f"  {name:<36}{one:>14}{other:>14}")
+    out.say()
+    _say(
+        out,
+        f"A text takes {ms['stock']:.2f} ms with the stock model and {ms['packed']:.2f} ms in packed blocks. Speeds "
+        "are those of the second half: timed for so many rows, lookups included, reading of records not. guarded: if "
+        f"no answer changes, with a budget of {100 * found['budget']:g} %; where answers change, less is served.",
+    )
+    out.say()
+    for advice in found["advice"]:
+        _say(out, advice)
+
+
+def _say(out: Output, text: str) -> None:
+    for line in textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False):
+        out.say(line)

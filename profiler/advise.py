@@ -1,0 +1,210 @@
+"""What reuse would give on a user's own texts: played on their tokens, with this machine's costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from attmemo.embed.kinds import kinds_of
+from attmemo.errors import DataError
+from attmemo.guard import Guard
+from attmemo.kernels.align import Rule
+from attmemo.machine import conditions
+from attmemo.memoization import memoize
+from attmemo.planner.rows import THRESHOLD
+from attmemo.precision import has_native_bfloat16
+from attmemo.profiler.data import read_texts
+from attmemo.profiler.models import LoadedModel, Progress, Tokens, greatest_length, load_model, tokenize
+from attmemo.profiler.peers import another, way_of
+from attmemo.profiler.simulation import Played, play_tokens
+from attmemo.reuse.row_layout import RowLayout
+
+FEWEST: Final = 100
+PAYS: Final = 1.15
+"""Expected speed over packed blocks from which reuse is recommended: the guard may serve less than is played."""
+MANY: Final = 0.3
+"""Share of exact duplicates from which a cache is recommended."""
+_BATCHES: Final = 4
+_ROUNDS: Final = 2  # at least
+
+
+@dataclass(frozen=True, slots=True)
+class AdviseOptions:
+    """What is asked.
+
+    Parameters
+    ----------
+    limit : int
+        Texts that are read.
+    batch_size : int
+        Texts that come at once.
+    max_length : int or None
+        Tokens of a text at most.
+    budget : float
+        Share of the answers that may change.
+    threshold : float
+        Share of its tokens that a record must supply.
+    near : int
+    most_moved : int or None
+        As in `memoize`.
+    dtype : {"float32", "bfloat16"}
+        That the model is loaded in.
+    text_column : str or None
+    seconds : float
+        Of timing.
+    """
+
+    limit: int = 4000
+    batch_size: int = 16
+    max_length: int | None = None
+    budget: float = 0.01
+    threshold: float = THRESHOLD
+    near: int = 1
+    most_moved: int | None = None
+    dtype: str = "float32"
+    text_column: str | None = None
+    seconds: float = 12.0
+
+
+def advise(
+    name: str, files: Sequence[str | Path], options: AdviseOptions | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Play the first texts of files in their order, time this machine, and recommend.
+
+    Returns
+    -------
+    dict
+        JSON-able: shares of the rows computed, milliseconds, expected speeds, bytes, and ``advice``, sentences.
+
+    Raises
+    ------
+    DataError
+        The files cannot be read, or have too few texts.
+    UnsupportedModelError
+        The blocks of this model cannot be run without padding.
+    """
+    options, tell = options or AdviseOptions(), progress or (lambda what, done, total: None)
+    rows = list(read_texts(files, text_column=options.text_column, limit=options.limit))
+    if len(rows) < FEWEST:
+        raise DataError(f"{len(rows)} texts are too few to see what repeats, expected {FEWEST}.", "give more texts")
+    loaded = load_model(name, options.dtype)
+    packed = another(loaded)
+    memoize(packed.model, reuse="none")
+    texts = tokenize(loaded, [row.text for row in rows], greatest_length(loaded, options.max_length))
+    rule, kinds = Rule(near=options.near, most_moved=options.most_moved), kinds_of(loaded.tokenizer)
+    played = {}
+    for done, (kind, guard) in enumerate({"unguarded": None, "guarded": Guard(options.budget, 0.95, seed=0)}.items()):
+        tell("playing the stream", done, 2)
+        played[kind] = play_tokens(texts, options.batch_size, options.threshold, rule, guard, kinds)
+    tell("playing the stream", 2, 2)
+    late = slice(len(texts) // 2, None)
+    times = _time(loaded, packed, texts, played["guarded"], played["unguarded"], options, tell)
+    result: dict[str, Any] = {
+        "model": name, "texts": len(texts), "tokens": int(played["guarded"].lengths.sum()),
+        "batch_size": options.batch_size, "dtype": options.dtype, "budget": options.budget,
+        "duplicates": float(played["guarded"].known.mean()), "ms": times, "conditions": conditions(),
+        "native_bfloat16": bool(has_native_bfloat16()),
+    }  # fmt: skip
+    for kind, found in played.items():
+        result[kind] = {
+            "rows": found.share(), "rows_first_half": found.share(slice(0, late.start)),
+            "rows_second_half": found.share(late),
+            "records": found.records, "bytes": _bytes(packed, found, len(texts)), "ms_lookup": 1e3 * found.seconds,
+            "over_packed": times["packed"] / times[kind], "over_stock": times["stock"] / times[kind],
+        }  # fmt: skip
+    return result | {"advice": recommend(result)}
+
+
+def recommend(result: dict[str, Any]) -> list[str]:
+    """What to use, and why, in sentences."""
+    guarded, packed = result["guarded"], result["ms"]["stock"] / result["ms"]["packed"]
+    duplicates, advice = result["duplicates"], []
+    if duplicates >= MANY:
+        advice.append(
+            f"{100 * duplicates:.0f} % of the texts are exact duplicates of earlier ones: put a cache in front of the "
+            "model. A cached answer costs nothing and is exact."
+        )
+    if guarded["over_packed"] >= PAYS:
+        speed = f"{guarded['over_packed']:.1f} times the speed of packed blocks, {guarded['over_stock']:.1f} of stock"
+        advice.append(
+            f"Use memoize(model). Expected once it has learned: up to {speed}. Answers decide: where they change, the "
+            "guard serves less. Watch model.attmemo.stats()['guard']['says'] on real traffic."
+        )
+    elif result["unguarded"]["over_packed"] >= PAYS:
+        advice.append(
+            "Much repeats, but each text changes in a way of its own, so the guard verifies for long. A prepared "
+            "database, or more traffic than this sample, may pay: try memoize(model), and look at "
+            "model.attmemo.stats()."
+        )
+    else:
+        advice.append("Do not reuse rows: too little repeats." if not advice else "Reuse of rows adds too little.")
+    if guarded["over_packed"] < PAYS and packed >= 1.05:
+        advice.append(f"memoize(model, reuse='none') is exact and gives {packed:.2f} times the speed of stock here.")
+    elif guarded["over_packed"] < PAYS:
+        kind = "bfloat16" if result["native_bfloat16"] else "float32"
+        advice.append(f"Blocks without padding gain little here either: compare with OpenVINO in {kind}.")
+    return advice
+
+
+def _bytes(packed: LoadedModel, found: Played, texts: int) -> int:
+    handle: Any = packed.model.attmemo
+    blocks, kind = handle.packed.blocks, handle.packed.dtype
+    layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, (kind, kind))
+    return found.records * layout.nbytes(max(1, found.tokens // max(found.records, 1)))
+
+
+def _cut(texts: Sequence[Tokens], rows: Sequence[int]) -> list[Tokens]:
+    """So many first tokens of each text; a text of no rows is left out."""
+    parts = zip(texts, rows, strict=True)
+    return [Tokens(t.row, t.ids[:n], None if t.segments is None else t.segments[:n]) for t, n in parts if n > 0]
+
+
+def _time(
+    loaded: LoadedModel, packed: LoadedModel, texts: Sequence[Tokens], guarded: Played, unguarded: Played,
+    options: AdviseOptions, tell: Progress,
+) -> dict[str, float]:  # fmt: skip
+    """Milliseconds a text of the second half, timed in turns on batches spread over it.
+
+    Reuse is timed as packed blocks over as many rows as are left to compute, with the lookups that were played. What
+    is not in it: reading the records' rows, and attention to them.
+    """
+    size, half = options.batch_size, len(texts) // 2
+    starts = np.linspace(half, max(half, len(texts) - size), _BATCHES).astype(int).tolist()
+    whole, exact = way_of(loaded), way_of(packed)
+
+    def batches(found: Played | None) -> list[list[list[Tokens]]]:
+        chosen = []
+        for start in starts:
+            part = slice(start, start + size)
+            first = list(texts[part]) if found is None else _cut(texts[part], found.rows[part].tolist())
+            again = [] if found is None else _cut(texts[part], found.verified[part].tolist())
+            chosen.append([one for one in (first, again) if one])
+        return chosen
+
+    asked: dict[str, tuple[Callable[[Sequence[Tokens]], Any], list[list[list[Tokens]]], float]] = {
+        "stock": (whole, batches(None), 0.0), "packed": (exact, batches(None), 0.0),
+        "guarded": (exact, batches(guarded), guarded.seconds),
+        "unguarded": (exact, batches(unguarded), unguarded.seconds),
+    }  # fmt: skip
+    spent: dict[str, list[float]] = {name: [] for name in asked}
+    end, turn = time.monotonic() + options.seconds, -1
+    count = sum(min(size, len(texts) - start) for start in starts)
+    with torch.inference_mode():
+        while turn < _ROUNDS or time.monotonic() < end:
+            tell("timing", min(max(turn, 0), _ROUNDS), _ROUNDS)
+            for name, (way, parts, lookup) in asked.items():
+                begun = time.perf_counter()
+                for part in parts:
+                    for batch in part:
+                        way(batch)
+                if turn >= 0:  # the first round is not counted
+                    spent[name].append(1e3 * ((time.perf_counter() - begun) / count + lookup))
+            turn += 1
+    return {name: statistics.median(all_ms) for name, all_ms in spent.items()}

@@ -1,0 +1,108 @@
+"""What reuse of rows would leave to compute, played on token ids alone: no model is asked.
+
+The stream begins with nothing stored. What is computed becomes a record at once, without a bound of bytes. The guard
+is the library's own. It is told that no answer changes: so its price is the least that it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from attmemo.embed.tokens import TokenIndex
+from attmemo.guard import Cover, Guard, Verdict
+from attmemo.kernels.align import Rule
+from attmemo.kernels.changes import Kinds
+from attmemo.profiler.models import Tokens
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A stream of texts, in order.
+
+    Attributes
+    ----------
+    lengths : int64 [texts]
+    rows : int64 [texts]
+        Computed for the answer.
+    verified : int64 [texts]
+        Computed once more, from a record, to verify the guard.
+    records, tokens : int
+        That are stored at the end.
+    known : bool [texts]
+        Whether the very tokens came before.
+    seconds : float
+        Of lookups and plans, a text.
+    """
+
+    lengths: Ints
+    rows: Ints
+    verified: Ints
+    records: int
+    tokens: int
+    known: npt.NDArray[np.bool_]
+    seconds: float
+
+    def share(self, part: slice = slice(None)) -> float:
+        """Share of the rows of these texts that is computed, verifications included."""
+        return float((self.rows[part].sum() + self.verified[part].sum()) / self.lengths[part].sum())
+
+
+def play_tokens(
+    texts: Sequence[Tokens], batch: int, threshold: float, rule: Rule, guard: Guard | None, kinds: Kinds
+) -> Played:
+    """Play a stream in batches; texts of one batch do not serve each other. Without a guard every record serves."""
+    index, seen, spent = TokenIndex(), set[bytes](), 0.0
+    lengths = np.array([len(text) for text in texts], np.int64)
+    rows, verified, known = lengths.copy(), np.zeros_like(lengths), np.zeros(len(texts), np.bool_)
+    stored = 0
+    for start in range(0, len(texts), batch):
+        own = [np.array(text.ids, np.int32) for text in texts[start : start + batch]]
+        begun = perf_counter()
+        places, verdicts, computed = _decide(index, own, threshold, rule, guard, kinds)
+        spent += perf_counter() - begun
+        for place, tokens in enumerate(own):
+            known[start + place] = tokens.tobytes() in seen
+            verdict = verdicts[place]
+            if verdict is Verdict.SERVE:
+                rows[start + place] = computed[place]
+            elif verdict in (Verdict.SAMPLE, Verdict.LEARN):
+                verified[start + place] = computed[place]
+        seen.update(tokens.tobytes() for tokens in own)
+        new = {own[place].tobytes(): own[place] for place in places}
+        for tokens in new.values():
+            index.add(tokens)
+            stored += len(tokens)
+    return Played(lengths, rows, verified, len(index), stored, known, spent / max(len(texts), 1))
+
+
+def _decide(
+    index: TokenIndex, own: Sequence[npt.NDArray[np.int32]], threshold: float, rule: Rule, guard: Guard | None,
+    kinds: Kinds,
+) -> tuple[list[int], list[Verdict | None], Ints]:  # fmt: skip
+    """For one batch: places of what becomes a record, what becomes of each text, and rows that its record leaves."""
+    tokens, lengths = np.concatenate(own), np.array([len(one) for one in own], np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    near = index.candidates(tokens, starts)
+    found = index.align(tokens, starts, near, rule)
+    enough = (found.record >= 0) & (lengths - found.computed >= threshold * lengths)
+    if guard is None:
+        verdicts: list[Verdict | None] = [Verdict.SERVE if one else None for one in enough]
+    else:
+        records = np.where(enough, found.record, -1)
+        changes, there = index.changes(tokens, starts, near, records, rule, kinds)
+        gaps = [changes.of(place) if one else None for place, one in enumerate(enough & there)]
+        covers = [None if gap is None else guard.ask(gap) if len(gap) else Cover.SAME for gap in gaps]
+        verdicts = guard.decide(covers)
+        for verdict, gap, cover in zip(verdicts, gaps, covers, strict=True):
+            if verdict in (Verdict.SAMPLE, Verdict.LEARN) and gap is not None and cover is not None:
+                guard.compared(verdict, gap, cover, None, False)
+    whole = [place for place, verdict in enumerate(verdicts) if verdict is not Verdict.SERVE]
+    exact = found.computed == 0  # the very tokens are stored
+    return [place for place in whole if not exact[place]], verdicts, found.computed

@@ -1,0 +1,165 @@
+"""Advice on the user's own texts: what is played is what the library does, and the advice follows from the numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attmemo.cli.app import app
+from attmemo.embed.kinds import kinds_of
+from attmemo.errors import DataError
+from attmemo.guard import Guard
+from attmemo.kernels.align import Rule
+from attmemo.memoization import memoize
+from attmemo.profiler.advise import PAYS, AdviseOptions, advise, recommend
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
+from attmemo.profiler.peers import another, way_of
+from attmemo.profiler.simulation import play_tokens
+
+NO_KINDS = np.empty(0, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_bert: str) -> LoadedModel:
+    return load_model(tiny_bert)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("log") / "my.log"
+    file.write_text("\n".join(generate_log(240, 4, ("login",))) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def found(tiny_bert: str, log: Path) -> Iterator[dict[str, Any]]:
+    cache = log.parent / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTMEMO_CACHE", str(cache))
+        yield advise(tiny_bert, [log], AdviseOptions(max_length=64, seconds=0.0))
+    assert not cache.exists(), "advice makes no database"
+
+
+def words(*ids: int) -> Tokens:
+    return Tokens(0, list(ids), None)
+
+
+class TestPlay:
+    def test_the_first_text_is_computed_and_a_like_one_but_for_its_change(self) -> None:
+        one, other = words(*range(1, 21)), words(*range(1, 10), 99, *range(11, 21))
+        played = play_tokens([one, other], 1, 0.5, Rule(), None, NO_KINDS)
+        assert played.rows.tolist() == [20, 5]  # the change, a neighbour on both sides, the first and the last token
+        assert (played.records, played.tokens) == (1, 20)
+        assert played.share() == 25 / 40
+
+    def test_texts_of_one_batch_do_not_serve_each_other(self) -> None:
+        text = words(*range(1, 21))
+        played = play_tokens([text, text, text], 2, 0.5, Rule(), None, NO_KINDS)
+        assert played.rows.tolist() == [20, 20, 2]
+        assert played.known.tolist() == [False, False, True]
+        assert played.records == 1, "the same tokens are stored once"
+
+    def test_what_supplies_less_than_the_threshold_does_not_serve(self) -> None:
+        one, other = words(*range(1, 21)), words(*range(1, 10), *range(50, 61))
+        assert play_tokens([one, other], 1, 0.5, Rule(), None, NO_KINDS).rows.tolist() == [20, 20]
+        assert play_tokens([one, other], 1, 0.3, Rule(), None, NO_KINDS).rows[1] < 20
+
+    def test_a_guard_verifies_before_it_serves(self, loaded: LoadedModel) -> None:
+        texts = tokenize(loaded, list(generate_log(400, 2, ("login",))), 64)
+        kinds = kinds_of(loaded.tokenizer)
+        free = play_tokens(texts, 8, 0.5, Rule(), None, kinds)
+        guarded = play_tokens(texts, 8, 0.5, Rule(), Guard(0.01, 0.95, seed=0), kinds)
+        assert free.verified.sum() == 0
+        assert (guarded.verified[:100] > 0).sum() > 50
+        assert guarded.share() > free.share()
+        assert (guarded.rows[guarded.verified > 0] == guarded.lengths[guarded.verified > 0]).all(), "answered exactly"
+
+    def test_the_guard_decides_as_the_memoized_model_does_where_no_answer_changes(self, loaded: LoadedModel) -> None:
+        """Rows computed by the library, and as played: the library tries several records, so it computes no more."""
+        texts = tokenize(loaded, list(generate_log(320, 2, ("login",))), 64)
+        served = another(loaded)
+        memoize(
+            served.model, database=":memory:", reuse="rows", tokenizer=loaded.tokenizer, gate=False, min_cosine=-1.0,
+            answer=lambda output: torch.ones(len(output.logits), 2),
+        )  # fmt: skip
+        handle: Any = served.model.attmemo
+        handle.guard_anew(Guard(0.01, 0.95, seed=0))
+        with torch.inference_mode():
+            for start in range(0, len(texts), 8):
+                way_of(served)(texts[start : start + 8])
+                assert handle.flush()
+        played = play_tokens(texts, 8, 0.5, Rule(), Guard(0.01, 0.95, seed=0), kinds_of(loaded.tokenizer))
+        share = handle.stats()["rows_computed"] / played.lengths.sum()
+        assert played.share() == pytest.approx(share, rel=0.1)
+
+
+class TestAdvise:
+    def test_gives_every_number_that_the_command_shows(self, found: dict[str, Any]) -> None:
+        assert found["texts"] == 240
+        for kind in ("guarded", "unguarded"):
+            part = found[kind]
+            assert 0 < part["rows_second_half"] < part["rows_first_half"] < 2
+            assert part["over_stock"] / part["over_packed"] == pytest.approx(
+                found["ms"]["stock"] / found["ms"]["packed"]
+            )
+        assert found["advice"]
+
+    def test_bytes_are_those_of_the_records(self, found: dict[str, Any]) -> None:
+        """Two layers, keys and values of 32 numbers, and the last hidden states, all float32."""
+        part = found["unguarded"]
+        a_token = (2 * 2 + 1) * 32 * 4
+        assert part["bytes"] == pytest.approx(part["records"] * a_token * found["tokens"] / found["texts"], rel=0.2)
+
+    def test_too_few_texts_are_refused(self, tiny_bert: str, tmp_path: Path) -> None:
+        file = tmp_path / "few.txt"
+        file.write_text("one\ntwo\n")
+        with pytest.raises(DataError, match="2 texts are too few"):
+            advise(tiny_bert, [file])
+
+    def test_the_command_shows_the_advice(self, tiny_bert: str, log: Path, tmp_path: Path) -> None:
+        done = CliRunner().invoke(
+            app, ["advise", tiny_bert, str(log), "--max-length", "64", "--seconds", "0", "--json", str(tmp_path / "x")]
+        )
+        assert done.exit_code == 0, done.output
+        shown = " ".join(done.stdout.split())
+        for advice in json.loads((tmp_path / "x").read_text())["advice"]:
+            assert advice in shown
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+class TestRecommendation:
+    def result(self, guarded: float, unguarded: float, duplicates: float = 0.0, packed: float = 1.4) -> dict[str, Any]:
+        return {
+            "guarded": {"over_packed": guarded, "over_stock": guarded * packed}, "duplicates": duplicates,
+            "unguarded": {"over_packed": unguarded}, "native_bfloat16": True,
+            "ms": {"stock": 10.0, "packed": 10.0 / packed},
+        }  # fmt: skip
+
+    def test_reuse_where_it_pays(self) -> None:
+        (advice,) = recommend(self.result(2.0, 2.5))
+        assert "Use memoize(model)" in advice
+        assert "2.0 times the speed of packed blocks, 2.8 of stock" in advice
+
+    def test_packed_blocks_where_nothing_repeats(self) -> None:
+        no, packed = recommend(self.result(1.0, 1.0))
+        assert "Do not reuse rows" in no
+        assert "reuse='none') is exact and gives 1.40 times" in packed
+
+    def test_openvino_where_packed_blocks_gain_nothing_either(self) -> None:
+        assert "OpenVINO in bfloat16" in recommend(self.result(1.0, 1.0, packed=0.9))[-1]
+
+    def test_a_cache_for_exact_duplicates(self) -> None:
+        cache, no, _ = recommend(self.result(1.0, 1.0, duplicates=0.6))
+        assert "60 % of the texts are exact duplicates" in cache
+        assert "adds too little" in no
+
+    def test_a_longer_look_where_only_the_guard_stands_in_the_way(self) -> None:
+        assert "guard verifies for long" in recommend(self.result(PAYS - 0.1, PAYS + 0.1))[0]
