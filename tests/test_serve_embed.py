@@ -82,7 +82,7 @@ def test_token_ids_are_taken_as_they_are(live: Live, library: Any) -> None:
     assert np.allclose(live.post("/embed", {"inputs": ids, "reuse": "off"}).json, text, atol=1e-5)
     assert np.allclose(live.post("/embed", {"inputs": ids[0], "reuse": "off"}).json, text[:1], atol=1e-5)
     assert np.allclose(live.post("/embed", {"inputs": [ids[0], TEXTS[1]], "reuse": "off"}).json, text[:2], atol=1e-5)
-    assert live.post("/embed", {"inputs": [[1, 40_000]]}).json["error_type"] == "tokenizer"
+    assert live.post("/embed", {"inputs": [[1, 40_000]]}).json["error_type"] == "Tokenizer"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -95,7 +95,7 @@ def test_long_texts_are_cut_on_the_side_that_is_asked(live: Live, library: Any, 
     assert np.allclose(reply.json[0], exact, atol=1e-5)
     assert reply.headers["x-compute-tokens"] == "256"
     refused = live.post("/embed", {"inputs": text, "truncate": False})
-    assert (refused.status, refused.json["error_type"]) == (422, "validation")
+    assert (refused.status, refused.json["error_type"]) == (422, "Validation")
 
 
 def test_headers_say_what_was_computed(live: Live) -> None:
@@ -146,40 +146,40 @@ def test_state_is_open_and_well(live: Live) -> None:
 
 
 BAD: list[tuple[str, Any, int, str]] = [
-    ("/embed", b"{", 400, "validation"),
-    ("/embed", b"\xff\xfe", 400, "validation"),
-    ("/embed", b'{"inputs": "\\ud800"}', 400, "validation"),
-    ("/embed", b"[" * 100_001, 413, "validation"),
-    ("/embed", b"[" * 90_000, 400, "validation"),
-    ("/embed", {}, 422, "validation"),
-    ("/embed", [], 422, "validation"),
-    ("/embed", {"inputs": 3}, 422, "validation"),
-    ("/embed", {"inputs": None}, 422, "validation"),
-    ("/embed", {"inputs": [True]}, 422, "validation"),
-    ("/embed", {"inputs": [-1]}, 422, "validation"),
-    ("/embed", {"inputs": [1 << 40]}, 422, "validation"),
-    ("/embed", {"inputs": ["a"], "normalize": "yes"}, 422, "validation"),
-    ("/embed", {"inputs": "a", "dimensions": 0}, 422, "validation"),
-    ("/embed", {"inputs": "a", "dimensions": 385}, 422, "validation"),
-    ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "validation"),
-    ("/embed", {"inputs": "a", "reuse": "sometimes"}, 422, "validation"),
-    ("/embed", {"inputs": ["a"] * 201}, 422, "validation"),
-    ("/embed", {"inputs": "x" * 101_000}, 413, "validation"),
-    ("/embed", {"inputs": ""}, 400, "empty"),
-    ("/embed", {"inputs": []}, 400, "empty"),
-    ("/embed", {"inputs": ["a", ""]}, 400, "empty"),
-    ("/embed", {"inputs": [99_999]}, 422, "tokenizer"),
-    ("/embed_sparse", {"inputs": "a"}, 424, "backend"),
-    ("/predict", {"inputs": "a"}, 424, "backend"),
-    ("/rerank", {"query": "a", "texts": ["b"]}, 424, "backend"),
-    ("/rerank", {"query": "a", "texts": []}, 400, "empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "validation"),
-    ("/tokenize", {"inputs": []}, 400, "empty"),
-    ("/decode", {"ids": []}, 400, "empty"),
-    ("/decode", {"ids": [40_000]}, 422, "tokenizer"),
-    ("/nowhere", {}, 404, "validation"),
-    ("/health", {}, 405, "validation"),
+    ("/embed", b"{", 400, "Validation"),
+    ("/embed", b"\xff\xfe", 400, "Validation"),
+    ("/embed", b'{"inputs": "\\ud800"}', 400, "Validation"),
+    ("/embed", b"[" * 100_001, 413, "Validation"),
+    ("/embed", b"[" * 90_000, 400, "Validation"),
+    ("/embed", {}, 422, "Validation"),
+    ("/embed", [], 422, "Validation"),
+    ("/embed", {"inputs": 3}, 422, "Validation"),
+    ("/embed", {"inputs": None}, 422, "Validation"),
+    ("/embed", {"inputs": [True]}, 422, "Validation"),
+    ("/embed", {"inputs": [-1]}, 422, "Validation"),
+    ("/embed", {"inputs": [1 << 40]}, 422, "Validation"),
+    ("/embed", {"inputs": ["a"], "normalize": "yes"}, 422, "Validation"),
+    ("/embed", {"inputs": "a", "dimensions": 0}, 422, "Validation"),
+    ("/embed", {"inputs": "a", "dimensions": 385}, 422, "Validation"),
+    ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "Validation"),
+    ("/embed", {"inputs": "a", "reuse": "sometimes"}, 422, "Validation"),
+    ("/embed", {"inputs": ["a"] * 201}, 422, "Validation"),
+    ("/embed", {"inputs": "x" * 101_000}, 413, "Validation"),
+    ("/embed", {"inputs": ""}, 400, "Empty"),
+    ("/embed", {"inputs": []}, 400, "Empty"),
+    ("/embed", {"inputs": ["a", ""]}, 400, "Empty"),
+    ("/embed", {"inputs": [99_999]}, 422, "Tokenizer"),
+    ("/embed_sparse", {"inputs": "a"}, 424, "Backend"),
+    ("/predict", {"inputs": "a"}, 424, "Backend"),
+    ("/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend"),
+    ("/rerank", {"query": "a", "texts": []}, 400, "Empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "Empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation"),
+    ("/tokenize", {"inputs": []}, 400, "Empty"),
+    ("/decode", {"ids": []}, 400, "Empty"),
+    ("/decode", {"ids": [40_000]}, 422, "Tokenizer"),
+    ("/nowhere", {}, 404, "Validation"),
+    ("/health", {}, 405, "Validation"),
 ]
 
 
@@ -192,7 +192,7 @@ def test_bad_requests_are_refused_as_tei_does(live: Live, path: str, body: Any, 
 
 def test_openai_errors_have_their_own_form(live: Live) -> None:
     reply = live.post("/v1/embeddings", {"input": []})
-    assert (reply.status, reply.json["code"], reply.json["type"]) == (400, 400, "empty")
+    assert (reply.status, reply.json["code"], reply.json["type"]) == (400, 400, "Empty")
     assert set(reply.json) == {"message", "code", "type"}
 
 

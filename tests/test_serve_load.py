@@ -72,7 +72,7 @@ def test_overload_refuses_some_and_answers_the_others_right(slow: Live) -> None:
         if reply.status == 200:
             assert np.abs(vector(reply) - exact[number % 40]).max() < 1e-5, "another request's answer"
         else:
-            assert reply.json == {"error": "Model is overloaded", "error_type": "overloaded"}
+            assert reply.json == {"error": "Model is overloaded", "error_type": "Overloaded"}
             assert reply.headers["retry-after"] == "1"
     assert idle(slow)
     assert slow.post("/embed", {"inputs": "alpha"}).status == 200
@@ -121,7 +121,7 @@ def test_a_sequence_that_fails_alone_fails_alone(live: Live, monkeypatch: pytest
     good = live.post("/embed", {"inputs": ["alpha", "beta"]})
     bad = live.post("/embed", {"inputs": ["alpha", "mu 66", "beta"]})
     assert (good.status, bad.status) == (200, 424)
-    assert bad.json == {"error": "Inference failed", "error_type": "backend"}
+    assert bad.json == {"error": "Inference failed", "error_type": "Backend"}
     assert live.get("/health").status == 200, "other requests are answered"
     assert live.post("/embed", {"inputs": ["alpha", "beta"]}).status == 200
 
@@ -131,7 +131,7 @@ def test_a_model_that_always_fails_is_unhealthy_until_it_answers(live: Live, mon
         patch.setattr(type(live.service.model), "run", lambda *args, **kwargs: 1 / 0)
         assert live.post("/embed", {"inputs": "alpha"}).status == 424
         reply = live.get("/health")
-        assert (reply.status, reply.json["error_type"]) == (503, "unhealthy")
+        assert (reply.status, reply.json["error_type"]) == (503, "Unhealthy")
     assert live.get("/health").status == 200
 
 

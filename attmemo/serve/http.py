@@ -60,9 +60,9 @@ def refuse(refusal: Refusal, openai: bool = False) -> Response:
     """The response to a request that is not answered."""
     headers = {"retry-after": "1"} if refusal.kind in ("overloaded", "unhealthy") else None
     if openai:
-        body: dict[str, Any] = {"message": refusal.text, "code": refusal.status, "type": refusal.kind}
+        body: dict[str, Any] = {"message": refusal.text, "code": refusal.status, "type": refusal.kind.capitalize()}
     else:
-        body = {"error": refusal.text, "error_type": refusal.kind}
+        body = {"error": refusal.text, "error_type": refusal.kind.capitalize()}
     return reply(body, headers, refusal.status)
 
 

@@ -17,7 +17,7 @@ class Refusal(Exception):
     Parameters
     ----------
     kind : str
-        ``error_type`` of the body.
+        ``error_type`` of the body, there with a capital letter: so TEI sends it, whatever its examples show.
     text : str
         ``error`` of the body; it goes to the client alone, never to a log.
     status : int, optional
