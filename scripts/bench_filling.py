@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from bench_guard import SETTINGS, Unguarded, lines_of, load
-from simulate_filling import Every, Unbounded, other_texts, simulate
+from simulate_filling import Every, Unbounded, other_texts, simulate, stream
+from transformers import BertConfig, BertModel
 
 from attmemo import memoize, unmemoize
 from attmemo.db.filling import Filling
 from attmemo.db.pool import Entry
+from attmemo.db.segment import rounded
 from attmemo.db.shared_pool import SharedPool
 from attmemo.embed.tokens import TokenIndex
 from attmemo.guard import Guard
@@ -214,7 +216,42 @@ def opening(_: Path, __: Path) -> dict[str, Any]:
     return found
 
 
-CASES = {"cold": cold, "cost": cost, "never": never, "opening": opening}
+def mixed(shared: Path, _: Path) -> dict[str, Any]:
+    """Lines of eight logs and a tenth of texts that never come again, with room for a third of what the logs need.
+
+    The model is a small one with random weights: without a guard, what serves depends on tokens alone.
+    """
+    requests = stream(shared, "mixed")
+    found: dict[str, Any] = {"requests": len(requests)}
+    bound = None
+    for name in ("unbounded", "a third"):
+        config = BertConfig(
+            vocab_size=30522, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        )
+        torch.manual_seed(0)
+        model: Any = BertModel(config, add_pooling_layer=False).eval()
+        memoize(model, database=":memory:", reuse="rows", gate=False, threshold=0.5, max_bytes=bound or 8 << 30)
+        handle: Any = model.attmemo
+        handle.guard_anew(Unguarded(0.01, 0.95, seed=0))
+        lines = needed = 0
+        for tokens, is_line in requests:
+            served, records = handle.stats()["served"], handle.stats()["offered"].get("kept", 0)
+            run(model, {"input_ids": torch.from_numpy(tokens.astype(np.int64))[None]})
+            handle.flush()
+            lines += is_line and handle.stats()["served"] > served
+            if is_line and handle.stats()["offered"].get("kept", 0) > records:
+                needed += rounded(handle.engine.reuse.store.layout.nbytes(len(tokens)))
+        store = handle.engine.reuse.store
+        found[name] = {"served": lines / sum(is_line for _, is_line in requests), "counts": store.pool.counts,
+                       "bytes": store.nbytes, "bound": bound}  # fmt: skip
+        print(name, found[name], flush=True)
+        bound = bound or needed // 3
+        unmemoize(model)
+    found["share"] = found["a third"]["served"] / found["unbounded"]["served"]
+    return found
+
+
+CASES = {"mixed": mixed, "cold": cold, "cost": cost, "never": never, "opening": opening}
 
 
 def main() -> None:
