@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -249,8 +250,10 @@ def _prepare(
                 raise
             if reuse == "rows":
                 return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
-            reusing = (lambda folder: rows(None, False, folder)) if may and guarding is not None else None
-            return _by_itself(reusing, own, lambda: prepare_stack(encoder, adapter), guarding, missing)
+            reusing = None
+            if may and guarding is not None:
+                reusing = partial(_rows_by_themselves, lambda folder: rows(None, False, folder), own, fills)
+            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter), guarding, missing)
     if not isinstance(database, Database) and is_filling(database):
         if reuse == "maps" or folder is not None:
             raise ValueError(f"{database} fills itself with rows: it has no maps, and fills no other folder")
@@ -278,13 +281,13 @@ def _prepare(
 
 
 def _by_itself(
-    rows: Callable[[Path | None], Memoization] | None, folder: Path, whole: Callable[[], Memoization],
-    guarding: Guarding | None, missing: DatabaseNotFoundError,
+    rows: Callable[[], Memoization] | None, whole: Callable[[], Memoization], guarding: Guarding | None,
+    missing: DatabaseNotFoundError,
 ) -> Memoization:  # fmt: skip
     """What a user gets who names nothing: a database that fills itself, or else blocks without padding."""
     try:
         if rows is not None:
-            return _rows_by_themselves(rows, folder, True)
+            return rows()
     except (UnsupportedModelError, AdapterCheckError) as error:
         _LOG.info("attmemo: rows are not reused: %s", error)
     except ValueError as error:

@@ -96,6 +96,20 @@ class TestByItself:
         assert model.attmemo.stats()["records"] == len(LENGTHS)
         assert model.attmemo.stats()["offered"] == {}
 
+    def test_a_damaged_database_is_an_error_for_a_model_that_only_reads(
+        self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
+        model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24)
+        ask(model)
+        folder = Path(model.attmemo.stats()["folder"])
+        unmemoize(model)
+        (folder / "FILLING.json").write_text("{}")
+        with pytest.raises(DatabaseError):
+            memoize(copy.deepcopy(bare), fill=False)
+        ask(memoize(copy.deepcopy(bare), max_bytes=1 << 24))
+        assert "in memory only" in caplog.text
+
     def test_a_family_without_blocks_is_refused_by_name_and_packed_by_nothing(self) -> None:
         model = FAMILIES["GPT-2"].make() if "GPT-2" in FAMILIES else FAMILIES["GPT2"].make()
         with pytest.raises(UnsupportedModelError):
