@@ -169,12 +169,41 @@ class TestGuard:
         assert 140 < verdicts.count(Verdict.SAMPLE) < 260
         assert set(certified(drawn=1.0).decide([Cover.FULLY] * 50)) == {Verdict.SAMPLE}
 
-    def test_changes_are_learned_without_limit_first_and_seldom_once_certified(self) -> None:
-        assert set(Guard(0.01, 0.95).decide([Cover.NOT] * 1000)) == {Verdict.LEARN}
-        verdicts = certified().decide([Cover.NOT] * 4000)
-        allowed = guard_module.SAVED + guard_module.LEARNED * 4000
-        assert allowed - 2 <= verdicts.count(Verdict.LEARN) <= allowed + 1
-        assert set(verdicts) == {Verdict.LEARN, Verdict.LEAVE}
+    @pytest.mark.parametrize("cover", [Cover.NOT, Cover.FULLY])
+    def test_so_many_are_verified_first_and_then_a_share_of_the_requests(self, cover: Cover) -> None:
+        guard = Guard(0.01, 0.95, drawn=0.0)
+        first = guard.decide([cover] * 500)
+        assert Verdict.LEAVE not in first
+        verdicts = first + guard.decide([cover] * 4000)
+        served = verdicts.count(Verdict.SERVE)
+        allowed = guard_module.SAVED + guard_module.EARNED * 4500 + guard_module.RETURNED * served
+        assert allowed - 2 <= 4500 - verdicts.count(Verdict.LEAVE) - served <= allowed + 1
+
+    def test_served_answers_pay_for_more_verifications(self) -> None:
+        guard = certified()
+        guard.decide([Cover.NOT] * 2000)
+        assert guard.decide([Cover.NOT] * 9).count(Verdict.LEARN) <= 1
+        served = guard.decide([Cover.FULLY] * 100).count(Verdict.SERVE)
+        assert served == 100
+        paid = guard.decide([Cover.NOT] * 100).count(Verdict.LEARN)
+        earned = guard_module.RETURNED * served + guard_module.EARNED * 200
+        assert earned - 2 <= paid <= earned + 1
+
+    def test_what_is_drawn_is_verified_whatever_the_account_holds(self) -> None:
+        guard = certified(drawn=1.0)
+        guard.decide([Cover.NOT] * 2000)
+        assert set(guard.decide([Cover.FULLY] * 50)) == {Verdict.SAMPLE}
+
+    def test_an_alarm_pays_for_a_new_certificate_each_time_for_less(self) -> None:
+        guard, paid = certified(), []
+        for _ in range(4):
+            guard.decide([Cover.NOT] * 5000)
+            while not sampled(guard, 1, changed=True)[0]:
+                pass
+            paid.append(guard.decide([Cover.NOT] * 600)[:-1].count(Verdict.LEARN))
+        assert paid == sorted(paid, reverse=True)
+        assert paid[0] > 250
+        assert paid[-1] < 100
 
     def test_a_change_that_stayed_is_covered_and_one_that_changed_an_answer_is_not(self) -> None:
         guard, these = Guard(0.01, 0.95), gaps(word(1, 2, 3))

@@ -2,12 +2,15 @@
 
     a request with a record
       nothing changed ───────────────────────────────► served: its answer is the record's
-      a change that is not verified ─────────────────► exact, and verified: the change may be learned
+      a change that is not verified ─────────────────► exact, and verified: the change may be learned    (paid)
       all changes verified (words in free slots: only with a great margin)
-        the account does not afford it ──────────────► exact, and verified: a sample for the certificate
+        the budget does not afford it ───────────────► exact, and verified: a sample for the certificate (paid)
         drawn by chance, a small share ──────────────► exact, and verified: a sample for the certificate
         else ────────────────────────────────────────► served; below the margin computed again, exactly
     a request without a record ──────────────────────► exact
+
+What is paid for comes from an account: so many verifications at first, then a few for each request, and more for each
+served answer. On an empty account a request is exact and is not verified: where nothing comes of it, verifying ends.
 
 A verified request is answered exactly. So it cannot change an answer, whatever the verification finds.
 """
@@ -30,10 +33,12 @@ from attmemo.guard.verified import Cover, Gaps, Verified
 
 DRAWN: Final = 0.02
 """Share of the answers to be served that are verified instead."""
-LEARNED: Final = 0.1
-"""Verifications of changes for each request, once the certificate stands."""
-SAVED: Final = 200.0
-"""Such verifications that may be saved up."""
+SAVED: Final = 500.0
+"""Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 351."""
+EARNED: Final = 0.1
+"""Verifications that each request pays for."""
+RETURNED: Final = 0.2
+"""Verifications that each served answer pays for."""
 
 
 class Verdict(Enum):
@@ -143,21 +148,30 @@ class Guard:
 
     def _decide(self, cover: Cover | None) -> Verdict | None:
         """One request; the account and the draw go on."""
-        certified = self.certified
-        self._saved = min(self._saved + LEARNED, SAVED)
-        verdict = None
+        earned, verdict = EARNED, None
         if cover is Cover.SAME:
             verdict = Verdict.SERVE
         elif cover:
             drawn = self._random.random() < self.drawn
-            verdict = Verdict.SERVE if self.certificate.affords() and not drawn else Verdict.SAMPLE
+            if drawn:
+                verdict = Verdict.SAMPLE
+            elif self.certificate.affords():
+                verdict, earned = Verdict.SERVE, EARNED + RETURNED
+            else:
+                verdict = self._paid(Verdict.SAMPLE)
         elif cover is not None:
-            verdict = Verdict.LEARN if not certified or self._saved >= 1.0 else Verdict.LEAVE
-            if verdict is Verdict.LEARN and certified:
-                self._saved -= 1.0
+            verdict = self._paid(Verdict.LEARN)
+        self._saved = min(self._saved + earned, SAVED)
         self.certificate.request(verdict is Verdict.SERVE and cover is not Cover.SAME)
         self._done["whole" if verdict is None else verdict.value] += 1
         self._dirty = True
+        return verdict
+
+    def _paid(self, verdict: Verdict) -> Verdict:
+        """This verification, or none if the account is empty."""
+        if self._saved < 1.0:
+            return Verdict.LEAVE
+        self._saved -= 1.0
         return verdict
 
     def is_low(self, margin: float | None, cover: Cover) -> bool:
@@ -233,6 +247,7 @@ class Guard:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self.margin.rise()
         self.certificate.restart()
+        self._saved = max(self._saved, SAVED / 2**self._epoch)  # a new certificate has its price, but not for ever
 
     @property
     def certified(self) -> bool:
