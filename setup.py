@@ -4,9 +4,19 @@
 `attmemo/profiler`, so that no generic top-level name lands in site-packages.
 """
 
+import copy
 import os
+import platform
+import sys
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
+    sys.exit(
+        f"attmemo runs on Linux, on x86-64 and arm64; this is {platform.system()} on {platform.machine()}.\n"
+        "  Next: use a Linux machine, a container or a virtual machine"
+    )
 
 # -UNDEBUG: distutils passes -DNDEBUG, and a check that is compiled out is not a check.
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
@@ -25,11 +35,28 @@ ATTENTION_PARTS = [
     "attention_x86",
     "vectors",
 ]
+
+
+class Build(build_ext):
+    """Extensions are compiled beside each other, each in a folder of its own: two have sources in common."""
+
+    def build_extension(self, ext):
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name)
+        super(Build, own).build_extension(ext)
+
+
 PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 
 setup(
+    cmdclass={"build_ext": Build},
+    options={"build_ext": {"parallel": len(os.sched_getaffinity(0))}},
     packages=PACKAGES,
-    package_data={"attmemo": ["py.typed", "*/*.pyi"], "attmemo.profiler": ["logs.txt", "report.html.j2"]},
+    package_data={
+        "attmemo": ["py.typed", "*/*.pyi"],
+        "attmemo.profiler": ["logs.txt", "report.html.j2"],
+        "attmemo.serve": ["page.html"],
+    },
     ext_modules=[
         Extension(
             "attmemo.mmap._window",
