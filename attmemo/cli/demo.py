@@ -146,14 +146,11 @@ def _live(race: Race) -> str:
     if found is None:
         return "begins"
     changed = sum(lap.changed[ROWS] for lap in race.laps)
-    state = guard["state"]
-    if state != "certified":
-        needed = samples_needed(guard)
-        state = f"{state}: {guard['verified']} of about {needed} verified" if needed else f"{state}: too many changed"
-    return (
-        f"{found.texts:,} lines {found.over[PACKED]:.2f}x packed {found.over[STOCK]:.2f}x stock "
-        f"rows {100 * found.rows:.0f}% changed {changed} {state}"
-    )
+    state = f"{guard['state']}: {found.texts:,} lines"
+    if guard["state"] != "certified" and (needed := samples_needed(guard)) is not None:
+        state = f"{guard['state']}: {guard['verified']} of about {needed} verified"
+    speeds = f"{found.over[PACKED]:.1f}x packed {found.over[STOCK]:.1f}x stock"
+    return f"{state} {speeds} {100 * found.rows:.0f}% rows {changed} changed"
 
 
 def _wrapped(text: str) -> list[str]:
