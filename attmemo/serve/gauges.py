@@ -46,7 +46,7 @@ def live(service: Service) -> dict[str, Any]:
     counts = service.metrics.counts()
     return {
         "time": time.time(),
-        "model": Path(service.settings.name).name,
+        "model": service.settings.served_model_name or Path(service.settings.model).name,
         "task": model.task,
         "reuse": model.reuse,
         "dtype": service.settings.dtype,
