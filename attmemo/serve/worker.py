@@ -141,4 +141,4 @@ class Worker:
         return answers
 
 
-_GONE: Final = Refusal("unhealthy", "the client went away", reason="gone")
+_GONE: Final = Refusal("unhealthy", "the client went away", 499, reason="gone")
