@@ -209,11 +209,16 @@ class Service:
     async def _encode(
         self, inputs: Sequence[Input], truncate: bool, side: Side, prompt: str | None, reuse: bool
     ) -> tuple[list[Tokens], list[int]]:
-        """Tokens of inputs, and the rows that each would need; both asked in threads, beside the model."""
+        """Tokens of inputs, and the rows that each would need; both asked in threads, beside the model.
+
+        Rows say what fits into a batch. A request that is alone fills its batch alone: it does not wait for a lookup
+        that its forward makes anyway.
+        """
+        asks = reuse and (self._inside > len(inputs) or len(inputs) > 1)
 
         def encode(piece: Sequence[Input]) -> list[tuple[Tokens, int]]:
             found = [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
-            return [(one, self.model.rows_to_compute(one.ids, one.types) if reuse else len(one.ids)) for one in found]
+            return [(one, self.model.rows_to_compute(one.ids, one.types) if asks else len(one.ids)) for one in found]
 
         pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
         parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
