@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
                 "perfmodel", "kernels", "guard", "guarded"},
     "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap", "kernels", "guard"},
     "serve": {"memoization"},
+    "ray": {"serve", "memoization", "handles", "db"},
 }
 LONGEST = 450
 

@@ -1,0 +1,239 @@
+"""Local replicas of prepared databases: copied once for each node, checked, and never changed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from attmemo.db import Database, Manifest, cache_directory, storing
+from attmemo.db.files import CATALOGUE, FULL, MANIFEST, sync
+from attmemo.db.filling import is_filling
+from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
+from attmemo.handles.rows import GUARDS
+
+REPLICAS: Final = "replicas"
+PART: Final = ".part"
+TRIES: Final = 3
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def is_uri(place: str | os.PathLike[str]) -> bool:
+    """Whether a place has a scheme: ``s3://…``, ``file://…``."""
+    return _SCHEME.match(str(place)) is not None
+
+
+def ensure_local(place: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> Path:
+    """The replica on this machine of the newest generation of a prepared database.
+
+    The first process that asks copies the files, reads every one of them (as `attmemo check` does), and gives the
+    replica its name; others wait meanwhile. A copy that was interrupted has another name, and is begun anew. A replica
+    has the name of its database, its generation and its manifest, so one that is being read is never changed: a new
+    generation has a new folder. Only what guards learn is added, in the folder ``guard``.
+
+    Parameters
+    ----------
+    place : path-like
+        Database directory, or a URI: ``file://…``; others need fsspec, and what fsspec needs for them.
+    cache : path-like, optional
+        Directory of replicas, on a disk of this machine. Default: ``replicas`` in attmemo's cache directory.
+
+    Returns
+    -------
+    Path
+        Give it to `memoize` as ``database``.
+
+    Raises
+    ------
+    DatabaseNotFoundError, DatabaseError
+        There is no prepared database there.
+    DatabaseCorruptError
+        The copy is not whole, or the database is not; no replica was made.
+    StorageFullError
+        The disk has no room for it.
+    """
+    source = _source(place)
+    folder = Path(cache) if cache is not None else cache_directory() / REPLICAS
+    with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(TRIES):
+        raw = source.manifest()
+        name = _name(Manifest.parse(raw, Path(f"{source.place}/{MANIFEST}")), raw)
+        found = folder / name
+        if found.is_dir():
+            return found
+        with _locked(folder / f"{name}.lock"):
+            if found.is_dir() or _copy(source, raw, found):
+                return found
+    raise DatabaseError(
+        f"{source.place} was published {TRIES} times while it was copied.", "wait until it is built, and ask again"
+    )
+
+
+class _Folder:
+    """A database in a directory of this machine."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        if is_filling(place):
+            raise DatabaseError(
+                f"{place} fills itself: every node has its own. Replicas are made of prepared databases.",
+                "attmemo build-database, or no database at all: each node then fills one in its cache directory",
+            )
+
+    def read(self, name: str) -> bytes:
+        return (self.place / name).read_bytes()
+
+    def manifest(self) -> bytes:
+        try:
+            return self.read(MANIFEST)
+        except FileNotFoundError as error:
+            hint = "name a prepared database: attmemo build-database makes one"
+            raise DatabaseNotFoundError(f"{self.place} has no {MANIFEST}: it is no database.", hint) from error
+        except OSError as error:
+            what = f"{self.place}/{MANIFEST} cannot be read: {error.strerror or error}."
+            raise DatabaseError(what, "check the place, and who may read it") from error
+
+    def size(self, name: str) -> int:
+        return (self.place / name).stat().st_size
+
+    def guards(self) -> list[str]:
+        return [f"{GUARDS}/{file.name}" for file in sorted((self.place / GUARDS).glob("*.safetensors"))]
+
+    def get(self, name: str, target: Path) -> None:
+        shutil.copyfile(self.place / name, target)
+
+
+class _Remote(_Folder):
+    """A database behind a URI of fsspec."""
+
+    def __init__(self, uri: str) -> None:
+        self.place: Any = uri
+        try:
+            import fsspec  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as error:
+            raise AttmemoError(f"{uri} needs fsspec, which is not installed.", "pip install fsspec") from error
+        try:
+            self._files, root = fsspec.core.url_to_fs(uri)
+        except (ImportError, ValueError) as error:
+            what = f"{uri} cannot be opened: {error}."
+            raise DatabaseError(what, "check the URI, or install what it needs") from error
+        self._root = str(root).rstrip("/")
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._files.cat_file(f"{self._root}/{name}"))
+
+    def size(self, name: str) -> int:
+        return int(self._files.size(f"{self._root}/{name}"))
+
+    def guards(self) -> list[str]:
+        try:
+            found = self._files.ls(f"{self._root}/{GUARDS}", detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(f"{GUARDS}/{Path(name).name}" for name in found if str(name).endswith(".safetensors"))
+
+    def get(self, name: str, target: Path) -> None:
+        self._files.get_file(f"{self._root}/{name}", str(target))
+
+
+def _source(place: str | os.PathLike[str]) -> _Folder:
+    if not is_uri(place):
+        return _Folder(Path(place))
+    scheme, path = str(place).split("://", 1)
+    return _Folder(Path(path)) if scheme.lower() == "file" else _Remote(str(place))
+
+
+def _name(manifest: Manifest, raw: bytes) -> str:
+    """Copies of one database may each be gone on with: the manifest's own digest tells such generations apart."""
+    return f"{manifest.uuid}-{manifest.generation:08d}-{xxhash.xxh3_64_hexdigest(raw)}"
+
+
+def _names(manifest: Manifest) -> list[str]:
+    """The files that a manifest names, but for itself."""
+    found = [f"{CATALOGUE}/data.mdb", *(known.file for known in manifest.classes)]
+    if manifest.embedder is not None:
+        found += [ref.file for ref in (manifest.embedder.weights, *manifest.embedder.indexes.values())]
+    return found
+
+
+def _copy(source: _Folder, raw: bytes, target: Path) -> bool:
+    """Copy a generation, check the copy, and then give it its name; False: another one was published meanwhile."""
+    part = target.with_name(target.name + PART)
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed: this one holds the lock
+    try:
+        with storing(target.parent, f"free space, or give another cache than {target.parent}"):
+            names = _names(Manifest.parse(raw, Path(f"{source.place}/{MANIFEST}")))
+            names += source.guards()
+            try:
+                _check_room(part.parent, sum(map(source.size, names)))
+                for name in names:
+                    (part / name).parent.mkdir(parents=True, exist_ok=True)
+                    source.get(name, part / name)
+                    sync(part / name)
+            except FileNotFoundError as error:
+                if source.manifest() != raw:
+                    return False
+                what = f"{source.place} has no file that its manifest names: {error}."
+                raise DatabaseCorruptError(what, f"attmemo check {source.place}") from error
+            except OSError as error:
+                if error.errno in FULL:
+                    raise
+                raise DatabaseError(f"{source.place} cannot be copied: {error}.", "ask again") from error
+            if source.manifest() != raw:
+                return False
+            (part / MANIFEST).write_bytes(raw)
+            sync(part / MANIFEST)
+            _check(part, source)
+            for folder in {part, *((part / name).parent for name in names)}:
+                sync(folder)
+            part.rename(target)
+            sync(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return True
+
+
+def _check(part: Path, source: _Folder) -> None:
+    try:
+        with Database(part) as copy:
+            findings = copy.check()
+    except DatabaseError as error:
+        raise DatabaseCorruptError(f"a copy of {source.place} is not whole: {error.what}", _mend(source)) from error
+    if findings:
+        first = findings[0]
+        what = f"a copy of {source.place} is damaged in {len(findings)} places. {first.where}: {first.what}."
+        raise DatabaseCorruptError(what, _mend(source))
+
+
+def _mend(source: _Folder) -> str:
+    return f"ask again if the way to it may be at fault; else build it anew: attmemo check {source.place}"
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise StorageFullError(
+            f"{folder}: a replica needs {needed:,} bytes, {free:,} are free.", "free space, or give another cache"
+        )
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Held while inside; the kernel takes it from a process that ends."""
+    with storing(file.parent):
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
