@@ -55,6 +55,7 @@ class BuildOptions:
     inputs: str = "auto"
     admit: float | None = None
     reuse: str = "maps"
+    shard: tuple[int, int] = (1, 1)  # (i, n): every n-th text, from the i-th on
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def build_database(
 
     Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
     is trained without it and calibrated on it. Stretches, not single rows: neighbouring log lines are near copies.
-    A text with the tokens of another one is stored once if rows are stored.
+    A text with the tokens of another one is stored once if rows are stored. Shards of the data can be built at the
+    same time, each in a database of its own; `attmemo.db.merging.merge_prepared` puts them together.
 
     Errors are those of `read_texts` and `DatabaseWriter`, and UnsupportedModelError for rows of a model without
     blocks; what was published stays, and the same call resumes.
@@ -97,8 +99,9 @@ def build_database(
     info = describe(loaded.model, adapter, sites, loaded.name, max_length, tokenizer_digest(loaded.tokenizer))
     path = output or default_path(info.fingerprint, options.reuse)
     recorder = _recorder(options.reuse, options.storage, options.inputs, loaded.model, adapter, sites, info, loaded)
-    rows = read_texts(files, text_column=options.text_column, limit=options.limit)
-    total = count_rows(files, limit=options.limit)
+    number, shards = options.shard
+    rows = islice(read_texts(files, text_column=options.text_column, limit=options.limit), number - 1, None, shards)
+    total = len(range(number - 1, count_rows(files, limit=options.limit), shards))
     with _writer(path, info, recorder, when_full=_WHEN_FULL) as writer:
         build = _Build(writer, recorder, files, options)
         try:
@@ -124,6 +127,8 @@ def build_database(
         if writer.records == 0:
             if build.stopped is not None:
                 raise _too_few(options.max_bytes)
+            if number > 1:
+                raise DataError(f"shard {number}/{shards} of the data holds no text.", "make fewer shards")
             raise DataError("the data holds no text to build from.", "check --text-column and the files")
         build.publish()
         counts, seconds = (build.added, build.skipped, build.held_out), time.monotonic() - start

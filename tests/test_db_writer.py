@@ -428,7 +428,7 @@ def test_a_writer_that_goes_on_leaves_no_hole(monkeypatch: pytest.MonkeyPatch) -
 
 def test_ctrl_c_between_two_lines_tears_no_record() -> None:
     """KeyboardInterrupt at every line of `add` and `publish` in turn; then, as the builder does, a publication."""
-    watched = {getattr(writer_module.DatabaseWriter, name).__code__ for name in ("add", "publish", "_write")}
+    watched = {getattr(writer_module.DatabaseWriter, name).__code__ for name in ("add", "copy", "publish", "_write")}
     with memory_directory() as folder:
         expected = contents(fill(folder / "straight", LENGTHS[:3]))
         at = 0

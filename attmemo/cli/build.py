@@ -13,6 +13,16 @@ from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.files import check_directory
 
+ALL: Any = "1/1"  # a default is parsed, and shown, like a value that is given
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """``2/8``: the second of eight parts."""
+    words = text.split("/")
+    if len(words) == 2 and all(word.isdecimal() for word in words) and 1 <= int(words[0]) <= int(words[1]):
+        return int(words[0]), int(words[1])
+    raise typer.BadParameter(f"{text!r} is no part of a whole; write 1/8 to 8/8.")
+
 
 def build_database(
     model: Annotated[
@@ -60,6 +70,11 @@ def build_database(
         metavar="SHARE", min=0.0, max=0.5,
         help="Share of the texts that the embedder is judged by, not trained on. They are stored and serve too.",
     )] = 0.15,
+    shard: Annotated[Any, typer.Option(
+        metavar="I/N", parser=parse_shard,
+        help="Only every N-th text, from the I-th on: N machines build a database each, and attmemo merge puts them "
+        "together.",
+    )] = ALL,
     json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
     """Store records of your texts.
@@ -72,6 +87,7 @@ def build_database(
     attmemo build-database --model ./model --data monday.log tuesday.log --output DB
     attmemo build-database --model org/name --data tickets.csv --text-column body --max-bytes 20GiB
     attmemo build-database --reuse rows --model ./model --data monday.log --output ROWS
+    attmemo build-database --reuse rows --model ./model --data year.log --shard 3/8 --output SHARD-3
     """
     with output(json, quiet, "interrupted before anything was stored; the same command starts again") as out:
         from attmemo.profiler.build import BuildOptions, check_place
@@ -82,7 +98,7 @@ def build_database(
         files = [*data, *(more or ())]
         next(read_texts(files, text_column=text_column, limit=limit))  # refuses bad files before anything is made
         chosen = BuildOptions(
-            max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit, reuse
+            max_length, limit, dtype, max_bytes, batch_size, held_out, text_column, inputs, admit, reuse, shard
         )
         check_place(destination, max_bytes)  # a large model takes minutes to load
         if destination is not None:

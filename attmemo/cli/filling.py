@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,11 +93,24 @@ def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
 
 def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = False) -> None:
-    """Add the records of databases that fill themselves.
+    """Add the records of other databases of the same model and storage.
 
-    All of them are of the same model and storage. Records stay as old, and as often used, as they were.
+    All of them are prepared, or all fill themselves. Records that are there already are not added twice. DB is made if
+    there is none and the others are prepared, as shards of attmemo build-database --shard are. In databases that fill
+    themselves records stay as old, and as often used, as they were.
     """
-    with output(json, quiet) as out:
+    stopped = "interrupted; what was copied is published, the same command goes on"
+    with output(json, quiet, stopped) as out:
+        from attmemo.db.filling import is_filling
+        from attmemo.errors import DatabaseError
+
+        fill = {path: is_filling(path) for path in (db, *others) if path.exists()}
+        if len(set(fill.values())) > 1:
+            these = ", ".join(str(path) for path, fills in fill.items() if fills)
+            raise DatabaseError(f"{these} fill themselves, the others are prepared.", "merge databases of one sort")
+        if not any(fill.values()):
+            _merge_prepared(db, others, out)
+            return
         from attmemo.db.upkeep import merge as put_in
 
         pools = [opened(db, fills=True)]
@@ -109,6 +123,17 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
                 pool.close()
         out.result({"path": str(db), "added": added, "records": records})
         out.say(f"{db}: {added:,} records added, {records:,} in all")
+
+
+def _merge_prepared(db: Path, others: list[Path], out: Output) -> None:
+    from attmemo.db import kept_in, read_manifest
+    from attmemo.db.merging import merge_prepared
+
+    done = merge_prepared(db, others, lambda count, total: out.stages("copying", count, total))
+    out.result({"path": str(db), "added": done.added, "doubled": done.doubled, "records": done.records})
+    out.say(f"{db}: {done.added:,} records added, {done.doubled:,} were there, {done.records:,} in all")
+    rows = kept_in(read_manifest(db)) == "rows"
+    out.say(f"Next: attmemo {'check' if rows else 'train-embedder'} {shlex.quote(str(db))}")
 
 
 def show(out: Output, found: dict[str, Any]) -> None:

@@ -138,6 +138,12 @@ class DatabaseWriter:
         if slots.keys() != {kind.name for kind in kinds}:
             raise ValueError(f"expected slots of the kinds {[k.name for k in kinds]}, got {sorted(slots)}")
         payloads = [_payloads(slots[kind.name][: kind.layers], kind, length, provenance) for kind in kinds]
+        return self.copy(payloads, length, provenance)
+
+    def copy(self, payloads: Sequence[Sequence[bytes]], length: int, provenance: Provenance) -> int:
+        """As `add`, for slots that are bytes already and checked: for each kind, those of each layer."""
+        self._check_process()
+        kinds = self.manifest.kinds
         place = self._places.get(length, 0)
         checksums: list[int] = []
         grown: dict[str, SlotClass] = {}
