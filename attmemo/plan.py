@@ -34,7 +34,7 @@ class Share:
 class RowShare(Share):
     """What a stack is served: for every token of the batch the row of its sequence's record that supplies it."""
 
-    source: npt.NDArray[np.int32]  # [sum n]; -1: computed
+    source: npt.NDArray[np.int32]  # [sum n]; below 0: computed, as in `attmemo.kernels.align.Alignment`
     record: npt.NDArray[np.int64]  # [B]; -1: the sequence is computed whole
     admitted: Mapping[int, npt.NDArray[np.int32]] = field(default_factory=dict)
     """Sequences that are computed whole and become records, with their tokens."""

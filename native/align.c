@@ -226,7 +226,7 @@ static void pair_tokens(Work *work, Sequence input, Sequence record, const Rule 
     }
 }
 
-/* Tokens that the rule has computed lose their partner. Returns how many are computed. */
+/* Tokens that the rule has computed: -1 without a partner, -2 - i beside partner i. Returns how many there are. */
 static Py_ssize_t apply_rule(Work *work, Py_ssize_t length, const Rule *rule)
 {
     int32_t *partner = work->partner, left = -1; /* `left` was the partner of the token before */
@@ -243,7 +243,7 @@ static Py_ssize_t apply_rule(Work *work, Py_ssize_t length, const Rule *rule)
         bool edge = rule->edges && own >= 0 && left >= 0 && own != left + 1;
         bool end = rule->ends && (j == 0 || j == length - 1);
         if (work->close[j] || since <= near || edge || end) {
-            partner[j] = -1;
+            partner[j] = own < 0 ? -1 : -2 - own;
             computed++;
         }
         left = own;

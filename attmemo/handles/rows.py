@@ -34,6 +34,7 @@ from attmemo.kernels.align import Rule
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
 from attmemo.planner.rows import THRESHOLD
+from attmemo.reuse.drift import SHARE as DRIFT
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_layout import RowLayout
@@ -184,7 +185,7 @@ def prepare_rows(
                 settings = answering | {
                     "min_cosine": guarding.answers.min_cosine,
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
-                    "near": rule.near, "most_moved": rule.most_moved, "dtype": str(packed.dtype),
+                    "near": rule.near, "most_moved": rule.most_moved, "drift": DRIFT, "dtype": str(packed.dtype),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))

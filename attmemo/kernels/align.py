@@ -61,7 +61,8 @@ class Alignment:
     record : int64 [B]
         The candidate with the fewest rows to compute, the first of equals; -1: there was none.
     source : int32 [tokens]
-        For each token of the inputs the row of its record that supplies it; -1: computed.
+        For each token of the inputs the row of its record that supplies it; below 0: computed. -1: the record has no
+        such token; -2 - r: row r of the record is computed anew.
     computed : int64 [B]
         Rows to compute.
     """
@@ -148,7 +149,7 @@ def align_in_python(
             record = record_tokens[record_starts[number] : record_starts[number + 1]].tolist()
             partner = pairs(tokens[start:stop].tolist(), record, rule.most_moved, longest)
             source = _ruled(partner, rule)
-            computed = source.count(-1)
+            computed = sum(row < 0 for row in source)
             if best.record[b] < 0 or computed < best.computed[b]:
                 best.record[b], best.computed[b], best.source[start:stop] = number, computed, source
     return best
@@ -202,7 +203,7 @@ def _pair_middle(partner: list[int], rows: list[int], columns: range, equal: Cal
 
 
 def _ruled(partner: list[int], rule: Rule) -> list[int]:
-    """`partner` without those that the rule has computed."""
+    """`partner`, with -2 - partner for those that the rule has computed."""
     n = len(partner)
     single = [j for j in range(n) if partner[j] < 0]
     computed = {k for j in single for k in range(max(0, j - rule.near), min(n, j + rule.near + 1))}
@@ -210,7 +211,7 @@ def _ruled(partner: list[int], rule: Rule) -> list[int]:
         computed |= {j for j in range(1, n) if -1 < partner[j] != partner[j - 1] + 1 > 0}
     if rule.ends and n:
         computed |= {0, n - 1}
-    return [-1 if j in computed else partner[j] for j in range(n)]
+    return [-2 - own if j in computed and own >= 0 else own for j, own in enumerate(partner)]
 
 
 def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:

@@ -3,7 +3,8 @@
 Only the other tokens are computed, in every layer, and attend to all keys: fresh ones and those of the record, read
 where they lie. Sequences without a record are computed whole in the same packed batch.
 
-A reused row is the row of another input: it has not seen the tokens that changed. So its output is an approximation.
+A reused row is the row of another input: it has not seen the tokens that changed. So its output is an approximation;
+`drift.py` moves it with the rows that were computed.
 Rows that are computed are exact arithmetic over approximate keys.
 """
 
@@ -26,6 +27,7 @@ from attmemo.errors import AttmemoError
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
+from attmemo.reuse.drift import follow
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
@@ -104,10 +106,11 @@ class Rows(Stack):
         output = put_back(found, computed, call)
         if fetched is not None:
             begins, dtype = fetched.last()
-            supplied = np.flatnonzero(~fresh)
+            supplied, there = np.flatnonzero(~fresh), np.arange(len(fresh)) if places is None else places.numpy()
             row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
             addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
-            copy_rows(addresses, dtype, supplied if places is None else places.numpy()[supplied], output)
+            copy_rows(addresses, dtype, there[supplied], output)
+            follow(output, source, np.repeat(np.arange(len(lengths)), lengths), there, begins, dtype)
         fetching = planned - start + perf_counter() - done
         self.thread.served = set(np.flatnonzero(records >= 0).tolist())
         self._count(
