@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +63,8 @@ class Encoder:
         Tokens of one forward, at most; a longer text has a forward of its own. A batch is sorted by length first, so
         batches of thousands of rows are good.
     threads : int, optional
-        Threads of the model. Default: the ``num_cpus`` of the actor; outside of Ray those that torch has.
+        Threads of the model and of its tokenizer. Default: the ``num_cpus`` of the actor; outside of Ray as torch
+        has it.
     **options
         More arguments of `memoize`: ``reuse``, ``threshold``, ``gate``, ``max_bytes``, ``min_cosine``, …
 
@@ -95,6 +97,7 @@ class Encoder:
         threads = threads or _threads_of_actor()
         if threads is not None:
             torch.set_num_threads(threads)
+            os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # of the tokenizer, which would take all cores
         if database is not None and (is_uri(database) or cache is not None) and database != MEMORY:
             database = str(ensure_local(database, cache))
         self._model: ServedModel = load(Settings(model, dtype=dtype, pooling=pooling))
