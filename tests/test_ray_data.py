@@ -21,7 +21,7 @@ from attmemo.profiler.models import load_model
 from attmemo.ray import Encoder
 
 OUTPUTS = {"class": "class", "score": "score", "rows": "rows", "tokens": "tokens"}
-READS: dict[str, Any] = {"budget": None, "gate": False, "outputs": OUTPUTS, "text": "line"}
+READS: dict[str, Any] = {"budget": None, "gate": False, "threshold": 0.3, "outputs": OUTPUTS, "text": "line"}
 
 
 @pytest.fixture(scope="module", autouse=True)
