@@ -40,6 +40,7 @@ from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
 from attmemo.plan import Plan, RowShare
 from attmemo.profiler.models import load_model
+from attmemo.reuse import drift
 from attmemo.reuse import packed as packed_module
 from attmemo.reuse import rows as rows_module
 
@@ -198,6 +199,13 @@ def edited(record: Tensor, seed: int) -> Tensor:
     return torch.tensor([own])
 
 
+@pytest.fixture(name="still")
+def _still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reused rows are the record's own: `test_drift` has how they move."""
+    monkeypatch.setattr(drift, "SHARE", 0.0)
+
+
+@pytest.mark.usefixtures("still")
 class TestTheOriginalWithRowsOfARecord:
     def test_rows_computed_are_those_of_the_original_code_with_k_and_v_of_the_record(self, family: Case) -> None:
         model = family.serve(0.1)
@@ -216,9 +224,7 @@ class TestTheOriginalWithRowsOfARecord:
                 fresh = source < 0
                 expected = with_rows_of(family.bare, record, own, source)
                 assert gap(seen[fresh], expected[fresh]) <= NEAR
-                known = source < -1
-                drift = 0.5 * (seen[known] - of_record[-2 - source[known]]).mean(0)
-                assert gap(seen[~fresh], of_record[source[~fresh]] + drift) <= NEAR
+                assert gap(seen[~fresh], of_record[source[~fresh]]) <= NEAR
                 served += 1
                 moved += int((source != torch.arange(len(source)))[~fresh].any())
         assert served >= 6
@@ -238,6 +244,7 @@ def one_layer(name: str, kind: str | None = None) -> Any:
     return _bias(type(MODELS[name]())(config))
 
 
+@pytest.mark.usefixtures("still")
 class TestMoved:
     """In the first block K and V depend on the token alone, but for its position."""
 
