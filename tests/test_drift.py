@@ -47,11 +47,11 @@ def moved(output: Tensor, records: list[Tensor], places: list[Tensor]) -> Tensor
         if len(moves) < 2:
             continue
         mean = torch.stack(moves).mean(0)
-        noise = torch.stack(moves).var(0).sum() / len(moves)
-        common = max(0.0, 1.0 - float(noise / mean.square().sum()))
+        within = float(torch.stack(moves).var(0).sum())
+        common = max(0.0, float(mean.square().sum()) - within / len(moves))
         for row, place in zip(source, own, strict=True):
             if row >= 0:
-                found[place] += (SHARE * common * mean).to(output.dtype)
+                found[place] += (SHARE * common / (common + within) * mean).to(output.dtype)
     return found
 
 
@@ -111,8 +111,9 @@ def test_a_model_serves_rows_that_follow(tmp_path: Path, monkeypatch: pytest.Mon
     for number, n in enumerate((30, 24)):
         known, reused = [0, 8, 10, n - 1], [1, 7, 11, n - 2]
         moves = seen[number, known] - records[number, known]
-        noise = moves.var(0).sum() / 4 / moves.mean(0).square().sum()
-        expected = SHARE * max(0.0, 1.0 - float(noise)) * moves.mean(0)
+        within = float(moves.var(0).sum())
+        common = max(0.0, float(moves.mean(0).square().sum()) - within / 4)
+        expected = SHARE * common / (common + within) * moves.mean(0)
         torch.testing.assert_close(
             seen[number, reused] - records[number, reused], expected.expand(4, -1), rtol=1e-3, atol=1e-5
         )

@@ -19,10 +19,10 @@ FIRST: Final = 3
 """The step before anything is known: 0.5."""
 SURE: Final = 0.9
 """Least margin where a word stands in a free slot."""
-COSINES: Final = (0.98, 0.985, 0.99, 0.995)
+COSINES: Final = (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995)
 """Cosines to the record's own answer that can be chosen."""
-FIRST_COSINE: Final = 1
-"""The step before anything is known: 0.985."""
+FIRST_COSINE: Final = 3
+"""The step before anything is known: 0.975."""
 SHARE: Final = 0.5
 """Share of the budget that answers below the first margin may take, once they are served."""
 SURENESS: Final = 0.9

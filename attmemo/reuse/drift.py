@@ -2,11 +2,12 @@
 
 A reused row has not seen the tokens that changed. Some of the computed rows are those of tokens that the record has
 too: the first and the last one, and neighbours of what changed. How far these moved from the record's rows tells how
-far the others would have moved. A share of the mean of these moves is added to the reused rows: a large share if the
-moves agree, nothing if they are as different as moves without a common part (James and Stein's estimator of a mean).
+far the others would have moved. A share of the mean of these moves is added to the reused rows: the intraclass
+correlation of the moves, which is what one move tells of another. It is 1 if the moves are equal, and 0 if they are as
+different as moves without a common part.
 
-The mean of the last hidden states of MiniLM over lines of logs is then twice as near to the exact one
-(docs/rows.md). A class that is read from the first token is what it was: its row is computed.
+Means of the last hidden states are then nearer to the exact ones (docs/rows.md). A class that is read from the first
+token is what it was: its row is computed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from attmemo.kernels.rows import copy_rows
 
-SHARE: Final = 0.7
-"""Of the part that moves have in common: those that were computed are nearer to what changed than the others."""
+SHARE: Final = 1.0
+"""Of what is expected: 0 leaves reused rows where they are."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,7 +60,8 @@ def follow(
     counts = torch.bincount(owners, minlength=len(begins)).float()
     means = torch.zeros(len(begins), output.shape[1]).index_add_(0, owners, moves) / counts.clamp(min=1.0)[:, None]
     apart = torch.zeros(len(begins)).index_add_(0, owners, (moves - means[owners]).square().sum(1))
-    noise = apart / (counts * (counts - 1.0))  # of the mean; one move alone has none, and tells nothing
-    common = (1.0 - noise / means.square().sum(1)).nan_to_num(0.0).clamp(0.0, 1.0)
-    steps = (SHARE * common[:, None] * means).to(output.dtype)
+    within = apart / (counts - 1.0)  # variance of the moves of a sequence; one move alone has none, and tells nothing
+    common = (means.square().sum(1) - within / counts).clamp(min=0.0)
+    correlation = (common / (common + within)).nan_to_num(0.0)
+    steps = (SHARE * correlation[:, None] * means).to(output.dtype)
     output.index_add_(0, torch.from_numpy(places[reused]), steps[torch.from_numpy(sequence[reused])])
