@@ -114,6 +114,7 @@ def test_forget_a_text_takes_out_the_records_that_hold_its_tokens(tmp_path: Path
         pool.add([Entry(np.array(texts[0], np.int32), np.zeros(64, np.uint8))])
     assert "another tokenizer" in refuse("forget", tmp_path / "other", "--text", "jane doe", *words_of)
     assert found("inspect", tmp_path / "other")["records"] == 1
+    assert found("forget", tmp_path / "other", "--text", "jane doe", *words_of, "--any-tokenizer")["forgotten"] == 1
     own = Filling.of(replace(MODEL, tokenizer=tokenizer_digest(load_tokenizer(str(tmp_path / "model")))), "float32")
     with closing(SharedPool(tmp_path / "own", 1 << 20, own)) as pool:
         pool.add([Entry(np.array(texts[0], np.int32), np.zeros(64, np.uint8))])

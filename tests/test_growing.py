@@ -20,6 +20,7 @@ from torch import Tensor
 from attmemo import Database, DatabaseError
 from attmemo.db import KIND_ROWS
 from attmemo.db.forms import quantize
+from attmemo.db.history import Work
 from attmemo.db.pool import Entry, News, Pool
 from attmemo.db.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
@@ -569,3 +570,16 @@ def test_a_forked_child_reads_what_was_there_and_keeps_its_own() -> None:
     keep(store, record(2))
     assert held(store, 3) == [0, 2]
     assert torch.equal(fetched(store.fetch(numbers(1)), 0)[0], record(2)[1])
+
+
+def test_a_fork_does_not_wait_for_counters_that_another_thread_holds() -> None:
+    store, lock = store_for(4), threading.Lock()
+
+    def work() -> Work:
+        with lock:
+            return Work(1, 1, 1)
+
+    store.watch(work)
+    with lock:
+        assert in_child(lambda: 0, seconds=30) == 0
+    store.close()

@@ -194,6 +194,23 @@ class TestGuard:
         guard.decide([Cover.NOT] * 2000)
         assert set(guard.decide([Cover.FULLY] * 50)) == {Verdict.SAMPLE}
 
+    def test_an_answer_below_the_margin_pays_for_nothing(self) -> None:
+        guard = certified()
+        guard.decide([Cover.NOT] * 2000)
+        before = guard._saved
+        assert guard.decide([Cover.FULLY]) == [Verdict.SERVE]
+        guard.compared(Verdict.SERVE, gaps(), Cover.FULLY, 0.1, False)
+        assert guard._saved == pytest.approx(before + guard_module.EARNED)
+
+    def test_alarms_without_end_are_no_error(self) -> None:
+        guard = Guard(0.01, 0.95, drawn=0.0)
+        guard._epoch = 5000
+        guard.verified.stayed(gaps(word(1, 2, 3)))
+        while not guard.compared(Verdict.SAMPLE, gaps(word(1, 2, 3)), Cover.FULLY, None, True):
+            pass
+        assert guard.state().name == "alarm"
+        assert guard.ask(gaps(word(1, 2, 3))) is Cover.NOT
+
     def test_an_alarm_pays_for_a_new_certificate_each_time_for_less(self) -> None:
         guard, paid = certified(), []
         for _ in range(4):

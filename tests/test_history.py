@@ -61,3 +61,13 @@ def test_notes_of_all_processes_are_added_and_survive(tmp_path: Path) -> None:
         assert len(pool) == 1
         with pytest.raises(DatabaseError, match="to be read only"):
             pool.note(Work(1, 1, 1))
+
+
+def test_a_history_of_another_version_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "pool", 1 << 22) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(History, "state", lambda own: {"hours": 3})
+            pool.note(Work(3, 30, 20))
+        pool.note(Work(4, 40, 10))
+        pool.load_history()
+        assert [period.work for period in pool.history.periods] == [Work(4, 40, 10)]

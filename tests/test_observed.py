@@ -95,3 +95,18 @@ def test_nothing_is_asked_of_an_empty_sequence(model: Any) -> None:
     with torch.inference_mode(), model.attmemo.observe() as seen:
         pass
     assert seen.rows == []
+
+
+def test_an_estimate_that_fails_costs_no_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(model.attmemo.planner.index, "candidates", fail)
+    assert model.attmemo.rows_to_compute(ids(BASE)) == LENGTHS
+    assert sum(model.attmemo.stats()["failures"].values()) == len(LENGTHS)
+
+
+def test_nothing_is_looked_up_where_a_forward_would_not_look_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(model.attmemo.rows_to_compute(ids(BASE))) < sum(LENGTHS)
+    monkeypatch.setattr(model.attmemo.planner.gate, "ask", lambda seconds_per_row: False)
+    assert model.attmemo.rows_to_compute(ids(BASE)) == LENGTHS

@@ -26,6 +26,9 @@ Before = Annotated[str | None, typer.Option(
 ModelName = Annotated[str | None, typer.Option(
     "--model", metavar="NAME", show_default=False, help="The model whose tokenizer made the records."
 )]
+Any_ = Annotated[bool, typer.Option(
+    "--any-tokenizer", help="Also if the tokenizer is not the very one that the records were made with.",
+)]  # fmt: skip
 _SHOWN = 8  # periods in a table
 Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases whose records are added.")]
 
@@ -40,8 +43,8 @@ def opened(db: Path, *, fills: bool) -> SharedPool:
 
 
 def forget(
-    db: DatabasePath, text: Text = None, before: Before = None, model: ModelName = None, json: Json = None,
-    quiet: Quiet = False,
+    db: DatabasePath, text: Text = None, before: Before = None, model: ModelName = None, any_tokenizer: Any_ = False,
+    json: Json = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Take records out of a database that fills itself.
 
@@ -60,7 +63,7 @@ def forget(
 
         pool = opened(db, fills=True)
         try:
-            runs = _runs(text or [], model, pool)
+            runs = _runs(text or [], model, None if any_tokenizer else pool)
             count = take_out(pool, lambda kept: (until is not None and kept.made < until)
                              or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs))  # fmt: skip
             guards = 0
@@ -199,8 +202,8 @@ def _moment(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is no date; write 2026-11-22 or 2026-11-22T18:00.") from None
 
 
-def _runs(texts: list[str], model: str | None, pool: SharedPool) -> list[Any]:
-    """Token ids of texts, without those that begin and end an input."""
+def _runs(texts: list[str], model: str | None, pool: SharedPool | None) -> list[Any]:
+    """Token ids of texts, without those that begin and end an input. `pool`: its tokenizer must be this one."""
     if not texts:
         return []
     import numpy as np
@@ -209,10 +212,10 @@ def _runs(texts: list[str], model: str | None, pool: SharedPool) -> list[Any]:
     from attmemo.loading import load_tokenizer, tokenizer_digest
 
     tokenizer, found = load_tokenizer(str(model)), []
-    if pool.filling.model.tokenizer not in (None, tokenizer_digest(tokenizer)):
+    if pool is not None and pool.filling.model.tokenizer not in (None, tokenizer_digest(tokenizer)):
         raise DatabaseError(
             f"{pool.path}: its records were made with another tokenizer than that of {model}: nothing was forgotten.",
-            "--model: the model whose records these are (attmemo inspect says which)",
+            "--model: the model whose records these are (attmemo inspect); or --any-tokenizer, if this one is right",
         )
     for text in texts:
         for form in (text, f" {text}"):  # a word has other tokens at the beginning of a text, in some vocabularies

@@ -214,7 +214,10 @@ class SharedPool(Pool):
 
     def _history(self, transaction: Any) -> History:
         raw = self._get(transaction, _HISTORY)
-        return History() if raw is None else History.of(json.loads(raw))
+        try:
+            return History() if raw is None else History.of(json.loads(raw))
+        except (ValueError, TypeError, KeyError):  # of another version: no reason to keep nothing
+            return History()
 
     # ---- writing ----
 

@@ -189,11 +189,12 @@ class Guard:
                 if cover is Cover.FULLY:
                     self.margin.sample(margin, changed, self.certificate.counts.requests)
                 if verdict is Verdict.SERVE:
+                    self._saved -= RETURNED  # it saved nothing
                     self._done["served"] -= 1
                     self._done["below the margin"] += 1
             elif verdict is Verdict.SAMPLE and self.certificate.sample(changed):
-                self._alarm()
                 self.verified.changed(gaps)
+                self._alarm()
                 return True
             if not changed:
                 self.verified.stayed(gaps)
@@ -211,6 +212,7 @@ class Guard:
                 if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
                     self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
                     self._alarmed = True
+                    self._saved = self._price() if known is None else max(self._saved, self._price())
                     self.certificate.restart()
                 elif stored.epoch == self._epoch:
                     before = known or {}
@@ -243,11 +245,15 @@ class Guard:
         self.certificate.adopt(Counts(**{name: kind(counts.get(name, 0)) for name, kind in types.items()}))
         self.margin.adopt(counts, self.certificate.counts.requests)
 
+    def _price(self) -> float:
+        """What is paid for a certificate of this epoch: after every alarm less, for it may never come."""
+        return SAVED * 0.5 ** min(self._epoch, 64)
+
     def _alarm(self) -> None:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self.margin.rise()
         self.certificate.restart()
-        self._saved = max(self._saved, SAVED / 2**self._epoch)  # a new certificate has its price, but not for ever
+        self._saved = max(self._saved, self._price())
 
     @property
     def certified(self) -> bool:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,7 @@ from torch import nn
 
 from attmemo.adapters import Adapter
 from attmemo.db import KIND_ROWS, Database, ModelInfo
-from attmemo.db.filling import Filling
+from attmemo.db.filling import Filling, is_filling
 from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.db.pool import Pool
 from attmemo.db.shared_pool import SEGMENTS, SharedPool
@@ -27,6 +27,7 @@ from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
 from attmemo.fingerprint import check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
+from attmemo.guard.margin import COSINES, STEPS
 from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
@@ -185,7 +186,9 @@ def prepare_rows(
                 settings = answering | {
                     "min_cosine": guarding.answers.min_cosine,
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
-                    "near": rule.near, "most_moved": rule.most_moved, "drift": DRIFT, "dtype": str(packed.dtype),
+                    "near": rule.near, "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
+                    "margins": list(COSINES if guarding.answers.are_vectors else STEPS),
+                    "dtype": str(packed.dtype),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))
@@ -213,7 +216,8 @@ def _growing(
         filling = None
         if records.fills:
             word = own if records.prepared is None else records.prepared.manifest.storage
-            filling = Filling.of(model_info(encoder, adapter, records.fields, tokenizer), word)
+            own_words = None if is_filling(records.folder) else tokenizer
+            filling = Filling.of(model_info(encoder, adapter, records.fields, own_words), word)
         pool = SharedPool(
             records.folder, bound_of(records.max_bytes, records.folder), filling, fills=records.fills
         )  # fmt: skip
@@ -260,7 +264,10 @@ def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str], 
     config: Any = host.config
     longest = getattr(config, "max_position_embeddings", None)
     longest = longest if isinstance(longest, int) and longest > 0 else 1 << 20
-    words = tokenizer_digest(tokenizer) if hasattr(tokenizer, "get_vocab") else None
+    words = None
+    if tokenizer is not None:
+        with suppress(Exception):  # a tokenizer of another make: it is not known then
+            words = tokenizer_digest(tokenizer)
     return describe(encoder, adapter, adapter.sites(encoder), type(host).__name__, longest, words, fields)
 
 

@@ -171,7 +171,12 @@ class StackMemoization(Memoization):
             tokens = [own + kinds for own, kinds in zip(tokens, more, strict=True)]
         if not tokens or not isinstance(self.planner, RowPlanner):
             return [len(sequence) for sequence in tokens]
-        return self.planner.rows_to_compute(tokens)
+        done = self.engine.counters.copy().done
+        try:
+            return self.planner.rows_to_compute(tokens, done.blocks_seconds / done.rows if done.rows else None)
+        except Exception as error:  # an estimate must not cost a request
+            self.engine.counters.failure("rows to compute are not known", error, len(tokens))
+            return [len(sequence) for sequence in tokens]
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until what requests have handed over is stored, and can be found; False: it takes longer."""

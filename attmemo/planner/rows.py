@@ -85,10 +85,12 @@ class RowPlanner(Whole):
         finally:
             self._wishes.whole = before
 
-    def rows_to_compute(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[int]:
+    def rows_to_compute(
+        self, sequences: Sequence[npt.NDArray[np.int32]], seconds_per_row: float | None = None
+    ) -> list[int]:
         """Rows that each of these sequences of tokens would need now, verifications left out. Only asks."""
         lengths = np.array([len(tokens) for tokens in sequences], np.int64)
-        if not lengths.all() or not len(self.index):
+        if not lengths.all() or not len(self.index) or not self.gate.ask(seconds_per_row):
             return [int(n) for n in lengths]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         return self._needs(Asked(np.concatenate(sequences), starts, lengths, None)).tolist()  # type: ignore[no-any-return]

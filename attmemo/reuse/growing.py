@@ -26,7 +26,7 @@ from torch import Tensor
 from attmemo.db.history import Work
 from attmemo.db.pool import Entry, Kept, News, Pool
 from attmemo.embed.tokens import TokenIndex
-from attmemo.errors import AttmemoError, DatabaseError
+from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
 from attmemo.reuse.row_layout import Placed, RowLayout
@@ -106,7 +106,8 @@ class GrowingRows(RowStore):
         self._told: set[str] = set()
         self._anew = False
         self._work: Callable[[], Work] | None = None
-        self._worked, self._noted = Work(), time.monotonic()
+        self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
+        self._noted = time.monotonic()
         self._learn(pool.news())
         self._filler: Filler[Offer] = Filler(self._fill, pool.close)
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
@@ -171,7 +172,7 @@ class GrowingRows(RowStore):
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += len(chosen)
             self._tell(type(error).__name__, f"new records are not kept: {error}")
-        with suppress(AttmemoError, OSError):  # the next note has it
+        with suppress(Exception):  # the next note has it; the thread must live
             self.note(_NOTED)
 
     def watch(self, work: Callable[[], Work]) -> None:
@@ -184,7 +185,7 @@ class GrowingRows(RowStore):
         if self._work is None or not self.fills or now - self._noted < seconds:
             return
         done, self._noted = self._work(), now
-        new = done.since(self._worked)
+        new = Work() if self._worked is None else done.since(self._worked)
         if new.requests:
             self.pool.note(new)
         self._worked = done
@@ -268,7 +269,7 @@ class GrowingRows(RowStore):
     def close(self) -> None:
         atexit.unregister(self._leave)
         self._filler.close()
-        with suppress(AttmemoError, OSError):
+        with suppress(Exception):
             self.note()
         self.pool.close()
         self._sound = {}
@@ -276,7 +277,7 @@ class GrowingRows(RowStore):
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
-        self._worked = Work() if self._work is None else self._work()
+        self._worked = None  # no lock may be taken here: a thread of the parent may hold it
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
@@ -287,7 +288,7 @@ def _flush(store: weakref.ref[GrowingRows]) -> None:
     found = store()
     if found is not None:
         found.flush(_AT_EXIT)
-        with suppress(AttmemoError, OSError):
+        with suppress(Exception):
             found.note()
 
 
