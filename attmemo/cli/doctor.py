@@ -12,7 +12,7 @@ _COLUMNS = 80
 
 
 def doctor(json: Json = None, quiet: Quiet = False) -> None:
-    """Show what this machine has, what attmemo will use of it, and what to change.
+    """Show what attmemo uses of this machine, and what to change.
 
     Nothing is changed or measured. Exit code 0 also where there is something to change.
     """

@@ -96,7 +96,7 @@ def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
 
 def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = False) -> None:
-    """Add the records of other databases of the same model and storage.
+    """Add the records of other databases of the same model.
 
     All of them are prepared, or all fill themselves. Records that are there already are not added twice. DB is made if
     there is none and the others are prepared, as shards of attmemo build-database --shard are. In databases that fill

@@ -118,7 +118,9 @@ def serve(
         "LOG_LEVEL", "Least level of log lines; debug has one for every request."
     )] = "info",
 ) -> None:  # fmt: skip
-    """Serve embeddings, classes or relevance over HTTP, in the wire format of text-embeddings-inference and OpenAI.
+    """Serve a model over HTTP: embeddings, classes, relevance.
+
+    The wire format is that of text-embeddings-inference, and of OpenAI for embeddings.
 
     Records fill themselves while it serves. The first page to look at is http://localhost:3000/. SIGTERM answers what
     is in work and closes the database.
