@@ -38,6 +38,8 @@ _LOG = logging.getLogger("attmemo")
 # A file that went away, a closed database: they cost time, not requests.
 _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
 
+_Read = tuple[Fetched, npt.NDArray[np.uint64], torch.dtype]  # with what `Fetched.last` gives
+
 
 class RowThread(Thread):
     """What is kept for each thread beside.
@@ -86,8 +88,10 @@ class Rows(Stack):
         start = perf_counter()
         lengths = np.asarray(spans.lengths, np.int64)
         places = places_of(spans.lengths, call.hidden.shape[1])
-        fetched, records = self._fetch(share.record, counters)
-        source = np.where(np.repeat(records < 0, lengths), np.int32(-1), share.source)
+        read, records = self._fetch(share.record, counters)
+        source = share.source
+        if records is not share.record:
+            source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
         fresh = source < 0
         computed = torch.from_numpy(np.flatnonzero(fresh))
         if places is not None:
@@ -99,13 +103,13 @@ class Rows(Stack):
         kept = _Kept(share.admitted, layout.starts)
         found = self.compute(
             call, computed, layout, longest,
-            fetch=None if fetched is None else fetched.layer, keep=kept if share.admitted else None,
+            fetch=None if read is None else read[0].layer, keep=kept if share.admitted else None,
         )  # fmt: skip
         done = perf_counter()
         self.thread.admitted = kept.offers(found)
         output = put_back(found, computed, call)
-        if fetched is not None:
-            begins, dtype = fetched.last()
+        if read is not None:
+            _, begins, dtype = read
             supplied, there = np.flatnonzero(~fresh), np.arange(len(fresh)) if places is None else places.numpy()
             row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
             addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
@@ -119,8 +123,11 @@ class Rows(Stack):
         )  # fmt: skip
         return output.view(call.hidden.shape)
 
-    def _fetch(self, records: Ints, counters: Counters) -> tuple[Fetched | None, Ints]:
-        """Rows of these records, and the records without those that cannot be read; all -1: there are none."""
+    def _fetch(self, records: Ints, counters: Counters) -> tuple[_Read | None, Ints]:
+        """Rows of these records, and the records: the same array, or another one without those that cannot be read.
+
+        None: there is no record.
+        """
         if (records < 0).all():
             return None, records
         try:
@@ -139,10 +146,9 @@ class Rows(Stack):
         except _UNREADABLE:  # one more went meanwhile
             return None, np.full_like(records, -1)
 
-    def _read(self, records: Ints) -> Fetched:
+    def _read(self, records: Ints) -> _Read:
         found = self.store.fetch(records)
-        found.last()
-        return found
+        return found, *found.last()
 
     def close(self) -> None:
         self.store.close()
