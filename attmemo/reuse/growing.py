@@ -172,23 +172,23 @@ class GrowingRows(RowStore):
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += len(chosen)
             self._tell(type(error).__name__, f"new records are not kept: {error}")
-        with suppress(Exception):  # the next note has it; the thread must live
-            self.note(_NOTED)
+        self.note(_NOTED)
 
     def watch(self, work: Callable[[], Work]) -> None:
         """Note from now on what requests do; `work` says how much they have done so far."""
         self._work, self._worked = work, work()
 
     def note(self, seconds: float = 0.0) -> None:
-        """Keep what requests did since the last time, if that is so long ago."""
+        """Keep what requests did since the last time, if that is so long ago. It raises nothing."""
         now = time.monotonic()
         if self._work is None or not self.fills or now - self._noted < seconds:
             return
-        done, self._noted = self._work(), now
-        new = Work() if self._worked is None else done.since(self._worked)
-        if new.requests:
-            self.pool.note(new)
-        self._worked = done
+        with suppress(Exception):  # the next note has it; the filler's thread, a close and an exit must go on
+            done, self._noted = self._work(), now
+            new = Work() if self._worked is None else done.since(self._worked)
+            if new.requests:
+                self.pool.note(new)
+            self._worked = done
 
     def _news(self) -> News:
         """The pool's news; in a forked child, all that the index does not have."""
@@ -269,8 +269,7 @@ class GrowingRows(RowStore):
     def close(self) -> None:
         atexit.unregister(self._leave)
         self._filler.close()
-        with suppress(Exception):
-            self.note()
+        self.note()
         self.pool.close()
         self._sound = {}
 
@@ -288,8 +287,7 @@ def _flush(store: weakref.ref[GrowingRows]) -> None:
     found = store()
     if found is not None:
         found.flush(_AT_EXIT)
-        with suppress(Exception):
-            found.note()
+        found.note()
 
 
 def _in_child(store: weakref.ref[GrowingRows]) -> None:
