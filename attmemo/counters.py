@@ -39,6 +39,11 @@ class Work:
     fetch_seconds: float = 0.0
     blocks_seconds: float = 0.0
 
+    @property
+    def seconds_per_row(self) -> float | None:
+        """Seconds that blocks took for a computed row; None: none was computed."""
+        return self.blocks_seconds / self.rows if self.rows else None
+
 
 class Counters:
     """Everything that `stats()` reports."""

@@ -171,9 +171,8 @@ class StackMemoization(Memoization):
             tokens = [own + kinds for own, kinds in zip(tokens, more, strict=True)]
         if not tokens or not isinstance(self.planner, RowPlanner):
             return [len(sequence) for sequence in tokens]
-        done = self.engine.counters.copy().done
         try:
-            return self.planner.rows_to_compute(tokens, done.blocks_seconds / done.rows if done.rows else None)
+            return self.planner.rows_to_compute(tokens, self.engine.counters.copy().done.seconds_per_row)
         except Exception as error:  # an estimate must not cost a request
             self.engine.counters.failure("rows to compute are not known", error, len(tokens))
             return [len(sequence) for sequence in tokens]

@@ -128,8 +128,7 @@ class RowPlanner(Whole):
         if not self.grows and not len(self.index):
             counters.skip("there is no record yet", batch)
             return None
-        done = counters.done
-        seconds_per_row = done.blocks_seconds / done.rows if done.rows else None
+        seconds_per_row = counters.done.seconds_per_row
         if not self.gate.ask(seconds_per_row):
             self.gate.leave()
             counters.skip("a lookup does not pay", batch)
