@@ -14,10 +14,10 @@ import torch
 
 from attmemo.db.filling import is_filling
 from attmemo.errors import ArgumentError
-from attmemo.memoization import MEMORY, memoize
+from attmemo.memoization import MEMORY
 from attmemo.ray.columns import Batch, Text, choose, make_columns, read_texts
 from attmemo.ray.replica import ensure_local, is_uri
-from attmemo.serve.model import Answer, ServedModel, load, score_angle
+from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.settings import DtypeName, Pooling, Settings
 from attmemo.serve.texts import default_prompt
 
@@ -104,13 +104,9 @@ class Encoder:
         self._outputs = choose(self._model.task, outputs)
         self._prompt = default_prompt(self._model.prompts, prompt, None)
         self._normalize, self._forward_tokens = normalize, forward_tokens
-        if options.get("reuse") != "none":
-            prepared = database is not None and database != MEMORY and not is_filling(database)
-            options |= {"budget": budget, "tokenizer": self._model.tokenizer}
-            options["fill"] = not prepared if fill is None else fill
-            if self._model.task == "reranker":
-                options.setdefault("answer", score_angle)
-        memoize(self._model.module, database=database, **options)
+        prepared = database is not None and database != MEMORY and not is_filling(database)
+        fill = not prepared if fill is None else fill
+        self._model.memoize(database=database, budget=budget, fill=fill, **options)
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attmemo.errors import UnsupportedModelError
 from attmemo.loading import load_config, load_pretrained, quiet
-from attmemo.serve.settings import Pooling, Settings
+from attmemo.serve.settings import Pooling, ReuseName, Settings
 
 Task = Literal["embedding", "classifier", "reranker"]
 Floats = npt.NDArray[np.float32]
@@ -95,17 +95,18 @@ class ServedModel:
         """What records supply: ``"rows"``, ``"maps"`` or ``"none"``."""
         return "none" if self.handle is None else str(self.handle.reuse)
 
-    def memoize(self, settings: Settings) -> None:
-        """Serve from records from now on, as the settings say."""
+    def memoize(
+        self, *, database: str | None, budget: float | None, fill: bool | str, reuse: ReuseName = "auto",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Serve from records from now on; the arguments are those of `attmemo.memoize`."""
         from attmemo.memoization import memoize
 
-        options: dict[str, Any] = {"reuse": settings.reuse}
-        if settings.reuse != "none":
-            options |= {"database": settings.database, "budget": settings.budget, "tokenizer": self.tokenizer}
-            options |= {"max_bytes": settings.max_bytes, "fill": settings.fill}
+        if reuse != "none":
+            options |= {"budget": budget, "fill": fill, "tokenizer": self.tokenizer}
             if self.task == "reranker":
-                options["answer"] = score_angle
-        memoize(self.module, **options)
+                options.setdefault("answer", score_angle)
+        memoize(self.module, database=database, reuse=reuse, **options)
 
     def rows_to_compute(self, ids: Sequence[int], types: Sequence[int]) -> int:
         """Rows that a sequence would need now; its tokens where nothing tells."""

@@ -93,9 +93,13 @@ class Worker:
         os.sched_setaffinity(0, cores)  # of this thread; its team inherits them
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(len(cores))
-        self.model = load(self._settings)
+        settings = self._settings
+        self.model = load(settings)
         self._warm()  # of the bare model: its own code answers what cannot be served from records
-        self.model.memoize(self._settings)  # its checks run the path that serves
+        self.model.memoize(  # its checks run the path that serves
+            database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
+            fill=settings.fill,
+        )  # fmt: skip
         self._warm()
 
     def _warm(self) -> None:
