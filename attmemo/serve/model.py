@@ -108,10 +108,12 @@ class ServedModel:
                 options.setdefault("answer", score_angle)
         memoize(self.module, database=database, reuse=reuse, **options)
 
-    def rows_to_compute(self, ids: Sequence[int], types: Sequence[int]) -> int:
-        """Rows that a sequence would need now; its tokens where nothing tells."""
+    def rows_to_compute(self, ids: Sequence[Sequence[int]], types: Sequence[Sequence[int]]) -> list[int]:
+        """Rows that each of these sequences would need now; its tokens where nothing tells."""
         ask = getattr(self.handle, "rows_to_compute", None)
-        return len(ids) if ask is None else int(ask([ids], [types] if self._takes_types else None)[0])
+        if ask is None:
+            return [len(own) for own in ids]
+        return ask(ids, types if self._takes_types else None)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def run(

@@ -216,14 +216,16 @@ class Service:
         """
         asks = reuse and (self._inside > len(inputs) or len(inputs) > 1)
 
-        def encode(piece: Sequence[Input]) -> list[tuple[Tokens, int]]:
+        def encode(piece: Sequence[Input]) -> tuple[list[Tokens], list[int]]:
             found = [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
-            return [(one, self.model.rows_to_compute(one.ids, one.types) if asks else len(one.ids)) for one in found]
+            ids = [one.ids for one in found]
+            if asks:
+                return found, self.model.rows_to_compute(ids, [one.types for one in found])
+            return found, [len(own) for own in ids]
 
         pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
         parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
-        both = [pair for part in parts for pair in part]
-        return [tokens for tokens, _ in both], [rows for _, rows in both]
+        return [tokens for found, _ in parts for tokens in found], [need for _, rows in parts for need in rows]
 
     async def _ask(
         self, encoded: Sequence[Tokens], rows: Sequence[int], request: Request,
