@@ -312,6 +312,18 @@ def test_layer_serves_every_row(family: Any, dtype: str) -> None:
     assert result["conditions"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.parametrize(("family", "there"), [("bert", True), ("deberta-v2", False)])
+def test_layer_times_eager_attention_only_where_the_exact_model_has_another(family: Any, there: bool) -> None:
+    rows = {row["variant"]: row for row in bench_layer(**LAYER, family=family, eager=True, lookups=[])["rows"]}
+    assert ("exact-eager" in rows) == there
+    assert rows["exact"]["attention"] == ("sdpa" if there else "eager")
+    if there:
+        assert rows["exact-eager"]["attention"] == "eager"
+        assert rows["exact-eager"]["attention_ms_per_layer"] > 0
+        best = min(rows[name]["ms"] for name in ("exact", "exact-eager"))
+        assert rows["ceiling"]["speedup_best"] == best / rows["ceiling"]["ms"]
+
+
 def test_layer_twins_share_weights_and_leave_the_model_alone() -> None:
     with torch.random.fork_rng(devices=[]):
         model = random_model("bert", 32, 2, 16, 1, "float32")

@@ -86,8 +86,9 @@ class _Clock:
 def bench_layer(
     *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 256, batch: int = 8,
     dtype: str = "float32", layers: int = 2, repeats: int = 5, compile: bool = False,
-    lookups: Sequence[LookupName] = ("sequence", "layer"), storage: str = "auto", fetch: FetcherName = "auto",
-    residency: Residency = "page-cache", max_bytes: int = timing.MAX_BYTES, progress: Progress | None = None,
+    eager: bool = False, lookups: Sequence[LookupName] = ("sequence", "layer"), storage: str = "auto",
+    fetch: FetcherName = "auto", residency: Residency = "page-cache", max_bytes: int = timing.MAX_BYTES,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
@@ -103,6 +104,8 @@ def bench_layer(
         Inputs are random tokens ``[batch, length]``, without padding; others in each of the `repeats` turns.
     dtype, compile : {"float32", "bfloat16"} and bool
         What the model computes in; whether to measure `torch.compile` of it too, which takes up to minutes.
+    eager : bool
+        Whether to measure attention without a fused kernel too, as models had it in 2022.
     lookups : sequence of {"sequence", "layer"}
         Which of the memoized variants to measure.
     storage : {"auto", "float32", "bfloat16", "float16"}
@@ -116,15 +119,16 @@ def bench_layer(
     -------
     dict
         ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
-        ``exact-compiled`` (if asked), ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in
-        each), ``ceiling`` (the hit path without lookup and fetch, on maps that are in contiguous memory already); with
-        ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one).
+        ``exact-eager`` and ``exact-compiled`` (if asked; the former where ``exact`` is another),
+        ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), ``ceiling`` (the hit path without lookup and
+        fetch, on maps that are in contiguous memory already); with ``ms``, ``ms_min``, ``speedup`` (against
+        ``exact``), ``speedup_best`` (against the fastest exact one).
 
         For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
         lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
         ceiling's; None where the ceiling saves nothing) and ``overhead_of_attention`` (lookup, and what serving takes
-        longer than the ceiling's hit path, as a share of the exact attention module's time). ``exact`` and ``ceiling``
-        have ``attention_ms_per_layer``. ``conditions`` and ``notes``.
+        longer than the ceiling's hit path, as a share of the exact attention module's time). ``exact``,
+        ``exact-eager`` and ``ceiling`` have ``attention_ms_per_layer``. ``conditions`` and ``notes``.
 
     Raises
     ------
@@ -171,6 +175,11 @@ def bench_layer(
                 served[f"memoized-{lookup}"] = _Served(twin)
             try:
                 models: dict[str, Any] = {"exact": adapter.host(model)}
+                timed = {"exact": model, "ceiling": ceiling}
+                if eager and implementation != "eager":
+                    unfused: Any = _twin(model)
+                    unfused.set_attn_implementation("eager")
+                    timed["exact-eager"], models["exact-eager"] = unfused, adapter.host(unfused)
                 if compile:
                     tell("compile", 0, 1)
                     try:
@@ -184,7 +193,7 @@ def bench_layer(
                     tell("compile", 1, 1)
                 models |= {name: adapter.host(one.model) for name, one in served.items()}
                 models["ceiling"] = adapter.host(ceiling)
-                clocks = {name: _Clock(adapter, one) for name, one in (("exact", model), ("ceiling", ceiling))}
+                clocks = {name: _Clock(adapter, one) for name, one in timed.items()}
                 watched: dict[str, _Clock | _Served] = {**clocks, **served}
 
                 def read_counters(name: str, turn: int) -> None:
@@ -210,7 +219,7 @@ def bench_layer(
     for name, times in found.items():
         row: dict[str, Any] = {
             "variant": name, "family": family, **sizes, "dtype": dtype,
-            "attention": implementation if name.startswith("exact") else None,
+            "attention": ("eager" if name == "exact-eager" else implementation) if name.startswith("exact") else None,
             "ms": times.ms, "ms_min": min(times.milliseconds), "speedup": stock / times.ms,
             "speedup_best": best / times.ms, "attention_ms_per_layer": clocks[name].ms if name in clocks else None,
             **dict.fromkeys(_OF_SERVED),
