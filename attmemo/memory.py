@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 _NO_LIMIT = 1 << 60  # version 1 writes a number close to 2^63
 _UNKNOWN = 4 << 30
 
@@ -28,7 +30,7 @@ def available_memory() -> int | None:
     The least of: what the kernel calls available, the rest under the limit of each control group of the process
     (containers), the rest of the address space (``ulimit -v``).
     """
-    left = [*_system(), *_control_groups(), *_address_space()]
+    left = [*_system(), *_under_limits(), *_address_space()]
     return max(0, min(left)) if left else None
 
 
@@ -45,45 +47,69 @@ def free_memory(device: torch.device | str = "cpu") -> int:
 
 
 def _system() -> Iterator[int]:
-    if found := re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE):
+    if found := re.search(r"^MemAvailable:\s+(\d+) kB", read_text(_PROC / "meminfo"), re.MULTILINE):
         yield int(found[1]) * 1024
 
 
-def _control_groups() -> Iterator[int]:
-    """The rest under each limit. The kernel gives up clean page cache first, so that cache counts as free."""
-    for line in _read(_PROC / "self/cgroup").splitlines():
+def control_groups(controller: str, proc: Path | None = None, top: Path | None = None) -> Iterator[tuple[Path, int]]:
+    """Control groups of this process that a controller rules, each before those above it.
+
+    Parameters
+    ----------
+    controller : str
+        ``"memory"``, ``"cpu"``, …
+    proc, top : Path, optional
+        Where the kernel shows processes and control groups. Default: as on every Linux.
+
+    Yields
+    ------
+    (Path, int)
+        The directory of a group, and its version: 1 or 2.
+    """
+    proc, top = proc or _PROC, top or _CGROUPS
+    for line in read_text(proc / "self/cgroup").splitlines():
         number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        if number == "0":
-            root, names = _CGROUPS, _V2
-        elif "memory" in controllers.split(","):
-            root, names = _CGROUPS / "memory", _V1
-        else:
+        if number != "0" and controller not in controllers.split(","):
             continue
+        root, version = (top, 2) if number == "0" else (top / controllers, 1)
         # In a container the path may be the host's. The container's own group is then the root.
         group = root / path.strip("/") if (root / path.strip("/")).is_dir() else root
-        while True:
-            limit, used = _number(group / names[0]), _number(group / names[1])
-            if limit is not None and used is not None and limit < _NO_LIMIT:
-                cached = re.search(rf"^{names[2]} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-                yield limit - used + (int(cached[1]) if cached else 0)
-            if group == root or root not in group.parents:
-                break
+        while group == root or root in group.parents:
+            yield group, version
             group = group.parent
+
+
+def limit_of(file: Path) -> int | None:
+    """The limit that a file of a control group of memory tells; None: there is no limit, or no such file."""
+    limit = read_number(file)
+    return limit if limit is not None and limit < _NO_LIMIT else None
+
+
+def _under_limits() -> Iterator[int]:
+    """The rest under each limit. The kernel gives up clean page cache first, so that cache counts as free."""
+    for group, version in control_groups("memory"):
+        most, now, cache = _FILES[version]
+        limit, used = limit_of(group / most), read_number(group / now)
+        if limit is not None and used is not None:
+            cached = re.search(rf"^{cache} (\d+)$", read_text(group / "memory.stat"), re.MULTILINE)
+            yield limit - used + (int(cached[1]) if cached else 0)
 
 
 def _address_space() -> Iterator[int]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        pages = _read(_PROC / "self/statm").split()
+        pages = read_text(_PROC / "self/statm").split()
         yield limit - (int(pages[0]) * resource.getpagesize() if pages else 0)
 
 
-def _number(file: Path) -> int | None:
-    text = _read(file).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
+def read_number(file: Path) -> int | None:
+    """The whole number in a file; None: there is another text (``max``: no limit), or no such file."""
+    text = read_text(file).strip()
+    return int(text) if text.isdigit() else None
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a file; none if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -20,7 +20,7 @@ from attmemo.handles.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
 from attmemo.machine import processor
-from attmemo.memory import available_memory
+from attmemo.memory import available_memory, control_groups, limit_of, read_number, read_text
 
 ROOT: Final = Path("/")
 NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -46,12 +46,12 @@ def examine(root: Path | None = None) -> dict[str, Any]:
     return {
         "cpu": name, "features": features, "cores": cores, "quota": _quota(root),
         "memory": _meminfo(root, "MemTotal"), "memory_available": available_memory(),
-        "memory_limit": min(_limits(root, "memory", "memory.max", "memory.limit_in_bytes", _number), default=None),
+        "memory_limit": min(_limits(root, "memory", "memory.max", "memory.limit_in_bytes", limit_of), default=None),
         "huge_pages": {
             "anonymous": _chosen(thp / "enabled"), "files": _chosen(thp / "shmem_enabled"),
-            "reserved": _whole(root / "proc/sys/vm/nr_hugepages"),
+            "reserved": read_number(root / "proc/sys/vm/nr_hugepages"),
         },
-        "max_map_count": _whole(root / "proc/sys/vm/max_map_count"),
+        "max_map_count": read_number(root / "proc/sys/vm/max_map_count"),
         "cache": {
             "path": str(folder), "writable": os.access(place, os.W_OK), "filesystem": _filesystem(root, place),
             "bytes": disk.total, "free": disk.free,
@@ -119,7 +119,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
 def _settings(root: Path) -> dict[str, str]:
     """As the process was started: attmemo's own commands set one of them for themselves."""
     given = dict(
-        item.split("=", 1) for item in _read(root / "proc/self/environ").split("\0") if "=" in item
+        item.split("=", 1) for item in read_text(root / "proc/self/environ").split("\0") if "=" in item
     )  # fmt: skip
     return {name: given[name] for name in SETTINGS if name in given}
 
@@ -130,41 +130,28 @@ def _quota(root: Path) -> float | None:
 
 
 def _cores(file: Path) -> float | None:
-    words = _read(file).split()
+    words = read_text(file).split()
     if len(words) == 1:  # version 1 has the period in a file of its own
-        words += _read(file.with_name("cpu.cfs_period_us")).split()
+        words += read_text(file.with_name("cpu.cfs_period_us")).split()
     if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", or -1
         return None
     return int(words[0]) / int(words[1])
-
-
-def _number(file: Path) -> float | None:
-    value = _whole(file)
-    return value if value is not None and value < 1 << 60 else None  # version 1 writes a number close to 2^63
 
 
 def _limits(
     root: Path, controller: str, new: str, old: str, read: Callable[[Path], float | None]
 ) -> Iterator[float]:  # fmt: skip
     """What the control groups of this process, and those above, say in a file; versions 2 and 1."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        if number != "0" and controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" if number == "0" else root / "sys/fs/cgroup" / controllers
-        # In a container the path may be the host's. The container's own group is then the top.
-        group = top / path.strip("/") if (top / path.strip("/")).is_dir() else top
-        while top == group or top in group.parents:
-            value = read(group / (new if number == "0" else old))
-            if value is not None:
-                yield value
-            group = group.parent
+    for group, version in control_groups(controller, root / "proc", root / "sys/fs/cgroup"):
+        value = read(group / (new if version == 2 else old))
+        if value is not None:
+            yield value
 
 
 def _filesystem(root: Path, place: Path) -> str | None:
     """The type of the file system that a path is on."""
     found, longest = None, -1
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
         if len(fields) < 5 or not after:
@@ -177,23 +164,11 @@ def _filesystem(root: Path, place: Path) -> str | None:
 
 
 def _meminfo(root: Path, name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    found = re.search(rf"^{name}:\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def _chosen(file: Path) -> str | None:
     """The one in brackets of a list of choices."""
-    found = re.search(r"\[(\w+)\]", _read(file))
+    found = re.search(r"\[(\w+)\]", read_text(file))
     return found[1] if found else None
-
-
-def _whole(file: Path) -> int | None:
-    text = _read(file).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
