@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAVES = {"errors", "fields", "machine", "memory", "loading", "similarity", "fingerprint", "precision", "observed"}
+LEAVES = {
+    "errors", "fields", "machine", "memory", "loading", "locking", "similarity", "fingerprint", "precision", "observed"
+}  # fmt: skip
 """Modules at the top level that import nothing of attmemo but each other: every room may use them."""
 
 # A room may import the rooms in its row, itself, and leaves. The face `attmemo` and `cli` may import everything.

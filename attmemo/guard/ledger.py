@@ -8,11 +8,11 @@ counts are kept.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-VERSION: Final = "2"
+from attmemo.locking import locked
+
+VERSION: Final = "3"
 HASHES: Final[dict[str, tuple[int, ...]]] = {"changes": (), "harmful": (), "values": (3,), "harm": (2,)}
 """Arrays of a file, and the numbers of one entry."""
 
@@ -70,9 +72,10 @@ class Ledger:
         finally:
             other.unlink(missing_ok=True)
 
-    def lock(self) -> _Lock:
-        """Held while the file is read and written anew."""
-        return _Lock(self.path.with_name(self.path.name + ".lock"))
+    def lock(self) -> AbstractContextManager[None]:
+        """Held while the file is read and written anew. OSError: the folder cannot be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return locked(self.path.with_name(self.path.name + ".lock"))
 
 
 def all_in(folder: os.PathLike[str] | str) -> list[tuple[dict[str, Any], Learned]]:
@@ -96,17 +99,3 @@ def _read(path: Path) -> tuple[str, Learned] | None:
             return told["settings"], learned
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
-
-
-class _Lock:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # a child that was forked meanwhile holds the file too
-        os.close(self._file)

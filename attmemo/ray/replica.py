@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +16,7 @@ from attmemo.db.files import CATALOGUE, FULL, MANIFEST, sync
 from attmemo.db.filling import is_filling
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
 from attmemo.handles.rows import GUARDS
+from attmemo.locking import locked
 
 REPLICAS: Final = "replicas"
 PART: Final = ".part"
@@ -69,7 +68,9 @@ def ensure_local(place: str | os.PathLike[str], cache: str | os.PathLike[str] | 
         found = folder / name
         if found.is_dir():
             return found
-        with _locked(folder / f"{name}.lock"):
+        with ExitStack() as held:
+            with storing(folder):
+                held.enter_context(locked(folder / f"{name}.lock"))
             if found.is_dir() or _copy(source, raw, found):
                 return found
     raise DatabaseError(
@@ -223,17 +224,3 @@ def _check_room(folder: Path, needed: int) -> None:
         raise StorageFullError(
             f"{folder}: a replica needs {needed:,} bytes, {free:,} are free.", "free space, or give another cache"
         )
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Held while inside; the kernel takes it from a process that ends."""
-    with storing(file.parent):
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
