@@ -31,63 +31,103 @@ def _remembered() -> Iterator[None]:
         yield
 
 
+def _ask(margin: Margin, requests: int) -> None:
+    """As many requests whose answers, below the margin, were seen."""
+    margin.request(requests, 0.0)
+
+
+def _asked(requests: int) -> Margin:
+    """A margin after so many requests."""
+    margin = Margin(0.01)
+    _ask(margin, requests)
+    return margin
+
+
 class TestMargin:
     def test_it_falls_only_after_enough_answers_were_seen(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(100_000)
         first = margin.least
         assert first == STEPS[FIRST]
         for _ in range(SEEN - 1):
-            margin.sample(0.4, False, 100_000)
+            margin.sample(0.4, False)
             assert margin.least == first
-        margin.sample(0.4, False, 100_000)
+        margin.sample(0.4, False)
         assert margin.least < first
 
     def test_it_falls_only_once_the_budget_covers_what_was_not_seen_to_change(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(400)
         for _ in range(SEEN):
-            margin.sample(0.4, False, 400)  # up to 2.3 of them may change; half the budget is 2.0
+            margin.sample(0.4, False)  # up to 2.3 of them may change; half the budget is 2.0
         assert margin.least == STEPS[FIRST]
-        margin.sample(0.4, False, 500)
+        _ask(margin, 100)
+        margin.sample(0.4, False)
         assert margin.least < STEPS[FIRST]
 
     def test_it_does_not_fall_if_too_many_answers_would_have_changed(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(1000)
         for _ in range(10 * SEEN):
-            margin.sample(0.4, True, 1000)
+            margin.sample(0.4, True)
         assert margin.least == STEPS[FIRST]
 
     def test_it_falls_as_far_as_few_answers_would_have_changed(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(10_000)
         for _ in range(10 * SEEN):
             for seen, changed in ((0.45, False), (0.25, False), (0.15, True)):
-                margin.sample(seen, changed, 10_000)
+                margin.sample(seen, changed)
         assert margin.least == 0.2
 
     def test_it_rises_again_if_more_would_have_changed(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(1000)
         for _ in range(SEEN):
             for seen in (0.45, 0.25, 0.15):
-                margin.sample(seen, False, 1000)
+                margin.sample(seen, False)
         assert margin.least == 0.1
         for _ in range(SEEN):
-            margin.sample(0.15, True, 1000)
+            margin.sample(0.15, True)
         assert margin.least > 0.15
 
+    def test_answers_once_allowed_count_by_their_rate_however_many_requests_follow(self) -> None:
+        margin = _asked(2000)
+        for _ in range(SEEN):
+            margin.sample(0.45, False)
+        for _ in range(6):
+            margin.sample(0.45, True)  # .0053 a request at most, with a sureness of 90 %
+        assert margin.least == STEPS[FIRST]
+        _ask(margin, 200)
+        margin.sample(0.45, False)
+        assert margin.least == STEPS[FIRST - 1]
+        _ask(margin, 100_000)  # answers between the two steps are given now, and change as often as before
+        for answer in range(400):
+            margin.sample(0.25, answer % 10 == 0)
+        assert margin.least == STEPS[FIRST - 1]
+
+    def test_answers_that_are_given_are_watched_in_the_samples_drawn_of_them(self) -> None:
+        margin = _asked(1000)
+        for _ in range(SEEN):
+            margin.sample(0.45, False)
+        assert margin.least == STEPS[FIRST - 1]
+        for _ in range(1000):
+            margin.request(1.0, 0.02)
+        for _ in range(20):
+            margin.sample(0.45, True)
+        assert margin.least == STEPS[FIRST]
+
     def test_it_does_not_fall_past_a_step_where_nothing_was_seen(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(100_000)
         for _ in range(10 * SEEN):
-            margin.sample(0.15, False, 100_000)
+            margin.sample(0.15, False)
         assert margin.least == STEPS[FIRST]
 
     def test_it_rises_after_each_alarm_and_forgets(self) -> None:
-        margin = Margin(0.01)
+        margin = _asked(100_000)
         for _ in range(2 * SEEN):
-            margin.sample(0.15, False, 100_000)
+            margin.sample(0.15, False)
         for step in range(FIRST + 1, len(STEPS) + 3):
             margin.rise()
+            _ask(margin, 100_000)
             assert margin.least == STEPS[min(step, len(STEPS) - 1)]
             for _ in range(SEEN - 1):
-                margin.sample(0.4, False, 100_000)
+                margin.sample(0.4, False)
             assert margin.least == STEPS[min(step, len(STEPS) - 1)]
 
     @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans(), st.integers(0, 10**6)), max_size=80),
@@ -101,13 +141,14 @@ class TestMargin:
             margin.rise()
         highest = margin.least
         for found, changed, requests in seen:
-            margin.sample(found, changed, requests)
+            margin.request(requests, requests / 50)
+            margin.sample(found, changed)
             assert margin.least in STEPS
             assert STEPS[0] <= margin.least <= highest
             assert margin.least_for(False) == margin.least
             assert margin.least_for(True) == max(margin.least, SURE)
         other = Margin(0.05)
-        other.adopt(margin.counts(), 0)
+        other.adopt(margin.counts())
         assert other.counts() == margin.counts()
         assert other.least == highest
 

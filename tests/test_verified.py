@@ -119,12 +119,16 @@ class TestVerified:
 
     def test_a_slot_with_a_changed_answer_needs_many_times_more_values(self) -> None:
         found = learned([(True, [number(1, 90, 91)])])
-        for value in range(1, NUMBERS * PENALTY):
+        for value in range(1, NUMBERS * (1 + PENALTY)):
             assert found.ask(gaps(number(1, 80, 81))) is Cover.NOT
             found.stayed(gaps(number(1, value, value + 1)))
         assert found.ask(gaps(number(1, 80, 81))) is Cover.FULLY
         found.changed(gaps(number(1, 70, 71)))
         assert found.ask(gaps(number(1, 80, 81))) is Cover.NOT
+
+    def test_a_slot_is_blamed_once_for_an_answer_however_many_changes_lie_in_it(self) -> None:
+        found = learned([(True, [number(1, 90, 91), number(1, 80, 81), number(1, 70, 71)])])
+        assert content(found)["harm"] == [(1 * 2, 1)]
 
     def test_words_are_to_blame_before_numbers(self) -> None:
         found = learned([(False, [number(1, 2, 3)]), (True, [number(1, 4, 5), word(2, 6, 7)])])
@@ -138,7 +142,7 @@ class TestVerified:
         assert found.ask(gaps(word(2, 6, 7))) is Cover.NOT
 
     def test_a_free_slot_stays_closed_for_the_very_change_that_changed_an_answer(self) -> None:
-        found = learned([(False, [number(1, k, k + 1)]) for k in range(1, NUMBERS * PENALTY + 4)])
+        found = learned([(False, [number(1, k, k + 1)]) for k in range(1, NUMBERS * (1 + PENALTY) + 4)])
         found.changed(gaps(number(1, 90, 1)))
         assert found.ask(gaps(number(1, 90, 1))) is Cover.NOT
 

@@ -49,6 +49,15 @@ def highest_rate(changed: int, same: int, confidence: float) -> float:
     return high
 
 
+def certifies(highest: float, served: int, verified: int, requests: int, budget: float) -> bool:
+    """Whether every answer whose changes are verified may be served: `highest` is the highest rate of changed answers.
+
+    Of all requests, those that were `verified` could have been `served` too; a half is supposed at least.
+    """
+    could = (served + verified) / max(requests, 1)
+    return highest < 1.0 and highest * min(max(could, 0.5), 1.0) <= budget
+
+
 @dataclass(slots=True)
 class Counts:
     """Samples and requests since an epoch began. Sums: those of several processes can be added."""

@@ -149,13 +149,16 @@ class Guard:
     def _decide(self, cover: Cover | None) -> Verdict | None:
         """One request; the account and the draw go on."""
         earned, verdict = EARNED, None
+        affords = self.certificate.affords()
+        seen = 1.0 if affords or self._saved >= 1.0 else self.drawn
+        self.margin.request(seen, self.drawn if affords else seen)
         if cover is Cover.SAME:
             verdict = Verdict.SERVE
         elif cover:
             drawn = self._random.random() < self.drawn
             if drawn:
                 verdict = Verdict.SAMPLE
-            elif self.certificate.affords():
+            elif affords:
                 verdict, earned = Verdict.SERVE, EARNED + RETURNED
             else:
                 verdict = self._paid(Verdict.SAMPLE)
@@ -185,9 +188,9 @@ class Guard:
         with self._lock:
             self._dirty = True
             low = self.is_low(margin, cover)
-            if low and margin is not None:
-                if cover is Cover.FULLY:
-                    self.margin.sample(margin, changed, self.certificate.counts.requests)
+            if margin is not None and cover is Cover.FULLY:
+                self.margin.sample(margin, changed)
+            if low:
                 if verdict is Verdict.SERVE:
                     self._saved -= RETURNED  # it saved nothing
                     self._done["served"] -= 1
@@ -243,7 +246,7 @@ class Guard:
     def _adopt(self, counts: Mapping[str, float]) -> None:
         types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}
         self.certificate.adopt(Counts(**{name: kind(counts.get(name, 0)) for name, kind in types.items()}))
-        self.margin.adopt(counts, self.certificate.counts.requests)
+        self.margin.adopt(counts)
 
     def _price(self) -> float:
         """What is paid for a certificate of this epoch: after every alarm less, for it may never come."""

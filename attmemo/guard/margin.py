@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import gammaincinv  # type: ignore[import-untyped,unused-ignore]
+
+Numbers = npt.NDArray[np.float64]
 
 STEPS: Final = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97)
 """Margins between probabilities that can be chosen."""
@@ -50,28 +53,42 @@ class Margin:
         self._steps = np.array(COSINES if vectors else STEPS)
         self._first = self._top = FIRST_COSINE if vectors else FIRST
         self._sure = 0.0 if vectors else SURE
-        self._seen, self._changed = np.zeros((2, len(self._steps)), np.int64)  # by the highest step that is reached
+        # By the highest step that an answer reaches: answers seen, those that changed, and the requests in which an
+        # answer there would have been seen.
+        self._seen, self._changed, self._asked = np.zeros((3, len(self._steps)))
         self.least = float(self._steps[self._top])
 
     def least_for(self, freely: bool) -> float:
         """The least margin; `freely`: a word stands in a free slot."""
         return max(self.least, self._sure) if freely else self.least
 
-    def sample(self, margin: float, changed: bool, requests: int) -> None:
-        """An answer below the margin was computed again; `requests` were made so far."""
-        step = int(np.searchsorted(self._steps, margin, side="right")) - 1
-        if step < 0:
-            return
-        self._seen[step] += 1
-        self._changed[step] += changed
-        self._choose(requests)
+    def request(self, below: float, above: float) -> None:
+        """A request was made, and its answer would be seen with these probabilities: below the margin, and above."""
+        least = int(np.searchsorted(self._steps, self.least))
+        self._asked[:least] += below
+        self._asked[least:] += above
 
-    def _choose(self, requests: int) -> None:
-        allowed = SHARE * self._budget * requests
+    def sample(self, margin: float, changed: bool) -> None:
+        """An answer with a verified change was computed exactly too."""
+        step = int(np.searchsorted(self._steps, margin, side="right")) - 1
+        if 0 <= step < self._top:
+            self._seen[step] += 1
+            self._changed[step] += changed
+            self._choose()
+
+    def _choose(self) -> None:
+        """Lower the margin while the answers between it and the highest one change seldom enough.
+
+        Answers above the margin are seen seldom, those below it always. So rates are compared, not counts: each step
+        has requests of its own, and all rates are told in those of the step with the fewest.
+        """
         step = self._top
         while step and self._seen[step - 1] >= SEEN:
-            changed = int(self._changed[step - 1 : self._top].sum())
-            if gammaincinv(changed + 1, SURENESS) > allowed:  # the highest mean of a Poisson count of so many
+            asked = self._asked[step - 1 : self._top]
+            fewest = asked.min()
+            changed = (self._changed[step - 1 : self._top] * fewest / np.maximum(asked, 1)).sum()
+            # The highest mean of a Poisson count of so many.
+            if gammaincinv(changed + 1, SURENESS) > SHARE * self._budget * fewest:
                 break
             step -= 1
         self.least = float(self._steps[step])
@@ -80,20 +97,22 @@ class Margin:
         """What was seen, by step."""
         return {
             f"margin_{name}_{step}": float(count)
-            for name, column in (("seen", self._seen), ("changed", self._changed))
+            for name, column in self._columns()
             for step, count in enumerate(column)
         } | {TOP: float(self._top)}
 
-    def adopt(self, counts: Mapping[str, float], requests: int) -> None:
+    def adopt(self, counts: Mapping[str, float]) -> None:
         """Go on from these counts."""
-        for name, column in (("seen", self._seen), ("changed", self._changed)):
-            for step in range(len(self._steps)):
-                column[step] = int(counts.get(f"margin_{name}_{step}", 0))
+        for name, column in self._columns():
+            column[:] = [counts.get(f"margin_{name}_{step}", 0.0) for step in range(len(self._steps))]
         self._top = int(counts.get(TOP, self._first))
-        self._choose(requests)
+        self._choose()
+
+    def _columns(self) -> tuple[tuple[str, Numbers], ...]:
+        return ("seen", self._seen), ("changed", self._changed), ("asked", self._asked)
 
     def rise(self) -> None:
         """Ask for more from now on: too many answers changed."""
         self._top = min(self._top + 1, len(self._steps) - 1)
         self.least = float(self._steps[self._top])
-        self._seen[:] = self._changed[:] = 0
+        self._seen[:] = self._changed[:] = self._asked[:] = 0.0

@@ -7,7 +7,7 @@ nothing of "down" for "up"). A slot is *free* once enough different values were 
 stand there. A number is free after few values. A word needs more of them, and then the answer must be surer
 (`attmemo.guard.margin`): "Accepted" for "Failed" is hardly more harmless for "Closed" having been.
 
-An answer that changed is held against the slots that are known least. Such a slot needs many times more values.
+An answer that changed is held against the slot that is known least. Such a slot needs many more values.
 
 Slots are those of all records together: what is learned about a field of one record holds for the same field of every
 other one. Hashes stand for slots and values, so nothing of an input can be read from them.
@@ -28,8 +28,8 @@ NUMBERS: Final = 2
 """Harmless values that make a slot of numbers free."""
 WORDS: Final = 6
 """Harmless values that make a slot of words free."""
-PENALTY: Final = 8
-"""Times more values are needed after an answer changed."""
+PENALTY: Final = 4
+"""Times as many values more are needed for each answer that changed."""
 MOST: Final = 1 << 18
 """Values that are remembered."""
 
@@ -91,7 +91,8 @@ class Verified:
                 continue
             if value in self._harmful or former in self._harmful:
                 return Cover.NOT
-            if not self._free or len(harmless) < (WORDS if word else NUMBERS) * PENALTY ** self._harm.get(slot, 0):
+            needed = (WORDS if word else NUMBERS) * (1 + PENALTY * self._harm.get(slot, 0))
+            if not self._free or len(harmless) < needed:
                 return Cover.NOT
             if word:
                 found = Cover.FREELY
@@ -123,11 +124,12 @@ class Verified:
         """These changes, together, changed the answer: words among them are to blame, or else numbers."""
         rows = _rows(gaps)
         suspects = [row for row in rows if row[4]] or rows
-        known = [len(self._harmless.get(slot, ())) for slot, *_ in suspects]
-        for (slot, value, _, change, _), values in zip(suspects, known, strict=True):
-            if values <= 2 * min(known):
-                self._harm[slot] = self._harm.get(slot, 0) + 1
-                self._forbid({value, change})
+        known = {slot: len(self._harmless.get(slot, ())) for slot, *_ in suspects}
+        blamed = {slot for slot, values in known.items() if values == min(known.values())}
+        for slot in blamed:  # once, however many gaps lie in the slot, as those of a time of day do
+            self._harm[slot] = self._harm.get(slot, 0) + 1
+        guilty = [row for row in suspects if row[0] in blamed]
+        self._forbid({value for _, value, *_ in guilty} | {change for *_, change, _ in guilty})
 
     def _forbid(self, harmful: set[int]) -> None:
         self._harmful |= harmful
