@@ -120,9 +120,9 @@ def bench_layer(
     dict
         ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
         ``exact-eager`` and ``exact-compiled`` (if asked; the former where ``exact`` is another),
-        ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), ``ceiling`` (the hit path without lookup and
-        fetch, on maps that are in contiguous memory already); with ``ms``, ``ms_min``, ``speedup`` (against
-        ``exact``), ``speedup_best`` (against the fastest exact one).
+        ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), ``ceiling`` (the hit
+        path without lookup and fetch, on maps that are in contiguous memory already); with ``ms``, ``ms_min``,
+        ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one).
 
         For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
         lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
