@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attmemo.guard.certificate import highest_rate
+from attmemo.guard.certificate import certifies, highest_rate
 from attmemo.memoization import memoize
 from attmemo.profiler.answers import changed
 from attmemo.profiler.models import LoadedModel, Tokens
@@ -84,14 +84,18 @@ def samples_needed(guard: Mapping[str, Any]) -> int | None:
 
     As `attmemo.guard.Guard.certified` asks it, of the statistics of a guard.
     """
-    could = (guard["done"].get("served", 0) + guard["verified"]) / max(guard["requests"], 1)
-    share = min(max(could, 0.5), 1.0)
-    low, high = int(guard["changed"]), _MOST_SAMPLES
-    if highest_rate(low, high - low, guard["confidence"]) * share > guard["budget"]:
+    least, served = int(guard["changed"]), guard["done"].get("served", 0)
+
+    def enough(samples: int) -> bool:
+        highest = highest_rate(least, samples - least, guard["confidence"])
+        return certifies(highest, served, guard["verified"], guard["requests"], guard["budget"])
+
+    low, high = least, _MOST_SAMPLES
+    if not enough(high):
         return None
     while low < high:
         middle = (low + high) // 2
-        if highest_rate(guard["changed"], middle - guard["changed"], guard["confidence"]) * share <= guard["budget"]:
+        if enough(middle):
             high = middle
         else:
             low = middle + 1
