@@ -21,7 +21,7 @@ from transformers import (
 from attmemo.embed.training import TrainOptions
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import load_model
+from attmemo.profiler.models import LoadedModel, load_model
 from attmemo.profiler.train import train_database
 
 pytest.register_assert_rewrite("helpers", "page_tools", "reliability_tools")
@@ -117,6 +117,12 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) ->
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**TINY))
     return _save(model, log_lines, tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_bert: str) -> LoadedModel:
+    """`tiny_bert`, for tests that do not change the model."""
+    return load_model(tiny_bert)
 
 
 @pytest.fixture(scope="session")

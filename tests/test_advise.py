@@ -20,16 +20,11 @@ from attmemo.kernels.align import Rule
 from attmemo.memoization import memoize
 from attmemo.profiler.advise import PAYS, AdviseOptions, advise, recommend
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
+from attmemo.profiler.models import LoadedModel, Tokens, tokenize
 from attmemo.profiler.peers import another, way_of
 from attmemo.profiler.simulation import play_tokens
 
 NO_KINDS = np.empty(0, np.uint8)
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_bert: str) -> LoadedModel:
-    return load_model(tiny_bert)
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,6 @@ LINES = 60
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_bert: str) -> LoadedModel:
-    """The tiny BERT."""
-    return load_model(tiny_bert)
-
-
-@pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> Path:
     """Sixty lines, a blank one among them."""
     file = tmp_path_factory.mktemp("build") / "short.log"

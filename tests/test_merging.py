@@ -25,11 +25,6 @@ SHARDS = 3
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_bert: str) -> LoadedModel:
-    return load_model(tiny_bert)
-
-
-@pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> Path:
     """Lines, some of them twice, and blank ones between."""
     file = tmp_path_factory.mktemp("log") / "all.log"

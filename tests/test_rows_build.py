@@ -27,12 +27,6 @@ OPTIONS = BuildOptions(max_length=48, storage="float32", batch_size=8, held_out=
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_bert: str) -> LoadedModel:
-    """The tiny BERT."""
-    return load_model(tiny_bert)
-
-
-@pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory, log_lines: list[str]) -> Path:
     """Sixty different lines."""
     file = tmp_path_factory.mktemp("rows") / "short.log"
