@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this package, and the scripts beside it
 from paper import page
 from paper.frame import LaterError, Run, measured
 from paper.registry import NAMES, figure

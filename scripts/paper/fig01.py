@@ -55,10 +55,10 @@ def claims(found: Found) -> list[Claim]:
 
 def caption(found: Found) -> str:
     return (
-        f"Random weights of base size (768 wide, 12 heads), {found['layers']} layers, batch {found['batch']}, float32, all "
-        "tokens valid. Self-attention: projections of Q, K and V, maps, A·V; in ALBERT the output projection too. Eager: "
-        "attention without a fused kernel, as in the paper (PyTorch 1.11, 24 cores); fused: today's default. RoBERTa has "
-        f"the layers of BERT. Medians. {where(found)}."
+        f"Random weights of base size (768 wide, 12 heads), {found['layers']} layers, batch {found['batch']}, "
+        "float32, all tokens valid. Self-attention: projections of Q, K and V, maps, A·V; in ALBERT the output "
+        "projection too. Eager: attention without a fused kernel, as in the paper (PyTorch 1.11, 24 cores); fused: "
+        f"today's default. RoBERTa has the layers of BERT. Medians. {where(found)}."
     )
 
 
@@ -72,11 +72,11 @@ def rows(found: Found) -> str:
 
 def why(found: Found) -> str:
     return (
-        "Eager attention writes the scores and the maps to memory, and computes the softmax between; a fused kernel does "
-        "not. The paper's share comes from eager attention on 24 cores, where the matrix products of the other parts are "
-        "fast and passes over memory are not. Here the two cores compute the projections and the FFN more slowly in "
-        "proportion, so that even eager attention weighs less. What memoization can save is therefore smaller than the "
-        "paper's bars suggest."
+        "Eager attention writes the scores and the maps to memory, and computes the softmax between; a fused "
+        "kernel does not. The paper's share comes from eager attention on 24 cores, where the matrix products of "
+        "the other parts are fast and passes over memory are not. Here the two cores compute the projections and "
+        "the FFN more slowly in proportion, so that even eager attention weighs less. What memoization can save is "
+        "therefore smaller than the paper's bars suggest."
     )
 
 

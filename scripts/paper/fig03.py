@@ -58,7 +58,8 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "similarity differs by layer", "4 layers shown",
-            f"means from {min(means):.2f} to {max(means):.2f} over valid tokens", judge(max(means) - min(means) > 0.05),
+            f"means from {min(means):.2f} to {max(means):.2f} over valid tokens",
+            judge(max(means) - min(means) > 0.05),
         ),
     ]  # fmt: skip
 
@@ -66,8 +67,8 @@ def claims(found: Found) -> list[Claim]:
 def caption(found: Found) -> str:
     return (
         f"minilm-sst2 (6 layers), {found['stored']:,} random train phrases stored, {found['asked']} test sentences "
-        f"asked, exhaustive search; padded to {found['padded_to']} tokens with a mask, first head, as in the paper; and "
-        f"over valid tokens, records of the same length, all heads. Paper: BERT-base, 60,000 stored, 600 asked. "
+        f"asked, exhaustive search; padded to {found['padded_to']} tokens with a mask, first head, as in the paper; "
+        "and over valid tokens, records of the same length, all heads. Paper: BERT-base, 60,000 stored, 600 asked. "
         f"{where(found)}."
     )
 
@@ -87,11 +88,11 @@ def rows(found: Found) -> str:
 def why(found: Found) -> str:
     padded, valid = ([row["mean"] for row in found["ways"][name]] for name in (PADDED, VALID))
     return (
-        f"A sentence here has {found['mean_tokens']:.0f} tokens, so most of the rows of a padded map belong to padding. "
-        "Rows of padding look at the same few tokens in every map, and Eq. 1 counts them like the others. Padded, the "
-        f"mean similarity is {min(padded):.2f} to {max(padded):.2f}; over valid tokens, {min(valid):.2f} to "
-        f"{max(valid):.2f}. A query over valid tokens has fewer records to choose from, because a record serves only its "
-        "own length. The database is smaller than the paper's, which lowers both."
+        f"A sentence here has {found['mean_tokens']:.0f} tokens, so most of the rows of a padded map belong to "
+        "padding. Rows of padding look at the same few tokens in every map, and Eq. 1 counts them like the others. "
+        f"Padded, the mean similarity is {min(padded):.2f} to {max(padded):.2f}; over valid tokens, "
+        f"{min(valid):.2f} to {max(valid):.2f}. A query over valid tokens has fewer records to choose from, because "
+        "a record serves only its own length. The database is smaller than the paper's, which lowers both."
     )
 
 

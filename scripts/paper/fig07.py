@@ -96,7 +96,8 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "embeddings search much faster than an exhaustive search", "1.5 s against 5 ms (300x)",
-            f"{ms['exhaustive']:.1f} ms against {ms['embedding']:.2f} ms ({ratio:.0f}x)", judge(ratio > 1, ratio >= 300),
+            f"{ms['exhaustive']:.1f} ms against {ms['embedding']:.2f} ms ({ratio:.0f}x)",
+            judge(ratio > 1, ratio >= 300),
             "records of the query's own length alone are compared, without padding",
         ),
     ]  # fmt: skip
@@ -105,8 +106,8 @@ def claims(found: Found) -> list[Claim]:
 def caption(found: Found) -> str:
     return (
         f"minilm-sst2, {found['stored']:,} phrases stored (on average {found['records_of_the_length']:.0f} have the "
-        f"length of a query), {found['asked']} dev sentences asked one by one in each of 6 layers; valid tokens, all heads; "
-        f"medians of times, embedding included. Paper: 60,000 stored, 640 asked. {where(found)}."
+        f"length of a query), {found['asked']} dev sentences asked one by one in each of 6 layers; valid tokens, "
+        f"all heads; medians of times, embedding included. Paper: 60,000 stored, 640 asked. {where(found)}."
     )
 
 
@@ -121,10 +122,10 @@ def rows(found: Found) -> str:
 
 def why(found: Found) -> str:
     return (
-        "The quality of the search is the paper's. An exhaustive search is far cheaper here than the paper's 1.5 s: a "
-        "record serves inputs of its own length, so that a search compares few maps, and these have no padding. The "
-        "embedding has linear layers that fold into two products. So the ratio of the times says little; the search by "
-        "embeddings stays below a millisecond and does not grow with the database."
+        "The quality of the search is the paper's. An exhaustive search is far cheaper here than the paper's 1.5 "
+        "s: a record serves inputs of its own length, so that a search compares few maps, and these have no "
+        "padding. The embedding has linear layers that fold into two products. So the ratio of the times says "
+        "little; the search by embeddings stays below a millisecond and does not grow with the database."
     )
 
 

@@ -14,7 +14,7 @@ from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.profiler.answers import prepare
 from attmemo.profiler.bench.timing import interleave, silent
-from attmemo.profiler.models import LoadedModel, Tokens, answers, load_model
+from attmemo.profiler.models import LoadedModel, answers, load_model
 from paper import levels
 from paper.exhaustive import padded_inputs
 from paper.frame import Claim, Figure, Found, Run, judge, percent, table, where
@@ -144,7 +144,8 @@ def claims(found: Found) -> list[Claim]:
         Claim(
             "the same against today's best path", "not compared",
             f"{words(said['sst']['tight'])} (batch {size}, no padding, fused)",
-            judge(*(gain > 1.02 for gain in said["sst"]["tight"])), "leaving the padding out gains more than memoization",
+            judge(*(gain > 1.02 for gain in said["sst"]["tight"])),
+            "leaving the padding out gains more than memoization",
         ),
         Claim(
             "log windows (DeBERTa) are served faster at the three levels", "1.1x to 1.7x (SST-2)",
@@ -157,19 +158,20 @@ def claims(found: Found) -> list[Claim]:
 def caption(found: Found) -> str:
     loads = [row["load"] for row in found["rows"]]
     return (
-        f"First table: random weights of base size, {found['layers']} layers, float32, no padding, every sequence served "
-        "from a real database (threshold 0), lookup and fetch included: the most that memoization can save. RoBERTa has "
-        "the layers of BERT. Second table: trained models on real text at the thresholds of Table 2, gate off, one lookup "
-        f"a sequence; padded to {PADDED} with eager attention, as in the paper (its padding: 512), and sorted by length "
-        f"without padding on the best attention. Paper: 48 cores, 8,000 to 2,000 records. {where(found)}; load "
-        f"{min(loads):g} to {max(loads):g} before a cell."
+        f"First table: random weights of base size, {found['layers']} layers, float32, no padding, every sequence "
+        "served from a real database (threshold 0), lookup and fetch included: the most that memoization can save. "
+        "RoBERTa has the layers of BERT. Second table: trained models on real text at the thresholds of Table 2, "
+        f"gate off, one lookup a sequence; padded to {PADDED} with eager attention, as in the paper (its padding: "
+        "512), and sorted by length without padding on the best attention. Paper: 48 cores, 8,000 to 2,000 "
+        f"records. {where(found)}; load {min(loads):g} to {max(loads):g} before a cell."
     )
 
 
 def rows(found: Found) -> str:
     first = [
         (
-            WORDS[row["family"]], f"{row['length']} x {row['batch']}", f"{row['eager_ms']:.0f}", f"{row['exact_ms']:.0f}",
+            WORDS[row["family"]], f"{row['length']} x {row['batch']}", f"{row['eager_ms']:.0f}",
+            f"{row['exact_ms']:.0f}",
             f"{row['memoized-layer']:.0f}", f"{row['memoized-sequence']:.0f}", f"{_gain(row, 'eager'):.2f}x",
             f"{_gain(row, 'best'):.2f}x", f"{min(row['exact_ms'], row['eager_ms']) / row['ceiling']:.2f}x",
         )
@@ -190,7 +192,8 @@ def rows(found: Found) -> str:
                 cells += [f"{ms[f'tight, {level}']:.2f}", f"{_real_gain(part, level, 'tight'):.2f}x"]
                 lines.append(cells)
     more = (
-        "model", "batch", "level", "calls served", "padded, eager, ms a text", "served", "gain", "best path, ms a text",
+        "model", "batch", "level", "calls served", "padded, eager, ms a text", "served", "gain",
+        "best path, ms a text",
         "served", "gain",
     )  # fmt: skip
     return f"{table(head, first)}\n\n{table(more, lines)}"
@@ -200,12 +203,12 @@ def why(found: Found) -> str:
     part = list(found["real"]["minilm-sst2"].values())[-1]
     padding = part["ms"]["padded, eager"] / part["ms"]["tight, best"]
     return (
-        "The paper compares with eager attention in PyTorch 1.11 on inputs of about 25 tokens padded to 512. Both parts of "
-        "the baseline are gone: attention is one fused kernel today, and a careful server sorts by length and does not pad. "
-        f"On SST-2 these two alone are worth {padding:.1f}x (padded to {PADDED}), without any change of an answer. What is "
-        "left to memoization is Q, K and the maps: the ceiling in the first table. DeBERTa has no fused kernel, so its gain "
-        "remains. Whether texts hit at all decides the rest: at budgets that keep the answers, few free sentences do, and "
-        "many windows of log lines do."
+        "The paper compares with eager attention in PyTorch 1.11 on inputs of about 25 tokens padded to 512. Both "
+        "parts of the baseline are gone: attention is one fused kernel today, and a careful server sorts by length "
+        f"and does not pad. On SST-2 these two alone are worth {padding:.1f}x (padded to {PADDED}), without any "
+        "change of an answer. What is left to memoization is Q, K and the maps: the ceiling in the first table. "
+        "DeBERTa has no fused kernel, so its gain remains. Whether texts hit at all decides the rest: at budgets "
+        "that keep the answers, few free sentences do, and many windows of log lines do."
     )
 
 

@@ -9,7 +9,7 @@ LAYERS = 2
 
 
 def cell(run: Run, family: str, length: int, batch: int, *, served: bool = True) -> Found:
-    """Rows of `bench_layer` by variant, in float32: eager attention and today's best path, and all sequences served."""
+    """Rows of `bench_layer` by variant, float32: eager attention, today's best path, and all sequences served."""
     hidden, heads, length = run.size((768, 12, length), (32, 2, length // 16))
     batch = run.size(batch, min(batch, 3))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from loghub_windows import windows
 from torch import Tensor
 
 from attmemo import memoize, unmemoize
@@ -20,7 +21,6 @@ from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
-from loghub_windows import windows
 from paper import sst2
 from paper.frame import Found, Run
 

@@ -67,7 +67,8 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "a CNN or a transformer layer takes 20 and 30 times as long", "100 and 150 ms",
-            f"{ms['CNN']:.0f} and {ms['transformer']:.0f} ms: {ratios['CNN']:.0f} and {ratios['transformer']:.0f} times",
+            f"{ms['CNN']:.0f} and {ms['transformer']:.0f} ms: "
+            f"{ratios['CNN']:.0f} and {ratios['transformer']:.0f} times",
             judge(ratios["CNN"] >= 20, ratios["transformer"] >= 30),
         ),
     ]  # fmt: skip
@@ -75,9 +76,9 @@ def claims(found: Found) -> list[Claim]:
 
 def caption(found: Found) -> str:
     return (
-        f"{found['batch']} sequences of {found['length']} tokens, {found['hidden']} wide, to {DIMENSION} numbers; float32, "
-        "random weights, medians of turns. CNN: two convolutions of width 3 to a third of the channels. Transformer: one "
-        f"encoder layer. Paper: 24 cores. {where(found)}."
+        f"{found['batch']} sequences of {found['length']} tokens, {found['hidden']} wide, to {DIMENSION} numbers; "
+        "float32, random weights, medians of turns. CNN: two convolutions of width 3 to a third of the channels. "
+        f"Transformer: one encoder layer. Paper: 24 cores. {where(found)}."
     )
 
 

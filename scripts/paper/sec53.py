@@ -36,8 +36,8 @@ def claims(found: Found) -> list[Claim]:
 
 def caption(found: Found) -> str:
     return (
-        f"{found['records']:,} clustered random vectors of {found['dimension']} dimensions, nearest one; HNSW of faiss and "
-        f"of hnswlib, and a linear scan; medians. Paper: faiss HNSW, 48 cores. {where(found)}."
+        f"{found['records']:,} clustered random vectors of {found['dimension']} dimensions, nearest one; HNSW of "
+        f"faiss and of hnswlib, and a linear scan; medians. Paper: faiss HNSW, 48 cores. {where(found)}."
     )
 
 
@@ -54,8 +54,8 @@ def rows(found: Found) -> str:
 
 def why(found: Found) -> str:
     return (
-        "The claim is about one number, which today's machines keep easily. In the library, indexes are per length, so "
-        "that a search sees fewer vectors than the database has records."
+        "The claim is about one number, which today's machines keep easily. In the library, indexes are per "
+        "length, so that a search sees fewer vectors than the database has records."
     )
 
 

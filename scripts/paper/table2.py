@@ -47,8 +47,8 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "thresholds lie between 0.95 and 1", "0.95 to 0.9995",
-            f"{min((min(values, default=1.0) for values in used)):.2f} to "
-            f"{max((max(values, default=1.0) for values in used)):.2f}",
+            f"{min(min(values, default=1.0) for values in used):.2f} to "
+            f"{max(max(values, default=1.0) for values in used):.2f}",
             judge(all(min(values, default=1.0) >= 0.95 for values in used)),
             "scores here are of valid tokens; rows of padding would raise them",
         ),
@@ -66,8 +66,9 @@ def caption(found: Found) -> str:
         f"{part['levels'][0]['judged']} certify" for name, part in found["models"].items()
     )  # fmt: skip
     return (
-        f"{parts}. One lookup a sequence, one threshold a layer on the predicted score (Eq. 1 over valid tokens), gate off "
-        f"in the paper's table and on in the tuner. The paper's thresholds were set by hand. {where(found)}."
+        f"{parts}. One lookup a sequence, one threshold a layer on the predicted score (Eq. 1 over valid tokens), "
+        "gate off in the paper's table and on in the tuner. The paper's thresholds were set by hand. "
+        f"{where(found)}."
     )
 
 
@@ -100,10 +101,11 @@ def rows(found: Found) -> str:
 
 def why(found: Found) -> str:
     return (
-        "A threshold is a number on the scale of one embedder and one way to count padding. So the paper's values cannot "
-        "be compared with ours, and cannot be carried from model to model; DeBERTa's 0.9995 beside BERT's 0.98 shows "
-        "this within the paper. What can be compared is the budget: the share of answers that may change. The tuner "
-        "takes the budget, tests thresholds on texts that are not in the database, and certifies a bound."
+        "A threshold is a number on the scale of one embedder and one way to count padding. So the paper's values "
+        "cannot be compared with ours, and cannot be carried from model to model; DeBERTa's 0.9995 beside BERT's "
+        "0.98 shows this within the paper. What can be compared is the budget: the share of answers that may "
+        "change. The tuner takes the budget, tests thresholds on texts that are not in the database, and certifies "
+        "a bound."
     )
 
 

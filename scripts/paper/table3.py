@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure as Plot
 
-
 from attmemo.db.index import build_index
 from attmemo.profiler.answers import ask, changed, prepare, serving
 from attmemo.profiler.models import LoadedModel, Tokens
@@ -92,12 +91,14 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "training the embedder takes an hour and more", "1 to 3 h",
-            f"{first['train_seconds'] / 60:.1f} to {last['train_seconds'] / 60:.1f} min", judge(last["train_seconds"] > 3600),
+            f"{first['train_seconds'] / 60:.1f} to {last['train_seconds'] / 60:.1f} min",
+            judge(last["train_seconds"] > 3600),
             "linear layers, principal components first",
         ),
         Claim(
             "an index is built in minutes", "192 to 454 s",
-            f"{first['index_seconds']:.2f} to {last['index_seconds']:.2f} s a layer", judge(last["index_seconds"] * 6 > 192),
+            f"{first['index_seconds']:.2f} to {last['index_seconds']:.2f} s a layer",
+            judge(last["index_seconds"] * 6 > 192),
             "one vector of 128 numbers a sequence",
         ),
         Claim(
@@ -117,9 +118,10 @@ def claims(found: Found) -> list[Claim]:
 
 def caption(found: Found) -> str:
     return (
-        f"minilm-sst2, train phrases of at least 8 words (valid tokens, float16), lookup in every layer at a threshold of "
-        f"{found['threshold']:g}, {found['asked']} dev sentences in batches of 32, gate off. Seconds are wall time beside "
-        f"other work. Index: faiss HNSW, one layer's random vectors of 128 dimensions, one query a call. {where(found)}."
+        "minilm-sst2, train phrases of at least 8 words (valid tokens, float16), lookup in every layer at a "
+        f"threshold of {found['threshold']:g}, {found['asked']} dev sentences in batches of 32, gate off. Seconds "
+        "are wall time beside other work. Index: faiss HNSW, one layer's random vectors of 128 dimensions, one "
+        f"query a call. {where(found)}."
     )
 
 
@@ -149,11 +151,11 @@ def why(found: Found) -> str:
     last = found["rows"][-1]
     formula = padded_bytes(8192, 512) / 2**30
     return (
-        f"The paper's sizes are those of dense padded maps in float32: the formula gives {formula:.0f} GiB for 8,192 "
-        f"sequences. Without padding, and in half precision, a sequence of SST-2 takes "
-        f"{last['bytes'] / last['stored'] / 1e6:.2f} MB in six layers. So no big memory is needed for this data set. A "
-        "larger database serves more, as in the paper; the gain is of the same size. The exact answers are the paper's "
-        "weak point here: the mean map of the length does as well (Fig. 4)."
+        f"The paper's sizes are those of dense padded maps in float32: the formula gives {formula:.0f} GiB for "
+        "8,192 sequences. Without padding, and in half precision, a sequence of SST-2 takes "
+        f"{last['bytes'] / last['stored'] / 1e6:.2f} MB in six layers. So no big memory is needed for this data "
+        "set. A larger database serves more, as in the paper; the gain is of the same size. The exact answers are "
+        "the paper's weak point here: the mean map of the length does as well (Fig. 4)."
     )
 
 

@@ -32,7 +32,8 @@ def measure(run: Run) -> Found:
     totals = {
         "eager": eager(found)["attention_ms_per_layer"], "fused": rows["exact"]["attention_ms_per_layer"],
         "hit without lookup and fetch": rows["ceiling"]["attention_ms_per_layer"],
-        "lookup": rows["memoized-layer"]["lookup_ms_per_layer"], "served": rows["memoized-layer"]["serve_ms_per_layer"],
+        "lookup": rows["memoized-layer"]["lookup_ms_per_layer"],
+        "served": rows["memoized-layer"]["serve_ms_per_layer"],
     }  # fmt: skip
     return {"batch": batch, "length": length, "load": found["conditions"]["load"], "parts": alone, "module": totals}
 
@@ -81,12 +82,14 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "the map (QKᵀ, softmax) is three quarters of a layer's time", "423.3 of 567.2 ms (75 %)",
-            f"{parts['map (QKᵀ, softmax), eager']:.0f} of {module['eager']:.0f} ms eager ({100 * share:.0f} %); fused, map "
+            f"{parts['map (QKᵀ, softmax), eager']:.0f} of {module['eager']:.0f} ms eager ({100 * share:.0f} %); "
+            "fused, map "
             f"and A·V take {parts['map and A·V, fused']:.0f} ms", judge(share >= 0.7),
         ),
         Claim(
             "of the lookup, the embedding costs most", "38.4 ms, search 1.0 ms",
-            f"{parts['embedding']:.1f} ms, search {parts['search']:.1f} ms", judge(parts["embedding"] > parts["search"]),
+            f"{parts['embedding']:.1f} ms, search {parts['search']:.1f} ms",
+            judge(parts["embedding"] > parts["search"]),
         ),
         Claim(
             "the lookup costs more than the projection that it saves", "38.4 against 32.2 ms (not discussed)",
@@ -98,9 +101,10 @@ def claims(found: Found) -> list[Claim]:
 
 def caption(found: Found) -> str:
     return (
-        f"One BERT layer, batch {found['batch']}, {found['length']} tokens, no padding, float32 (maps stored in float16); "
-        "operations by themselves, and the whole attention module without its output projection inside a model of two "
-        f"layers. Paper: 48 cores, 1.5 TB of Optane. {where(found)}; load {found['load']:g} before the model."
+        f"One BERT layer, batch {found['batch']}, {found['length']} tokens, no padding, float32 (maps stored in "
+        "float16); operations by themselves, and the whole attention module without its output projection inside a "
+        f"model of two layers. Paper: 48 cores, 1.5 TB of Optane. {where(found)}; load {found['load']:g} before the "
+        "model."
     )
 
 
@@ -125,11 +129,12 @@ def rows(found: Found) -> str:
 def why(found: Found) -> str:
     module = found["module"]
     return (
-        "The paper's 423 ms for the map are eager attention on many cores: three passes over a gigabyte. A fused kernel "
-        "never writes the map. On the two cores here the projections weigh more, and these a hit saves in part too. Served, "
-        f"the layer takes {_with(found):.0f} ms, of which {module['lookup']:.1f} ms are the lookup; a hit without lookup and "
-        f"fetch takes {module['hit without lookup and fetch']:.0f} ms. The sum of the single operations and the time of the "
-        "module differ, since operations in a row find their data in the cache."
+        "The paper's 423 ms for the map are eager attention on many cores: three passes over a gigabyte. A fused "
+        "kernel never writes the map. On the two cores here the projections weigh more, and these a hit saves in "
+        f"part too. Served, the layer takes {_with(found):.0f} ms, of which {module['lookup']:.1f} ms are the "
+        f"lookup; a hit without lookup and fetch takes {module['hit without lookup and fetch']:.0f} ms. The sum of "
+        "the single operations and the time of the module differ, since operations in a row find their data in the "
+        "cache."
     )
 
 

@@ -53,7 +53,8 @@ def _drop_words(found: Found) -> str:
 
 
 def claims(found: Found) -> list[Claim]:
-    drops = [_drops(part) for part in found["models"].values()]
+    parts = found["models"].values()
+    drops = [_drops(part) for part in parts]
     near = [
         abs(row["mean map"] - row["accuracy"]) < 0.01 for part in found["models"].values() for row in part["levels"]
     ]
@@ -71,7 +72,7 @@ def claims(found: Found) -> list[Claim]:
             "share of calls served: " + "; ".join(
                 ", ".join(percent(row["rate"]) for row in part["levels"]) for part in found["models"].values()
             ),
-            judge(*(part["levels"][-1]["changed"] >= part["levels"][0]["changed"] for part in found["models"].values())),
+            judge(*(part["levels"][-1]["changed"] >= part["levels"][0]["changed"] for part in parts)),
         ),
         Claim(
             "the search is what keeps the accuracy", "no control shown",
@@ -91,9 +92,10 @@ def claims(found: Found) -> list[Claim]:
 def caption(found: Found) -> str:
     parts = "; ".join(f"{MODELS[name]}: {part['asked']} texts" for name, part in found["models"].items())
     return (
-        f"{parts} that no threshold was chosen on; thresholds of Table 2; valid tokens, batches of 32 sorted by length, "
-        "gate off, one lookup a sequence. Controls: the mean map of the length, or a random map of the length, served to "
-        f"the same calls. Decoder: docs/study-decoder.json. Paper: batch 32, padded to 512. {where(found)}."
+        f"{parts} that no threshold was chosen on; thresholds of Table 2; valid tokens, batches of 32 sorted by "
+        "length, gate off, one lookup a sequence. Controls: the mean map of the length, or a random map of the "
+        "length, served to the same calls. Decoder: docs/study-decoder.json. Paper: batch 32, padded to 512. "
+        f"{where(found)}."
     )
 
 
@@ -138,12 +140,13 @@ def rows(found: Found) -> str:
 def why(found: Found) -> str:
     sst = found["models"]["minilm-sst2"]["levels"]
     return (
-        "A level here is what the tuner finds for a budget; the paper's levels are thresholds set by hand. On SST-2 the "
-        f"budgets allow little: {percent(sst[0]['rate'])}, {percent(sst[1]['rate'])} and {percent(sst[2]['rate'])} of the "
-        "calls are served. The mean map of the length, which needs no search, keeps almost the same accuracy in the same "
-        "places: SST-2 hardly notices what stands in an attention map. The paper's table has no such control, so that "
-        "its accuracy does not show that the search found the right maps. For a decoder the paper gives no quality at "
-        "all; perplexity rises as soon as maps of other texts are served, except for texts made of templates."
+        "A level here is what the tuner finds for a budget; the paper's levels are thresholds set by hand. On "
+        f"SST-2 the budgets allow little: {percent(sst[0]['rate'])}, {percent(sst[1]['rate'])} and "
+        f"{percent(sst[2]['rate'])} of the calls are served. The mean map of the length, which needs no search, "
+        "keeps almost the same accuracy in the same places: SST-2 hardly notices what stands in an attention map. "
+        "The paper's table has no such control, so that its accuracy does not show that the search found the right "
+        "maps. For a decoder the paper gives no quality at all; perplexity rises as soon as maps of other texts "
+        "are served, except for texts made of templates."
     )
 
 

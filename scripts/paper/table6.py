@@ -67,14 +67,16 @@ def caption(found: Found) -> str:
     loads = [cell["load"] for cell in found["cells"]]
     return (
         f"Maps of {found['heads']} heads, {found['dtype']}, in a file that is in the page cache, pages of "
-        f"{first['page_bytes'] // 1024} KiB; medians; map and unmap together. Paper: memory mode of Optane; its table says "
-        f"seconds, its text milliseconds (taken here). {where(found)}; load {min(loads):g} to {max(loads):g}."
+        f"{first['page_bytes'] // 1024} KiB; medians; map and unmap together. Paper: memory mode of Optane; its "
+        f"table says seconds, its text milliseconds (taken here). {where(found)}; load {min(loads):g} to "
+        f"{max(loads):g}."
     )
 
 
 def rows(found: Found) -> str:
     head = (
-        "tokens x batch", "MB", "copy, ms", "copy into a kept tensor", "map + unmap", "copy / map", "paper: copy, map, ratio",
+        "tokens x batch", "MB", "copy, ms", "copy into a kept tensor", "map + unmap", "copy / map",
+        "paper: copy, map, ratio",
         "with A·V: copy", "map", "direct", "contiguous already",
     )  # fmt: skip
     lines = []
@@ -92,13 +94,14 @@ def why(found: Found) -> str:
     last = found["cells"][-1]
     ways = last["ways"]
     return (
-        "Mapping is far cheaper than copying, as the paper says, as long as nothing reads the maps. The product A·V that "
-        f"follows reads them: for {last['length']} tokens and a batch of {last['batch']} it takes "
-        f"{ways['map']['fetch_matmul_ms']:.0f} ms on mapped pages and {ways['contiguous']['fetch_matmul_ms']:.0f} ms on a "
-        "tensor that is there already, because each small page is faulted in. Table 4 of the paper has the same cost in "
-        "the line “other computation” (47.3 ms without memoization, 163.6 ms with it). The library therefore multiplies "
-        f"each record where it lies ({ways['direct']['fetch_matmul_ms']:.0f} ms, no fetch), and maps only where pages of "
-        "2 MiB are to be had. The paper's copy (111 for 12.6 MB) is slower than any copy in memory that we could measure."
+        "Mapping is far cheaper than copying, as the paper says, as long as nothing reads the maps. The product "
+        f"A·V that follows reads them: for {last['length']} tokens and a batch of {last['batch']} it takes "
+        f"{ways['map']['fetch_matmul_ms']:.0f} ms on mapped pages and {ways['contiguous']['fetch_matmul_ms']:.0f} "
+        "ms on a tensor that is there already, because each small page is faulted in. Table 4 of the paper has the "
+        "same cost in the line “other computation” (47.3 ms without memoization, 163.6 ms with it). The library "
+        f"therefore multiplies each record where it lies ({ways['direct']['fetch_matmul_ms']:.0f} ms, no fetch), "
+        "and maps only where pages of 2 MiB are to be had. The paper's copy (111 for 12.6 MB) is slower than any "
+        "copy in memory that we could measure."
     )
 
 

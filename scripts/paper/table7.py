@@ -100,9 +100,9 @@ def caption(found: Found) -> str:
     loads = [row["load"] for row in found["rows"]]
     cases = ", ".join(f"{name} at a threshold of {value:g}" for name, value in CASES.items())
     return (
-        f"{cases}; a lookup in every layer as in the paper, valid tokens, sorted by length, float32; medians of turns. The "
-        "gate leaves a layer exact if Eq. 3 with a profile of this machine says that a lookup does not pay. Paper: 512 "
-        f"tokens, eager. {where(found)}; load {min(loads):g} to {max(loads):g} before a cell."
+        f"{cases}; a lookup in every layer as in the paper, valid tokens, sorted by length, float32; medians of "
+        "turns. The gate leaves a layer exact if Eq. 3 with a profile of this machine says that a lookup does not "
+        f"pay. Paper: 512 tokens, eager. {where(found)}; load {min(loads):g} to {max(loads):g} before a cell."
     )
 
 
@@ -135,10 +135,11 @@ def rows(found: Found) -> str:
 def why(found: Found) -> str:
     off = [row["ms"]["gate off"] / row["ms"]["exact"] for row in found["rows"]]
     return (
-        f"Without the gate the memoized model takes {min(off):.2f} to {max(off):.2f} times as long as the exact one: a lookup "
-        "in every layer costs more than the few hits save, since fused attention over short texts is cheap. The gate finds "
-        "this and leaves most layers exact. Its gain is larger than the paper's wherever memoization itself does not pay. "
-        "Eq. 3 is used with a cost model that is quadratic in the length; the paper scales linearly."
+        f"Without the gate the memoized model takes {min(off):.2f} to {max(off):.2f} times as long as the exact "
+        "one: a lookup in every layer costs more than the few hits save, since fused attention over short texts is "
+        "cheap. The gate finds this and leaves most layers exact. Its gain is larger than the paper's wherever "
+        "memoization itself does not pay. Eq. 3 is used with a cost model that is quadratic in the length; the "
+        "paper scales linearly."
     )
 
 
