@@ -57,6 +57,10 @@ class Counters:
         self.ineligible: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
+
     def call(
         self, layer: int, plan: Plan, sequences: int, serve: float = 0.0, exact: float = 0.0, saved: float = 0.0
     ) -> None:

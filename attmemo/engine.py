@@ -25,10 +25,13 @@ Outputs of padding behind a served sequence are zero.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
@@ -96,6 +99,7 @@ class Engine:
         self._counting = threading.Lock()
         self._forced: Plan | None = None
         self.reset_stats()
+        os.register_at_fork(after_in_child=partial(_in_child, weakref.ref(self)))  # a fork keeps no engine alive
 
     # -- the path
 
@@ -308,9 +312,22 @@ class Engine:
         """Start counting anew."""
         self.counters = Counters(self.layers)
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: other threads are gone, and locks may be held by them."""
+        me = threading.get_ident()
+        self._counting, self._inside = threading.Lock(), Counter({me: self._inside[me]})
+        self.counters.leave_to_parent()
+        self.planner.leave_to_parent()
+
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""
         self.reuse.close()
+
+
+def _in_child(engine: weakref.ref[Engine]) -> None:
+    found = engine()
+    if found is not None:
+        found.leave_to_parent()
 
 
 def _sequences(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

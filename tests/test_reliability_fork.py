@@ -1,18 +1,23 @@
-"""A process that forks with a database open."""
+"""A process that forks with a database open, or with a model that is served."""
 
 from __future__ import annotations
 
+import copy
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import SHORT
+from packed_tools import batch
 from test_db_tools import LENGTHS, MODEL, add_maps, contents, fill, findings, in_child, sequence
 
+from attmemo import memoize
 from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, ForkedHandleError
+from attmemo.profiler.models import LoadedModel
 
 
 def test_a_forked_writer_is_refused(tmp_path: Path) -> None:
@@ -62,3 +67,35 @@ def test_a_forked_reader_reads_the_same_bytes(whole: Path) -> None:
 
         assert in_child(child) == 0
         assert list(database.check()) == []
+
+
+@pytest.mark.parametrize("reuse", ["rows", "maps"])
+def test_a_forked_child_answers_whatever_locks_threads_of_its_parent_held(
+    reuse: str, loaded: LoadedModel, bert_database: Path
+) -> None:
+    """Counters, gate and guard: a lock that is held at the fork is held for ever in the child."""
+    database = ":memory:" if reuse == "rows" else bert_database
+    threshold = "auto" if reuse == "rows" else 0.5
+    model = memoize(copy.deepcopy(loaded.model), threshold, database, reuse=reuse, gate=False)  # type: ignore[arg-type]
+    handle, inputs = model.attmemo, batch([5, 9], 1)
+    engine = handle.engine
+    locks = [engine._counting, engine.counters._lock, engine.planner.gate._lock]
+    if reuse == "rows":
+        locks.append(handle.guarded.guard._lock)
+
+    def child() -> None:
+        before = handle.stats()
+        with torch.inference_mode():
+            model(**inputs)
+        assert handle.stats() != before
+        engine.wait()  # for forwards of other threads: those of the parent are not here
+
+    with torch.inference_mode():
+        model(**inputs)
+    engine._inside[-1] += 1  # a thread of the parent is inside of a forward
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        assert in_child(child, seconds=30) == 0
+    del engine._inside[-1]
+    model.attmemo.undo()

@@ -141,6 +141,10 @@ class Gate:
             self.hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
         self._lock = threading.Lock()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
+
     def ask(self, layer: int, lengths: Sequence[int], padded: int) -> Verdict:
         """Whether a lookup for this batch pays: for a layer, or `SEQUENCE` if there is one lookup per sequence.
 

@@ -38,6 +38,10 @@ class RowGate:
         self._state = _State()
         self._lock = threading.Lock()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
+
     def ask(self, seconds_per_row: float | None) -> bool:
         """Whether to look up, if the blocks take so long for a row; None: not known yet. Changes nothing."""
         state = self._state
