@@ -31,7 +31,7 @@ def measure(run: Run) -> Found:
 
 
 def _row(found: Found, name: str, length: int, beams: int = 4) -> Found:
-    chosen = [r for r in found["rows"] if (r["name"], r["length"], r["beams"]) == (name, length, beams)]
+    chosen: list[Found] = [r for r in found["rows"] if (r["name"], r["length"], r["beams"]) == (name, length, beams)]
     return chosen[0]
 
 
@@ -85,12 +85,14 @@ def why(found: Found) -> str:
 
 def draw(found: Found) -> Plot:
     figure, (axes,) = sheet(1, "Times as fast as stock, beam search, float32", 7.0)
-    groups = [f"{row['name']}\n{row['length']}, {row['beams']} beams" for row in found["rows"]]
+    groups = [f"{row['name']}\n{row['length']} + {row['new']}\n{row['beams']} beams" for row in found["rows"]]
     paper = {"bart-large": PAPER_ROWS["beam"]["BART CNN/DM"][1], "gpt2-medium": PAPER_ROWS["beam"]["GPT-2 medium"][1]}
     series = {
         "EL-attention": [row["el"] for row in found["rows"]],
         "shared keys and values": [row["shared"] for row in found["rows"]],
-        "paper (V100, EL)": [paper.get(row["name"]) if row["length"] == 1024 else None for row in found["rows"]],
+        "paper (V100, EL)": [
+            paper.get(row["name"]) if (row["length"], row["beams"]) == (1024, 4) else None for row in found["rows"]
+        ],
     }
     bars(axes, groups, series)
     axes.tick_params(axis="x", labelsize=5.5)

@@ -35,7 +35,7 @@ def measure(run: Run) -> Found:
 def claims(found: Found) -> list[Claim]:
     close = [
         abs(row["multi-head"] / 2**30 - PAPER_ROWS[row["batch"], row["length"]][0]) < 0.05
-        and abs(row["el"] / 2**30 - PAPER_ROWS[row["batch"], row["length"]][1]) < 0.006
+        and abs(row["el"] / 2**30 - PAPER_ROWS[row["batch"], row["length"]][1]) < 0.008
         for row in found["rows"]
     ]
     last, own = found["rows"][-1], found["allocated"]

@@ -101,6 +101,10 @@ def _real_gain(part: Found, level: str, way: str) -> float:
     return float(part["ms"][base] / part["ms"][f"{way}, {level}"])
 
 
+def _words(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}x" for value in values)
+
+
 def claims(found: Found) -> list[Claim]:
     old, today = ([_gain(row, over) for row in found["rows"]] for over in ("eager", "best"))
     sst, logs = found["real"]["minilm-sst2"], found["real"]["deberta-loghub"]
@@ -114,7 +118,6 @@ def claims(found: Found) -> list[Claim]:
         batch: fmean([_gain(row, "eager") for row in found["rows"] if row["batch"] == batch])
         for batch in sorted({row["batch"] for row in found["rows"]})
     }
-    words = lambda values: ", ".join(f"{value:.2f}x" for value in values)  # noqa: E731
     return [
         Claim(
             "memoization makes inference 22 % faster on average", "1.22x mean of all cells (hit rates not told)",
@@ -127,7 +130,7 @@ def claims(found: Found) -> list[Claim]:
             judge(max(old) >= MOST, max(today) >= MOST),
         ),
         Claim(
-            "DeBERTa gains most", "largest of four models", f"DeBERTa-v2 {words(deberta)} over today's best path",
+            "DeBERTa gains most", "largest of four models", f"DeBERTa-v2 {_words(deberta)} over today's best path",
             judge(max(deberta) >= max(today)), "no fused kernel exists for its attention",
         ),
         Claim(
@@ -138,18 +141,18 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "SST-2 sentences are served faster at the three levels, in the paper's setting", "1.1x to 1.7x",
-            f"{words(said['sst']['padded'])} (batch {size}, padded to {PADDED}, eager)",
+            f"{_words(said['sst']['padded'])} (batch {size}, padded to {PADDED}, eager)",
             judge(*(gain > 1.02 for gain in said["sst"]["padded"])), "few free sentences hit within the budget",
         ),
         Claim(
             "the same against today's best path", "not compared",
-            f"{words(said['sst']['tight'])} (batch {size}, no padding, fused)",
+            f"{_words(said['sst']['tight'])} (batch {size}, no padding, fused)",
             judge(*(gain > 1.02 for gain in said["sst"]["tight"])),
             "leaving the padding out gains more than memoization",
         ),
         Claim(
             "log windows (DeBERTa) are served faster at the three levels", "1.1x to 1.7x (SST-2)",
-            f"{words(said['logs']['padded'])} padded, {words(said['logs']['tight'])} without padding (batch {size})",
+            f"{_words(said['logs']['padded'])} padded, {_words(said['logs']['tight'])} without padding (batch {size})",
             judge(*(gain > 1.02 for gain in [*said["logs"]["padded"], *said["logs"]["tight"]])),
         ),
     ]  # fmt: skip

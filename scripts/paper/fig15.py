@@ -23,19 +23,22 @@ def measure(run: Run) -> Found:
     return {"conditions": study["conditions"], "length": study["length"], "kinds": kinds}
 
 
+def _words(shares: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items())
+
+
 def claims(found: Found) -> list[Claim]:
     first = {kind: part["layers"][0]["above_0.6"] for kind, part in found["kinds"].items()}
     middle = {kind: part["layers"][2]["above_0.5"] for kind, part in found["kinds"].items()}
     falls = [part["layers"][0]["mean"] > part["layers"][2]["mean"] for part in found["kinds"].values()]
-    words = lambda shares: ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items())  # noqa: E731
     return [
         Claim(
-            "in layer 0 of a decoder all maps have a record above 0.6", "100 %", words(first),
+            "in layer 0 of a decoder all maps have a record above 0.6", "100 %", _words(first),
             judge(*(share > 0.99 for share in first.values())),
         ),
         Claim(
             "a layer in the middle has less to offer", "24 % above 0.5 in layer 15 of 32",
-            f"layer 2 of 5: {words(middle)}", judge(*falls),
+            f"layer 2 of 5: {_words(middle)}", judge(*falls),
         ),
     ]  # fmt: skip
 

@@ -122,4 +122,5 @@ def percent(share: float, digits: int = 0) -> str:
 def where(found: Found) -> str:
     """The conditions in words, for a caption."""
     seen = found["conditions"]
-    return f"{seen['threads']} threads on {seen['cores']} cores, torch {seen['torch']}, load {seen['load']:g} before"
+    threads = f"{seen['threads']} thread{'s' if seen['threads'] > 1 else ''}"
+    return f"{threads} on {seen['cores']} cores, torch {seen['torch']}, load {seen['load']:g} before"

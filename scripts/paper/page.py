@@ -7,10 +7,8 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-from matplotlib import rc_context
-
-from attmemo.profiler.plots import STYLE, png
 from paper.frame import Figure, Found, table
+from paper.plots import as_png
 from paper.registry import NAMES, figure
 
 HEAD = """# The papers, figure by figure
@@ -72,8 +70,7 @@ def write(folder: Path) -> Path:
     for name in NAMES:
         one, found = figure(name), load(folder, name)
         if one.draw is not None and found is not None:
-            with rc_context(STYLE):
-                (folder / f"{name}.png").write_bytes(png(one.draw(found)))
+            (folder / f"{name}.png").write_bytes(as_png(one.draw(found)))
     page = folder.parent / "paper.md"
     page.write_text(text(folder), encoding="utf-8")
     return page

@@ -8,8 +8,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogFormatter, NullFormatter
 
-from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE
+from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, png
 
 COLORS = (BLUE, ORANGE, GREEN, GREY, "#9c5a8a", INK)
 PAPER = "#b23a48"  # the colour of the paper's values, in every plot
@@ -17,7 +18,7 @@ PAPER = "#b23a48"  # the colour of the paper's values, in every plot
 
 def sheet(columns: int = 1, title: str = "", width: float = 5.2, height: float = 3.6) -> tuple[Figure, list[Axes]]:
     """A figure with a row of axes."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context({**STYLE, "axes.prop_cycle": mpl.cycler(color=COLORS)}):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
         figure = Figure(figsize=(width * columns, height), dpi=110, layout=layout)
         found = figure.subplots(1, columns, squeeze=False)[0]
@@ -37,6 +38,17 @@ def bars(
         kept = [(x, value) for x, value in zip(at, values, strict=True) if value is not None]
         axes.bar([x for x, _ in kept], [value for _, value in kept], 0.92 * width, color=color, label=name)
     axes.set_xticks(range(len(groups)), list(groups))
+
+
+def as_png(figure: Figure) -> bytes:
+    """The figure as a file; axes with logarithms have plain numbers."""
+    for axes in figure.axes:
+        for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
+            if scale == "log" and isinstance(axis.get_major_formatter(), LogFormatter):
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(NullFormatter())
+    with mpl.rc_context(STYLE):
+        return png(figure)
 
 
 def legend(axes: Axes, **settings: object) -> None:

@@ -82,7 +82,8 @@ def claims(found: Found) -> list[Claim]:
     times = last["stored"] / first["stored"]
     each = last["bytes"] / last["stored"]
     search = last["search_us"] / first["search_us"] - 1
-    grown = last["rate"] - found["rows"][-2]["rate"]
+    before = found["rows"][-2]
+    grown = last["rate"] - before["rate"]
     return [
         Claim(
             "8,000 sequences of 512 tokens need 1.13 TB", "1130 GB (141 MB a sequence)",
@@ -104,9 +105,11 @@ def claims(found: Found) -> list[Claim]:
         Claim(
             "a database of twice the size serves more",
             "memoization rate +2.3 % (BERT) to +11.5 % (RoBERTa)",
-            f"{percent(found['rows'][-2]['rate'], 1)} → {percent(last['rate'], 1)} "
-            f"({100 * grown:+.1f} points) at a threshold of {found['threshold']:g}",
-            judge(grown > 0, grown >= 0.023),
+            f"{percent(before['rate'], 1)} → {percent(last['rate'], 1)} "
+            f"({100 * grown:+.1f} points) at a threshold of {found['threshold']:g}; mean similarity of what is found "
+            f"{before['similarity']:.3f} → {last['similarity']:.3f}",
+            judge(grown > 0.005, last["similarity"] > before["similarity"] + 0.005),
+            "free sentences: twice the records bring hardly nearer ones at these sizes",
         ),
         Claim(
             "the time of a search hardly depends on the size", "less than 1 % for twice the size",
@@ -128,34 +131,38 @@ def caption(found: Found) -> str:
 def rows(found: Found) -> str:
     head = (
         "sequences", "GB", "build, s (CPU s)", "training, s (CPU s)", "index of a layer, s", "search, µs",
-        "memoization rate", "changed answers", "accuracy (exact)",
+        "mean similarity", "memoization rate", "changed answers", "accuracy (exact)",
     )  # fmt: skip
     lines: list[tuple[object, ...]] = [
         (
             f"{row['stored']:,}", f"{row['bytes'] / 1e9:.2f}",
             f"{row['build_seconds']:.0f} ({row['build_cpu_seconds']:.0f})",
             f"{row['train_seconds']:.0f} ({row['train_cpu_seconds']:.0f})", f"{row['index_seconds']:.2f}",
-            f"{row['search_us']:.0f}", percent(row["rate"], 1), percent(row["changed"], 1),
+            f"{row['search_us']:.0f}", f"{row['similarity']:.3f}", percent(row["rate"], 1), percent(row["changed"], 1),
             f"{row['accuracy']:.3f} ({row['accuracy_exact']:.3f})",
         )
         for row in found["rows"]
     ]  # fmt: skip
     lines += [
-        (f"paper: {count:,} of 512", size, "", f"about {hours:g} h", seconds, "", "", "", "")
+        (f"paper: {count:,} of 512", size, "", f"about {hours:g} h", seconds, "", "", "", "", "")
         for count, (size, hours, seconds) in PAPER_ROWS.items()
     ]
     return table(head, lines)
 
 
 def why(found: Found) -> str:
-    last = found["rows"][-1]
+    first, last = found["rows"][0], found["rows"][-1]
     formula = padded_bytes(8192, 512) / 2**30
     return (
         f"The paper's sizes are those of dense padded maps in float32: the formula gives {formula:.0f} GiB for "
         "8,192 sequences. Without padding, and in half precision, a sequence of SST-2 takes "
         f"{last['bytes'] / last['stored'] / 1e6:.2f} MB in six layers. So no big memory is needed for this data "
-        "set. A larger database serves more, as in the paper; the gain is of the same size. The exact answers are "
-        "the paper's weak point here: the mean map of the length does as well (Fig. 4)."
+        f"set. From {first['stored']:,} to {last['stored']:,} phrases the mean similarity of what is found "
+        f"(held-out phrases, all layers) goes from {first['similarity']:.3f} to {last['similarity']:.3f}, and the "
+        f"memoization rate from {percent(first['rate'], 1)} to {percent(last['rate'], 1)}. Thresholds apply to "
+        "predicted scores, and each database has curves of its own, so that the rate moves by a point without any "
+        "reason in the data. The paper's rates grow by 2 to 12 points; its records hold paddings that match more "
+        "easily."
     )
 
 
