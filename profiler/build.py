@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -254,7 +255,7 @@ def _length(slots: Slots) -> int:
 def build_from_inputs(
     model: nn.Module,
     batches: Iterable[Mapping[str, Tensor]],
-    output: Path | None = None,
+    output: str | os.PathLike[str] | None = None,
     *,
     reuse: str = "maps",
     storage: str = "auto",
@@ -301,7 +302,7 @@ def build_from_inputs(
     with recorder:
         begun = recorder.run(first)
         info = replace(info, max_length=max(known, *map(_length, begun)))
-        with _writer(output or default_path(info.fingerprint, reuse), info, recorder) as writer:
+        with _writer(Path(output or default_path(info.fingerprint, reuse)), info, recorder) as writer:
             source = writer.add_source(name, f"rows from {writer.records}")
             for row, slots in enumerate(chain(begun, chain.from_iterable(map(recorder.run, stream)))):
                 writer.add(slots, _length(slots), Provenance(source, row, _split(0, row, held_out)))
