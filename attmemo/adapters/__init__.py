@@ -35,7 +35,21 @@ ADAPTERS: tuple[Adapter, ...] = (
 
 _REPLACED = "projections are not plain linear layers"
 
-__all__ = ["ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of"]
+__all__ = [
+    "ADAPTERS", "Adapter", "Call", "Rows", "Site", "Spans", "adapter_for", "check_adapter", "encoder_of", "register",
+]  # fmt: skip
+
+
+def register(adapter: Adapter) -> None:
+    """Make a family known to this process; it is asked before those that attmemo knows.
+
+    Parameters
+    ----------
+    adapter : Adapter
+        docs/own-family.md shows how to write one.
+    """
+    global ADAPTERS
+    ADAPTERS = (adapter, *ADAPTERS)
 
 
 def encoder_of(model: Any) -> nn.Module:
