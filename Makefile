@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Your own setting wins.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench install wheel clean help
+.PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench docs install wheel clean help
 
 demo: $(LIBRARY)  ## log lines through a model, fast and exact side by side (LOG=file: yours; LOG=-: from a pipe), in 90 seconds
 	@$(BIN)/attmemo demo $(if $(filter -,$(LOG)),--stdin,$(if $(LOG),"$(LOG)")) --output "$(OUTPUT)"
@@ -112,6 +112,10 @@ bench: $(READY)  ## what fetching maps, searching and serving a layer cost on th
 	$(BIN)/attmemo bench search
 	$(BIN)/attmemo bench layer
 	$(BIN)/attmemo bench layer --family deberta-v2
+
+docs: $(READY)  ## the documents as a site with a search, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	echo "build/site/index.html"
 
 install: $(READY)  ## only set up .venv
 

@@ -28,7 +28,7 @@ from attmemo.profiler.bench.families import (
 )
 from attmemo.profiler.bench.plots import draw_families
 
-HEAD = """# Every family, exact and served
+HEAD = """# Speed by family, {layers} layers
 
 This page has one table of speeds and one table of costs, for one forward of a random model of base width (768, 12
 heads, {layers} layers). Each speed is the exact time divided by the time with every sequence served from a database,

@@ -1,0 +1,92 @@
+"""Makes the site of the documents from the files as they lie in the repository.
+
+The first page is the repository's README.md; docs/README.md gives the menu. A file outside of docs/ that a page links
+to becomes a page of the site too, so that no link leads away from the site. `make docs` builds it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FIRST, INDEX = "README.md", "docs/README.md"
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".service": "ini"}
+
+
+def place(path: str) -> str:
+    """Where a file of the repository lies in the site."""
+    if path == FIRST:
+        return "index.md"
+    if path == INDEX:
+        return "documents.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"repository/{path if path.endswith('.md') else path + '.md'}"
+
+
+def targets(path: str, text: str) -> set[str]:
+    """Files of the repository that a document links to."""
+    links = {link for _, link, _ in LINK.findall(text) if not re.match(r"[a-z]+:", link)}
+    return {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for link in links}
+
+
+def moved(path: str, text: str) -> str:
+    """The text of a document with links that hold in the site."""
+
+    def turn(found: re.Match[str]) -> str:
+        before, link, anchor = found[1], found[2], found[3] or ""
+        if re.match(r"[a-z]+:", link):
+            return found[0]
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+        return f"{before}{posixpath.relpath(place(target), posixpath.dirname(place(path)) or '.')}{anchor})"
+
+    return LINK.sub(turn, text)
+
+
+def menu(index: str) -> list[Any]:
+    """The menu: each heading of docs/README.md with the documents below it."""
+    found: list[Any] = [{"First page": "index.md"}, "documents.md"]
+    for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
+        links = [link for _, link, _ in LINK.findall(part) if link.endswith(".md")]
+        found.append({part.splitlines()[0]: [place(posixpath.normpath(f"docs/{link}")) for link in links]})
+    return found
+
+
+def source(path: str) -> str:
+    """A page for a file that is not Markdown."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return f"# {path}\n\n````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}````\n"
+
+
+def on_config(config: Any) -> Any:
+    config.nav = menu((ROOT / INDEX).read_text(encoding="utf-8"))
+    return config
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Every document under its place, with every file that one of them links to."""
+    documents = {f"docs/{file.src_uri}": file for file in files.documentation_pages()}
+    ahead, texts = [FIRST, *documents], {}
+    while ahead:
+        path = ahead.pop()
+        if path in texts or (path.startswith("docs/") and not path.endswith(".md")):
+            continue
+        if not (ROOT / path).is_file():
+            continue  # mkdocs says where the link is
+        texts[path] = text = (ROOT / path).read_text(encoding="utf-8") if path.endswith(".md") else source(path)
+        if path.endswith(".md"):
+            ahead.extend(targets(path, text))
+    for path, text in texts.items():
+        if path in documents:
+            files.remove(documents[path])
+        files.append(File.generated(config, place(path), content=moved(path, text) if path.endswith(".md") else text))
+    for name in ("site.css", "iframe-worker.js"):
+        files.append(File.generated(config, name, abs_src_path=str(HERE / name)))
+    return files
