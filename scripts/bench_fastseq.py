@@ -219,7 +219,7 @@ class Bench:
                     return_tensors="pt",
                     padding=True,
                     return_token_type_ids=False,
-                )
+                ).to(self.model.device)
                 prompt = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
                 tokens = engine.generate(**inputs, **self.settings)[:, prompt:]
                 texts += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -245,7 +245,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     loading = []
     for _ in range(3):
         start = time.perf_counter()
-        model = kind.from_pretrained(folder).eval()
+        model = kind.from_pretrained(folder).eval().to(options.device)
         fastseq.wrap(model)
         loading.append(time.perf_counter() - start)
     load = statistics.median(loading)
@@ -416,6 +416,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=["stock", "shared", "+ngram", "+pipeline", "el"])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu", help="cuda: every rung but ctranslate2, with another --output")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("docs/fastseq-bench"), help="without an ending")
     options = parser.parse_args()

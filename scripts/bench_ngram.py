@@ -80,14 +80,15 @@ def history(rows: int, length: int, vocabulary: int, generator: torch.Generator)
     return torch.multinomial(weights, rows * length, replacement=True, generator=generator).view(rows, length)
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, repeats: int, device: str = "cpu") -> dict[str, Any]:
     """Milliseconds of each way in one batch: medians and extremes over the repeats."""
     rows, vocabulary, size, first, last, stride, encoder = CASES[name]
     generator = torch.Generator().manual_seed(0)
-    tokens = history(rows, last, vocabulary, generator)
-    source = history(rows // 4, 1024, vocabulary, generator) if encoder else None
+    tokens = history(rows, last, vocabulary, generator).to(device)
+    source = history(rows // 4, 1024, vocabulary, generator).to(device) if encoder else None
     compared = ways(size, source)
-    scores = torch.randn(rows, vocabulary, generator=generator)
+    scores = torch.randn(rows, vocabulary, generator=generator).to(device)
+    wait = torch.cuda.synchronize if scores.is_cuda else lambda: None  # a GPU answers before it is done
     for length in {first, last}:  # not one step is timed that was not shown to give the same
         given = {way: block(tokens[:, :length], scores.clone()) for way, block in compared.items()}
         assert all(torch.equal(result, given[STOCK]) for result in given.values()), name
@@ -97,8 +98,10 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         for length in range(first, last + 1, stride):
             said = tokens[:, :length].contiguous()
             for way, block in compared.items():
+                wait()
                 begin = perf_counter()
                 block(said, scores)
+                wait()
                 totals[way] += perf_counter() - begin
         for way, seconds in totals.items():
             sums[way].append(1e3 * seconds)
@@ -146,8 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/ngram"), help="where to write, without suffix")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="cuda: with another --output")
     arguments = parser.parse_args()
-    results = {name: measure(name, arguments.repeats) for name in CASES}
+    results = {name: measure(name, arguments.repeats, arguments.device) for name in CASES}
     made_on = {name: value for name, value in conditions().items() if name != "kernel"}
     found = {"conditions": {**made_on, "repeats": arguments.repeats}, "cases": results}
     arguments.output.with_suffix(".json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
