@@ -16,7 +16,7 @@ PAPER_ROWS = {
     "greedy": {"Transformer SQuAD": (1.6, 1.4), "BART XSum": (2.5, 3.0), "BART CNN/DM": (3.1, 2.8),
                "GPT-2 small": (1.8, 1.5), "GPT-2 medium": (1.8, 1.6)},
 }  # fmt: skip
-GPU = "python scripts/bench_fastseq.py --dtype float16 --rungs stock shared el"
+GPU = "python scripts/bench_fastseq.py --dtype float16 --device cuda --rungs stock shared el --output gpu"
 
 
 def measure(run: Run) -> Found:

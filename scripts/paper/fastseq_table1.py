@@ -14,7 +14,7 @@ PAPER_ROWS = {
     "Transformer": (96.0, 417.0), "GPT-2": (3.0, 16.7), "UniLM": (1.7, 16.4),
 }  # fmt: skip
 HERE = {"BART": "bart-large", "T5": "t5-base", "GPT-2": "gpt2-medium"}
-GPU = "python scripts/bench_fastseq.py --shape bart-large --dtype float16"
+GPU = "python scripts/bench_fastseq.py --shape bart-large --dtype float16 --device cuda --output gpu"
 
 
 def measure(run: Run) -> Found:

@@ -31,7 +31,7 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "in float16 ROUGE differs by 0.01 at most", "BART 21.20 → 21.21",
-            "`attmemo generate --metric rouge` on a GPU with the published weights", "not measured",
+            "`attmemo generate MODEL articles.txt out.txt --reference-path highlights.txt` on a GPU", "not measured",
             "needs a GPU and weights",
         ),
     ]  # fmt: skip

@@ -92,8 +92,8 @@ def why(found: Found) -> str:
         "padding. Rows of padding look at the same few tokens in every map, and Eq. 1 counts them like the others. "
         f"Padded, the mean similarity is {min(padded):.2f} to {max(padded):.2f}; over valid tokens, "
         f"{min(valid):.2f} to {max(valid):.2f}. A query over valid tokens has fewer records to choose from, because "
-        "a record serves only its own length, and has to match in all heads, not in one. The database is smaller than the "
-        "paper's, which lowers both."
+        "a record serves only its own length, and has to match in all heads, not in one. The database is smaller "
+        "than the paper's, which lowers both."
     )
 
 

@@ -8,7 +8,7 @@ PAPER_ROWS = {  # tokens a second, dollars of hardware, dollars in the cloud
     "4 GPU instances (8 A10)": (5.54, 61_200, 1.6), "1 CPU instance": (1.01, 7_900, 0.88),
     "6 CPU instances": (6.06, 47_400, 0.88),
 }  # fmt: skip
-COMMAND = "attmemo generate --model LLAMA-65B --data prompts.txt"
+COMMAND = "attmemo generate LLAMA-65B prompts.txt texts.txt --max-new-tokens 2000"
 
 
 def measure(run: Run) -> Found:
