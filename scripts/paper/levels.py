@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,16 @@ def window_database(run: Run, profile: bool = False) -> Path:
     folder = run.work / f"windows{'-profile' if profile else ''}"
 
     def make() -> Found:
+        if profile:
+            shutil.copytree(window_database(run), folder, dirs_exist_ok=True)
+            train_database(folder, TrainOptions(steps=run.size(300, 10)), profile=True)
+            return {}
         file = run.work / "windows.jsonl"
         texts = window_texts(run, 0.0, 0.7, run.size(1200, 40))[0]
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         loaded = load_model(str(run.shared / "models/deberta-loghub"))
         build_database(loaded, [file], folder, BuildOptions(max_length=run.size(WINDOW, 24), text_column="text"))
-        train_database(folder, TrainOptions(steps=run.size(300, 10)), profile=profile)
+        train_database(folder, TrainOptions(steps=run.size(300, 10)), profile=False)
         return {}
 
     run.part(folder.name, make)

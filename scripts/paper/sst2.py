@@ -54,6 +54,12 @@ def database(run: Run, count: int, profile: bool = False) -> tuple[Path, dict[st
     if note.is_file():
         return folder, json.loads(note.read_text())
     shutil.rmtree(folder, ignore_errors=True)
+    if profile:
+        bare, cost = database(run, count)
+        shutil.copytree(bare, folder)
+        train_database(folder, TrainOptions(steps=run.size(300, 10)), profile=True)
+        note.write_text(json.dumps(cost))
+        return folder, cost
     loaded = model(run)
     file = run.work / f"sst2-{count}.txt"
     file.write_text("".join(f"{text}\n" for text in sentences(run, "train", count, 8)[0]))
@@ -70,7 +76,7 @@ def database(run: Run, count: int, profile: bool = False) -> tuple[Path, dict[st
 
     cpu = time.process_time()
     options = TrainOptions(steps=run.size(300, 10))
-    trained = train_database(folder, options, profile=profile, progress=stage)
+    trained = train_database(folder, options, profile=False, progress=stage)
     cost |= {"train_cpu_seconds": time.process_time() - cpu, "stages": {k: v - cpu for k, v in stages.items()}}
     cost |= {"train_seconds": trained["seconds"], "layers": trained["layers"]}
     note.write_text(json.dumps(cost))
