@@ -2,6 +2,7 @@
 
     the model, with what its caller gave
       some sequences are served from records, the others computed whole
+      the blocks ran twice     ─► all again, whole
     answers
       served, below the margin ─► the same sequences again, whole; their answers replace the first ones
       to be verified           ─► the same sequences again, from their records; their answers are compared, not given
@@ -71,6 +72,8 @@ class Guarded:
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
         offers, thread.admitted = thread.admitted, {}
+        if asking.twice:  # no answer has a margin, and none can be verified
+            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         asking.leave_only(Verdict.SERVE, thread.served)  # a record could not be read: an exact answer proves nothing
         try:
             return self._checked(forward, inputs, output, _mask(given), offers, asking, counters)
@@ -174,7 +177,7 @@ class Guarded:
                 _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 
     def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, served: list[int]) -> Any:
-        """The output of a batch whose answers cannot be read: nothing is served."""
+        """The output of a batch whose answers cannot be checked: nothing is served."""
         if not served:
             return output
         args, kwargs = _shallow(inputs)

@@ -76,6 +76,16 @@ class TestForms:
         assert done(model)["served"] == 6
 
 
+class Pairs(hf.BertForSequenceClassification):  # type: ignore[misc]
+    """Classes of one text, or of two texts together."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, other_ids: Any = None) -> Any:
+        pooled = self.bert(input_ids, attention_mask)[1]
+        if other_ids is not None:
+            pooled = pooled + self.bert(other_ids, attention_mask)[1]
+        return hf.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(pooled))
+
+
 class TestExact:
     def test_a_loss_is_the_originals_and_nothing_is_served(self, classifier: Case) -> None:
         model = taught(classifier.bare)
@@ -144,6 +154,21 @@ class TestExact:
         assert at_the_end(model) == before
         assert stats["records"] == records
         assert stats["not_looked_up"] == {"not called through the model whose answers are guarded": 18}
+
+    def test_a_forward_that_runs_the_blocks_twice_is_served_nothing(self, classifier: Case) -> None:
+        """A record served the first run; the answer of both runs has no margin that tells whether it may be given."""
+        bare = Pairs(classifier.bare.config).eval()
+        bare.load_state_dict(classifier.bare.state_dict())
+        model, other = taught(bare), variant(FIRST, by=7)["input_ids"]
+        before = model.attmemo.stats()
+        for inputs in (BASE, BOTH):
+            expected = run(bare, inputs, other_ids=other).logits
+            assert gap(run(model, inputs, other_ids=other).logits, expected) <= NEAR
+        stats = model.attmemo.stats()
+        assert stats["records"] == before["records"]
+        assert stats["guard"]["verified"] == before["guard"]["verified"]
+        run(model, BOTH)
+        assert model.attmemo.stats()["served"] > stats["served"], "one run is served as ever"
 
     @pytest.mark.filterwarnings("ignore")
     def test_a_traced_model_is_the_original(self, classifier: Case) -> None:

@@ -52,6 +52,7 @@ class Asking:
 
     def __init__(self, given: Sequence[Chosen | None] | None = None) -> None:
         self.given, self.planned, self.batch = given, False, 0
+        self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.chosen: dict[int, Chosen] = {}  # by sequence
         self.changed: set[int] = set()  # sequences whose answer a record changed
 
@@ -119,7 +120,9 @@ class GuardedPlanner(RowPlanner):
         if self._wishes.whole:
             counters.skip(ASKED_WHOLE, batch)
             return Whole.plan(self, layer, call, spans, given, counters)
-        if asking is None or asking.planned:  # a model that calls its blocks twice has no one answer for the first
+        if asking is not None and asking.planned:
+            asking.twice = True
+        if asking is None or asking.twice:
             counters.skip(_UNGUARDED, batch)
             return Whole.plan(self, layer, call, spans, given, counters)
         asking.planned, asking.batch = True, batch
