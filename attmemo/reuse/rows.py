@@ -32,6 +32,7 @@ from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
 from attmemo.reuse.stack import Stack, Thread, places_of, put_back
+from attmemo.reuse.twins import Twins
 
 _LOG = logging.getLogger("attmemo")
 
@@ -86,11 +87,14 @@ class Rows(Stack):
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
-        lengths = np.asarray(spans.lengths, np.int64)
-        places = places_of(spans.lengths, call.hidden.shape[1])
-        read, records = self._fetch(share.record, counters)
-        source = share.source
-        if records is not share.record:
+        twins = Twins.of(call.hidden, spans.lengths, share.record)
+        own = np.flatnonzero(twins.own)
+        every = np.asarray(spans.lengths, np.int64)
+        lengths, asked = every[own], share.record[own]
+        source = share.source if len(own) == len(every) else share.source[np.repeat(twins.own, every)]
+        places = places_of(np.where(twins.own, every, 0).tolist(), call.hidden.shape[1])
+        read, records = self._fetch(asked, counters)
+        if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
         fresh = source < 0
         computed = torch.from_numpy(np.flatnonzero(fresh))
@@ -100,10 +104,12 @@ class Rows(Stack):
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
-        kept = _Kept(share.admitted, layout.starts)
+        admitted = {place: (number, share.admitted[place]) for number, place in enumerate(own.tolist())
+                    if place in share.admitted}  # fmt: skip
+        kept = _Kept(admitted, layout.starts)
         found = self.compute(
             call, computed, layout, longest,
-            fetch=None if read is None else read[0].layer, keep=kept if share.admitted else None,
+            fetch=None if read is None else read[0].layer, keep=kept if admitted else None,
         )  # fmt: skip
         done = perf_counter()
         self.thread.admitted = kept.offers(found)
@@ -115,13 +121,17 @@ class Rows(Stack):
             addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
             copy_rows(addresses, dtype, there[supplied], output)
             follow(output, source, np.repeat(np.arange(len(lengths)), lengths), there, begins, dtype)
+        output = output.view(call.hidden.shape)
+        twins.spread(output)
         fetching = planned - start + perf_counter() - done
-        self.thread.served = set(np.flatnonzero(records >= 0).tolist())
+        rows = np.zeros(len(every), np.int64)
+        rows[own] = np.diff(layout.starts)
+        self.thread.served = set(np.flatnonzero(np.isin(twins.firsts, own[records >= 0])).tolist())
         self._count(
-            spans.lengths, np.diff(layout.starts).tolist(), counters, fetch=fetching, blocks=done - planned,
+            spans.lengths, rows.tolist(), counters, fetch=fetching, blocks=done - planned,
             served=len(self.thread.served),
         )  # fmt: skip
-        return output.view(call.hidden.shape)
+        return output
 
     def _fetch(self, records: Ints, counters: Counters) -> tuple[_Read | None, Ints]:
         """Rows of these records, and the records: the same array, or another one without those that cannot be read.
@@ -155,9 +165,14 @@ class Rows(Stack):
 
 
 class _Kept:
-    """What was computed for sequences that may become records: references, no copies."""
+    """What was computed for sequences that may become records: references, no copies.
 
-    def __init__(self, admitted: Mapping[int, npt.NDArray[np.int32]], starts: npt.NDArray[np.int64]) -> None:
+    `admitted` has, by place in the batch, the number among the computed sequences, and the tokens.
+    """
+
+    def __init__(
+        self, admitted: Mapping[int, tuple[int, npt.NDArray[np.int32]]], starts: npt.NDArray[np.int64]
+    ) -> None:
         self._admitted, self._starts = admitted, starts
         self._layers: list[tuple[Tensor, Tensor]] = []
 
@@ -167,8 +182,8 @@ class _Kept:
     def offers(self, last: Tensor) -> dict[int, Offer]:
         """By place in the batch."""
         return {
-            place: Offer(tokens, slice(int(self._starts[place]), int(self._starts[place + 1])), self._layers, last)
-            for place, tokens in self._admitted.items()
+            place: Offer(tokens, slice(int(self._starts[number]), int(self._starts[number + 1])), self._layers, last)
+            for place, (number, tokens) in self._admitted.items()
         }
 
 

@@ -1,8 +1,8 @@
 """Serving a whole stack of blocks over packed rows, from nothing: `reuse="none"`.
 
 One call of the stack does the work of all blocks. Valid tokens are taken out of the padded batch, the blocks run
-over them (`packed.py`), and the last hidden states go back to where the tokens were. Outputs of padding are zero. The
-pooler and the head are the model's own.
+over them (`packed.py`), and the last hidden states go back to where the tokens were. Sequences that are the same are
+computed once (`twins.py`). Outputs of padding are zero. The pooler and the head are the model's own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from attmemo.plan import Share
 from attmemo.reuse import Exact
 from attmemo.reuse.packed import Fetch, Packed
 from attmemo.reuse.packed import Keep as KeepLayer
+from attmemo.reuse.twins import Twins
 
 _ON_THE_RIGHT = "the mask is not plain padding on the right"
 
@@ -137,16 +138,20 @@ class Stack:
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
         """Last hidden states ``[B, L, H]``."""
         start = perf_counter()
-        starts = np.concatenate([[0], np.cumsum(spans.lengths)])
-        places = places_of(spans.lengths, call.hidden.shape[1])
+        batch = len(spans.lengths)
+        twins = Twins.of(call.hidden, spans.lengths) if self.keep is None else Twins.none(batch)
+        lengths = np.where(twins.own, spans.lengths, 0)
+        starts = np.concatenate([[0], np.cumsum(lengths[twins.own])])
+        places = places_of(lengths.tolist(), call.hidden.shape[1])
         kept: list[tuple[Tensor, Tensor]] = []
         keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys.clone(), values.clone()))
         found = self.compute(call, places, Layout(starts, starts), max(spans.lengths), keep=keep)
         if self.keep is not None:
             self.keep(spans.lengths, kept, found)
-        output = found if places is None else put_back(found, places, call)
-        self._count(spans.lengths, spans.lengths, counters, blocks=perf_counter() - start)
-        return output.view(call.hidden.shape)
+        output = (found if places is None else put_back(found, places, call)).view(call.hidden.shape)
+        twins.spread(output)
+        self._count(spans.lengths, lengths.tolist(), counters, blocks=perf_counter() - start)
+        return output
 
     def compute(
         self, call: Call, places: Tensor | None, layout: Layout, longest: int, *, fetch: Fetch | None = None,

@@ -1,0 +1,73 @@
+"""Twins: sequences of one batch with the very same embedded rows. One of them is computed, for all of them.
+
+Lines of a log that were written in the same second are often the same, and they arrive together: no record of an
+earlier batch can serve them. What a block does with a sequence depends on its valid rows alone, so this is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+
+_LOOKED_AT = 16  # numbers of a row that tell most sequences apart
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Which sequences of a batch are computed for which.
+
+    Attributes
+    ----------
+    firsts : int64 [B]
+        For each sequence the first one of its twins: often itself.
+    own : bool [B]
+        Whether a sequence is the first one: only these are computed.
+    """
+
+    firsts: Ints
+    own: npt.NDArray[np.bool_]
+
+    @classmethod
+    def none(cls, batch: int) -> Twins:
+        """Every sequence is computed."""
+        return cls(np.arange(batch), np.ones(batch, np.bool_))
+
+    @classmethod
+    def of(cls, hidden: Tensor, lengths: Sequence[int], records: Ints | None = None) -> Twins:
+        """The twins of a batch.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            Embedded rows, ``[B, L, H]``.
+        lengths : sequence of int
+            Valid tokens of each sequence, on the left; at least 1.
+        records : int64 [B], optional
+            The record that serves each sequence. Twins have the same one.
+        """
+        found = cls.none(len(lengths))
+        counts = torch.tensor(lengths)
+        seen = torch.stack([counts // 4, counts // 2, 3 * counts // 4], 1)
+        marks = hidden[torch.arange(len(lengths))[:, None], seen, :_LOOKED_AT].contiguous().view(torch.uint8).numpy()
+        firsts: dict[tuple[int, int, bytes], list[int]] = {}
+        for place, n in enumerate(lengths):
+            record = -1 if records is None else int(records[place])
+            alike = firsts.setdefault((n, record, marks[place].tobytes()), [])
+            same = (first for first in alike if torch.equal(hidden[place, :n], hidden[first, :n]))
+            found.firsts[place] = first = next(same, place)
+            found.own[place] = first == place
+            if first == place:
+                alike.append(place)
+        return found
+
+    def spread(self, output: Tensor) -> None:
+        """Give each sequence of ``[B, L, H]`` the rows of the first of its twins."""
+        for place in np.flatnonzero(~self.own).tolist():
+            output[place] = output[int(self.firsts[place])]
