@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from attmemo.guard.certificate import Certificate, Counts
+from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.ledger import Learned, Ledger
 from attmemo.guard.margin import TOP, Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
@@ -261,9 +261,8 @@ class Guard:
     @property
     def certified(self) -> bool:
         """Whether every answer whose changes are verified may be served."""
-        c, highest = self.certificate.counts, self.certificate.highest
-        could = (c.served + c.same + c.changed) / max(c.requests, 1)  # verified requests could have been served
-        return highest < 1.0 and highest * min(max(could, 0.5), 1.0) <= self.budget
+        c = self.certificate.counts
+        return certifies(self.certificate.highest, c.served, c.same + c.changed, c.requests, self.budget)
 
     def state(self) -> State:
         """Where the guard stands now."""
