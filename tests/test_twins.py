@@ -57,7 +57,7 @@ def test_twins_are_those_with_the_same_rows_the_same_length_and_the_same_record(
     hidden = torch.stack([contents[content] for content, _, _ in asked])
     hidden += torch.randn(hidden.shape) * (torch.arange(6) >= torch.tensor([[n] for _, n, _ in asked]))[:, :, None]
     lengths, records = [n for _, n, _ in asked], np.array([record for *_, record in asked])
-    found = Twins.of(hidden, lengths, records)
+    found = Twins.of(hidden, lengths, records.tolist())
     for place, (_, n, record) in enumerate(asked):
         first = next(
             other for other, (_, m, their) in enumerate(asked)
@@ -87,6 +87,29 @@ def test_twins_that_a_record_serves_are_computed_once_and_counted_as_served(name
     assert gap(seen, alone[order], valid(together)) <= NEAR
     for place, first in ((2, 0), (4, 3), (5, 0)):
         assert torch.equal(seen[place], seen[first])
+
+
+def test_an_observer_does_not_see_which_sequences_were_computed_for_others() -> None:
+    _, model = pair("BERT")
+    inputs = batch([9, 9, 4], 8)
+    inputs["input_ids"][1] = inputs["input_ids"][0]
+    with model.attmemo.observe() as observed:
+        last(model, inputs)
+    assert observed.rows == [9, 9, 4]
+    assert model.attmemo.stats()["rows_computed"] == 13
+
+
+def test_of_the_same_requests_one_is_verified() -> None:
+    model: Any = memoize(pair("BERT")[0], 0.3, ":memory:", reuse="rows", gate=False)
+    stored = batch([20], 7)
+    asked = {key: tensor.repeat(8, 1) for key, tensor in changed(stored, 9).items()}
+    with torch.inference_mode():
+        model(**stored)
+        assert model.attmemo.flush()
+        model(**asked)
+    done = model.attmemo.stats()["guard"]["done"]
+    assert done["learned"] == 1
+    assert done["whole"] == 8
 
 
 def test_a_batch_of_one_text_makes_one_record() -> None:

@@ -87,9 +87,10 @@ class Rows(Stack):
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
-        twins = Twins.of(call.hidden, spans.lengths, share.record)
-        own = np.flatnonzero(twins.own)
         every = np.asarray(spans.lengths, np.int64)
+        parts = [part.tobytes() for part in np.split(share.source, np.cumsum(every)[:-1])]
+        twins = Twins.of(call.hidden, spans.lengths, list(zip(share.record.tolist(), parts, strict=True)))
+        own = np.flatnonzero(twins.own)
         lengths, asked = every[own], share.record[own]
         source = share.source if len(own) == len(every) else share.source[np.repeat(twins.own, every)]
         places = places_of(np.where(twins.own, every, 0).tolist(), call.hidden.shape[1])
@@ -128,7 +129,7 @@ class Rows(Stack):
         rows[own] = np.diff(layout.starts)
         self.thread.served = set(np.flatnonzero(np.isin(twins.firsts, own[records >= 0])).tolist())
         self._count(
-            spans.lengths, rows.tolist(), counters, fetch=fetching, blocks=done - planned,
+            spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
             served=len(self.thread.served),
         )  # fmt: skip
         return output

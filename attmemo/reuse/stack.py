@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -150,7 +151,7 @@ class Stack:
             self.keep(spans.lengths, kept, found)
         output = (found if places is None else put_back(found, places, call)).view(call.hidden.shape)
         twins.spread(output)
-        self._count(spans.lengths, lengths.tolist(), counters, blocks=perf_counter() - start)
+        self._count(spans.lengths, lengths, twins, counters, blocks=perf_counter() - start)
         return output
 
     def compute(
@@ -170,15 +171,18 @@ class Stack:
         )  # fmt: skip
 
     def _count(
-        self, lengths: list[int], rows: list[int], counters: Counters, *, blocks: float, fetch: float = 0.0,
-        served: int = 0,
+        self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, counters: Counters, *, blocks: float,
+        fetch: float = 0.0, served: int = 0,
     ) -> None:  # fmt: skip
-        """Count one forward: tokens and computed rows of each sequence, seconds by part, and sequences served."""
+        """Count one forward: tokens and computed rows of each sequence, seconds by part, and sequences served.
+
+        An observer sees for each twin the rows of the first one: a client must not learn what others ask meanwhile.
+        """
         thread = self.thread
         if thread.observed is not None:
-            thread.observed.see(lengths, rows, thread.again)
+            thread.observed.see(lengths, rows[twins.firsts].tolist(), thread.again)
         asked, served = ([], 0) if thread.again else (lengths, served)
-        counters.work(len(asked), sum(asked), sum(rows), served=served, fetch=fetch, blocks=blocks)
+        counters.work(len(asked), sum(asked), int(rows.sum()), served=served, fetch=fetch, blocks=blocks)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]

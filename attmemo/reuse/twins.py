@@ -6,7 +6,7 @@ earlier batch can serve them. What a block does with a sequence depends on its v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 
-_LOOKED_AT = 16  # numbers of a row that tell most sequences apart
+_LOOKED_AT = 4  # numbers of each row: lines of one template differ in few rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Twins:
         return cls(np.arange(batch), np.ones(batch, np.bool_))
 
     @classmethod
-    def of(cls, hidden: Tensor, lengths: Sequence[int], records: Ints | None = None) -> Twins:
+    def of(cls, hidden: Tensor, lengths: Sequence[int], kinds: Sequence[Hashable] | None = None) -> Twins:
         """The twins of a batch.
 
         Parameters
@@ -49,17 +49,15 @@ class Twins:
             Embedded rows, ``[B, L, H]``.
         lengths : sequence of int
             Valid tokens of each sequence, on the left; at least 1.
-        records : int64 [B], optional
-            The record that serves each sequence. Twins have the same one.
+        kinds : sequence, optional
+            What twins have in common beside their rows, ``[B]``: how a record serves them.
         """
         found = cls.none(len(lengths))
-        counts = torch.tensor(lengths)
-        seen = torch.stack([counts // 4, counts // 2, 3 * counts // 4], 1)
-        marks = hidden[torch.arange(len(lengths))[:, None], seen, :_LOOKED_AT].contiguous().view(torch.uint8).numpy()
-        firsts: dict[tuple[int, int, bytes], list[int]] = {}
+        firsts: dict[Hashable, list[int]] = {}
+        marks = hidden[:, :, :_LOOKED_AT].contiguous().view(torch.uint8).numpy()
         for place, n in enumerate(lengths):
-            record = -1 if records is None else int(records[place])
-            alike = firsts.setdefault((n, record, marks[place].tobytes()), [])
+            kind = None if kinds is None else kinds[place]
+            alike = firsts.setdefault((marks[place, :n].tobytes(), kind), [])
             same = (first for first in alike if torch.equal(hidden[place, :n], hidden[first, :n]))
             found.firsts[place] = first = next(same, place)
             found.own[place] = first == place
