@@ -315,7 +315,8 @@ class Engine:
     def leave_to_parent(self) -> None:
         """In a forked child: other threads are gone, and locks may be held by them."""
         me = threading.get_ident()
-        self._counting, self._inside = threading.Lock(), Counter({me: self._inside[me]})
+        own = self._inside[me]
+        self._counting, self._inside = threading.Lock(), Counter({me: own} if own else {})
         self.counters.leave_to_parent()
         self.planner.leave_to_parent()
 

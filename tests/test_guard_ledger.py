@@ -180,16 +180,21 @@ def test_a_file_without_all_arrays_is_not_read(ledger: Ledger) -> None:
     Guard(0.01, 0.95).sync(ledger)
 
 
-def test_a_forked_child_leaves_to_its_parent_what_the_parent_has_not_shared(ledger: Ledger) -> None:
+@pytest.mark.parametrize("shared_before", [True, False])
+def test_a_forked_child_leaves_to_its_parent_what_the_parent_has_not_shared(
+    ledger: Ledger, shared_before: bool
+) -> None:
     guard = Guard(0.01, 0.95, seed=0)
-    guard.sync(ledger)
+    if shared_before:
+        guard.sync(ledger)
     verify(guard, 1, range(10))
     guard.leave_to_parent()  # what a child calls
-    verify(guard, 2, range(3))
-    guard.sync(ledger)
+    for _ in range(2):
+        verify(guard, 2, range(3))
+        guard.sync(ledger)
     stored = ledger.read()
     assert stored is not None
-    assert stored.counts["same"] == 3
+    assert stored.counts["same"] == 6
 
 
 def test_a_guard_can_be_read_from_its_file(ledger: Ledger) -> None:

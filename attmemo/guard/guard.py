@@ -110,6 +110,7 @@ class Guard:
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
         self._synced: dict[str, float] | None = None  # counts of the last sync
+        self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
         self._dirty = False
         self._since = time.time()
         self._saved = SAVED
@@ -210,6 +211,13 @@ class Guard:
         with ledger.lock(), self._lock:
             stored, own = ledger.read(), self._counts()
             known = self._synced
+            if self._inherited and (stored is None or stored.epoch < self._epoch):
+                # What the parent counted it will write itself.
+                top, inherited = own[TOP], self._inherited
+                own = {name: count - inherited.get(name, 0.0) for name, count in own.items()} | {TOP: top}
+                self._adopt(own)
+                self._synced = known = None
+            self._inherited = {}
             if stored is not None:
                 self.verified.merge(stored.hashes)
                 if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
@@ -232,7 +240,8 @@ class Guard:
     def leave_to_parent(self) -> None:
         """In a forked child: what is not shared yet, the parent will share."""
         self._lock = threading.Lock()  # a thread of the parent may have held it
-        self._synced, self._dirty = self._counts(), False
+        self._inherited = self._counts()
+        self._synced, self._dirty = dict(self._inherited), False
 
     @property
     def dirty(self) -> bool:

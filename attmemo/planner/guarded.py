@@ -17,7 +17,7 @@ from attmemo.counters import Counters
 from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.kernels.align import Alignment, Rule
-from attmemo.kernels.changes import Changes, Kinds
+from attmemo.kernels.changes import Changes, Kinds, Tokens
 from attmemo.plan import Plan, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
 from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
@@ -135,7 +135,8 @@ class GuardedPlanner(RowPlanner):
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
         found, gaps, covers = self._find(asked, candidates)
-        verdicts = self.guard.decide(covers)
+        own = np.split(asked.tokens, asked.starts[1:-1])
+        verdicts = self._decide(own, covers)
         parts = np.split(found.source, asked.starts[1:-1])
         asking.chosen = {
             number: Chosen(verdict, int(found.record[number]), parts[number], gap, cover)
@@ -143,11 +144,22 @@ class GuardedPlanner(RowPlanner):
             if verdict is not None and gap is not None and cover is not None
         }
         served = np.array([verdict is Verdict.SERVE for verdict in verdicts])
-        own = np.split(asked.tokens, asked.starts[1:-1])
         admitted = {number: own[number] for number in np.flatnonzero(~served).tolist()} if self._keeps else {}
         could = np.array([gap is not None for gap in gaps])  # the gate looks at records, not at trust
         self._count(asked, found, could, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served, admitted)
+
+    def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None]) -> list[Verdict | None]:
+        """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
+        first: dict[bytes, int] = {}
+        firsts = [first.setdefault(one.tobytes(), place) for place, one in enumerate(tokens)]
+        verdicts: dict[int, Verdict | None] = dict(
+            zip(first.values(), self.guard.decide([covers[place] for place in first.values()]), strict=True)
+        )
+        later = [place for place, other in enumerate(firsts) if other != place]
+        served = [covers[place] if verdicts[firsts[place]] is Verdict.SERVE else None for place in later]
+        verdicts |= zip(later, self.guard.decide(served), strict=True)
+        return [verdicts[place] for place in range(len(tokens))]
 
     def _needs(self, asked: Asked) -> Ints:
         found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))
