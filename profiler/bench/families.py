@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attmemo.adapters import ADAPTERS
+from attmemo import adapters
 from attmemo.errors import StorageFullError
 from attmemo.profiler.bench.layer import bench_layer
 from attmemo.profiler.bench.timing import MAX_BYTES, Progress, silent
@@ -39,7 +39,7 @@ def bench_families(
     tell = progress or silent
     cases = [
         (adapter.family, dtype, length, batch)
-        for adapter in ADAPTERS
+        for adapter in adapters.ADAPTERS
         if families is None or adapter.family in families
         for dtype in dtypes
         for length in (*lengths, *(long_lengths if adapter.causal else ()))

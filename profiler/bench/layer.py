@@ -13,7 +13,8 @@ from typing import Any, Final, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import ADAPTERS, Adapter, adapter_for
+from attmemo import adapters
+from attmemo.adapters import Adapter, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.adapters.projections import share_heads
 from attmemo.db import KIND_MAP, Database, DatabaseWriter
@@ -137,7 +138,7 @@ def bench_layer(
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
+    timing.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
     timing.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
     timing.check_choice("storage", storage, ("auto", *STORAGE))
     timing.check_choice("fetch", fetch, get_args(FetcherName))

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.adapters import ADAPTERS, adapter_for
+from attmemo import adapters
+from attmemo.adapters import adapter_for
 from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.handles.stack import blocks_of
 from attmemo.kernels.row_attention import Layout, attend
@@ -60,7 +61,7 @@ def bench_rows(
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
+    timing.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
     timing.check_choice("dtype", dtype, ("float32", "bfloat16"))
     timing.check_choice("storage", storage, tuple(ROW_STORAGE))
     if not all(0.0 < share <= 1.0 for share in shares):
