@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="tiny sizes")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "attmemo-paper", help="databases")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no part of a figure after these")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if unknown := set(args.figures) - set(NAMES):
         parser.error(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     args.output.mkdir(parents=True, exist_ok=True)

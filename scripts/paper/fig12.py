@@ -69,10 +69,10 @@ def rows(found: Found) -> str:
 def why(found: Found) -> str:
     last = found["rows"][-1]
     return (
-        f"At {last['length']} tokens only {percent(last['share_of_valid_tokens'])} of an input is text. The "
-        "similarity of padded maps grows with the share of padding; over valid tokens it does not grow, since no "
-        "sentence has more tokens than fit. Longer text is another question: a longer text has fewer near "
-        "relatives ([study-decoder.md](study-decoder.md), [measured.md](measured.md))."
+        f"At {last['length']} tokens only {percent(last['share_of_valid_tokens'])} of an input is text. From 32 "
+        "tokens on the similarity of padded maps grows with the share of padding; over valid tokens it does not "
+        "grow, since no sentence has more tokens than fit. At 16 tokens most sentences are cut, and nothing is "
+        "padded. Longer text, without padding, is another question ([measured.md](measured.md))."
     )
 
 
