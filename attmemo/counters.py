@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from attmemo.locking import ThreadLock
 from attmemo.plan import Plan
 
 _MOST_FAILURES = 20  # texts of different errors that are kept
@@ -49,17 +49,13 @@ class Counters:
     """Everything that `stats()` reports."""
 
     def __init__(self, layers: int) -> None:
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self.layers = [LayerStats() for _ in range(layers)]
         self.done = Work()
         self.skipped: Counter[str] = Counter()  # sequences that were not looked up, by reason
         # Sequences by reason, and by the error's text; for maps times layers.
         self.ineligible: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the lock may be held by a thread that is not here."""
-        self._lock = threading.Lock()
 
     def call(
         self, layer: int, plan: Plan, sequences: int, serve: float = 0.0, exact: float = 0.0, saved: float = 0.0

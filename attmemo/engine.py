@@ -317,8 +317,6 @@ class Engine:
         me = threading.get_ident()
         own = self._inside[me]
         self._counting, self._inside = threading.Lock(), Counter({me: own} if own else {})
-        self.counters.leave_to_parent()
-        self.planner.leave_to_parent()
 
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""

@@ -1,9 +1,11 @@
-"""A lock that processes share. Imports nothing of attmemo."""
+"""A lock that processes share, and one of threads that a fork does not leave locked. Imports nothing of attmemo."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,3 +35,36 @@ def locked(file: Path) -> Iterator[None]:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds the file too
         os.close(fd)
+
+
+class ThreadLock:
+    """A lock of threads, to hold in a ``with`` statement. In a forked child the lock is free.
+
+    The thread that held the lock at the fork is not there, so a usual lock would be held for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _THREAD_LOCKS.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(RuntimeError):  # this thread forked inside of the statement: the child's lock is another one
+            self._lock.release()
+
+    def renew(self) -> None:
+        """Free the lock, whatever thread holds it."""
+        self._lock = threading.Lock()
+
+
+_THREAD_LOCKS: weakref.WeakSet[ThreadLock] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for lock in list(_THREAD_LOCKS):
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from test_db_tools import LENGTHS, MODEL, add_maps, contents, fill, findings, in
 from attmemo import memoize
 from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, ForkedHandleError
+from attmemo.locking import ThreadLock
 from attmemo.profiler.models import LoadedModel
 
 
@@ -82,6 +84,9 @@ def test_a_forked_child_answers_whatever_locks_threads_of_its_parent_held(
     locks = [engine._counting, engine.counters._lock, engine.planner.gate._lock]
     if reuse == "rows":
         locks.append(handle.guarded.guard._lock)
+    else:
+        locks += [engine.reuse.source._lock, handle.database._opening]
+        engine.reuse.source._fetchers.clear()  # the child chooses one itself
 
     def child() -> None:
         before = handle.stats()
@@ -99,3 +104,30 @@ def test_a_forked_child_answers_whatever_locks_threads_of_its_parent_held(
         assert in_child(child, seconds=30) == 0
     del engine._inside[-1]
     model.attmemo.undo()
+
+
+def test_a_lock_of_threads_is_free_in_a_forked_child() -> None:
+    lock = ThreadLock()
+
+    def child() -> None:
+        with lock:
+            pass
+
+    with lock:
+        assert in_child(child, seconds=30) == 0
+    child()  # the parent's lock was not touched, and is free again
+
+
+def test_a_fork_inside_of_the_lock_leaves_the_child_a_lock_that_locks() -> None:
+    lock = ThreadLock()
+
+    def child() -> None:
+        lock.__exit__()  # the end of the statement that the child was forked in
+        with lock:
+            taken = threading.Thread(target=lock.__enter__, daemon=True)
+            taken.start()
+            taken.join(0.2)
+            assert taken.is_alive()
+
+    with lock:
+        assert in_child(child, seconds=30) == 0

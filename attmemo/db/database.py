@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from attmemo.errors import (
     GenerationMismatchError,
     PageSizeError,
 )
+from attmemo.locking import ThreadLock
 from attmemo.mmap import Arena, Residency, page_size
 
 _LOG = logging.getLogger("attmemo")
@@ -73,7 +73,7 @@ class Database:
         self.residency: Residency = residency
         self._arenas: dict[tuple[str, int], Arena] = {}
         self._indexes: dict[int, LayerIndex] = {}
-        self._opening = threading.Lock()
+        self._opening = ThreadLock()
         self._closed = False
         self.manifest: Manifest = read_manifest(self.path)
         if self.manifest.page_size % page_size():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,6 +14,7 @@ import torch
 from attmemo.embed.sketch import Sketch, Vectors
 from attmemo.kernels.align import Alignment, Rule, align, nearest
 from attmemo.kernels.changes import Changes, Kinds, changes
+from attmemo.locking import ThreadLock
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -127,7 +127,7 @@ class _Graph:
             GRAPH_FROM, ef_construction=EF_CONSTRUCTION, M=LINKS, random_seed=0, allow_replace_deleted=True
         )
         self._size = 0
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self.next = 0
 
     def catch_up(self, shelf: _Shelf, most: int) -> None:
@@ -196,7 +196,7 @@ class TokenIndex:
         self._graph: _Graph | None = None
         self._has_graphs = importlib.util.find_spec("hnswlib") is not None
         self._next = 0
-        self._writing = threading.Lock()
+        self._writing = ThreadLock()
 
     def __len__(self) -> int:
         return self._shelf.alive
@@ -254,9 +254,8 @@ class TokenIndex:
             self._graph.catch_up(self._shelf, most)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: a lock may be held by a thread that is not here."""
-        self._writing = threading.Lock()
-        self._graph = None  # the thread may have been inside of it; it is made anew by and by
+        """In a forked child."""
+        self._graph = None  # a thread of the parent may have been inside of it; it is made anew by and by
 
     def numbers(self) -> list[int]:
         """All records."""

@@ -18,7 +18,6 @@ A verified request is answered exactly. So it cannot change an answer, whatever 
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.ledger import Learned, Ledger
 from attmemo.guard.margin import TOP, Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
+from attmemo.locking import ThreadLock
 
 DRAWN: Final = 0.02
 """Share of the answers to be served that are verified instead."""
@@ -116,7 +116,7 @@ class Guard:
         self._saved = SAVED
         self._random = random.Random(seed)
         self._done: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     @classmethod
     def of(cls, budget: float, confidence: float, learned: Learned, *, vectors: bool = False) -> Guard:
@@ -239,7 +239,6 @@ class Guard:
 
     def leave_to_parent(self) -> None:
         """In a forked child: what is not shared yet, the parent will share."""
-        self._lock = threading.Lock()  # a thread of the parent may have held it
         self._inherited = self._counts()
         self._synced, self._dirty = dict(self._inherited), False
 

@@ -10,11 +10,11 @@ switched off, and probed now and then.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from attmemo.locking import ThreadLock
 from attmemo.perfmodel.profile import SEQUENCE, Profile
 
 _MANY = 50  # held-out texts; if none of so many reaches a threshold, no lookup is tried any more
@@ -139,11 +139,7 @@ class Gate:
             reached = any(any(alphas) for table in self._alphas.values() for alphas in table.values())
             # A few held-out texts that all miss prove little: then batches are tried, and live traffic decides.
             self.hopeless = not reached and sum(rates.samples(0, length) for length in rates.stored) >= _MANY
-        self._lock = threading.Lock()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the lock may be held by a thread that is not here."""
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def ask(self, layer: int, lengths: Sequence[int], padded: int) -> Verdict:
         """Whether a lookup for this batch pays: for a layer, or `SEQUENCE` if there is one lookup per sequence.

@@ -6,9 +6,10 @@ saves nothing: then lookups stop, but for one batch now and then, and begin agai
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Final
+
+from attmemo.locking import ThreadLock
 
 LEARNED: Final = 4096  # tokens looked up before the first judgement
 REMEMBERED: Final = 1 << 16  # tokens after which older ones count half
@@ -36,11 +37,7 @@ class RowGate:
     def __init__(self, always: bool = False) -> None:
         self._always = always
         self._state = _State()
-        self._lock = threading.Lock()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the lock may be held by a thread that is not here."""
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def ask(self, seconds_per_row: float | None) -> bool:
         """Whether to look up, if the blocks take so long for a row; None: not known yet. Changes nothing."""

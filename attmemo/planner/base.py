@@ -40,9 +40,6 @@ class Planner(Protocol):
     def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
         """Milliseconds that the layer takes without reuse; None if they are not known."""
 
-    def leave_to_parent(self) -> None:
-        """In a forked child: locks may be held by threads that are not here."""
-
 
 class Whole:
     """Serves all sequences of every forward, from no record."""
@@ -59,6 +56,3 @@ class Whole:
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
         return None
-
-    def leave_to_parent(self) -> None:
-        """There is no lock."""

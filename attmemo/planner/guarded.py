@@ -100,10 +100,6 @@ class GuardedPlanner(RowPlanner):
         self.guard, self.kinds, self._rounds, self._keeps = guard, kinds, rounds, keeps
         self._thread = _Thread()
 
-    def leave_to_parent(self) -> None:
-        super().leave_to_parent()
-        self.guard.leave_to_parent()
-
     @contextmanager
     def asking(self, given: Sequence[Chosen | None] | None = None) -> Iterator[Asking]:
         """While inside, this thread's forwards are guarded."""

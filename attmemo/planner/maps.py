@@ -76,9 +76,6 @@ class MapPlanner:
         """Accept other distances from now on. The gate goes on with the scores it has."""
         self.threshold = Threshold(self.index.curves, self.threshold.scores, radii)
 
-    def leave_to_parent(self) -> None:
-        self.gate.leave_to_parent()
-
     def before(self) -> Plan | None:
         return _HOPELESS if self.gate.hopeless else None
 

@@ -76,9 +76,6 @@ class RowPlanner(Whole):
         self._relative = relative
         self._wishes = _Thread()
 
-    def leave_to_parent(self) -> None:
-        self.gate.leave_to_parent()
-
     @contextmanager
     def whole(self) -> Iterator[None]:
         """While inside, this thread's forwards are served from no record, and make none."""

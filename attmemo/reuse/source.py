@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from torch import Tensor
 from attmemo.db import KIND_MAP, Database
 from attmemo.db.forms import length_of, unpack
 from attmemo.kernels import map_product
+from attmemo.locking import ThreadLock
 from attmemo.mmap import CACHE_LINE, Arena, Batch, Fetcher, FetcherName, Slots, choose_fetcher
 
 Ints = npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ class StoredMaps(MapSource):
         self._direct = fetch in ("auto", "direct")
         self._name: FetcherName = "auto" if fetch == "direct" else fetch
         self._fetchers: dict[int, Fetcher] = {}
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def fetch(self, layer: int, length: int, records: Ints) -> AbstractContextManager[Batch]:
         arena = self._database.arena(KIND_MAP, length)
