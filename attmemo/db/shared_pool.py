@@ -193,12 +193,12 @@ class SharedPool(Pool):
         for key, raw in cursor if cursor.set_range(prefix) else ():
             if not key.startswith(prefix):
                 return
-            yield bytes(key), self._unsealed(bytes(key), raw)
+            yield key, self._unsealed(key, raw)
 
-    def _unsealed(self, key: bytes, raw: Any) -> bytes:
+    def _unsealed(self, key: bytes, raw: bytes) -> bytes:
         """A value without its checksum. DatabaseCorruptError: the checksum does not fit."""
-        checksum, value = bytes(raw[: _NUMBER.size]), bytes(raw[_NUMBER.size :])
-        if checksum != _checksum(key, value):
+        value = raw[_NUMBER.size :]
+        if not raw.startswith(_checksum(key, value)):
             raise self._corrupt(f"the entry {key!r} does not match its checksum")
         return value
 
