@@ -51,6 +51,11 @@ def test_what_is_changed_below_is_valid_as_it_is() -> None:
             multi_head_cache_attention(**case.make(), **case.attributes())
 
 
+def _name(value: Any) -> str:
+    """What a case is called: the same in each process that runs a share of the tests, so no address of a function."""
+    return ",".join(value) if isinstance(value, dict) else str(value)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -116,7 +121,7 @@ def test_what_is_changed_below_is_valid_as_it_is() -> None:
         ({"attn_mask": torch.zeros(36)}, "attn_mask has shape"),
         ({"attn_mask": [[0.0]]}, "attn_mask"),
     ],
-    ids=str,
+    ids=_name,
 )
 def test_a_broken_rule_is_named(changes: dict[str, Any], words: str) -> None:
     if changes.get("attn_mask") == [[0.0]]:  # torch's dispatcher is before us, and raises an error of its own
@@ -148,7 +153,7 @@ def test_a_broken_rule_is_named(changes: dict[str, Any], words: str) -> None:
         (OFFSET, {"cachestarts": lambda t: t - 100}, "cachestarts[0] is"),
         (OFFSET, {"cachestarts": lambda t: t + 100}, "cachestarts[0] is"),
     ],
-    ids=str,
+    ids=_name,
 )
 def test_a_broken_rule_of_other_caches_is_named(case: Case, changes: dict[str, Any], words: str) -> None:
     assert words in refused(case, **changes)
