@@ -1,4 +1,4 @@
-"""`attmemo bench`: the cost of reading maps, searching, serving a layer and computing rows on this machine."""
+"""`attmemo bench`: the cost of the parts on this machine, and of every way to the answers of a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import typer
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_writable, write_whole
 from attmemo.cli.options import EIGHT_GIB, Fetch, Json, Quiet, Residency, count, parse_size
+from attmemo.cli.peers import peers
 from attmemo.errors import AttmemoError
 
 app = typer.Typer(
-    help="Time the parts on this machine.\n\nWith made-up records: no model and no data are needed.",
+    help="Time the parts on this machine.\n\nWith made-up records: no model and no data are needed, but for peers.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -173,6 +174,9 @@ def rows(
         )  # fmt: skip
 
     _bench(run, _show_rows, repeats, max_bytes, json, quiet)
+
+
+app.command("peers")(peers)
 
 
 def _show_families(out: Output, found: Mapping[str, Any]) -> None:

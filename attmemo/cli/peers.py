@@ -1,0 +1,178 @@
+"""`attmemo bench peers`: every way to the same answers, on the user's own model and texts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from attmemo.cli import options
+from attmemo.cli.console import Output, output
+from attmemo.cli.files import check_apart, check_writable, write_whole
+from attmemo.errors import AttmemoError
+
+_COLUMNS = 80
+_NAME = 30
+
+
+def parse_batch(text: str) -> tuple[int, ...]:
+    """Batch sizes separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of batch sizes; write 1,8,32.")
+    return tuple(map(int, parts))
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+_SIZES: Any = "1,8,32"  # a default is parsed, and shown, like a value that is given
+
+
+def peers(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
+    data: Annotated[list[Path], typer.Argument(
+        metavar="FILE…", show_default=False,
+        help="Texts in the order in which they came: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
+    )],
+    batch: Annotated[Any, typer.Option(
+        metavar="N,N,…", parser=parse_batch, help="Texts that come at once; a part of the table for each."
+    )] = _SIZES,
+    lines: Annotated[int, options.count("Read at most this many texts.", 10)] = 2000,
+    sample: Annotated[int, options.count(
+        "Texts that every path answers, in windows over the stream; attmemo rows answers all texts."
+    )] = 384,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model is loaded in.")] = "float32",
+    budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
+    max_length: Annotated[int | None, options.count(
+        "Cut texts to this many tokens.  [default: the model's most]"
+    )] = None,
+    paths: Annotated[Any, typer.Option(
+        metavar="NAME,NAME,…", parser=parse_names, show_default=False,
+        help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, none, maps, "
+        "rows, cache.  [default: all that are installed]",
+    )] = None,
+    database: Annotated[Path | None, typer.Option(
+        metavar="DB", help="A trained and tuned database of maps of this model; without one, maps are left out."
+    )] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the table in this PNG.")] = None,
+    text_column: options.TextColumn = None,
+    json: Annotated[str | None, typer.Option(
+        "--output", "--json", metavar="FILE",
+        help="Write the result as JSON; '-' is standard output, and all other text then goes to standard error.",
+    )] = None,
+    quiet: options.Quiet = False,
+) -> None:  # fmt: skip
+    """Time every way to the same answers, on your model and texts.
+
+    The stock model, torch.compile, OpenVINO and ONNX Runtime where they are installed, attmemo, and a cache of exact
+    duplicates: time, quality, memory and set-up in one run. Takes minutes. The first fifth of the texts prepares
+    8-bit forms; all others are asked.
+
+    \b
+    attmemo bench peers MODEL today.log
+    """
+    values = locals()
+    with output(json, quiet) as out:
+        _check_files(data, json, plot)
+        from attmemo.profiler.cells import CellOptions, measure
+        from attmemo.profiler.data import read_texts
+
+        texts = [row.text for row in read_texts(data, text_column=text_column, limit=lines)]
+        source = ", ".join(file.name for file in data)
+        found = measure(model, texts, source, options.choose(CellOptions, values), out.stages)
+        if plot is not None:
+            from attmemo.profiler.cells.plot import draw_table
+
+            write_whole("--plot", plot, draw_table(found))
+        show(out, found)
+        if plot is not None:
+            out.say(f"Plot: {plot}")
+        out.result(found)
+
+
+def _check_files(data: list[Path], json: str | None, plot: Path | None) -> None:
+    """Refuse files before the work."""
+    written = {} if json is None or json == "-" else {"--output": Path(json)}
+    if plot is not None:
+        if plot.suffix.lower() != ".png":
+            raise AttmemoError(f"--plot {plot} cannot be written: it is drawn as PNG.", "name a .png file")
+        check_writable("--plot", plot)
+        written["--plot"] = plot
+    check_apart(written, {f"FILE {number}": file for number, file in enumerate(data, 1)})
+
+
+def show(out: Output, found: Mapping[str, Any]) -> None:
+    """Who wins, the table, what was left out, and the conditions; 80 columns."""
+    from attmemo.profiler.cells import sentences
+
+    for sentence in sentences(found):
+        _say(out, sentence)
+    encoder = found["model"]["kind"] == "encoder"
+    for size in found["batch"]:
+        out.say()
+        quality = f"{'cosine':>7}{'lowest':>7}" if encoder else ""
+        out.say(f"{f'Batches of {size}':<{_NAME}}{'ms':>8}{'speed':>7}{'changed':>9}{quality}{'MiB':>7}")
+        for cell in found["cells"]:
+            if cell["batch"] == size and "speed" in cell:
+                out.say(_line(cell, encoder))
+    out.say()
+    out.say(f"{'Set-up, seconds':<{_NAME}}{'convert':>8}{'load':>7}")
+    for path in found["paths"].values():
+        if "loading_s" in path:
+            out.say(f"{path['title']:<{_NAME}}{path['converting_s']:>8.1f}{path['loading_s']:>7.1f}")
+    out.say()
+    for text in (*_left_out(found), *_remarks(found)):
+        _say(out, text)
+
+
+def _line(cell: Mapping[str, Any], encoder: bool) -> str:
+    from attmemo.profiler.cells import title_of
+
+    quality = cell["quality"]
+    near = f"{quality['cosine_mean']:>7.4f}{quality['cosine_p1']:>7.4f}" if encoder else ""
+    return (
+        f"{title_of(cell):<{_NAME}}{cell['ms']:>8.2f}{cell['speed']:>7.2f}{100 * quality['changed']:>7.1f} %{near}"
+        f"{cell['memory'] / (1 << 20):>7.0f}"
+    )
+
+
+def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
+    """Paths without a number, each with its reason."""
+    from attmemo.profiler.cells import title_of
+
+    for path in found["paths"].values():
+        if "left_out" in path:
+            yield f"Left out: {path['title']}: {path['left_out']}."
+    for cell in found["cells"]:
+        if "left_out" in cell and "left_out" not in found["paths"].get(cell["path"], {}):
+            yield f"Left out: {title_of(cell)} at batch {cell['batch']}: {cell['left_out']}."
+
+
+def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
+    stream, runs = found["stream"], found["conditions"]["runs"]
+    yield (
+        f"{found['model']['dtype']}, {found['conditions']['threads']} threads. {stream['texts']:,} texts of "
+        f"{stream['name']} with {stream['tokens_mean']:.0f} tokens on average, {100 * stream['duplicates']:.0f} % "
+        f"exact duplicates; every path answered {stream['asked_of_all']:,}, attmemo rows answered all. Other work "
+        f"took {100 * max(run['others'] for run in runs):.0f} % of the processors at most."
+    )
+    yield (
+        f"changed: answers unlike those of stock in float32; a path with more than {100 * found['budget']:g} % cannot "
+        "win. sorted: a window of texts in the order of their lengths; only for work that can wait. MiB: memory of "
+        "the path with its model."
+    )
+    for cell in found["cells"]:
+        guard = cell.get("counts", {}).get("guard")
+        if guard and cell["batch"] == found["batch"][-1]:
+            yield f"The guard of attmemo rows at batch {cell['batch']}: {guard['says']}."
+
+
+def _say(out: Output, text: str) -> None:
+    for line in textwrap.wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False):
+        out.say(line)

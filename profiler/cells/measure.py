@@ -1,0 +1,94 @@
+"""Measure all cells of one model and one stream in one run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from attmemo.errors import AttmemoError, UnsupportedModelError
+from attmemo.profiler.cells.options import CellOptions
+from attmemo.profiler.cells.paths import CACHE, MIN_COSINE, PATHS, Order
+from attmemo.profiler.cells.stream import make_stream
+from attmemo.profiler.cells.table import Table
+from attmemo.profiler.models import Progress, greatest_length, load_model
+from attmemo.profiler.pooling import own_pooling
+
+FORMAT: Final = "attmemo.peers/1"
+
+
+def measure(
+    model: str, texts: Sequence[str], source: str, options: CellOptions | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measure every path at every batch size.
+
+    Parameters
+    ----------
+    model : str
+        Directory or hub name of an encoder or a classifier.
+    texts : sequence of str
+        In the order in which they came.
+    source : str
+        What a reader is told about them.
+    options : CellOptions, optional
+    progress : callable, optional
+
+    Returns
+    -------
+    dict
+        JSON-able: ``model``, ``stream``, ``conditions``, ``paths`` with their set-up or why they were left out, and
+        ``cells``.
+
+    Raises
+    ------
+    AttmemoError
+        A path has no such name, or the stock model fails.
+    DataError
+        There are too few texts.
+    UnsupportedModelError
+        The model gives next tokens.
+    """
+    options, tell = options or CellOptions(), progress or (lambda what, done, total: None)
+    names, sizes = _known(options.paths), tuple(sorted(set(options.batch)))
+    if options.database is not None and not options.database.is_dir():
+        what = f"--database {options.database}: there is no such directory, expected a trained database of maps."
+        raise AttmemoError(what, f"attmemo build-database --model {model} --data FILE --output DB")
+    loaded = load_model(model, options.dtype)
+    if loaded.kind == "language-model":
+        raise UnsupportedModelError(f"{model} gives next tokens.", "give an encoder or a classifier")
+    if loaded.kind == "encoder":
+        loaded.pooling = own_pooling(model)
+    modules = ("transformers", type(loaded.model).__module__)
+    loaded.model = loaded.model.to("meta")
+    length = greatest_length(loaded, options.max_length)
+    stream = make_stream(loaded, texts, length, sizes[-1], options.sample)
+    with tempfile.TemporaryDirectory() as folder:
+        order = Order(
+            model, options.dtype, loaded.pooling, torch.get_num_threads(), Path(folder),
+            stream.first[: options.calibration], sizes, options.budget, options.database, modules,
+        )  # fmt: skip
+        with Table(loaded, stream, order, names, tell) as table:
+            found = table.result()
+    lengths = [len(text) for text in stream.texts]
+    return {
+        "format": FORMAT,
+        "model": {"name": model, "kind": loaded.kind, "dtype": options.dtype, "pooling": loaded.pooling},
+        "stream": {
+            "name": source, "first": len(stream.first), "texts": len(stream.texts), "window": stream.window,
+            "asked_of_all": stream.asked_of_all, "tokens_mean": sum(lengths) / len(lengths),
+            "tokens_most": max(lengths), "max_length": length, "duplicates": stream.duplicates(),
+        },
+        "budget": options.budget, "min_cosine": MIN_COSINE, "batch": list(sizes), **found,
+    }  # fmt: skip
+
+
+def _known(names: Sequence[str] | None) -> tuple[str, ...]:
+    known = (*PATHS, CACHE)
+    for name in names or ():
+        if name not in known:
+            what = f"--paths: there is no path {name!r}, expected some of {','.join(known)}."
+            raise AttmemoError(what, "leave --paths out to measure all of them")
+    return tuple(names or known)

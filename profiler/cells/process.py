@@ -1,0 +1,176 @@
+"""A path in a process of its own: its memory is known, and if it dies the others go on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from attmemo.profiler.cells.paths import FILES, Order, Ready, Route
+from attmemo.profiler.models import Tokens
+from attmemo.profiler.peers.installed import reason_of
+
+PATIENCE: Final = 900.0
+"""Seconds that a path may take to become ready, or for one batch."""
+
+
+class PathError(Exception):
+    """A path cannot go on; the message says why in a line."""
+
+
+class PathProcess:
+    """The process of a path, from outside.
+
+    Parameters
+    ----------
+    order : Order
+    log : path
+        Takes what the process prints.
+    """
+
+    def __init__(self, order: Order, log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["attmemo.profiler.cells.process", *order.modules])
+        self._own, other = context.Pipe()
+        self._process = context.Process(target=_answer, args=(other, order, log), daemon=False)
+        self._process.start()
+        other.close()
+
+    def make(self, file: str) -> float:
+        """Make a converted model (of `FILES`). Seconds."""
+        return self._call("make", file)  # type: ignore[no-any-return]
+
+    def load(self, route: Route) -> float:
+        """Make a path ready and have it answer once. Seconds."""
+        return self._call("load", route)  # type: ignore[no-any-return]
+
+    def ask(self, texts: Sequence[Tokens]) -> tuple[float, np.ndarray]:
+        """Seconds from tokens to answers, padding included, and the answers ``[B, …]`` in float32."""
+        return self._call("ask", texts)  # type: ignore[no-any-return]
+
+    def memory(self) -> int:
+        """Resident bytes, less those before the path was loaded."""
+        return self._call("memory")  # type: ignore[no-any-return]
+
+    def stats(self) -> dict[str, Any]:
+        """What a memoized model counts; empty for other paths."""
+        return self._call("stats")  # type: ignore[no-any-return]
+
+    def used(self) -> float:
+        """Seconds of processor time so far."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End the process."""
+        self._own.close()
+        self._process.join(5.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """PathError: it failed, died or takes too long."""
+        try:
+            self._own.send((name, arguments))
+            if not self._own.poll(PATIENCE):
+                raise PathError(f"took more than {PATIENCE:.0f} s")
+            found, error = self._own.recv()
+        except (EOFError, OSError):
+            self._process.join(5.0)
+            raise PathError(f"its process died{_cause(self._process.exitcode)}") from None
+        if error is not None:
+            raise PathError(error)
+        return found
+
+
+def _cause(code: int | None) -> str:
+    if code is None or code >= 0:
+        return ""
+    return f" of {signal.Signals(-code).name}" + (", mostly for want of memory" if code == -signal.SIGKILL else "")
+
+
+def _answer(connection: Connection, order: Order, log: Path) -> None:
+    """What the process does until the other end is closed."""
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(order.threads)
+    worker = _Worker(order)
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        except Exception as error:  # what was sent cannot be read here
+            connection.send((None, reason_of(error)))
+            continue
+        try:
+            answer: tuple[Any, str | None] = getattr(worker, name)(*arguments), None
+        except Exception as error:  # whatever another library raises
+            answer = None, reason_of(error)
+        connection.send(answer)
+
+
+class _Worker:
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        with torch.inference_mode():  # what every path loads of torch is not the path's memory
+            nn.TransformerEncoderLayer(32, 2, 32, batch_first=True).eval()(torch.zeros(2, 8, 32))
+        self._before = _resident()
+        self._ready: Ready | None = None
+
+    def make(self, file: str) -> float:
+        start = time.perf_counter()
+        FILES[file][1](self._order)
+        return time.perf_counter() - start
+
+    def load(self, route: Route) -> float:
+        start = time.perf_counter()
+        self._ready = route.ready(self._order)
+        if not route.anew:
+            self.ask(self._order.first[:1])
+        seconds = time.perf_counter() - start
+        gc.collect()
+        with suppress(AttributeError):  # a C library without it
+            ctypes.CDLL(None).malloc_trim(0)  # what only loading took
+        return seconds
+
+    def ask(self, texts: Sequence[Tokens]) -> tuple[float, np.ndarray]:
+        assert self._ready is not None
+        with torch.inference_mode():
+            start = time.perf_counter()
+            given = self._ready.way(texts)
+            if hasattr(self._ready.handle, "flush"):
+                self._ready.handle.flush()  # storing is a part of the work
+            seconds = time.perf_counter() - start
+        return seconds, given.float().numpy()
+
+    def memory(self) -> int:
+        return _resident() - self._before
+
+    def stats(self) -> dict[str, Any]:
+        handle = self._ready.handle if self._ready else None
+        return {} if handle is None else handle.stats()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,93 @@
+"""What one path took and answered at one batch size, and the cell that is made of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attmemo.profiler.answers import changed, cosine
+from attmemo.profiler.cells.paths import MIN_COSINE
+from attmemo.profiler.cells.stream import Turn
+from attmemo.profiler.models import Tokens
+
+_LATE = 2 / 3  # of the windows: what comes behind is the last third
+
+
+class Tally:
+    """Seconds and answers of one path, batch by batch."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = defaultdict(float)  # by window
+        self.texts: dict[int, int] = defaultdict(int)
+        self.sampled: set[int] = set()
+        self._rows: list[int] = []
+        self._answers: list[np.ndarray] = []
+
+    def add(self, turn: Turn, texts: Sequence[Tokens], seconds: float, given: np.ndarray) -> None:
+        """One batch of this turn."""
+        self.seconds[turn.window] += seconds
+        self.texts[turn.window] += len(texts)
+        if turn.whole:
+            self.sampled.add(turn.window)
+        self._rows += [text.row for text in texts]
+        self._answers.append(given)
+
+    def ms(self, windows: Sequence[int]) -> float:
+        """Milliseconds a text in these windows."""
+        return 1e3 * sum(self.seconds[w] for w in windows) / sum(self.texts[w] for w in windows)
+
+    def quality(self, kind: str, exact: Tensor) -> dict[str, Any]:
+        """How the answers differ from the exact ones, of which there is one for each text of the stream."""
+        given, wanted = torch.from_numpy(np.concatenate(self._answers)), exact[self._rows]
+        found: dict[str, Any] = {
+            "texts": len(given), "changed": float(changed(kind, wanted, given, MIN_COSINE).float().mean())
+        }  # fmt: skip
+        if kind == "classifier":
+            return found
+        near = cosine(wanted, given)
+        return found | {"cosine_mean": float(near.mean()), "cosine_p1": float(near.quantile(0.01))}
+
+
+def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> dict[str, Any]:
+    """Times, speed over the stock model and quality, JSON-able.
+
+    Parameters
+    ----------
+    tally, stock : Tally
+        Of the path, and of the stock model; both answered the sampled windows.
+    kind : str
+        Of the model.
+    exact : Tensor
+        Answers of the stock model in float32, one for each text of the stream.
+    windows : int
+        Of the stream.
+
+    Returns
+    -------
+    dict
+        ``texts``, ``ms`` a text and ``speed`` of the sampled windows; ``speeds`` of each; ``late_speed`` of those in
+        the last third of the stream, None if there is none; ``quality`` of all texts that the path answered.
+    """
+    sampled = sorted(stock.sampled)
+    late = [window for window in sampled if window >= _LATE * windows]
+    return {
+        "texts": sum(tally.texts[w] for w in sampled), "ms": tally.ms(sampled),
+        "speed": stock.ms(sampled) / tally.ms(sampled), "speeds": [stock.ms([w]) / tally.ms([w]) for w in sampled],
+        "late_speed": stock.ms(late) / tally.ms(late) if late else None, "quality": tally.quality(kind, exact),
+    }  # fmt: skip
+
+
+def counts(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reader wants to know of a memoized model's statistics."""
+    kept = ("sequences", "served", "tokens", "rows_computed", "records", "record_bytes", "hits", "calls")
+    found = {key: stats[key] for key in kept if isinstance(stats.get(key), int)}
+    if found.get("tokens"):
+        found["share_computed"] = found["rows_computed"] / found["tokens"]
+    if stats.get("guard"):
+        found["guard"] = {key: stats["guard"][key] for key in ("state", "says", "verified", "changed")}
+    return found

@@ -1,0 +1,86 @@
+"""Who wins in a table of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from attmemo.profiler.cells.paths import CACHE, PATHS, REUSE
+
+Cell = Mapping[str, Any]
+
+
+class Verdict(NamedTuple):
+    """The fastest peer and the fastest path of attmemo at one batch size, None where no answer was good enough.
+
+    `beyond` is a path that is faster than both, and changes more answers than the budget allows.
+    """
+
+    batch: int
+    peer: Cell | None
+    own: Cell | None
+    beyond: Cell | None
+
+    @property
+    def peer_wins(self) -> bool:
+        """No path of attmemo is faster. A cache of exact duplicates is a peer, whatever it stands in front of."""
+        return self.own is None or (self.peer is not None and self.peer["speed"] >= self.own["speed"])
+
+
+def title_of(cell: Cell) -> str:
+    """The path of a cell, for readers."""
+    if cell["path"] == CACHE:
+        return f"cache + {PATHS[cell['behind']].title}" if "behind" in cell else "cache"
+    return PATHS[cell["path"]].title + (", sorted" if cell["by_length"] else "")
+
+
+def verdicts(found: Mapping[str, Any]) -> list[Verdict]:
+    """One for each batch size of a result of `measure`.
+
+    A path counts if it changes no more answers than the budget allows. Of random weights (``model["random"]``) every
+    path counts: their answers mean nothing.
+    """
+    said = []
+    for size in found["batch"]:
+        cells = [cell for cell in found["cells"] if cell["batch"] == size and "speed" in cell]
+        good = [cell for cell in cells if found["model"].get("random") or _within(cell, found["budget"])]
+        peer, own = _fastest(good, reuse=False), _fastest(good, reuse=True)
+        fastest = max((cell["speed"] for cell in (peer, own) if cell), default=0.0)
+        beyond = [cell for cell in cells if cell not in good and cell["speed"] > fastest]
+        said.append(Verdict(size, peer, own, max(beyond, key=_speed, default=None)))
+    return said
+
+
+def sentences(found: Mapping[str, Any]) -> list[str]:
+    """Who wins; where a peer wins first."""
+    ordered = sorted(verdicts(found), key=lambda one: (not one.peer_wins, one.batch))
+    won: dict[str, list[str]] = {}
+    for one in ordered:
+        won.setdefault("A peer" if one.peer_wins else "attmemo", []).append(str(one.batch))
+    first = "; ".join(f"{who} wins at batch {', '.join(sizes)}" for who, sizes in won.items())
+    return [f"{first}.", *map(_sentence, ordered)]
+
+
+def _sentence(one: Verdict) -> str:
+    first, second = (one.peer, one.own) if one.peer_wins else (one.own, one.peer)
+    if first is None:
+        return f"Batch {one.batch}: only the exact stock model in float32 keeps the answers within the budget."
+    text = f"Batch {one.batch}: {title_of(first)} has {first['speed']:.2f} times the speed of stock"
+    if second is not None:
+        text += f", {title_of(second)} {second['speed']:.2f}"
+    if one.beyond is not None:
+        changed = f"{100 * one.beyond['quality']['changed']:.1f} %"
+        text += f". {title_of(one.beyond)} has {one.beyond['speed']:.2f} but changes {changed} of the answers"
+    return f"{text}."
+
+
+def _within(cell: Cell, budget: float) -> bool:
+    return bool(cell["quality"]["changed"] <= budget)
+
+
+def _speed(cell: Cell) -> float:
+    return float(cell["speed"])
+
+
+def _fastest(cells: list[Cell], *, reuse: bool) -> Cell | None:
+    return max((cell for cell in cells if (cell["path"] in REUSE) is reuse), key=_speed, default=None)
