@@ -24,8 +24,6 @@ from attmemo.profiler.models import LoadedModel, Progress, Tokens
 _PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
 _WHOLE: Final = 32  # texts in a batch of the reference
 
-_PLACES: Final = (*PATHS, CACHE)  # the order of cells
-
 Ask = Callable[[Sequence[Tokens]], tuple[float, np.ndarray]]
 Key = tuple[str, bool]  # a path, and whether its texts come in the order of their lengths
 
@@ -166,7 +164,8 @@ class Table:
         if STOCK in failed:
             raise PathError(failed[STOCK])
         found = self._described(cache, failed)
-        for (name, by_length), tally in sorted(tallies.items(), key=lambda item: _PLACES.index(item[0][0])):
+        places = [*PATHS, CACHE]
+        for (name, by_length), tally in sorted(tallies.items(), key=lambda item: places.index(item[0][0])):
             one: dict[str, Any] = {"path": name, "batch": size, "by_length": by_length}
             if name in failed:
                 self.cells.append(one | {"left_out": failed[name]})
