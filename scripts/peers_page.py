@@ -14,6 +14,7 @@ from peers_inputs import MODELS, STREAMS
 
 from attmemo.profiler.cells import sentences, title_of, verdicts
 from attmemo.profiler.cells.paths import CACHE, PATHS
+from attmemo.profiler.cells.verdict import SURE
 from attmemo.profiler.plots import BLUE, GREEN, GREY, ORANGE, STYLE, png
 
 __all__ = ["draw", "sentences", "text"]
@@ -40,9 +41,11 @@ This page is made from `docs/peers.json`, which `scripts/bench_peers.py` writes.
 RULES = """How to read the tables:
 
 * A number without a unit is a speed: the stock model in the order of arrival has 1.
-* The best peer is the fastest path that is not of attmemo and changes no more answers than the budget of
-  {budget:g} %. *sorted*: a window of texts in the order of their lengths, for work that can wait. A cache of exact
-  duplicates is a peer, whatever it stands in front of: the exact path that was fastest on the first part.
+* The best peer is the fastest path that is not of attmemo. A path does not count if its answers show, with {sure:g} %
+  confidence, more changes than the budget of {budget:g} %. On few texts one change does not show that.
+* *sorted*: a window of texts in the order of their lengths, for work that can wait.
+* *cache*: a cache of exact duplicates in front of the exact path that was fastest on the first part. The cache counts
+  as attmemo where that path is attmemo none, else as a peer.
 * *changed*: answers unlike those of the stock model in float32: another class, or a cosine below {cosine:g}. Behind
   it, of embeddings, the mean cosine and the lowest 1 %.
 * *late*: rows in the windows of the last third of the stream, where the guard has learned the most.
@@ -58,7 +61,7 @@ def text(found: Mapping[str, Any]) -> str:
     runs = [run for run in found["runs"] if "failed" not in run]
     parts = [HEAD, _who_wins(runs), "![Speed of each path on each stream](peers.png)\n"]
     if runs:
-        parts.append(RULES.format(budget=100 * runs[0]["budget"], cosine=runs[0]["min_cosine"]))
+        parts.append(RULES.format(budget=100 * runs[0]["budget"], cosine=runs[0]["min_cosine"], sure=100 * SURE))
     for title, group in _groups(runs).items():
         random = RANDOM if group[0]["model"].get("random") else ""
         parts += [f"## {title}\n", random, _speeds(group), _paths(group)]
@@ -231,7 +234,7 @@ def _machine(found: Mapping[str, Any]) -> str:
 
 LINES = {
     "none": ("attmemo none", GREEN, "s"), "maps": ("attmemo maps", "#9c5a8a", "v"),
-    "rows": ("attmemo rows", BLUE, "o"),
+    "rows": ("attmemo rows", BLUE, "o"), CACHE: ("cache of exact duplicates", GREY, "D"),
 }  # fmt: skip
 
 
@@ -246,10 +249,10 @@ def draw(found: Mapping[str, Any]) -> bytes:
         for row, (title, group) in zip(grid, groups.items(), strict=False):
             for axes, size in zip(row, sizes, strict=True):
                 _panel(axes, group, size, streams)
-                axes.set_title(f"{title}: batches of {size}" if size == sizes[0] else f"batches of {size}", fontsize=9)
+                axes.set_title(f"{title if size == sizes[0] else ''}\nbatches of {size}", fontsize=9)
             row[0].set_ylabel("speed, stock = 1")
         handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5)
+        figure.legend(handles, labels, loc="outside lower center", ncols=6)
         return png(figure)
 
 
@@ -268,7 +271,8 @@ def _panel(axes: Any, group: list[Run], size: int, streams: list[str]) -> None:
     axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="stock")
     places = np.arange(len(streams))
     axes.bar(places, list(best.values()), 0.62, color=ORANGE, alpha=0.55, label="best peer within the budget")
-    for shift, (path, (label, color, mark)) in zip((-0.18, 0.0, 0.18), LINES.items(), strict=True):
-        axes.plot(places + shift, list(own[path].values()), mark, color=color, label=label, markersize=6)
+    for shift, (path, (label, color, mark)) in zip((-0.24, -0.08, 0.08, 0.24), LINES.items(), strict=True):
+        axes.plot(places + shift, list(own[path].values()), mark, color=color, label=label, markersize=5)
     axes.set_xticks(places, streams, rotation=35, ha="right")
+    axes.set_xlim(-0.6, len(streams) - 0.4)
     axes.set_ylim(bottom=0.0)

@@ -188,14 +188,27 @@ class TestVerdict:
         assert verdicts(made_up(peer=2.0, own=2.0))[0].peer_wins
 
     def test_a_path_beyond_the_budget_does_not_win_but_is_told(self) -> None:
-        (one,) = verdicts(made_up(peer=3.0, own=2.0, changed=0.04))
+        (one,) = verdicts(made_up(peer=3.0, own=2.0, changed=3 / 64))
         assert not one.peer_wins
         assert one.peer is not None
         assert title_of(one.peer) == "stock"
-        assert "OpenVINO int8 has 3.00 but changes 4.0 % of the answers" in sentences(made_up(3.0, 2.0, 0.04))[1]
+        assert "OpenVINO int8 has 3.00 but changes 4.7 % of the answers" in sentences(made_up(3.0, 2.0, 3 / 64))[1]
+
+    def test_few_changes_on_few_texts_do_not_leave_a_peer_out(self) -> None:
+        """Of 64 texts one is 1.6 %: that does not show more than 1 %. Three do."""
+        assert verdicts(made_up(peer=3.0, own=2.0, changed=1 / 64))[0].peer_wins
+        assert not verdicts(made_up(peer=3.0, own=2.0, changed=3 / 64))[0].peer_wins
+
+    @pytest.mark.parametrize(("behind", "peer_wins"), [("openvino-f32", True), ("none", False)])
+    def test_a_cache_belongs_to_what_it_stands_in_front_of(self, behind: str, peer_wins: bool) -> None:
+        found = made_up(peer=2.0, own=2.5)
+        found["cells"].append(found["cells"][0] | {"path": "cache", "behind": behind, "speed": 4.0})
+        (one,) = verdicts(found)
+        assert one.peer_wins is peer_wins
+        assert sentences(found)[1].startswith("Batch 8: cache + ")
 
     def test_of_random_weights_every_path_counts(self) -> None:
-        assert verdicts(made_up(peer=3.0, own=2.0, changed=0.04, random=True))[0].peer_wins
+        assert verdicts(made_up(peer=3.0, own=2.0, changed=3 / 64, random=True))[0].peer_wins
 
     def test_where_a_peer_wins_at_one_size_that_size_comes_first(self) -> None:
         found, other = made_up(peer=2.0, own=2.5), made_up(peer=2.5, own=2.0)

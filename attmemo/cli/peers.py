@@ -163,9 +163,9 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
         f"took {100 * max(run['others'] for run in runs):.0f} % of the processors at most."
     )
     yield (
-        f"changed: answers unlike those of stock in float32; a path with more than {100 * found['budget']:g} % cannot "
-        "win. sorted: a window of texts in the order of their lengths; only for work that can wait. MiB: memory of "
-        "the path with its model."
+        f"changed: answers unlike those of stock in float32; a path that shows more than {100 * found['budget']:g} % "
+        "cannot win. sorted: a window of texts in the order of their lengths; only for work that can wait. MiB: the "
+        "memory of the path with its model."
     )
     for cell in found["cells"]:
         guard = cell.get("counts", {}).get("guard")

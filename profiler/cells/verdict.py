@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from scipy.special import betaincinv  # type: ignore[import-untyped,unused-ignore]
 
 from attmemo.profiler.cells.paths import CACHE, PATHS, REUSE
 
 Cell = Mapping[str, Any]
+SURE: Final = 0.95
+"""How sure it must be that a path changes more answers than the budget allows, before the path is left out."""
 
 
 class Verdict(NamedTuple):
@@ -23,7 +27,7 @@ class Verdict(NamedTuple):
 
     @property
     def peer_wins(self) -> bool:
-        """No path of attmemo is faster. A cache of exact duplicates is a peer, whatever it stands in front of."""
+        """No path of attmemo is faster. A cache belongs to the side of the path that it stands in front of."""
         return self.own is None or (self.peer is not None and self.peer["speed"] >= self.own["speed"])
 
 
@@ -37,8 +41,9 @@ def title_of(cell: Cell) -> str:
 def verdicts(found: Mapping[str, Any]) -> list[Verdict]:
     """One for each batch size of a result of `measure`.
 
-    A path counts if it changes no more answers than the budget allows. Of random weights (``model["random"]``) every
-    path counts: their answers mean nothing.
+    A path counts unless its answers show that it changes more of them than the budget allows: one change of 32 does
+    not show that for a budget of 1 %, two do. Of random weights (``model["random"]``) every path counts: their answers
+    mean nothing.
     """
     said = []
     for size in found["batch"]:
@@ -75,7 +80,14 @@ def _sentence(one: Verdict) -> str:
 
 
 def _within(cell: Cell, budget: float) -> bool:
-    return bool(cell["quality"]["changed"] <= budget)
+    """Whether the lower bound of the share of changed answers (Clopper and Pearson) is within the budget."""
+    texts = cell["quality"]["texts"]
+    changed = round(cell["quality"]["changed"] * texts)
+    return changed == 0 or bool(betaincinv(changed, texts - changed + 1, 1.0 - SURE) <= budget)
+
+
+def _is_own(cell: Cell) -> bool:
+    return cell.get("behind", cell["path"]) in REUSE
 
 
 def _speed(cell: Cell) -> float:
@@ -83,4 +95,4 @@ def _speed(cell: Cell) -> float:
 
 
 def _fastest(cells: list[Cell], *, reuse: bool) -> Cell | None:
-    return max((cell for cell in cells if (cell["path"] in REUSE) is reuse), key=_speed, default=None)
+    return max((cell for cell in cells if _is_own(cell) is reuse), key=_speed, default=None)
