@@ -26,11 +26,14 @@ export GOMP_SPINCOUNT ?= 10000
 demo: $(LIBRARY)  ## log lines through a model, fast and exact side by side (LOG=file: yours; LOG=-: from a pipe), in 90 seconds
 	@$(BIN)/attmemo demo $(if $(filter -,$(LOG)),--stdin,$(if $(LOG),"$(LOG)")) --output "$(OUTPUT)"
 
+# One process for each core, up to four, and one thread in each: threads of two processes on the same cores wait for each
+# other, and the tests take twice as long. What depends on threads sets their number itself.
 test: lint  ## everything that has to pass: lint, types, tests
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow
+	ATTMEMO_TEST_ROUNDS=200 $(BIN)/python -m pytest tests/test_reliability_races.py
 
 # The oldest torch that is allowed has private operators of its own. It has an environment of its own, beside .venv, and
 # sees what was compiled for .venv. The first time it downloads gigabytes: this torch may come with its CUDA libraries.
@@ -132,7 +135,7 @@ wheel:  ## a source distribution and a manylinux wheel, in dist
 # Tests, types and lint need more than the demo. The library is there already, so pip adds the extra's packages only.
 $(READY): $(LIBRARY)
 	@echo "Adding what the tests need"
-	$(PIP) install 'attmemo[dev]'
+	$(PIP) install --no-compile 'attmemo[dev]'
 	touch $@
 
 # torch first and by itself, so that what the package asks for finds it there. Done again when what is built changes.
@@ -161,8 +164,9 @@ $(LIBRARY): pyproject.toml setup.py $(wildcard native/*)
 	fi
 	echo "Setting up .venv with $$("$(PYTHON)" --version); the first time this downloads torch and takes minutes"
 	[ -x $(BIN)/python ] || "$(PYTHON)" -m venv .venv
-	$(PIP) install torch==2.13.0
-	$(PIP) install --editable '.[demo]'
+	# Modules are compiled when they are imported: most never are.
+	$(PIP) install --no-compile torch==2.13.0
+	$(PIP) install --no-compile --editable '.[demo]'
 	touch $@
 
 clean:  ## remove what was built, .venv and the demo's output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import re
 import sys
@@ -91,7 +92,10 @@ def drop(held: list[Any], number: int) -> None:
         gc.collect()
 
 
-def races(body: Callable[[int], None], rounds: int = 200) -> None:
+ROUNDS = int(os.environ.get("ATTMEMO_TEST_ROUNDS", "100"))  # `make test-slow` asks for more
+
+
+def races(body: Callable[[int], None], rounds: int = ROUNDS) -> None:
     """Many rounds of a race in a child, where a crash is seen by its name, with threads that change often."""
 
     def run() -> None:
@@ -100,7 +104,7 @@ def races(body: Callable[[int], None], rounds: int = 200) -> None:
             body(number)
         gc.collect()
 
-    run_child(run, timeout=110)
+    run_child(run, timeout=600)
 
 
 def tried(said: str, call: Callable[..., Any], *arguments: Any) -> Any:

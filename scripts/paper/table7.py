@@ -31,7 +31,8 @@ WAYS = ("exact", "gate off", "gate on")
 
 def measure(run: Run) -> Found:
     rows = []
-    for name, threshold in CASES.items():
+    for name in run.size(tuple(CASES), tuple(CASES)[:1]):
+        threshold = CASES[name]
         for batch in run.size((1, 32, 64), (2,)):
             part = run.part(f"gate-{name}-{batch}", lambda n=name, t=threshold, b=batch: _cell(run, n, t, b))
             rows.append(
