@@ -4,7 +4,8 @@
 
 Each part adds its numbers to OUT/serve.json, so that parts can be run one by one. `warm` fills a database with the
 first 70 % of the lines of a log until its guard is certified. The other parts ask the later 30 %, and store nothing:
-no line that is asked was stored before, however often the load generator repeats it. `plain` is a server as people
+no line that is asked was stored before, however often the load generator repeats it. ATTMEMO_DTYPE=bfloat16 measures
+that type of number, in every server. `plain` is a server as people
 write it, FastAPI around sentence-transformers. wrk must be installed (apt-get install wrk).
 """
 
@@ -29,6 +30,7 @@ LOG = "OpenSSH"
 CLIENTS = (64, 8, 1)
 SECONDS = 8
 PORT = 3987
+DTYPE = os.environ.get("ATTMEMO_DTYPE", "float32")
 URL = f"http://127.0.0.1:{PORT}"
 LUA = """
 local lines, n = {}, 0
@@ -77,7 +79,7 @@ def server(*words: str) -> Iterator[subprocess.Popen[bytes]]:
 def attmemo(*options: str) -> tuple[str, ...]:
     """The command of our server."""
     own = (sys.executable, "-c", "from attmemo.cli import main; main()", "serve", model())
-    return (*own, "--host", "127.0.0.1", "--port", str(PORT), "--drain-seconds", "0", *options)
+    return (*own, "--host", "127.0.0.1", "--port", str(PORT), "--drain-seconds", "0", "--dtype", DTYPE, *options)
 
 
 def post(path: str, body: Any) -> Any:
@@ -162,6 +164,7 @@ def warm(shared: Path, out: Path, folder: Path) -> Any:
 
 def direct(shared: Path, out: Path, folder: Path) -> Any:
     """The library without a server, batches of 32."""
+    import torch
     from sentence_transformers import SentenceTransformer
 
     from attmemo import memoize, unmemoize
@@ -171,7 +174,7 @@ def direct(shared: Path, out: Path, folder: Path) -> Any:
     for name, options in (
         ("stock", None), ("none", {"reuse": "none"}), ("rows", {"database": out / "serve-db", "fill": False}),
     ):  # fmt: skip
-        encoder = SentenceTransformer(model(), device="cpu")
+        encoder = SentenceTransformer(model(), device="cpu").to(getattr(torch, DTYPE))
         # As the server has it: unit length is made of the embedding, and is no part of the answer.
         own = SentenceTransformer(modules=list(encoder)[:2], device="cpu")
         if options is not None:
@@ -280,12 +283,13 @@ def overload(shared: Path, out: Path, folder: Path) -> Any:
 
 def plain_server() -> None:
     """FastAPI around sentence-transformers."""
+    import torch
     import uvicorn
     from fastapi import FastAPI
     from pydantic import BaseModel
     from sentence_transformers import SentenceTransformer
 
-    encoder, app = SentenceTransformer(model(), device="cpu"), FastAPI()
+    encoder, app = SentenceTransformer(model(), device="cpu").to(getattr(torch, DTYPE)), FastAPI()
 
     class Body(BaseModel):
         inputs: str | list[str]
@@ -327,7 +331,7 @@ def main() -> None:
             before = os.getloadavg()[0]
             result = PARTS[part](args.shared, args.out, Path(folder))
         found[part] = {"load_before": before, **result}
-        found["conditions"] = conditions() | {"log": LOG, "model": Path(model()).parent.name, "dtype": "float32"}
+        found["conditions"] = conditions() | {"log": LOG, "model": Path(model()).parent.name, "dtype": DTYPE}
         file.write_text(json.dumps(found, indent=1))
         print(part, json.dumps(found[part], indent=1))
 
