@@ -42,8 +42,8 @@ def plan_of(model: str, stream: str) -> Plan:
     """The plan of a pair."""
     if model in SHAPES:
         return {"windows": Plan(200, 32, 128, 0), "IMDB": Plan(120, 32, 128, 0)}.get(stream, Plan(400, 64, 128, 0))
-    small = {"windows": Plan(1000, 128, 128, 150), "IMDB": Plan(500, 128, 256, 75)}
-    return small.get(stream, Plan(1500, 256, 256, 225))
+    small = {"windows": Plan(1000, 96, 128, 150), "IMDB": Plan(500, 96, 256, 75)}
+    return small.get(stream, Plan(1200, 192, 256, 180))
 
 
 def texts_of(shared: Path, stream: str) -> Iterator[str]:

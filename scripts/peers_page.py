@@ -111,7 +111,8 @@ def _caution(runs: list[Run]) -> str:
 
 def _others(run: Run) -> float:
     """The greatest share of the processors that other programs took."""
-    return float(max(one["others"] for one in run["conditions"]["runs"]))
+    found = run["conditions"]
+    return float(max(one["others"] for one in (found["set_up"], *found["runs"])))
 
 
 def _margin(one: Any) -> str:
@@ -251,6 +252,7 @@ def draw(found: Mapping[str, Any]) -> bytes:
                 _panel(axes, group, size, streams)
                 axes.set_title(f"{title if size == sizes[0] else ''}\nbatches of {size}", fontsize=9)
             row[0].set_ylabel("speed, stock = 1")
+            row[0].set_ylim(0.0, 1.05 * max(axes.dataLim.ymax for axes in row))
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=6)
         return png(figure)
@@ -275,4 +277,3 @@ def _panel(axes: Any, group: list[Run], size: int, streams: list[str]) -> None:
         axes.plot(places + shift, list(own[path].values()), mark, color=color, label=label, markersize=5)
     axes.set_xticks(places, streams, rotation=35, ha="right")
     axes.set_xlim(-0.6, len(streams) - 0.4)
-    axes.set_ylim(bottom=0.0)

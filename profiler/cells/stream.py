@@ -12,7 +12,7 @@ from attmemo.profiler.models import LoadedModel, Tokens, tokenize
 FIRST: Final = 0.2
 """Share of the texts that prepare: ranges of 8-bit numbers are taken from them. The stream begins behind them."""
 MOST_FIRST: Final = 400
-BATCHES: Final = 4
+BATCHES: Final = 3
 """Batches of the largest size in a window."""
 _FEWEST: Final = 2  # windows' worth of texts
 
@@ -49,6 +49,11 @@ class Stream:
     def windows(self) -> int:
         """How many there are; the last one may be shorter."""
         return -(-len(self.texts) // self.window)
+
+    @property
+    def whole(self) -> int:
+        """Windows that are not shorter; at least 1."""
+        return max(1, len(self.texts) // self.window)
 
     @property
     def asked_of_all(self) -> int:

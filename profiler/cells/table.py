@@ -66,10 +66,12 @@ class Table:
         """Make everything ready and measure. AttmemoError: the stock model itself fails."""
         conditions = measured_under()
         conditions["runs"] = []
+        begun, others = time.monotonic(), Others(self._processor_seconds)
         for done, name in enumerate(self._names):
             self._tell("making ready", done, len(self._names))
             self._set_up(name)
         self._tell("making ready", len(self._names), len(self._names))
+        conditions["set_up"] = {"seconds": time.monotonic() - begun, "others": others.share()}
         try:
             if STOCK not in self._open:
                 raise PathError(self.paths[STOCK]["left_out"])
@@ -170,7 +172,7 @@ class Table:
             if name in failed:
                 self.cells.append(one | {"left_out": failed[name]})
             else:
-                one |= cell(tally, tallies[STOCK, False], self._loaded.kind, self._exact, self._stream.windows)
+                one |= cell(tally, tallies[STOCK, False], self._loaded.kind, self._exact, self._stream.whole)
                 self.cells.append(one | found[name])
         for name in failed:  # a process that fails once is not asked again
             if name in self._open:

@@ -15,8 +15,6 @@ from attmemo.profiler.cells.paths import MIN_COSINE
 from attmemo.profiler.cells.stream import Turn
 from attmemo.profiler.models import Tokens
 
-_LATE = 2 / 3  # of the windows: what comes behind is the last third
-
 
 class Tally:
     """Seconds and answers of one path, batch by batch."""
@@ -65,16 +63,17 @@ def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> 
     exact : Tensor
         Answers of the stock model in float32, one for each text of the stream.
     windows : int
-        Of the stream.
+        Whole ones of the stream.
 
     Returns
     -------
     dict
-        ``texts``, ``ms`` a text and ``speed`` of the sampled windows; ``speeds`` of each; ``late_speed`` of those in
-        the last third of the stream, None if there is none; ``quality`` of all texts that the path answered.
+        ``texts``, ``ms`` a text and ``speed`` of the sampled windows; ``speeds`` of each; ``late_speed`` of those with
+        their middle in the last third of the stream, None if there is none; ``quality`` of all texts that the path
+        answered.
     """
     sampled = sorted(stock.sampled)
-    late = [window for window in sampled if window >= _LATE * windows]
+    late = [window for window in sampled if 3 * (window + 0.5) >= 2 * windows]
     return {
         "texts": sum(tally.texts[w] for w in sampled), "ms": tally.ms(sampled),
         "speed": stock.ms(sampled) / tally.ms(sampled), "speeds": [stock.ms([w]) / tally.ms([w]) for w in sampled],
