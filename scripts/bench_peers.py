@@ -1,6 +1,6 @@
 """attmemo beside other runtimes: models x streams, each pair as `attmemo bench peers` measures it.
 
-    python scripts/bench_peers.py ../shared docs                        # all pairs, about two hours on two cores
+    python scripts/bench_peers.py ../shared docs                        # all pairs, three to four hours on two cores
     python scripts/bench_peers.py ../shared docs --resume               # the pairs that are not there yet
     python scripts/bench_peers.py ../shared docs --models minilm --streams OpenSSH HDFS
     python scripts/bench_peers.py ../shared docs --page                 # only peers.md and peers.png from peers.json
