@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_db_tools import in_child
 
 from attmemo.embed import tokens as tokens_module
 from attmemo.embed.sketch import Sketch
@@ -364,17 +366,31 @@ class TestExtend:
     def test_a_lock_that_another_thread_held_does_not_stop_a_child(self, index: TokenIndex) -> None:
         lines = templates(60)
         index.extend(lines[:40], range(40))
-        for lock in [index._writing] + ([index._graph._lock] if index._graph is not None else []):
-            lock.acquire()
-        index.leave_to_parent()
-        found = list[list[int]]()
 
         def child() -> None:
+            index.leave_to_parent()
             index.extend(lines[40:], range(40, 60))
             index.remove(3)
-            found.append(index.find(*packed(lines[4:]), k=1)[:, 0].tolist())
+            assert index.find(*packed(lines[4:]), k=1)[:, 0].tolist() == list(range(4, 60))
 
-        thread = threading.Thread(target=child, daemon=True)
-        thread.start()
-        thread.join(60)
-        assert found == [list(range(4, 60))]
+        with ExitStack() as held:
+            held.enter_context(index._writing)
+            if index._graph is not None:
+                held.enter_context(index._graph._lock)
+            assert in_child(child, seconds=60) == 0
+
+    def test_many_are_added_in_blocks_and_come_all_at_once(
+        self, index: TokenIndex, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tokens_module, "BLOCK", 7)
+        lines, seen = templates(60), set[int]()
+        whole = Sketch.__call__
+
+        def watched(self: Sketch, tokens: Any, starts: Any) -> Any:
+            seen.add(len(index))
+            return whole(self, tokens, starts)
+
+        monkeypatch.setattr(Sketch, "__call__", watched)
+        index.extend(lines, range(60))
+        assert seen == {0}
+        assert index.find(*packed(lines), k=1)[:, 0].tolist() == list(range(60))

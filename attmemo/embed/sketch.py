@@ -46,5 +46,5 @@ class Sketch:
         sums = sketch(tokens, starts, self.dimensions).astype(np.float32)
         # The squares of whole numbers: their sum is exact in float64, so the order of adding does not matter.
         lengths = np.sqrt(np.einsum("bd,bd->b", sums, sums, dtype=np.float64))
-        scale = np.where(lengths > 0, 1.0 / np.maximum(lengths, 1.0), 0.0).astype(np.float32)
-        return np.asarray(sums * scale[:, None], np.float32)
+        sums *= np.where(lengths > 0, 1.0 / np.maximum(lengths, 1.0), 0.0).astype(np.float32)[:, None]
+        return sums
