@@ -393,5 +393,4 @@ class TestExtend:
         monkeypatch.setattr(Sketch, "__call__", watched)
         index.extend(lines, range(60))
         assert seen == {0}
-        assert seen == {0}
         assert index.find(*packed(lines), k=1)[:, 0].tolist() == list(range(60))
