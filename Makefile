@@ -29,7 +29,7 @@ demo: $(LIBRARY)  ## log lines through a model, fast and exact side by side (LOG
 # One process for each core, up to four, and one thread in each: threads of two processes on the same cores wait for each
 # other, and the tests take twice as long. What depends on threads sets their number itself.
 test: lint  ## everything that has to pass: lint, types, tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow
