@@ -28,8 +28,16 @@ demo: $(LIBRARY)  ## log lines through a model, fast and exact side by side (LOG
 
 # One process for each core, up to four, and one thread in each: threads of two processes on the same cores wait for each
 # other, and the tests take twice as long. What depends on threads sets their number itself.
-test: lint  ## everything that has to pass: lint, types, tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# Types are checked meanwhile.
+test: $(READY)  ## everything that has to pass: lint, types, tests
+	@$(BIN)/ruff check .
+	mkdir -p build
+	$(BIN)/mypy >build/types.txt 2>&1 & types=$$!
+	failed=0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal || failed=$$?
+	wait $$types || failed=$$?
+	cat build/types.txt
+	exit $$failed
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow

@@ -210,7 +210,7 @@ class TestPruned:
 
 class TestCompiled:
     @pytest.mark.parametrize("name", ["BERT", "DeBERTa-v3", "ALBERT", "T5 encoder", "GPT-2", "Llama"])
-    @pytest.mark.parametrize("first", ["compiled", "memoized"])
+    @pytest.mark.parametrize("first", ["compiled", pytest.param("memoized", marks=pytest.mark.slow)])
     def test_a_model_compiled_before_or_after_is_served(self, name: str, first: str, tmp_path: Path) -> None:
         """With the eager backend: what is traced is the same, and compiling takes no minutes."""
         torch.compiler.reset()
