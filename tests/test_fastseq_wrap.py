@@ -43,7 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **ENDING,
     },
 }
-SLOW = ("greedy", "short is good", "not early", "early", "sampling", "several returned")  # others hold the same, and more
+# Others hold the same, and more.
+SLOW = ("greedy", "short is good", "not early", "early", "sampling", "several returned")
 PADDINGS = dict.fromkeys(SEQ2SEQ, ("right", "left")) | dict.fromkeys(CAUSAL, (None, "left"))
 
 
