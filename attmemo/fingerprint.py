@@ -68,9 +68,15 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""
 
 
-def model_fields(model: nn.Module) -> dict[str, str]:
+def arithmetic(dtype: str, linear: str) -> str:
+    """What `dtype` says of a model whose linear layers compute in this arithmetic: their records are others."""
+    return dtype if linear == "exact" else f"{dtype} with {linear} linear layers"
+
+
+def model_fields(model: nn.Module, linear: str = "exact") -> dict[str, str]:
     """The fields ``config``, ``dtype`` and ``weights`` of a model's fingerprint. Only its base model counts.
 
+    ``dtype`` also says which arithmetic the linear layers have, if that is not the model's own.
     ``weights`` covers names, types, shapes and bytes of every parameter and buffer up to the last attention layer.
     """
     base, config = getattr(model, "base_model", model), getattr(model, "config", None)
@@ -87,7 +93,9 @@ def model_fields(model: nn.Module) -> dict[str, str]:
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
         weights.append((f"{name}|{tensor.dtype}|{tuple(tensor.shape)}", tensor_digest(tensor)))
     text = json.dumps(settings, sort_keys=True, default=str)
-    return {"config": text, "dtype": "+".join(sorted(dtypes)), "weights": digest_fields(weights)}
+    return {
+        "config": text, "dtype": arithmetic("+".join(sorted(dtypes)), linear), "weights": digest_fields(weights)
+    }  # fmt: skip
 
 
 def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
