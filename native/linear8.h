@@ -23,7 +23,7 @@ enum activation { NONE, RELU, SILU, GELU, GELU_TANH, ACTIVATIONS };
 
 /* What all tasks of a call share. Lines are bytes from a row to the next. */
 typedef struct {
-    enum type type; /* of x, add and out */
+    enum type type, out_type; /* of x; of add and out */
     const char *x, *add; /* add: NULL without a residual */
     char *out;
     size_t line, add_line, rows, inputs, outputs, quads;

@@ -152,13 +152,13 @@ INLINE void finish_row(const Product *product, size_t row, const int32_t *sums, 
     }
     activate(line, product->activation);
     size_t count = product->outputs - column < PANEL ? product->outputs - column : PANEL;
-    size_t bytes = item_bytes[product->type];
+    size_t bytes = item_bytes[product->out_type];
     if (product->add) {
-        widen(product->add + row * product->add_line + column * bytes, product->type, count, more);
+        widen(product->add + row * product->add_line + column * bytes, product->out_type, count, more);
         for (size_t i = 0; i < count; i++)
             line[i] += more[i];
     }
-    narrow(line, count, product->type, product->out + (row * product->outputs + column) * bytes);
+    narrow(line, count, product->out_type, product->out + (row * product->outputs + column) * bytes);
 }
 
 static void multiply(const Product *product, size_t first, size_t count, const Codes *codes, size_t panel)

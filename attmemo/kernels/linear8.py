@@ -10,7 +10,7 @@ A ROW WITH A NUMBER THAT IS NOT FINITE gives a result of NaN in every column (pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from attmemo.kernels.team import join_torch
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # as `enum type` has them
 _PANEL: Final = 64  # as native/linear8.h has them
 _MOST_INPUTS: Final = 65536
+_Numbers = np.ndarray[Any, Any]
+_Weights = tuple[_Numbers, _Numbers, _Numbers, _Numbers]
 
 
 class Linear8:
@@ -41,8 +43,6 @@ class Linear8:
         Always True: weights lie in the kernel's order.
     nbytes : int
         Bytes that this layer keeps beside the tensors it was made from.
-    codes : Tensor
-        int8 ``[outputs, inputs]`` in the kernel's order.
     """
 
     packed: Final = True
@@ -56,7 +56,7 @@ class Linear8:
         # What the kernel reads for each column, one behind the other.
         whole = [_longer(part, columns) for part in (scales, scales.new_zeros(0) if bias is None else bias.float())]
         whole.append(_longer(codes.sum(1, dtype=torch.int32), columns))
-        self._columns = tuple(part.numpy() for part in whole)
+        self._columns = whole[0].numpy(), whole[1].numpy(), whole[2].numpy()
         self.nbytes = self._codes.nbytes + sum(part.nbytes for part in self._columns)
 
     @classmethod
@@ -101,16 +101,39 @@ class Linear8:
         out = torch.empty((len(x), self.outputs), dtype=self.dtype)
         x = _in_lines(x)
         add = None if add is None else _in_lines(add)
-        item = self.dtype.itemsize
         native.multiply(
-            (x.data_ptr(), x.stride(0) * item),
-            (0, 0) if add is None else (add.data_ptr(), add.stride(0) * item),
-            out.data_ptr(),
+            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
             (len(x), self.inputs, self.outputs, TYPES[self.dtype], ACTIVATIONS.index(self.activation)),
-            (self._codes, *self._columns),  # type: ignore[arg-type]
-            (torch.get_num_threads() if threads is None else threads, isa),
-        )
+            self._weights, (torch.get_num_threads() if threads is None else threads, isa),
+        )  # fmt: skip
         return out
+
+    def feed(
+        self, behind: Linear8, x: Tensor, add: Tensor | None = None, *, threads: int | None = None, isa: str = ""
+    ) -> Tensor:
+        """``behind(self(x), add)`` in one call; what lies between the layers is not rounded to their type.
+
+        `behind` has no activation. Raises as a call does.
+        """
+        if behind.inputs != self.outputs or behind.dtype != self.dtype or behind.activation != "none":
+            raise ValueError(
+                f"the second layer must take {self.dtype} [N, {self.outputs}] and have no activation, not "
+                f"{behind.dtype} [N, {behind.inputs}] and {behind.activation!r}"
+            )
+        check_rows(x, self.inputs, self.dtype, add, behind.outputs)
+        out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
+        x = _in_lines(x)
+        add = None if add is None else _in_lines(add)
+        sizes = len(x), self.inputs, self.outputs, behind.outputs, TYPES[self.dtype], ACTIVATIONS.index(self.activation)
+        native.feed(
+            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(), sizes, self._weights, behind._weights,
+            (torch.get_num_threads() if threads is None else threads, isa),
+        )  # fmt: skip
+        return out
+
+    @property
+    def _weights(self) -> _Weights:
+        return (self._codes, *self._columns)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +177,7 @@ def instruction_sets() -> list[str]:
     return native.instruction_sets()
 
 
-def _in_panels(codes: Tensor, columns: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
+def _in_panels(codes: Tensor, columns: int) -> _Numbers:
     """``[columns / 64, inputs / 4, 64, 4]``, what is missing filled with zeros."""
     outputs, inputs = codes.shape
     codes = F.pad(codes, (0, -inputs % 4, 0, columns - outputs))
@@ -164,6 +187,11 @@ def _in_panels(codes: Tensor, columns: int) -> np.ndarray[tuple[int, ...], np.dt
 
 def _longer(part: Tensor, columns: int) -> Tensor:
     return F.pad(part, (0, columns - len(part))).contiguous()
+
+
+def _lines(x: Tensor) -> tuple[int, int]:
+    """Address, and bytes from a row to the next."""
+    return x.data_ptr(), x.stride(0) * x.itemsize
 
 
 def _in_lines(x: Tensor) -> Tensor:

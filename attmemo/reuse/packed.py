@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -132,6 +133,8 @@ class Packed:
             table=known.table, window=block.window, disentangled=known.disentangled(number),
         )  # fmt: skip
         hidden = _norm(block.behind, layer.out(context, add=hidden))
+        if layer.feed is not None:
+            return _norm(block.behind_feed, layer.feed(_norm(block.before_feed, hidden), hidden))
         inner = layer.up(_norm(block.before_feed, hidden))
         if block.gated:
             half = inner.shape[1] // 2
@@ -160,6 +163,9 @@ class _Layer:
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
         self.up, self.down = _ready(block.up, linear, fused), _ready((block.down,), linear)
+        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
+        if isinstance(self.up, Linear8) and isinstance(self.down, Linear8) and not self.activates:
+            self.feed = partial(self.up.feed, self.down)
 
     @property
     def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
