@@ -36,6 +36,7 @@ ATTENTION_PARTS = [
     "vectors",
 ]
 LINEAR8 = ["generic", "avx2", "avxvnni", "vnni"]
+LINEAR8_PARTS = ["linear8", "linear8_kernel", "linear8_x86", "attention", "vectors"]
 
 
 class Build(build_ext):
@@ -89,8 +90,7 @@ setup(
         Extension(
             "attmemo.kernels._linear8",
             sources=["native/linear8.c", *(f"native/linear8_{name}.c" for name in LINEAR8)],
-            depends=[f"native/{name}.h" for name in ("linear8", "linear8_kernel", "linear8_x86", "attention", "vectors")]
-            + SHARED,
+            depends=[f"native/{name}.h" for name in LINEAR8_PARTS] + SHARED,
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],

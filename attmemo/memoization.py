@@ -25,9 +25,9 @@ from attmemo.handles.rows import Guarding, Records, check_bytes, prepare_rows
 from attmemo.handles.stack import blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
+from attmemo.kernels.linear8 import LinearName
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
-from attmemo.reuse.packed import LinearName
 
 _LOG = logging.getLogger("attmemo")
 
@@ -121,8 +121,9 @@ def memoize(
     residency : {"page-cache", "hugepages"}
         Where the arena is served from. Ignored for a `Database` object, which has its own.
     linear : {"exact", "int8"}
-        Arithmetic of the blocks' linear layers, with reuse of rows or of nothing. ``"int8"`` rounds weights and rows to
-        8 bits: faster, and near the exact answers only. Records of one arithmetic never serve the other.
+        Arithmetic of the blocks' linear layers, with reuse of rows or of nothing. ``"int8"`` rounds weights and rows
+        to 8 bits: faster, and answers are near the exact ones only; what else this says of exact answers then means
+        those of int8 layers. Records of one arithmetic never serve the other.
 
     Returns
     -------
@@ -150,7 +151,7 @@ def memoize(
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
     if linear != "exact" and reuse == "maps":
-        raise ValueError(f"linear={linear!r} is a setting of packed blocks: reuse='maps' leaves linear layers as they are")
+        raise ValueError(f"linear={linear!r} is a setting of packed blocks; reuse='maps' has none")
     if database == MEMORY and reuse == "auto":
         reuse = "rows"
     rule = Rule(near=near, most_moved=most_moved)
@@ -173,8 +174,8 @@ def memoize(
         earlier.disable()  # the checks look at the bare model
     try:
         handle = _prepare(
-            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill, max_bytes,
-            linear,
+            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
+            max_bytes, linear,
         )  # fmt: skip
         _warn_if_slow(encoder)
     except BaseException:

@@ -32,12 +32,13 @@ from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
+from attmemo.kernels.linear8 import LinearName
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
 from attmemo.planner.rows import THRESHOLD
 from attmemo.reuse.drift import SHARE as DRIFT
 from attmemo.reuse.growing import GrowingRows
-from attmemo.reuse.packed import LinearName, Packed
+from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import DatabaseRows
 from attmemo.reuse.rows import Rows

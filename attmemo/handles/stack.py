@@ -22,11 +22,12 @@ from attmemo.guard import Guard, Keeper
 from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
 from attmemo.hooks import AnswerHook, Hook
+from attmemo.kernels.linear8 import LinearName
 from attmemo.observed import Observed
 from attmemo.planner import GuardedPlanner, Planner, RowPlanner, Whole
 from attmemo.planner.rows import TYPES_FROM
 from attmemo.reuse.growing import GrowingRows
-from attmemo.reuse.packed import TYPES, Called, LinearName, Packed
+from attmemo.reuse.packed import TYPES, Called, Packed
 from attmemo.reuse.stack import Stack
 from attmemo.selfchecks.blocks import check_blocks, check_stack
 from attmemo.watch import Watch

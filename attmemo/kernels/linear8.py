@@ -10,7 +10,7 @@ A ROW WITH A NUMBER THAT IS NOT FINITE gives a result of NaN in every column (pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from attmemo.kernels import _linear8 as native
 from attmemo.kernels.linear import ACTIVATIONS, AFTER, check_parts, check_rows, stacked
 from attmemo.kernels.team import join_torch
+
+LinearName = Literal["exact", "int8"]
+"""Arithmetic of linear layers: `Linear` or `Linear8`."""
 
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # as `enum type` has them
 _PANEL: Final = 64  # as native/linear8.h has them
@@ -87,9 +90,7 @@ class Linear8:
         with torch.inference_mode(False), torch.no_grad():
             return cls(*stacked(weights, biases), activation)
 
-    def __call__(
-        self, x: Tensor, add: Tensor | None = None, *, threads: int | None = None, isa: str = ""
-    ) -> Tensor:
+    def __call__(self, x: Tensor, add: Tensor | None = None, *, threads: int | None = None, isa: str = "") -> Tensor:
         """The layer on rows `x` ``[N, inputs]``, plus the residual `add` ``[N, outputs]``: ``[N, outputs]``.
 
         Any strides and any N, 0 too. `threads`: None is as many as torch uses. `isa`: one of `instruction_sets`, empty
@@ -124,10 +125,10 @@ class Linear8:
         out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
         x = _in_lines(x)
         add = None if add is None else _in_lines(add)
-        sizes = len(x), self.inputs, self.outputs, behind.outputs, TYPES[self.dtype], ACTIVATIONS.index(self.activation)
         native.feed(
-            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(), sizes, self._weights, behind._weights,
-            (torch.get_num_threads() if threads is None else threads, isa),
+            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
+            (len(x), self.inputs, self.outputs, behind.outputs, TYPES[self.dtype], ACTIVATIONS.index(self.activation)),
+            self._weights, behind._weights, (torch.get_num_threads() if threads is None else threads, isa),
         )  # fmt: skip
         return out
 
@@ -137,7 +138,7 @@ class Linear8:
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 ``[out, in]`` and scales float32 ``[out]`` of a weight; a row with NaN or infinity has the scale NaN."""
+    """Codes int8 ``[out, in]`` and scales float32 ``[out]`` of a weight; NaN where a column is not finite."""
     weight = weight.detach().float()
     finite = weight.isfinite().all(1)
     scales = weight.abs().amax(1) / 127

@@ -7,8 +7,8 @@ looks at valid keys only.
 Q, K and V are one product, and the attention kernel reads its rows where they lie. Residuals and activations are added
 inside of the linear layers' kernels.
 
-Every row is the model's own arithmetic up to rounding: nothing here approximates, but for linear layers in 8 bits, where
-the caller asks for them.
+Every row is the model's own arithmetic up to rounding: nothing here approximates, but for linear layers in 8 bits,
+where the caller asks for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.nn.functional import layer_norm
 from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
 from attmemo.kernels.linear import Linear, grid_rows
-from attmemo.kernels.linear8 import Linear8
+from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -34,8 +34,6 @@ TYPES = (torch.float32, torch.bfloat16)
 _ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
                 "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
 
-LinearName = Literal["exact", "int8"]
-"""Which arithmetic the linear layers have."""
 _LAYERS: Final[dict[str, type[Linear] | type[Linear8]]] = {"exact": Linear, "int8": Linear8}
 
 Fetch = Callable[[int], Stored | None]

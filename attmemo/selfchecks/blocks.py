@@ -32,7 +32,7 @@ def allowed_for(packed: Packed, model: nn.Module, deep: bool = True) -> float:
 
 
 def check_layers(packed: Packed) -> None:
-    """Compare each 8-bit layer with its oracle, on rows without a pattern; AdapterCheckError names one that differs."""
+    """Compare each 8-bit layer with its oracle, on rows without a pattern; AdapterCheckError: one differs."""
     for number, layer, modules in packed.linears:
         if not isinstance(layer, Linear8):
             continue
@@ -54,8 +54,8 @@ def check_layers(packed: Packed) -> None:
 def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
     """Run a small padded batch through the original blocks, and each block again over its packed rows.
 
-    8-bit layers are compared with their oracle first: they are near the original only, so a block of them shows what is
-    in a wrong place, not what is a little wrong.
+    8-bit layers are compared with their oracle first. They are near the original only, so a block of them shows what
+    is in a wrong place, not what is a little wrong.
 
     Raises
     ------
