@@ -19,17 +19,15 @@ ROADS NOT TAKEN
   MKL's packed weights for float32: 1.1 to 1.5 times as fast, but only for the one number of rows they were packed for.
   A kernel for the layer norm of a sum: with the sum in the product's own call there is no second pass to save. The
   kernel made a block of width 384 or 768 0.84 to 1.07 times as fast.
-  8-bit layers: activations rounded with a scale for each row, weights with one for each column, `qlinear_pointwise`.
-  The product itself is faster, but the passes around it eat that up. The four layers of a block (1536 rows), how many
-  times as fast as they are here in bfloat16:
+  8-bit layers with torch's product, `qlinear_pointwise`: the passes around the product eat up what it gains. The four
+  layers of a block (1536 rows) on a machine with AMX, how many times as fast as they are here in bfloat16:
 
                                                                  width 384    width 768
     products alone, one thread                                     1.78         1.82
     with rounding, scaling and GELU in vectorised C, one thread    1.03         1.26
     with torch's operators around each product, two threads        0.1 to 0.4   0.4 to 0.6
 
-  With all linear layers of a six-layer MiniLM so rounded, its embeddings have a mean cosine of .9979 (OpenSSH lines)
-  and .9982 (HDFS) to those in float32; .9990 with a zero point for each row; .99996 in bfloat16.
+  linear8.py does all of it in one pass, and measures otherwise.
 """
 
 from __future__ import annotations
