@@ -35,6 +35,8 @@ ATTENTION_PARTS = [
     "attention_x86",
     "vectors",
 ]
+LINEAR8 = ["generic", "avx2", "avxvnni", "vnni"]
+LINEAR8_PARTS = ["linear8", "linear8_kernel", "linear8_x86", "attention", "vectors"]
 
 
 class Build(build_ext):
@@ -84,6 +86,14 @@ setup(
                 libraries=["dl", "m"],
             )
             for front in ("cache_attention", "row_attention")
+        ),
+        Extension(
+            "attmemo.kernels._linear8",
+            sources=["native/linear8.c", *(f"native/linear8_{name}.c" for name in LINEAR8)],
+            depends=[f"native/{name}.h" for name in LINEAR8_PARTS] + SHARED,
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
+            libraries=["dl", "m"],
         ),
         *(
             Extension(

@@ -42,6 +42,9 @@ HARMLESS_KEYS = frozenset({
 AFTER_ATTENTION = ("pooler.",)
 
 
+_WITH = " with "  # between a dtype and the arithmetic of linear layers
+
+
 def digest_fields(fields: Iterable[tuple[str, bytes]]) -> str:
     """SHA-256 (hex) over fields. Lengths stand in front, so ``("ab", "c")`` and ``("a", "bc")`` differ."""
     total = hashlib.sha256()
@@ -68,9 +71,15 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""
 
 
-def model_fields(model: nn.Module) -> dict[str, str]:
+def arithmetic(dtype: str, linear: str) -> str:
+    """What `dtype` says of a model whose linear layers compute in this arithmetic: their records are others."""
+    return dtype if linear == "exact" else f"{dtype}{_WITH}{linear} linear layers"
+
+
+def model_fields(model: nn.Module, linear: str = "exact") -> dict[str, str]:
     """The fields ``config``, ``dtype`` and ``weights`` of a model's fingerprint. Only its base model counts.
 
+    ``dtype`` also says which arithmetic the linear layers have, if that is not the model's own.
     ``weights`` covers names, types, shapes and bytes of every parameter and buffer up to the last attention layer.
     """
     base, config = getattr(model, "base_model", model), getattr(model, "config", None)
@@ -87,7 +96,9 @@ def model_fields(model: nn.Module) -> dict[str, str]:
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
         weights.append((f"{name}|{tensor.dtype}|{tuple(tensor.shape)}", tensor_digest(tensor)))
     text = json.dumps(settings, sort_keys=True, default=str)
-    return {"config": text, "dtype": "+".join(sorted(dtypes)), "weights": digest_fields(weights)}
+    return {
+        "config": text, "dtype": arithmetic("+".join(sorted(dtypes)), linear), "weights": digest_fields(weights)
+    }  # fmt: skip
 
 
 def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
@@ -116,6 +127,8 @@ def check_fields(stored: Mapping[str, str], seen: Mapping[str, str], path: Path 
         details["weights"] = f"database sha256:{old[:12]}…, model sha256:{new[:12]}…"
         detail = _config_difference(old, new) if name == "config" else f"{name}: {details[name]}"
         hint = "load the model of this database, or build another one: attmemo build-database --model … --data …"
+        if name == "dtype" and old.partition(_WITH)[0] == new.partition(_WITH)[0]:
+            hint = f"memoize(…, linear={(old.partition(_WITH)[2] or 'exact').split()[0]!r}), or another database"
         raise StaleDatabaseError(f"{path} was built for another model; {detail}.", hint)
 
 

@@ -22,9 +22,10 @@ from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
 from attmemo.handles.rows import Guarding, Records, check_bytes, prepare_rows
-from attmemo.handles.stack import prepare_stack
+from attmemo.handles.stack import blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
+from attmemo.kernels.linear8 import LinearName
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
 
@@ -63,6 +64,7 @@ def memoize(
     gate: bool = True,
     fetch: FetcherName = "auto",
     residency: Residency = "page-cache",
+    linear: LinearName = "exact",
 ) -> Model:
     """Serve a transformers model from what was computed before, in place.
 
@@ -118,6 +120,10 @@ def memoize(
         How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from. Ignored for a `Database` object, which has its own.
+    linear : {"exact", "int8"}
+        Arithmetic of the blocks' linear layers, with reuse of rows or of nothing. ``"int8"`` rounds weights and rows
+        to 8 bits: faster, and answers are near the exact ones only; what else this says of exact answers then means
+        those of int8 layers. Records of one arithmetic never serve the other.
 
     Returns
     -------
@@ -143,7 +149,9 @@ def memoize(
     """
     _check_choices(reuse=(reuse, get_args(ReuseName)))
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
-    _check_choices(residency=(residency, get_args(Residency)))
+    _check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
+    if linear != "exact" and reuse == "maps":
+        raise ValueError(f"linear={linear!r} is a setting of packed blocks; reuse='maps' has none")
     if database == MEMORY and reuse == "auto":
         reuse = "rows"
     rule = Rule(near=near, most_moved=most_moved)
@@ -166,8 +174,9 @@ def memoize(
         earlier.disable()  # the checks look at the bare model
     try:
         handle = _prepare(
-            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill, max_bytes
-        )
+            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
+            max_bytes, linear,
+        )  # fmt: skip
         _warn_if_slow(encoder)
     except BaseException:
         for earlier in serving:
@@ -221,18 +230,21 @@ def _prepare(
     guarding: Guarding | None,
     fill: bool | str | os.PathLike[str],
     max_bytes: int | None,
+    linear: LinearName,
 ) -> Memoization:
     """Check everything and make the handle; the model is not changed yet."""
     adapter, sites = _adapter(encoder)
+    if linear != "exact":
+        blocks_of(encoder, adapter, reuse)  # or refused by name, whatever else could serve the model
     if reuse == "none":
-        return prepare_stack(encoder, adapter)
+        return prepare_stack(encoder, adapter, linear)
     fills = fill is not False
-    fields = {} if database == MEMORY else model_fields(adapter.host(encoder))
+    fields = {} if database == MEMORY else model_fields(adapter.host(encoder), linear)
 
     def rows(prepared: Database | None, owned: bool, folder: Path | None) -> Memoization:
         return prepare_rows(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
-            threshold=threshold, rule=rule, gate=gate, guarding=guarding,
+            threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
         )  # fmt: skip
 
     if database == MEMORY:
@@ -253,7 +265,7 @@ def _prepare(
             reusing = None
             if may and guarding is not None:
                 reusing = partial(_rows_by_themselves, lambda folder: rows(None, False, folder), own, fills)
-            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter), guarding, missing)
+            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), guarding, missing)
     if not isinstance(database, Database) and is_filling(database):
         if reuse == "maps" or folder is not None:
             raise ValueError(f"{database} fills itself with rows: it has no maps, and fills no other folder")

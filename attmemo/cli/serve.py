@@ -56,6 +56,9 @@ def serve(
     reuse: Annotated[Literal["auto", "rows", "maps", "none"], _named(
         "ATTMEMO_REUSE", "What records supply; none: every answer is computed, without padding."
     )] = "auto",
+    linear: Annotated[Literal["exact", "int8"], _named(
+        "LINEAR", "Arithmetic of linear layers; int8: faster, answers are near the exact ones."
+    )] = "exact",
     budget: Annotated[Any, _named(
         "ATTMEMO_BUDGET", "Share of answers that may change, at most; none: answers are not guarded.",
         parser=parse_budget, metavar="SHARE",
@@ -148,8 +151,10 @@ def serve(
         write_logs(log_level, json_output)
         service = Service(settings).start()
         where = place.getsockname()
+        layers = "" if settings.linear == "exact" else f", {settings.linear} linear layers"
         out.say(
-            f"{settings.name}: {service.model.task}, reuse {service.model.reuse}; http://{where[0]}:{where[1]}/"
+            f"{settings.name}: {service.model.task}, reuse {service.model.reuse}{layers}; "
+            f"http://{where[0]}:{where[1]}/"
         )  # fmt: skip
         serve(service, place)
 

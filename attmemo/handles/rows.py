@@ -25,13 +25,14 @@ from attmemo.db.pool import Pool
 from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
-from attmemo.fingerprint import check_fields, tokenizer_digest
+from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
 from attmemo.guard.margin import COSINES, STEPS
 from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
+from attmemo.kernels.linear8 import LinearName
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
 from attmemo.planner.rows import THRESHOLD
@@ -126,7 +127,7 @@ class Records:
 
 def prepare_rows(
     encoder: nn.Module, outer: Any, adapter: Adapter, records: Records, *, threshold: Any, rule: Rule, gate: bool,
-    guarding: Guarding | None,
+    guarding: Guarding | None, linear: LinearName,
 ) -> StackMemoization:  # fmt: skip
     """Check everything and make the handle for rows; the model is not changed yet.
 
@@ -134,7 +135,7 @@ def prepare_rows(
     """
     share = _share(threshold)
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
-    packed = packed_of(encoder, adapter, "rows")
+    packed = packed_of(encoder, adapter, "rows", linear)
     blocks, opened = packed.blocks, records.prepared
     if opened is not None and opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
         raise DatabaseError(
@@ -167,8 +168,8 @@ def prepare_rows(
         reuse = Rows(blocks, packed, store)
         handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
         handle.folder = records.folder
-        check_stack(handle, adapter, encoder)
-        check_rows(handle, adapter, encoder, storage)
+        check_stack(handle, adapter, encoder, packed)
+        check_rows(handle, adapter, encoder, storage, packed)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
             whole = _answering(outer, encoder)
@@ -188,7 +189,7 @@ def prepare_rows(
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
                     "near": rule.near, "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
                     "margins": list(COSINES if guarding.answers.are_vectors else STEPS),
-                    "dtype": str(packed.dtype),
+                    "dtype": arithmetic(str(packed.dtype), linear),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))

@@ -22,11 +22,12 @@ from attmemo.guard import Guard, Keeper
 from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
 from attmemo.hooks import AnswerHook, Hook
+from attmemo.kernels.linear8 import LinearName
 from attmemo.observed import Observed
 from attmemo.planner import GuardedPlanner, Planner, RowPlanner, Whole
 from attmemo.planner.rows import TYPES_FROM
 from attmemo.reuse.growing import GrowingRows
-from attmemo.reuse.packed import TYPES, Packed
+from attmemo.reuse.packed import TYPES, Called, Packed
 from attmemo.reuse.stack import Stack
 from attmemo.selfchecks.blocks import check_blocks, check_stack
 from attmemo.watch import Watch
@@ -103,8 +104,8 @@ class StackMemoization(Memoization):
             ``rows_computed`` (those of verifications too), ``share_computed`` (rows by tokens), milliseconds by part
             (``ms_lookup``, ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
             (sequences by reason), ``ineligible`` (sequences that the original code computed, by reason),
-            ``failures`` (sequences after an error, by the error's text), ``weight_bytes`` (of weights made ready,
-            beside the model's own),
+            ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
+            ``weight_bytes`` (of weights made ready, beside the model's own),
             ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
             served), ``offered`` (sequences that could have become records, by what became of them), and ``guard`` (see
             docs/guard.md; None without a budget).
@@ -129,6 +130,7 @@ class StackMemoization(Memoization):
             "not_looked_up": dict(counters.skipped),
             "ineligible": dict(counters.ineligible),
             "failures": dict(counters.failures),
+            "linear": self.packed.linear,
             "weight_bytes": self.packed.nbytes,
             **self._growth(),
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
@@ -195,10 +197,11 @@ class StackMemoization(Memoization):
 
     def __repr__(self) -> str:
         state = "on" if self.enabled else "off"
+        layers = "" if self.packed.linear == "exact" else f", {self.packed.linear} linear layers"
         if self.threshold is None:
-            return f"<attmemo {state}: packed blocks, nothing reused>"
+            return f"<attmemo {state}: packed blocks, nothing reused{layers}>"
         where = self.database or self.folder or "memory"
-        return f"<attmemo {state}: rows of {where}, threshold {self.threshold}>"
+        return f"<attmemo {state}: rows of {where}, threshold {self.threshold}{layers}>"
 
 
 def _work_of(engine: Engine) -> Work:
@@ -206,17 +209,22 @@ def _work_of(engine: Engine) -> Work:
     return Work(done.sequences, done.tokens, done.rows)
 
 
-def prepare_stack(encoder: nn.Module, adapter: Adapter) -> StackMemoization:
+def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> StackMemoization:
     """Check everything and make the handle for packed blocks; the model is not changed yet."""
-    packed = packed_of(encoder, adapter, "none")
+    packed = packed_of(encoder, adapter, "none", linear)
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
-    check_stack(handle, adapter, encoder)
+    check_stack(handle, adapter, encoder, packed)
     return handle
 
 
-def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Packed:
+def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearName) -> Packed:
     """The model's blocks, made ready and compared with the model's own; AdapterCheckError if they differ."""
-    packed = Packed(blocks_of(encoder, adapter, reuse), _dtype(encoder))
+    packed = Packed(blocks_of(encoder, adapter, reuse), _dtype(encoder), linear)
+    if linear == "int8" and any(isinstance(layer, Called) for _, layer, _ in packed.linears):
+        raise UnsupportedModelError(
+            f"linear='int8' cannot round the layers of {type(encoder).__name__}: some are quantized or adapted.",
+            "leave out linear, or load the model in float32",
+        )
     check_blocks(adapter, encoder, packed)
     return packed
 

@@ -19,17 +19,15 @@ ROADS NOT TAKEN
   MKL's packed weights for float32: 1.1 to 1.5 times as fast, but only for the one number of rows they were packed for.
   A kernel for the layer norm of a sum: with the sum in the product's own call there is no second pass to save. The
   kernel made a block of width 384 or 768 0.84 to 1.07 times as fast.
-  8-bit layers: activations rounded with a scale for each row, weights with one for each column, `qlinear_pointwise`.
-  The product itself is faster, but the passes around it eat that up. The four layers of a block (1536 rows), how many
-  times as fast as they are here in bfloat16:
+  8-bit layers with torch's product, `qlinear_pointwise`: the passes around the product eat up what it gains. The four
+  layers of a block (1536 rows) on a machine with AMX, how many times as fast as they are here in bfloat16:
 
                                                                  width 384    width 768
     products alone, one thread                                     1.78         1.82
     with rounding, scaling and GELU in vectorised C, one thread    1.03         1.26
     with torch's operators around each product, two threads        0.1 to 0.4   0.4 to 0.6
 
-  With all linear layers of a six-layer MiniLM so rounded, its embeddings have a mean cosine of .9979 (OpenSSH lines)
-  and .9982 (HDFS) to those in float32; .9990 with a zero point for each row; .99996 in bfloat16.
+  linear8.py does all of it in one pass, and measures otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ _FUSED: Final = {
 }
 """What the private operator calls each activation: name and algorithm."""
 
-_AFTER: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+AFTER: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "none": lambda y: y,
     "relu": torch.relu_,
     "silu": lambda y: F.silu(y, inplace=True),
@@ -124,10 +122,10 @@ class Linear:
         """
         if activation not in _FUSED:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        _check(weights, biases)
+        check_parts(weights, biases)
         # Tensors made in inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
-            weight, bias = _stacked(weights, biases)
+            weight, bias = stacked(weights, biases)
             given = {t.data_ptr() for t in (*weights, *biases) if t is not None}
             return cls(weight, bias, activation, given)
 
@@ -139,16 +137,12 @@ class Linear:
 
         Raises ValueError if shapes, types or devices do not fit.
         """
-        self._check_rows(x, self.inputs, "x")
+        check_rows(x, self.inputs, self.dtype, add, self.outputs)
         rows = x.shape[0]
-        if add is not None:
-            self._check_rows(add, self.outputs, "add")
-            if add.shape[0] != rows:
-                raise ValueError(f"add has {add.shape[0]} rows, x has {rows}")
         if rows == 0:
             return x.new_empty((0, self.outputs))
         if not self.packed:
-            plain = _AFTER[self.activation](F.linear(x, self._weight, self._bias))
+            plain = AFTER[self.activation](F.linear(x, self._weight, self._bias))
             return plain if add is None else plain.add_(add)
         run = grid_rows(rows) if self.dtype == torch.bfloat16 else rows
         x = _lengthened(x, run)
@@ -161,18 +155,25 @@ class Linear:
         y = y if run == rows else y[:rows]
         return y if add is None else y.add_(add)
 
-    def _check_rows(self, x: Tensor, width: int, name: str) -> None:
-        # The private operators do not look at the shape: a row too short would be read beyond its end.
-        if x.dim() != 2 or x.shape[1] != width or x.dtype != self.dtype or not _is_plain(x):
-            seen = f"{x.dtype} {tuple(x.shape)} on {x.device.type}"
-            raise ValueError(f"{name} must be a dense tensor, {self.dtype} [N, {width}] on the CPU, not {seen}")
+
+def check_rows(x: Tensor, width: int, dtype: torch.dtype, add: Tensor | None, outputs: int) -> None:
+    """ValueError unless `x` ``[N, width]`` and `add` ``[N, outputs]`` are dense, of this type and on the CPU."""
+    # Private operators and native code do not look at the shape: a row too short would be read beyond its end.
+    for name, rows, columns in (("x", x, width), ("add", add, outputs)):
+        if rows is None:
+            continue
+        if rows.dim() != 2 or rows.shape[1] != columns or rows.dtype != dtype or not _is_plain(rows):
+            seen = f"{rows.dtype} {tuple(rows.shape)} on {rows.device.type}"
+            raise ValueError(f"{name} must be a dense tensor, {dtype} [N, {columns}] on the CPU, not {seen}")
+    if add is not None and len(add) != len(x):
+        raise ValueError(f"add has {len(add)} rows, x has {len(x)}")
 
 
 def _is_plain(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.layout == torch.strided
 
 
-def _check(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+def check_parts(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
     """ValueError unless the weights can be stacked and each bias fits its weight."""
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{len(weights)} weights and {len(biases)} biases: there must be one bias or None for each")
@@ -192,7 +193,7 @@ def _check(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
             raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit a weight {tuple(weight.shape)}")
 
 
-def _stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     bias: Tensor | None = None
     if any(b is not None for b in biases):
         filled = [w.new_zeros(w.shape[0]) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
@@ -241,7 +242,7 @@ def _agrees(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activatio
     x, weight = x.float(), weight.float()
     bias = None if bias is None else bias.float()
     line = F.linear(x, weight, bias)
-    exact = _AFTER[activation](line.clone())
+    exact = AFTER[activation](line.clone())
     if add is not None:
         exact += add
     # Two roundings to `dtype` on the way, of numbers no larger than these (the slope of GELU is at most 1.13), and

@@ -7,14 +7,16 @@ looks at valid keys only.
 Q, K and V are one product, and the attention kernel reads its rows where they lie. Residuals and activations are added
 inside of the linear layers' kernels.
 
-Every row is the model's own arithmetic up to rounding: nothing here approximates.
+Every row is the model's own arithmetic up to rounding: nothing here approximates, but for linear layers in 8 bits,
+where the caller asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from torch.nn.functional import layer_norm
 from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
 from attmemo.kernels.linear import Linear, grid_rows
+from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -30,6 +33,8 @@ TYPES = (torch.float32, torch.bfloat16)
 
 _ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
                 "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
+
+_LAYERS: Final[dict[str, type[Linear] | type[Linear8]]] = {"exact": Linear, "int8": Linear8}
 
 Fetch = Callable[[int], Stored | None]
 """K and V of records in a layer; None if no sequence has a record."""
@@ -45,17 +50,24 @@ class Packed:
     blocks : Blocks
     dtype : torch.dtype
         Of the model.
+    linear : {"exact", "int8"}
+        Arithmetic of the linear layers. In 8 bits they are `Linear8` layers.
     """
 
-    def __init__(self, blocks: Blocks, dtype: torch.dtype) -> None:
-        self.blocks, self.dtype = blocks, dtype
-        self._layers = [_Layer(block) for block in blocks.blocks]
+    def __init__(self, blocks: Blocks, dtype: torch.dtype, linear: LinearName = "exact") -> None:
+        self.blocks, self.dtype, self.linear = blocks, dtype, linear
+        self._layers = [_Layer(block, linear) for block in blocks.blocks]
         self._spans: dict[int, Positions] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that were made ready, beside the model's own."""
-        return self.blocks.nbytes + sum(linear.nbytes for layer in self._layers for linear in layer.linears)
+        return self.blocks.nbytes + sum(linear.nbytes for layer in self._layers for linear, _ in layer.linears)
+
+    @property
+    def linears(self) -> list[tuple[int, Ready, tuple[nn.Module, ...]]]:
+        """Each layer that was made ready: number of its block, the layer, and the model's own layers in it."""
+        return [(number, *pair) for number, layer in enumerate(self._layers) for pair in layer.linears]
 
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor, fetch: Fetch | None = None,
@@ -83,7 +95,7 @@ class Packed:
         rows = len(hidden)
         if not rows:  # records supply everything
             return hidden
-        run = grid_rows(rows) if hidden.dtype == torch.bfloat16 else rows
+        run = grid_rows(rows) if hidden.dtype == torch.bfloat16 and self.linear == "exact" else rows
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
         known = self.positions(longest)
@@ -119,6 +131,8 @@ class Packed:
             table=known.table, window=block.window, disentangled=known.disentangled(number),
         )  # fmt: skip
         hidden = _norm(block.behind, layer.out(context, add=hidden))
+        if layer.feed is not None:
+            return _norm(block.behind_feed, layer.feed(_norm(block.before_feed, hidden), hidden))
         inner = layer.up(_norm(block.before_feed, hidden))
         if block.gated:
             half = inner.shape[1] // 2
@@ -139,22 +153,26 @@ class Packed:
 class _Layer:
     """The linear layers of one block."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, linear: LinearName) -> None:
         self.block = block
         name = _ACTIVATIONS.get(type(block.activation).__name__)
         fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
         self.activates = fused == "none"  # the activation is a step of its own
         self.activate = block.activation
-        self.qkv, self.out = _ready(block.qkv), _ready((block.out,))
-        self.up, self.down = _ready(block.up, fused), _ready((block.down,))
+        self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
+        self.up, self.down = _ready(block.up, linear, fused), _ready((block.down,), linear)
+        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
+        if isinstance(self.up, Linear8) and isinstance(self.down, Linear8) and not self.activates:
+            self.feed = partial(self.up.feed, self.down)
 
     @property
-    def linears(self) -> tuple[Linear | _Called, ...]:
-        return self.qkv, self.out, self.up, self.down
+    def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
+        block = self.block
+        return [(self.qkv, block.qkv), (self.out, (block.out,)), (self.up, block.up), (self.down, (block.down,))]
 
 
-class _Called:
-    """Linear layers that are called as they are: int8 layers keep their weights to themselves."""
+class Called:
+    """Linear layers that are called as they are: a quantized layer keeps its weights to itself."""
 
     nbytes = 0
 
@@ -166,12 +184,15 @@ class _Called:
         return found if add is None else found.add_(add)
 
 
-def _ready(modules: tuple[nn.Module, ...], activation: str = "none") -> Linear | _Called:
+Ready = Linear | Linear8 | Called
+
+
+def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
     if all(map(is_plain, modules)):
         weights: list[Any] = [module.weight for module in modules]
         biases: list[Any] = [module.bias for module in modules]
-        return Linear.of(weights, biases, activation)
-    return _Called(modules)
+        return _LAYERS[linear].of(weights, biases, activation)
+    return Called(modules)
 
 
 class Positions:

@@ -11,24 +11,60 @@ from torch import Tensor, nn
 from attmemo.adapters import Adapter
 from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
 from attmemo.errors import AdapterCheckError
+from attmemo.kernels.linear8 import Linear8, linear8_in_torch
 from attmemo.kernels.row_attention import Layout
 from attmemo.reuse.packed import Angles, Packed
 from attmemo.reuse.stack import places_of, positions_of
 from attmemo.selfchecks import DEEP, Handle, enable_within
 
 _ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
+_LINEAR8 = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an 8-bit layer to its oracle, relative to the range
+_NEAR8 = 0.1  # of a block with 8-bit layers to the original's, relative to the range: 0.05 was seen
+_FAR8 = 0.5  # of the last hidden states: 0.17 was seen
+_SAMPLE = 7  # rows of that check: one more than a strip of the kernel
+
+
+def allowed_for(packed: Packed, model: nn.Module, deep: bool = True) -> float:
+    """Greatest relative difference to the original's, of the last hidden states or of one block."""
+    if packed.linear != "exact":
+        return _FAR8 if deep else _NEAR8
+    return tolerance(model, _ROUNDED) * (DEEP if deep else 1)
+
+
+def check_layers(packed: Packed) -> None:
+    """Compare each 8-bit layer with its oracle, on rows without a pattern; AdapterCheckError: one differs."""
+    for number, layer, modules in packed.linears:
+        if not isinstance(layer, Linear8):
+            continue
+        x = torch.arange(1.0, _SAMPLE * layer.inputs + 1).mul_(1.618).sin_().view(_SAMPLE, -1).to(packed.dtype)
+        parts: list[Any] = list(modules)
+        with torch.no_grad():
+            expected = linear8_in_torch(
+                x, [part.weight for part in parts], [part.bias for part in parts], layer.activation
+            )
+        worst, allowed = difference(layer(x), expected), _LINEAR8[packed.dtype]
+        if not worst <= allowed:
+            raise AdapterCheckError(
+                f"an 8-bit layer of block {number} differs from plain arithmetic by {worst:.2e} of its range "
+                f"(allowed {allowed:.0e}).",
+                "leave out linear='int8'",
+            )
 
 
 def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
     """Run a small padded batch through the original blocks, and each block again over its packed rows.
+
+    8-bit layers are compared with their oracle first. They are near the original only, so a block of them shows what
+    is in a wrong place, not what is a little wrong.
 
     Raises
     ------
     AdapterCheckError
         Names the first block that differs. Nothing has been changed.
     """
+    check_layers(packed)
     inputs, lengths = adapter.sample(model)
-    padded, allowed = max(lengths), tolerance(model, _ROUNDED)
+    padded, allowed = max(lengths), allowed_for(packed, model, deep=False)
     places = places_of(lengths, padded)
     assert places is not None
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -61,7 +97,7 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
         raise AdapterCheckError(f"its blocks are called in the order {seen}, not one after the other.", UNKNOWN)
 
 
-def check_stack(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
+def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Packed) -> None:
     """Serve a small padded batch through the hooks and compare the last hidden states with the original's.
 
     Raises
@@ -80,7 +116,7 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module) -> None:
         counters = handle.engine.counters
         if counters.done.sequences != len(lengths):
             raise AdapterCheckError(f"a small batch cannot be served: {counters.reason()}.", UNKNOWN)
-    allowed = DEEP * tolerance(model, _ROUNDED)
+    allowed = allowed_for(packed, model)
     worst = difference(seen, expected)
     if not worst <= allowed:
         raise AdapterCheckError(

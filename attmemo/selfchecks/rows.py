@@ -11,19 +11,21 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Adapter, Rows, Spans
-from attmemo.adapters.check import UNKNOWN, checking, difference, tolerance
+from attmemo.adapters.check import UNKNOWN, checking, difference
 from attmemo.adapters.masks import valid_places
 from attmemo.errors import AdapterCheckError
 from attmemo.plan import Plan, RowShare, Share
+from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import HeldRows, Record, records_of
 from attmemo.reuse.rows import Rows as RowReuse
-from attmemo.selfchecks import DEEP, Handle, enable_within
+from attmemo.selfchecks import Handle, enable_within
+from attmemo.selfchecks.blocks import allowed_for
 
 _ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
 
 
 def check_rows(
-    handle: Handle, adapter: Adapter, model: nn.Module, storage: tuple[torch.dtype, torch.dtype]
+    handle: Handle, adapter: Adapter, model: nn.Module, storage: tuple[torch.dtype, torch.dtype], packed: Packed
 ) -> None:
     """Serve half of a few small sequences from records, and compare the last hidden states with packed blocks.
 
@@ -59,7 +61,7 @@ def check_rows(
         counters = engine.counters
         if counters.done.served != len(lengths):  # counted where records were read: a hit may have been computed whole
             raise AdapterCheckError(f"a small batch cannot be served from records: {counters.reason()}.", UNKNOWN)
-    allowed = DEEP * tolerance(model, 5e-2) + _ROUNDED[storage[0]]
+    allowed = allowed_for(packed, model) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])
     worst = difference(seen[valid], expected[valid])
     if not worst <= allowed:

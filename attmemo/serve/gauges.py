@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attmemo.fingerprint import arithmetic
+
 if TYPE_CHECKING:
     from attmemo.serve.service import Service
 
@@ -49,7 +51,7 @@ def live(service: Service) -> dict[str, Any]:
         "model": service.settings.served_model_name or Path(service.settings.model).name,
         "task": model.task,
         "reuse": model.reuse,
-        "dtype": service.settings.dtype,
+        "dtype": arithmetic(service.settings.dtype, service.settings.linear),
         "waiting": service.waiting,
         "inside": service.inside,
         "limit": service.settings.max_concurrent_requests,

@@ -11,6 +11,7 @@ from attmemo.errors import ArgumentError
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
 DtypeName = Literal["float32", "bfloat16"]
+LinearName = Literal["exact", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Settings:
         Threads that turn texts into tokens. Default: a quarter of the cores, at least one.
     api_key : str, optional
         Requests must bring it; the state of the service is open to all.
-    database, reuse, budget, max_bytes, fill
+    database, reuse, linear, budget, max_bytes, fill
         As in `attmemo.memoize`.
     drain_seconds : float
         After SIGTERM, how long ``/health`` says 503 while requests are still taken.
@@ -72,6 +73,7 @@ class Settings:
     api_key: str | None = None
     database: str | None = None
     reuse: ReuseName = "auto"
+    linear: LinearName = "exact"
     budget: float | None = 0.01
     max_bytes: int | None = None
     fill: bool | str = True
@@ -89,6 +91,9 @@ class Settings:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
         if self.reuse == "none" and self.database is not None:
             raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
+        if self.reuse == "maps" and self.linear != "exact":
+            what = f"linear is {self.linear}, and maps are reused: they leave linear layers as they are."
+            raise ArgumentError(what, "leave out one of them")
         if self.api_key is not None and not self.api_key.strip():
             raise ArgumentError("the API key is empty: every request would be refused.", "give a key, or none")
 

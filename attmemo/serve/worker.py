@@ -98,7 +98,7 @@ class Worker:
         self._warm()  # of the bare model: its own code answers what cannot be served from records
         self.model.memoize(  # its checks run the path that serves
             database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
-            fill=settings.fill,
+            fill=settings.fill, linear=settings.linear,
         )  # fmt: skip
         self._warm()
 

@@ -1,0 +1,28 @@
+from typing import Any
+
+import numpy.typing as npt
+
+Buffer = npt.NDArray[Any] | bytes
+Weights = tuple[Buffer, Buffer, Buffer, Buffer]
+
+def multiply(
+    x: tuple[int, int],
+    add: tuple[int, int],
+    out: int,
+    sizes: tuple[int, int, int, int, int],
+    weights: Weights,
+    flags: tuple[int, str],
+    /,
+) -> None: ...
+def feed(
+    x: tuple[int, int],
+    add: tuple[int, int],
+    out: int,
+    sizes: tuple[int, int, int, int, int, int],
+    weights: Weights,
+    behind: Weights,
+    flags: tuple[int, str],
+    /,
+) -> None: ...
+def use_team(path: str, /) -> bool: ...
+def instruction_sets() -> list[str]: ...

@@ -1,0 +1,280 @@
+/*
+ * linear8.c: linear layers with 8-bit weights and rows.   Module attmemo.kernels._linear8.
+ *
+ * THIS FILE is the front: arguments and their rules, tasks and threads. linear8.h says what the numbers mean; the
+ * arithmetic stands in linear8_kernel.h, once for each instruction set.
+ *
+ * A task is a chunk of rows and some panels of columns. Its thread turns the rows into codes, then multiplies: codes and
+ * a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a chunk has several tasks,
+ * and each of them makes the codes anew: the same bytes. The result of a row depends on this row alone.
+ *
+ * TWO LAYERS, one behind the other, are one call: `feed`. A task is a chunk of rows then, all columns. What lies between
+ * the layers never leaves the cache, and is not rounded to the type of the rows.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "linear8.h"
+#include "numbers.h"
+#include "team.h"
+
+enum { OVER = 4, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
+
+static const Kernel8 *const kernels[] = {
+#if defined(__x86_64__)
+    &linear8_vnni,
+    &linear8_avxvnni,
+    &linear8_avx2,
+#endif
+    &linear8_generic,
+};
+
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
+
+static bool is_there(const char *name)
+{
+#if defined(__x86_64__)
+    if (strcmp(name, "vnni") == 0)
+        return has_instructions("avx512") && __builtin_cpu_supports("avx512vnni");
+    if (strcmp(name, "avxvnni") == 0)
+        return has_instructions("avx2") && __builtin_cpu_supports("avxvnni");
+#endif
+    return has_instructions(name);
+}
+
+/* The kernel of this name, or the best one for ''; NULL if the processor has no such instructions. */
+static const Kernel8 *choose_kernel(const char *isa)
+{
+    for (size_t i = 0; i < KERNELS; i++)
+        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && is_there(kernels[i]->name))
+            return kernels[i];
+    return NULL;
+}
+
+typedef struct {
+    Product product, behind; /* behind: the second of two layers, if `feeds` */
+    bool feeds;
+    const Kernel8 *kernel;
+    size_t chunk, chunks, panels, groups; /* rows of a chunk; how many; a chunk's tasks share the panels */
+    size_t widest;                        /* inputs of a layer, a whole number of LINE */
+    size_t scratch_bytes;
+    char *scratch; /* of all threads */
+    atomic_size_t next, threads;
+} Job;
+
+/* Both layers, for the rows whose codes are given. */
+static void feed(const Job *job, size_t first, size_t count, Codes *codes)
+{
+    Product before = job->product, behind = job->behind;
+    before.out = (char *)(codes->codes + job->chunk * codes->code_line);
+    behind.x = before.out;
+    for (size_t panel = 0; panel < job->panels; panel++)
+        job->kernel->multiply(&before, 0, count, codes, panel);
+    job->kernel->encode(&behind, 0, count, codes);
+    for (size_t panel = 0; panel * PANEL < behind.outputs; panel++)
+        job->kernel->multiply(&behind, first, count, codes, panel);
+}
+
+static void work(void *argument)
+{
+    Job *job = argument;
+    const Product *product = &job->product;
+    char *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_bytes;
+    Codes codes = {.wide = (float *)scratch, .code_line = job->widest};
+    codes.codes = (uint8_t *)scratch + job->widest * sizeof(float);
+    size_t made = job->chunks;
+    for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
+        size_t chunk = task / job->groups, group = task % job->groups, first = chunk * job->chunk;
+        size_t count = product->rows - first < job->chunk ? product->rows - first : job->chunk;
+        if (chunk != made)
+            job->kernel->encode(product, first, count, &codes);
+        made = chunk;
+        if (job->feeds) {
+            feed(job, first, count, &codes);
+            continue;
+        }
+        size_t end = (group + 1) * job->panels / job->groups;
+        for (size_t panel = group * job->panels / job->groups; panel < end; panel++)
+            job->kernel->multiply(product, first, count, &codes, panel);
+    }
+}
+
+/* False: there is no memory. */
+static bool run(Job *job, size_t threads)
+{
+    const Product *product = &job->product;
+    job->panels = (product->outputs + PANEL - 1) / PANEL;
+    job->chunks = (product->rows + CHUNK - 1) / CHUNK;
+    if (job->feeds) /* as much work for each thread */
+        job->chunks = round_to(job->chunks, threads);
+    job->chunk = (product->rows + job->chunks - 1) / job->chunks;
+    job->chunks = (product->rows + job->chunk - 1) / job->chunk;
+    size_t wanted = threads > 1 && !job->feeds ? (OVER * threads + job->chunks - 1) / job->chunks : 1;
+    job->groups = wanted < job->panels ? wanted : job->panels;
+    if (threads > job->chunks * job->groups)
+        threads = job->chunks * job->groups;
+    job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
+    job->scratch_bytes = job->widest * (sizeof(float) + job->chunk * (job->feeds ? 1 + sizeof(float) : 1));
+    void *scratch;
+    if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes) != 0)
+        return false;
+    job->scratch = scratch;
+    share(work, job, threads);
+    free(scratch);
+    return true;
+}
+
+/* The layer's weights, each of all columns of all panels. */
+enum { CODES, SCALES, BIAS, SUMS, PARTS };
+
+/* Sizes and weights of a layer; false, with a ValueError, if they do not fit. */
+static bool take_layer(Product *product, Py_ssize_t inputs, Py_ssize_t outputs, int activation, const Py_buffer *parts)
+{
+    if (!is_fine(inputs > 0 && inputs <= MOST_INPUTS && outputs > 0 && outputs <= PY_SSIZE_T_MAX / (8 * MOST_INPUTS),
+                 "a size is out of range") ||
+        !is_fine(activation >= 0 && activation < ACTIVATIONS, "there is no such activation"))
+        return false;
+    product->inputs = (size_t)inputs;
+    product->outputs = (size_t)outputs;
+    product->quads = (product->inputs + 3) / 4;
+    product->activation = (enum activation)activation;
+    size_t columns = round_to(product->outputs, PANEL);
+    bool fits = (size_t)parts[CODES].len == columns * product->quads * 4;
+    for (int i = SCALES; i < PARTS; i++)
+        fits = fits && (size_t)parts[i].len == columns * 4 && (uintptr_t)parts[i].buf % 4 == 0;
+    product->weights = parts[CODES].buf;
+    product->scales = parts[SCALES].buf;
+    product->bias = parts[BIAS].buf;
+    product->sums = parts[SUMS].buf;
+    return is_fine(fits, "weights, scales, bias and sums do not fit the sizes");
+}
+
+/* Rows, threads and instructions of a call; then the work. False, with an error set, if it could not be done. */
+static bool begin(Job *job, Py_ssize_t rows, int type, Py_ssize_t threads, const char *isa)
+{
+    job->kernel = choose_kernel(isa);
+    if (!is_fine(job->kernel != NULL, "the processor has no such instructions") ||
+        !is_fine(rows >= 0 && threads > 0, "a size is out of range") ||
+        !is_fine(type == FLOAT32 || type == BFLOAT16, "there is no such type"))
+        return false;
+    job->product.rows = job->behind.rows = (size_t)rows;
+    job->product.type = job->behind.out_type = (enum type)type;
+    job->product.out_type = job->feeds ? FLOAT32 : (enum type)type;
+    job->behind.type = FLOAT32;
+    bool done = true;
+    if (rows > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        done = run(job, threads < 1024 ? (size_t)threads : 1024);
+        Py_END_ALLOW_THREADS
+    }
+    if (!done)
+        PyErr_NoMemory();
+    return done;
+}
+
+static PyObject *end(Py_buffer *parts, size_t count, bool done)
+{
+    for (size_t i = 0; i < count; i++)
+        PyBuffer_Release(&parts[i]);
+    if (!done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(multiply_doc,
+             "multiply($module, x, add, out, sizes, weights, flags, /)\n--\n\n"
+             "x, add: (address, bytes from a row to the next); add: (0, 0) without a residual. out: address, rows without\n"
+             "gaps. sizes: (rows, inputs, outputs, type, activation), as `enum type` and `enum activation` have them.\n"
+             "weights: (codes in panels, scales, bias, sums), each of all columns of all panels. flags: (threads, isa).\n"
+             "The caller vouches for the addresses.");
+
+static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long x, add, out;
+    Py_ssize_t line, add_line, rows, inputs, outputs, threads;
+    int type, activation;
+    Py_buffer parts[PARTS];
+    const char *isa;
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnii)(y*y*y*y*)(ns):multiply", &x, &line, &add, &add_line, &out, &rows,
+                          &inputs, &outputs, &type, &activation, &parts[CODES], &parts[SCALES], &parts[BIAS],
+                          &parts[SUMS], &threads, &isa))
+        return NULL;
+    Job job = {.product = {.x = (const char *)(uintptr_t)x,
+                           .line = (size_t)line,
+                           .add = (const char *)(uintptr_t)add,
+                           .add_line = (size_t)add_line,
+                           .out = (char *)(uintptr_t)out}};
+    bool done = take_layer(&job.product, inputs, outputs, activation, parts) && begin(&job, rows, type, threads, isa);
+    return end(parts, PARTS, done);
+}
+
+PyDoc_STRVAR(feed_doc,
+             "feed($module, x, add, out, sizes, weights, behind, flags, /)\n--\n\n"
+             "Two layers as in `multiply`, the second without an activation. sizes: (rows, inputs, outputs of the first,\n"
+             "outputs, type, activation of the first).");
+
+static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long x, add, out;
+    Py_ssize_t line, add_line, rows, inputs, inner, outputs, threads;
+    int type, activation;
+    Py_buffer parts[2 * PARTS];
+    const char *isa;
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnnii)(y*y*y*y*)(y*y*y*y*)(ns):feed", &x, &line, &add, &add_line, &out,
+                          &rows, &inputs, &inner, &outputs, &type, &activation, &parts[CODES], &parts[SCALES],
+                          &parts[BIAS], &parts[SUMS], &parts[PARTS + CODES], &parts[PARTS + SCALES],
+                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &threads, &isa))
+        return NULL;
+    Job job = {.feeds = true,
+               .product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line},
+               .behind = {.line = (size_t)inner * sizeof(float),
+                          .add = (const char *)(uintptr_t)add,
+                          .add_line = (size_t)add_line,
+                          .out = (char *)(uintptr_t)out}};
+    bool done = take_layer(&job.product, inputs, inner, activation, parts) &&
+                take_layer(&job.behind, inner, outputs, NONE, parts + PARTS) &&
+                begin(&job, rows, type, threads, isa);
+    return end(parts, 2 * PARTS, done);
+}
+
+PyDoc_STRVAR(instruction_sets_doc,
+             "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
+
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < KERNELS; i++) {
+        if (!is_there(kernels[i]->name))
+            continue;
+        PyObject *name = PyUnicode_FromString(kernels[i]->name);
+        if (!name || PyList_Append(list, name) != 0)
+            Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+static PyMethodDef native_methods[] = {
+    {"multiply", native_multiply, METH_VARARGS, multiply_doc},
+    {"feed", native_feed, METH_VARARGS, feed_doc},
+    {"use_team", native_use_team, METH_VARARGS, use_team_doc},
+    {"instruction_sets", native_instruction_sets, METH_NOARGS, instruction_sets_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef native_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "attmemo.kernels._linear8",
+    .m_doc = "Linear layers with 8-bit weights and rows. See native/linear8.c.",
+    .m_size = 0,
+    .m_methods = native_methods,
+};
+
+PyMODINIT_FUNC PyInit__linear8(void)
+{
+    return PyModuleDef_Init(&native_module);
+}

@@ -1,0 +1,30 @@
+/* linear8_avxvnni.c: 8-bit linear layers for processors without AVX-512 that sum products of bytes. */
+
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+
+#define ROWS 6
+#include "linear8_x86.h"
+
+typedef integers Opened;
+
+INLINE Opened open_codes(integers four)
+{
+    return four;
+}
+
+INLINE Opened open_weights(integers four)
+{
+    return four;
+}
+
+INLINE integers dot(integers sum, Opened codes, Opened weights)
+{
+    return (integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)weights);
+}
+
+#include "linear8_kernel.h"
+
+const Kernel8 linear8_avxvnni = {"avxvnni", encode, multiply};
+
+#endif
