@@ -147,18 +147,20 @@ def _speeds(group: list[Run]) -> str:
     """A row for each stream and batch size."""
     lines = [
         "| stream | batch | best peer | its speed | its answers: changed | attmemo none | maps | changed | rows "
-        "| rows, late | changed | cache | faster, but changes more than the budget |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| rows, late | changed | none int8 | changed | rows int8 | late | changed | cache "
+        "| faster, but changes more than the budget |",
+        f"|{18 * '---|'}",
     ]
     for run in group:
         for one in verdicts(run):
-            none, maps, rows, cache = (_cell(run, path, one.batch) for path in ("none", "maps", "rows", CACHE))
+            none, maps, rows, none8, rows8, cache = (_cell(run, path, one.batch) for path in (*LINES,))
             beyond = one.beyond
             name = "–" if one.peer is None else title_of(one.peer)
             cells = (
                 run["stream"]["name"], str(one.batch), f"**{name}**" if one.peer_wins else name, _speed(one.peer),
                 _quality(one.peer), _speed(none), _speed(maps), _quality(maps), _speed(rows),
-                _speed(rows, "late_speed"), _quality(rows),
+                _speed(rows, "late_speed"), _quality(rows), _speed(none8), _quality(none8), _speed(rows8),
+                _speed(rows8, "late_speed"), _quality(rows8),
                 "–" if cache is None else f"{title_of(cache)}: {_speed(cache)}",
                 "–" if beyond is None else f"{title_of(beyond)}: {_speed(beyond)} ({_quality(beyond)})",
             )  # fmt: skip
@@ -235,7 +237,8 @@ def _machine(found: Mapping[str, Any]) -> str:
 
 LINES = {
     "none": ("attmemo none", GREEN, "s"), "maps": ("attmemo maps", "#9c5a8a", "v"),
-    "rows": ("attmemo rows", BLUE, "o"), CACHE: ("cache of exact duplicates", GREY, "D"),
+    "rows": ("attmemo rows", BLUE, "o"), "none-int8": ("attmemo none, int8 layers", GREEN, "P"),
+    "rows-int8": ("attmemo rows, int8 layers", BLUE, "*"), CACHE: ("cache of exact duplicates", GREY, "D"),
 }  # fmt: skip
 
 
@@ -273,7 +276,7 @@ def _panel(axes: Any, group: list[Run], size: int, streams: list[str]) -> None:
     axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="stock")
     places = np.arange(len(streams))
     axes.bar(places, list(best.values()), 0.62, color=ORANGE, alpha=0.55, label="best peer within the budget")
-    for shift, (path, (label, color, mark)) in zip((-0.24, -0.08, 0.08, 0.24), LINES.items(), strict=True):
+    for shift, (path, (label, color, mark)) in zip(np.linspace(-0.28, 0.28, len(LINES)), LINES.items(), strict=True):
         axes.plot(places + shift, list(own[path].values()), mark, color=color, label=label, markersize=5)
     axes.set_xticks(places, streams, rotation=35, ha="right")
     axes.set_xlim(-0.6, len(streams) - 0.4)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from attmemo.errors import AttmemoError
+from attmemo.kernels.linear8 import LinearName
 from attmemo.memoization import memoize
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model
@@ -22,7 +23,7 @@ from attmemo.profiler.row_live import ANSWERS
 
 CACHE: Final = "cache"
 STOCK: Final = "stock"
-REUSE: Final = ("none", "maps", "rows")
+REUSE: Final = ("none", "maps", "rows", "none-int8", "rows-int8")
 """The paths of attmemo itself; all others are peers."""
 MIN_COSINE: Final = 0.98
 _SAMPLE: Final = 4  # texts that a model is traced with
@@ -135,9 +136,9 @@ def _compiled(order: Order) -> Ready:
     return Ready(way)
 
 
-def _none(order: Order) -> Ready:
+def _none(linear: LinearName, order: Order) -> Ready:
     loaded = _load(order)
-    memoize(loaded.model, reuse="none")
+    memoize(loaded.model, reuse="none", linear=linear)
     return Ready(way_of(loaded), _handle(loaded))
 
 
@@ -147,7 +148,7 @@ def _maps(order: Order) -> Ready:
     return Ready(way_of(loaded), _handle(loaded))
 
 
-def _rows(order: Order) -> Ready:
+def _rows(linear: LinearName, order: Order) -> Ready:
     loaded = _load(order)
     rule = ANSWERS.get("class" if loaded.kind == "classifier" else str(loaded.pooling))
     if rule is None:
@@ -156,7 +157,7 @@ def _rows(order: Order) -> Ready:
         way_of(loaded)(order.first[:_SAMPLE])  # warm, but nothing learned
     memoize(
         loaded.model, database=":memory:", reuse="rows", budget=order.budget, answer=rule, min_cosine=MIN_COSINE,
-        tokenizer=loaded.tokenizer,
+        tokenizer=loaded.tokenizer, linear=linear,
     )  # fmt: skip
     return Ready(way_of(loaded), _handle(loaded))
 
@@ -196,9 +197,11 @@ PATHS: Final[dict[str, Route]] = {
     "openvino-int8": Route("OpenVINO int8", partial(_openvino, None, _XML_INT8), _XML_INT8, ("openvino", "nncf")),
     "onnx": Route("ONNX Runtime f32", partial(_onnx, _ONNX), _ONNX, _RUNTIME, BOTH),
     "onnx-int8": Route("ONNX Runtime int8", partial(_onnx, _ONNX_INT8), _ONNX_INT8, _RUNTIME),
-    "none": Route("attmemo none", _none, exact=BOTH, by_length=False),
+    "none": Route("attmemo none", partial(_none, "exact"), exact=BOTH, by_length=False),
     "maps": Route("attmemo maps", _maps, by_length=False),
-    "rows": Route("attmemo rows", _rows, by_length=False, every=True, anew=True),
+    "rows": Route("attmemo rows", partial(_rows, "exact"), by_length=False, every=True, anew=True),
+    "none-int8": Route("attmemo none, int8", partial(_none, "int8"), by_length=False),
+    "rows-int8": Route("attmemo rows, int8", partial(_rows, "int8"), by_length=False, every=True, anew=True),
 }
 """Paths that have a process of their own, by name. `CACHE` stands in front of one of them."""
 
