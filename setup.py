@@ -35,8 +35,8 @@ ATTENTION_PARTS = [
     "attention_x86",
     "vectors",
 ]
-LINEAR8 = ["generic", "avx2", "avxvnni", "vnni"]
-LINEAR8_PARTS = ["linear8", "linear8_kernel", "linear8_x86", "attention", "vectors"]
+LINEAR = ["32_generic", "32_avx2", "32_avx512", "8_generic", "8_avx2", "8_avxvnni", "8_vnni"]
+LINEAR_PARTS = ["linear", "linear_kernel", "linear32_kernel", "linear8_kernel", "linear8_x86", "attention", "vectors"]
 
 
 class Build(build_ext):
@@ -88,9 +88,9 @@ setup(
             for front in ("cache_attention", "row_attention")
         ),
         Extension(
-            "attmemo.kernels._linear8",
-            sources=["native/linear8.c", *(f"native/linear8_{name}.c" for name in LINEAR8)],
-            depends=[f"native/{name}.h" for name in LINEAR8_PARTS] + SHARED,
+            "attmemo.kernels._linear",
+            sources=["native/linear.c", *(f"native/linear{name}.c" for name in LINEAR)],
+            depends=[f"native/{name}.h" for name in LINEAR_PARTS] + SHARED,
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],

@@ -31,6 +31,6 @@ INLINE integers dot(integers sum, Opened codes, Opened weights)
 
 #include "linear8_kernel.h"
 
-const Kernel8 linear8_avx2 = {"avx2", encode, multiply};
+const LinearKernel linear8_avx2 = {"avx2", CODES, take, multiply};
 
 #endif

@@ -44,4 +44,4 @@ INLINE integers dot(integers sum, Opened codes, Opened weights)
 
 #include "linear8_kernel.h"
 
-const Kernel8 linear8_generic = {"generic", encode, multiply};
+const LinearKernel linear8_generic = {"generic", CODES, take, multiply};

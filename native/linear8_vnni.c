@@ -37,6 +37,6 @@ INLINE integers dot(integers sum, Opened codes, Opened weights)
 
 #include "linear8_kernel.h"
 
-const Kernel8 linear8_vnni = {"vnni", encode, multiply};
+const LinearKernel linear8_vnni = {"vnni", CODES, take, multiply};
 
 #endif

@@ -19,6 +19,7 @@ from attmemo.db.find import cache_directory
 from attmemo.handles.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
+from attmemo.kernels.linear32 import Linear32
 from attmemo.machine import processor
 from attmemo.memory import available_memory, control_groups, limit_of, read_number, read_text
 
@@ -64,16 +65,22 @@ def examine(root: Path | None = None) -> dict[str, Any]:
 def plan(facts: Facts) -> dict[str, Any]:
     """What attmemo uses on such a machine; the kernels are asked on this one."""
     native = bool(NATIVE & set(facts["features"]))
-    weight = torch.eye(16)
     return {
         "attention": _row_attention.instruction_sets()[0],
         "map_product": _map_product.instruction_sets(native)[0],
-        "linear": "oneDNN, weights reordered once" if Linear.of([weight], [None]).packed else "torch's own",
+        "linear": _linear_of(torch.bfloat16 if native else torch.float32),
         "precision": "bfloat16" if native else "float32",
         "threads": facts["threads"],
         "database": str(Path(facts["cache"]["path"]) / "FINGERPRINT-filling"),
         "max_bytes": bound_of(None, Path(facts["cache"]["path"])),
     }  # fmt: skip
+
+
+def _linear_of(dtype: torch.dtype) -> str:
+    weight = torch.eye(16, dtype=dtype)
+    if Linear32.where_it_pays([weight], [None]) is not None:
+        return f"attmemo's own, {Linear32.instruction_sets()[0]}"
+    return "oneDNN, weights reordered once" if Linear.of([weight], [None]).packed else "torch's own"
 
 
 def advise(facts: Facts, planned: Facts) -> list[dict[str, str]]:

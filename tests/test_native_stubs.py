@@ -14,7 +14,7 @@ EXTENSIONS = [
     "kernels._align",
     "kernels._cache_attention",
     "kernels._changes",
-    "kernels._linear8",
+    "kernels._linear",
     "kernels._map_product",
     "kernels._ngram",
     "kernels._row_attention",

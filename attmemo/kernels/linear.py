@@ -3,7 +3,8 @@
 `Linear` keeps the weights in the order that oneDNN reads them in, and lets the same call add the bias, the activation
 and a residual. torch has this in private operators, those that its compiler emits for frozen weights. A private
 operator may be missing or change, so each layer is checked against plain arithmetic when it is prepared. Where the
-check fails, the layer runs by `torch.nn.functional.linear`.
+check fails, the layer runs by `torch.nn.functional.linear`. For float32 on processors with AVX2 there is a kernel of
+our own, linear32.py.
 
 A NEW NUMBER OF ROWS.  oneDNN generates code for each number of rows: in bfloat16 with AMX 1 ms a layer, 8 ms with GELU
 fused, where the product of 300 rows takes 0.5 ms. A stream of packed rows has another number in every batch. So layers
@@ -210,32 +211,32 @@ def _packed(weight: Tensor, bias: Tensor | None, activation: str) -> Tensor | No
     try:
         # The number of rows told here changes nothing that could be measured, from 8 to 4096.
         order: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
-        x = _sample(weight.shape[1], weight.dtype)
+        x = sample(weight.shape[1], weight.dtype)
         name, algorithm = _FUSED[activation]
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, order, bias, name, [], algorithm)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return order if _agrees(y, x, weight, bias, activation, None) else None
+    return order if agrees(y, x, weight, bias, activation, None) else None
 
 
 def _adds(order: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> bool:
     """Whether the private operator can add a residual in the same call."""
     if activation != "none":
         return False
-    x, add = _sample(weight.shape[1], weight.dtype), _sample(weight.shape[0], weight.dtype)
+    x, add = sample(weight.shape[1], weight.dtype), sample(weight.shape[0], weight.dtype)
     try:
         y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, add, order, bias, "add")
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return _agrees(y, x, weight, bias, activation, add)
+    return agrees(y, x, weight, bias, activation, add)
 
 
-def _sample(width: int, dtype: torch.dtype) -> Tensor:
+def sample(width: int, dtype: torch.dtype) -> Tensor:
     """Rows without a pattern that a wrong order of numbers could hide in, the same every time."""
     return torch.arange(1.0, _CHECKED * width + 1).mul_(1.618).sin_().view(_CHECKED, width).to(dtype)
 
 
-def _agrees(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, add: Tensor | None) -> bool:
+def agrees(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, add: Tensor | None) -> bool:
     """Whether `y` is the layer on `x`, up to rounding."""
     if y.shape != (len(x), len(weight)) or y.dtype != x.dtype or y.layout != torch.strided:
         return False

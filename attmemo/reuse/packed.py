@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
+from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.panels import Panels
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -33,8 +35,6 @@ TYPES = (torch.float32, torch.bfloat16)
 
 _ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
                 "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
-
-_LAYERS: Final[dict[str, type[Linear] | type[Linear8]]] = {"exact": Linear, "int8": Linear8}
 
 Fetch = Callable[[int], Stored | None]
 """K and V of records in a layer; None if no sequence has a record."""
@@ -162,7 +162,7 @@ class _Layer:
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
         self.up, self.down = _ready(block.up, linear, fused), _ready((block.down,), linear)
         self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
-        if isinstance(self.up, Linear8) and isinstance(self.down, Linear8) and not self.activates:
+        if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
             self.feed = partial(self.up.feed, self.down)
 
     @property
@@ -184,14 +184,16 @@ class Called:
         return found if add is None else found.add_(add)
 
 
-Ready = Linear | Linear8 | Called
+Ready = Linear | Panels | Called
 
 
 def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
     if all(map(is_plain, modules)):
         weights: list[Any] = [module.weight for module in modules]
         biases: list[Any] = [module.bias for module in modules]
-        return _LAYERS[linear].of(weights, biases, activation)
+        if linear == "int8":
+            return Linear8.of(weights, biases, activation)
+        return Linear32.where_it_pays(weights, biases, activation) or Linear.of(weights, biases, activation)
     return Called(modules)
 
 

@@ -11,7 +11,7 @@ def multiply(
     out: int,
     sizes: tuple[int, int, int, int, int],
     weights: Weights,
-    flags: tuple[int, str],
+    flags: tuple[int, int, str],
     /,
 ) -> None: ...
 def feed(
@@ -21,8 +21,8 @@ def feed(
     sizes: tuple[int, int, int, int, int, int],
     weights: Weights,
     behind: Weights,
-    flags: tuple[int, str],
+    flags: tuple[int, int, str],
     /,
 ) -> None: ...
 def use_team(path: str, /) -> bool: ...
-def instruction_sets() -> list[str]: ...
+def instruction_sets(arithmetic: int, /) -> list[str]: ...

@@ -1,12 +1,13 @@
 /*
- * linear8.c: linear layers with 8-bit weights and rows.   Module attmemo.kernels._linear8.
+ * linear.c: linear layers, in float32 or with 8-bit weights and rows.   Module attmemo.kernels._linear.
  *
- * THIS FILE is the front: arguments and their rules, tasks and threads. linear8.h says what the numbers mean; the
- * arithmetic stands in linear8_kernel.h, once for each instruction set.
+ * THIS FILE is the front: arguments and their rules, tasks and threads. linear.h says what the numbers mean; the
+ * arithmetic stands in linear32_kernel.h and linear8_kernel.h, once for each instruction set.
  *
- * A task is a chunk of rows and some panels of columns. Its thread turns the rows into codes, then multiplies: codes and
- * a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a chunk has several tasks,
- * and each of them makes the codes anew: the same bytes. The result of a row depends on this row alone.
+ * A task is a chunk of rows and some panels of columns. Its thread takes the rows (in 8 bits: turns them into codes),
+ * then multiplies: rows and a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a
+ * chunk has several tasks, and each of them makes the codes anew: the same bytes. The result of a row depends on this
+ * row alone.
  *
  * TWO LAYERS, one behind the other, are one call: `feed`. A task is a chunk of rows then, all columns. What lies between
  * the layers never leaves the cache, and is not rounded to the type of the rows.
@@ -18,18 +19,21 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "linear8.h"
+#include "linear.h"
 #include "numbers.h"
 #include "team.h"
 
 enum { OVER = 4, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
 
-static const Kernel8 *const kernels[] = {
+static const LinearKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
+    &linear32_avx512,
+    &linear32_avx2,
     &linear8_vnni,
     &linear8_avxvnni,
     &linear8_avx2,
 #endif
+    &linear32_generic,
     &linear8_generic,
 };
 
@@ -47,10 +51,11 @@ static bool is_there(const char *name)
 }
 
 /* The kernel of this name, or the best one for ''; NULL if the processor has no such instructions. */
-static const Kernel8 *choose_kernel(const char *isa)
+static const LinearKernel *choose_kernel(enum arithmetic arithmetic, const char *isa)
 {
     for (size_t i = 0; i < KERNELS; i++)
-        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && is_there(kernels[i]->name))
+        if (kernels[i]->arithmetic == arithmetic && (*isa == 0 || strcmp(isa, kernels[i]->name) == 0) &&
+            is_there(kernels[i]->name))
             return kernels[i];
     return NULL;
 }
@@ -58,7 +63,7 @@ static const Kernel8 *choose_kernel(const char *isa)
 typedef struct {
     Product product, behind; /* behind: the second of two layers, if `feeds` */
     bool feeds;
-    const Kernel8 *kernel;
+    const LinearKernel *kernel;
     size_t chunk, chunks, panels, groups; /* rows of a chunk; how many; a chunk's tasks share the panels */
     size_t widest;                        /* inputs of a layer, a whole number of LINE */
     size_t scratch_bytes;
@@ -66,17 +71,17 @@ typedef struct {
     atomic_size_t next, threads;
 } Job;
 
-/* Both layers, for the rows whose codes are given. */
-static void feed(const Job *job, size_t first, size_t count, Codes *codes)
+/* Both layers, for the rows that were taken. */
+static void feed(const Job *job, size_t first, size_t count, Rows *rows)
 {
     Product before = job->product, behind = job->behind;
-    before.out = (char *)(codes->codes + job->chunk * codes->code_line);
+    before.out = (char *)(rows->codes + job->chunk * rows->code_line);
     behind.x = before.out;
     for (size_t panel = 0; panel < job->panels; panel++)
-        job->kernel->multiply(&before, 0, count, codes, panel);
-    job->kernel->encode(&behind, 0, count, codes);
+        job->kernel->multiply(&before, 0, count, rows, panel);
+    job->kernel->take(&behind, 0, count, rows);
     for (size_t panel = 0; panel * PANEL < behind.outputs; panel++)
-        job->kernel->multiply(&behind, first, count, codes, panel);
+        job->kernel->multiply(&behind, first, count, rows, panel);
 }
 
 static void work(void *argument)
@@ -84,22 +89,22 @@ static void work(void *argument)
     Job *job = argument;
     const Product *product = &job->product;
     char *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_bytes;
-    Codes codes = {.wide = (float *)scratch, .code_line = job->widest};
-    codes.codes = (uint8_t *)scratch + job->widest * sizeof(float);
-    size_t made = job->chunks;
+    Rows rows = {.wide = (float *)scratch, .code_line = job->kernel->arithmetic == CODES ? job->widest : 0};
+    rows.codes = (uint8_t *)scratch + job->widest * sizeof(float);
+    size_t taken = job->chunks;
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
         size_t chunk = task / job->groups, group = task % job->groups, first = chunk * job->chunk;
         size_t count = product->rows - first < job->chunk ? product->rows - first : job->chunk;
-        if (chunk != made)
-            job->kernel->encode(product, first, count, &codes);
-        made = chunk;
+        if (chunk != taken || job->feeds)
+            job->kernel->take(product, first, count, &rows);
+        taken = chunk;
         if (job->feeds) {
-            feed(job, first, count, &codes);
+            feed(job, first, count, &rows);
             continue;
         }
         size_t end = (group + 1) * job->panels / job->groups;
         for (size_t panel = group * job->panels / job->groups; panel < end; panel++)
-            job->kernel->multiply(product, first, count, &codes, panel);
+            job->kernel->multiply(product, first, count, &rows, panel);
     }
 }
 
@@ -129,10 +134,16 @@ static bool run(Job *job, size_t threads)
 }
 
 /* The layer's weights, each of all columns of all panels. */
-enum { CODES, SCALES, BIAS, SUMS, PARTS };
+enum { PANELS, SCALES, BIAS, SUMS, PARTS };
+
+static bool is_known(int arithmetic)
+{
+    return is_fine(arithmetic >= 0 && arithmetic < ARITHMETICS, "there is no such arithmetic");
+}
 
 /* Sizes and weights of a layer; false, with a ValueError, if they do not fit. */
-static bool take_layer(Product *product, Py_ssize_t inputs, Py_ssize_t outputs, int activation, const Py_buffer *parts)
+static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t inputs, Py_ssize_t outputs,
+                       int activation, const Py_buffer *parts)
 {
     if (!is_fine(inputs > 0 && inputs <= MOST_INPUTS && outputs > 0 && outputs <= PY_SSIZE_T_MAX / (8 * MOST_INPUTS),
                  "a size is out of range") ||
@@ -140,26 +151,28 @@ static bool take_layer(Product *product, Py_ssize_t inputs, Py_ssize_t outputs, 
         return false;
     product->inputs = (size_t)inputs;
     product->outputs = (size_t)outputs;
-    product->quads = (product->inputs + 3) / 4;
+    product->panel_bytes = PANEL * (arithmetic == CODES ? round_to(product->inputs, 4) : 4 * product->inputs);
     product->activation = (enum activation)activation;
     size_t columns = round_to(product->outputs, PANEL);
-    bool fits = (size_t)parts[CODES].len == columns * product->quads * 4;
-    for (int i = SCALES; i < PARTS; i++)
-        fits = fits && (size_t)parts[i].len == columns * 4 && (uintptr_t)parts[i].buf % 4 == 0;
-    product->weights = parts[CODES].buf;
+    bool fits = (size_t)parts[PANELS].len == columns / PANEL * product->panel_bytes;
+    for (int i = SCALES; i < PARTS; i++) {
+        size_t wanted = i == BIAS || arithmetic == CODES ? columns * 4 : 0;
+        fits = fits && (size_t)parts[i].len == wanted && (uintptr_t)parts[i].buf % 4 == 0;
+    }
+    product->weights = parts[PANELS].buf;
     product->scales = parts[SCALES].buf;
     product->bias = parts[BIAS].buf;
     product->sums = parts[SUMS].buf;
-    return is_fine(fits, "weights, scales, bias and sums do not fit the sizes");
+    return is_fine(fits && (uintptr_t)parts[PANELS].buf % 4 == 0, "weights, scales, bias and sums do not fit the sizes");
 }
 
 /* Rows, threads and instructions of a call; then the work. False, with an error set, if it could not be done. */
-static bool begin(Job *job, Py_ssize_t rows, int type, Py_ssize_t threads, const char *isa)
+static bool begin(Job *job, enum arithmetic arithmetic, Py_ssize_t rows, int type, Py_ssize_t threads, const char *isa)
 {
-    job->kernel = choose_kernel(isa);
+    job->kernel = choose_kernel(arithmetic, isa);
     if (!is_fine(job->kernel != NULL, "the processor has no such instructions") ||
         !is_fine(rows >= 0 && threads > 0, "a size is out of range") ||
-        !is_fine(type == FLOAT32 || type == BFLOAT16, "there is no such type"))
+        !is_fine(type == FLOAT32 || (type == BFLOAT16 && arithmetic == CODES), "there is no such type"))
         return false;
     job->product.rows = job->behind.rows = (size_t)rows;
     job->product.type = job->behind.out_type = (enum type)type;
@@ -189,26 +202,27 @@ PyDoc_STRVAR(multiply_doc,
              "multiply($module, x, add, out, sizes, weights, flags, /)\n--\n\n"
              "x, add: (address, bytes from a row to the next); add: (0, 0) without a residual. out: address, rows without\n"
              "gaps. sizes: (rows, inputs, outputs, type, activation), as `enum type` and `enum activation` have them.\n"
-             "weights: (codes in panels, scales, bias, sums), each of all columns of all panels. flags: (threads, isa).\n"
-             "The caller vouches for the addresses.");
+             "weights: (panels, scales, bias, sums), each of all columns of all panels; scales and sums are empty in\n"
+             "float32. flags: (arithmetic, as `enum arithmetic` has it; threads; isa). The caller vouches for the addresses.");
 
 static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long x, add, out;
     Py_ssize_t line, add_line, rows, inputs, outputs, threads;
-    int type, activation;
+    int type, activation, arithmetic;
     Py_buffer parts[PARTS];
     const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnii)(y*y*y*y*)(ns):multiply", &x, &line, &add, &add_line, &out, &rows,
-                          &inputs, &outputs, &type, &activation, &parts[CODES], &parts[SCALES], &parts[BIAS],
-                          &parts[SUMS], &threads, &isa))
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnii)(y*y*y*y*)(ins):multiply", &x, &line, &add, &add_line, &out, &rows,
+                          &inputs, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES], &parts[BIAS],
+                          &parts[SUMS], &arithmetic, &threads, &isa))
         return NULL;
     Job job = {.product = {.x = (const char *)(uintptr_t)x,
                            .line = (size_t)line,
                            .add = (const char *)(uintptr_t)add,
                            .add_line = (size_t)add_line,
                            .out = (char *)(uintptr_t)out}};
-    bool done = take_layer(&job.product, inputs, outputs, activation, parts) && begin(&job, rows, type, threads, isa);
+    bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, outputs, activation, parts) &&
+                begin(&job, arithmetic, rows, type, threads, isa);
     return end(parts, PARTS, done);
 }
 
@@ -221,13 +235,13 @@ static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long x, add, out;
     Py_ssize_t line, add_line, rows, inputs, inner, outputs, threads;
-    int type, activation;
+    int type, activation, arithmetic;
     Py_buffer parts[2 * PARTS];
     const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnnii)(y*y*y*y*)(y*y*y*y*)(ns):feed", &x, &line, &add, &add_line, &out,
-                          &rows, &inputs, &inner, &outputs, &type, &activation, &parts[CODES], &parts[SCALES],
-                          &parts[BIAS], &parts[SUMS], &parts[PARTS + CODES], &parts[PARTS + SCALES],
-                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &threads, &isa))
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnnii)(y*y*y*y*)(y*y*y*y*)(ins):feed", &x, &line, &add, &add_line, &out,
+                          &rows, &inputs, &inner, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES],
+                          &parts[BIAS], &parts[SUMS], &parts[PARTS + PANELS], &parts[PARTS + SCALES],
+                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &arithmetic, &threads, &isa))
         return NULL;
     Job job = {.feeds = true,
                .product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line},
@@ -235,20 +249,24 @@ static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
                           .add = (const char *)(uintptr_t)add,
                           .add_line = (size_t)add_line,
                           .out = (char *)(uintptr_t)out}};
-    bool done = take_layer(&job.product, inputs, inner, activation, parts) &&
-                take_layer(&job.behind, inner, outputs, NONE, parts + PARTS) &&
-                begin(&job, rows, type, threads, isa);
+    bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, inner, activation, parts) &&
+                take_layer(&job.behind, arithmetic, inner, outputs, NONE, parts + PARTS) &&
+                begin(&job, arithmetic, rows, type, threads, isa);
     return end(parts, 2 * PARTS, done);
 }
 
 PyDoc_STRVAR(instruction_sets_doc,
-             "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
+             "instruction_sets($module, arithmetic, /)\n--\n\n"
+             "What this processor has of what was compiled for this arithmetic, best first.");
 
-static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *number)
 {
+    long arithmetic = PyLong_AsLong(number);
+    if (PyErr_Occurred() || !is_fine(arithmetic >= 0 && arithmetic < ARITHMETICS, "there is no such arithmetic"))
+        return NULL;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < KERNELS; i++) {
-        if (!is_there(kernels[i]->name))
+        if ((long)kernels[i]->arithmetic != arithmetic || !is_there(kernels[i]->name))
             continue;
         PyObject *name = PyUnicode_FromString(kernels[i]->name);
         if (!name || PyList_Append(list, name) != 0)
@@ -262,19 +280,19 @@ static PyMethodDef native_methods[] = {
     {"multiply", native_multiply, METH_VARARGS, multiply_doc},
     {"feed", native_feed, METH_VARARGS, feed_doc},
     {"use_team", native_use_team, METH_VARARGS, use_team_doc},
-    {"instruction_sets", native_instruction_sets, METH_NOARGS, instruction_sets_doc},
+    {"instruction_sets", native_instruction_sets, METH_O, instruction_sets_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "attmemo.kernels._linear8",
-    .m_doc = "Linear layers with 8-bit weights and rows. See native/linear8.c.",
+    .m_name = "attmemo.kernels._linear",
+    .m_doc = "Linear layers in float32 and in 8 bits. See native/linear.c.",
     .m_size = 0,
     .m_methods = native_methods,
 };
 
-PyMODINIT_FUNC PyInit__linear8(void)
+PyMODINIT_FUNC PyInit__linear(void)
 {
     return PyModuleDef_Init(&native_module);
 }

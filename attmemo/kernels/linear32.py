@@ -1,0 +1,88 @@
+"""One linear layer in float32: `native/linear.c`. Its oracle is `torch.nn.functional.linear`.
+
+THE LIMIT of many rows is arithmetic; of few rows, reading the weights once. oneDNN reaches 85 % of the first, as this
+kernel does, and is far from the second. The four layers of a block of width 384, six blocks one behind the other, on
+two cores with AVX-512, how many times as fast as `attmemo.kernels.linear.Linear`:
+
+    rows                1     16     32     64     96    192    400   1536
+    one thread        2.0    1.4    1.3    1.1    1.1    .95    1.0    1.0
+    two threads       2.3    1.7    1.3    1.2    1.2    1.1    1.0    .95
+
+Reused rows leave few rows to compute, and a single request has few: both are on the left.
+
+ROADS NOT TAKEN, none of them faster beyond noise: 12 or 14 rows of 32 columns in registers in place of 6 of 64; 64 to
+192 inputs at a time, which keep a part of a panel in the first cache; asking for the next panel while this one is
+multiplied; tasks of 96 or 192 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
+from attmemo.kernels.panels import MOST_INPUTS, PANEL, Panels, Weights, lengthened
+
+_EMPTY = np.zeros(0, np.float32)
+
+
+class Linear32(Panels):
+    """``activation(x @ weight.T + bias)`` in float32. See `Panels`."""
+
+    arithmetic: ClassVar[int] = 0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.dtype, self.activation = weight.dtype, activation
+        columns = -(-self.outputs // PANEL) * PANEL
+        panels = F.pad(weight, (0, 0, 0, columns - self.outputs)).view(-1, PANEL, self.inputs).transpose(1, 2)
+        bias = lengthened(weight.new_zeros(0) if bias is None else bias, columns)
+        self.weights: Weights = panels.contiguous().numpy(), _EMPTY, bias.numpy(), _EMPTY
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none") -> Linear32:
+        """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
+
+        Parameters
+        ----------
+        weights : sequence of Tensor
+            Each ``[out, in]`` with the same ``in``; plain dense float32 tensors on the CPU.
+        biases : sequence of Tensor or None
+            One for each weight, ``[out]``. None is zeros.
+        activation : str
+            One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
+
+        Raises
+        ------
+        ValueError
+            If the activation is not known, or the tensors are not of this kind or do not fit each other.
+        """
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        check_parts(weights, biases)
+        if weights[0].dtype != torch.float32 or weights[0].shape[1] > MOST_INPUTS:
+            raise ValueError(f"weights are float32 with at most {MOST_INPUTS} inputs, not {weights[0].dtype}")
+        with torch.inference_mode(False), torch.no_grad():
+            return cls(*stacked(weights, biases), activation)
+
+    @classmethod
+    def where_it_pays(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none"
+    ) -> Linear32 | None:
+        """The layer, if the tensors are float32 and the processor has instructions that the kernel was made for.
+
+        It is compared with torch on a few rows; None also if it differs.
+        """
+        if cls.instruction_sets()[0] == "generic":
+            return None
+        if weights[0].dtype != torch.float32 or weights[0].shape[1] > MOST_INPUTS:
+            return None
+        layer = cls.of(weights, biases, activation)
+        with torch.no_grad():
+            x = sample(layer.inputs, layer.dtype)
+            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None) else None

@@ -1,0 +1,63 @@
+/*
+ * linear.h: the face between the arithmetic of linear layers and its front, linear.c.
+ *
+ * WEIGHTS lie in panels of PANEL columns; missing columns are zeros.
+ *
+ * FLOATS.  Products of float32. A panel is [inputs][PANEL].
+ *
+ * CODES.  A row of x becomes codes of 8 bits without sign, with a scale and a zero point of its own:
+ * x ~ scale (code - zero). A column of the weights has codes with sign, and a scale. Products of codes are summed in 32
+ * bits, so nothing saturates and all instruction sets give the same integers. In a panel, four neighbouring inputs of a
+ * column stand side by side, then the next column: [inputs / 4][PANEL][4]. Missing inputs are zeros.
+ */
+
+#ifndef ATTMEMO_LINEAR_H
+#define ATTMEMO_LINEAR_H
+
+#include "attention.h"
+
+enum {
+    PANEL = 64,
+    CHUNK = 48, /* rows of a task at most: what is kept of them stays in the processor's cache */
+};
+
+enum arithmetic { FLOATS, CODES, ARITHMETICS };
+enum activation { NONE, RELU, SILU, GELU, GELU_TANH, ACTIVATIONS };
+
+/* What all tasks of a call share. Lines are bytes from a row to the next. */
+typedef struct {
+    enum type type, out_type; /* of x; of add and out */
+    const char *x, *add; /* add: NULL without a residual */
+    char *out;
+    size_t line, add_line, rows, inputs, outputs;
+    size_t panel_bytes;
+    const char *weights;
+    const float *scales, *bias; /* of each column */
+    const int32_t *sums;        /* of the codes of each column */
+    enum activation activation;
+} Product;
+
+/* Some rows as they are multiplied. */
+typedef struct {
+    const char *from; /* of FLOATS: the first row, bytes to the next one */
+    size_t line;
+    float *wide; /* of CODES: room for one row of float32, a whole number of LINE */
+    uint8_t *codes; /* [CHUNK][code_line] */
+    size_t code_line;
+    float scales[CHUNK];
+    int32_t zeros[CHUNK];
+} Rows;
+
+typedef struct {
+    const char *name;
+    enum arithmetic arithmetic;
+    /* Make rows first ... first + count of x ready. */
+    void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
+    /* The same rows of the result, columns of one panel. */
+    void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel);
+} LinearKernel;
+
+extern const LinearKernel linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;
+extern const LinearKernel linear32_avx512, linear32_avx2, linear32_generic;
+
+#endif

@@ -1,0 +1,94 @@
+/*
+ * linear_kernel.h: what both arithmetics of linear layers have in common, for one instruction set: activations, and what
+ * becomes of sums. Included by linear32_kernel.h and linear8_kernel.h, behind vectors.h.
+ */
+
+#include "linear.h"
+
+/* x P(x^2) is the normal distribution's integral from 0 to x; 1e-6 of GELU's value at most, up to 5.2. */
+INLINE vector gelu(vector x)
+{
+    const float reach = 5.2f;
+    vector size = (vector)((integers)x & 0x7fffffff), s = x * x * (2.0f / (reach * reach)) - 1.0f;
+    static const float terms[] = {1.3594998133e-1f, -6.7743618199e-2f, 5.0025615175e-2f, -3.9931985965e-2f, 3.1973915349e-2f,
+                                  -2.4698839599e-2f, 1.8038778207e-2f, -1.2619661543e-2f, 8.3650837281e-3f,
+                                  -4.5423096465e-3f, 2.0051930919e-3f, -1.4687775010e-3f, 1.1886807638e-3f,
+                                  -3.8823346119e-4f};
+    vector p = SPLAT(terms[13]);
+#pragma GCC unroll 13
+    for (int i = 12; i >= 0; i--)
+        p = p * s + terms[i];
+    vector inside = x * (x * p + 0.5f);
+    return pick(size > reach, pick(x < 0.0f, SPLAT(0), x), inside); /* NaN is not larger */
+}
+
+/* x / (1 + e^-y) */
+INLINE vector gate(vector x, vector y)
+{
+    vector size = (vector)((integers)y & 0x7fffffff), power = exponential(-size);
+    vector part = 1.0f / (1.0f + power);
+    return x * pick(y < 0.0f, power * part, part);
+}
+
+INLINE void activate(float *numbers, enum activation activation)
+{
+    switch (activation) {
+    case RELU:
+        for (int i = 0; i < PANEL; i += LANES)
+            STORE(numbers + i) = pick(LOAD(numbers + i) < 0.0f, SPLAT(0), LOAD(numbers + i));
+        break;
+    case SILU:
+        for (int i = 0; i < PANEL; i += LANES)
+            STORE(numbers + i) = gate(LOAD(numbers + i), LOAD(numbers + i));
+        break;
+    case GELU:
+        for (int i = 0; i < PANEL; i += LANES)
+            STORE(numbers + i) = gelu(LOAD(numbers + i));
+        break;
+    case GELU_TANH: /* (1 + tanh z) / 2 = 1 / (1 + e^-2z) */
+        for (int i = 0; i < PANEL; i += LANES) {
+            vector x = LOAD(numbers + i);
+            STORE(numbers + i) = gate(x, x * (x * x * 0.0713548162726f + 1.59576912161f));
+        }
+        break;
+    default:
+        break;
+    }
+}
+
+/* One row of the result, the columns of a panel, from its sums with bias. */
+INLINE void finish_row(const Product *product, size_t row, float *line, size_t column)
+{
+    float more[PANEL] __attribute__((aligned(64)));
+    activate(line, product->activation);
+    size_t count = product->outputs - column < PANEL ? product->outputs - column : PANEL;
+    size_t bytes = item_bytes[product->out_type];
+    if (product->add) {
+        widen(product->add + row * product->add_line + column * bytes, product->out_type, count, more);
+        for (size_t i = 0; i < count; i++)
+            line[i] += more[i];
+    }
+    narrow(line, count, product->out_type, product->out + (row * product->outputs + column) * bytes);
+}
+
+/* How many of `left` rows are next, of ROWS at most, so that all groups are about as large. */
+static inline int next_rows(size_t left)
+{
+    size_t groups = (left + ROWS - 1) / ROWS;
+    return (int)((left + groups - 1) / groups);
+}
+
+/* Each number of rows has code of its own: sums stay in registers. */
+#define CASE(n, call)                                                                                                  \
+    case n:                                                                                                            \
+        call(n);                                                                                                       \
+        break;
+#define CASES_2(call) CASE(1, call) CASE(2, call)
+#define CASES_4(call) CASES_2(call) CASE(3, call) CASE(4, call)
+#define CASES_6(call) CASES_4(call) CASE(5, call) CASE(6, call)
+#define CASES_12(call)                                                                                                 \
+    CASES_6(call) CASE(7, call) CASE(8, call) CASE(9, call) CASE(10, call) CASE(11, call) CASE(12, call)
+#define CASES_14(call) CASES_12(call) CASE(13, call) CASE(14, call)
+#define CASES__(n, call) CASES_##n(call)
+#define CASES_(n, call) CASES__(n, call)
+#define CASES(call) CASES_(ROWS, call)
