@@ -9,6 +9,9 @@
  * chunk has several tasks, and each of them makes the codes anew: the same bytes. The result of a row depends on this
  * row alone.
  *
+ * A NORM of the rows is the business of the thread that does a chunk's last task: rows are in a cache still, and no
+ * thread is woken for a few of them.
+ *
  * TWO LAYERS, one behind the other, are one call: `feed`. A task is a chunk of rows then, all columns. What lies between
  * the layers never leaves the cache, and is not rounded to the type of the rows.
  */
@@ -69,6 +72,7 @@ typedef struct {
     size_t scratch_bytes;
     char *scratch; /* of all threads */
     atomic_size_t next, threads;
+    atomic_size_t *left; /* tasks of each chunk that are not done */
 } Job;
 
 /* Both layers, for the rows that were taken. */
@@ -82,6 +86,8 @@ static void feed(const Job *job, size_t first, size_t count, Rows *rows)
     job->kernel->take(&behind, 0, count, rows);
     for (size_t panel = 0; panel * PANEL < behind.outputs; panel++)
         job->kernel->multiply(&behind, first, count, rows, panel);
+    if (behind.norm.weight)
+        job->kernel->normalize(&behind, first, count);
 }
 
 static void work(void *argument)
@@ -105,6 +111,8 @@ static void work(void *argument)
         size_t end = (group + 1) * job->panels / job->groups;
         for (size_t panel = group * job->panels / job->groups; panel < end; panel++)
             job->kernel->multiply(product, first, count, &rows, panel);
+        if (product->norm.weight && atomic_fetch_sub(&job->left[chunk], 1) == 1)
+            job->kernel->normalize(product, first, count);
     }
 }
 
@@ -125,9 +133,12 @@ static bool run(Job *job, size_t threads)
     job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
     job->scratch_bytes = job->widest * (sizeof(float) + job->chunk * (job->feeds ? 1 + sizeof(float) : 1));
     void *scratch;
-    if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes) != 0)
+    if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes + job->chunks * sizeof *job->left) != 0)
         return false;
     job->scratch = scratch;
+    job->left = (atomic_size_t *)(job->scratch + threads * job->scratch_bytes);
+    for (size_t i = 0; i < job->chunks; i++)
+        atomic_init(&job->left[i], job->groups);
     share(work, job, threads);
     free(scratch);
     return true;
@@ -189,6 +200,13 @@ static bool begin(Job *job, enum arithmetic arithmetic, Py_ssize_t rows, int typ
     return done;
 }
 
+/* The norm that a product ends with. */
+static bool take_norm(Product *product, unsigned long long weight, unsigned long long bias, double least)
+{
+    product->norm = (Norm){(const char *)(uintptr_t)weight, (const char *)(uintptr_t)bias, (float)least};
+    return is_fine(least >= 0, "what a norm adds to the variance is out of range");
+}
+
 static PyObject *end(Py_buffer *parts, size_t count, bool done)
 {
     for (size_t i = 0; i < count; i++)
@@ -199,22 +217,25 @@ static PyObject *end(Py_buffer *parts, size_t count, bool done)
 }
 
 PyDoc_STRVAR(multiply_doc,
-             "multiply($module, x, add, out, sizes, weights, flags, /)\n--\n\n"
+             "multiply($module, x, add, out, sizes, weights, norm, flags, /)\n--\n\n"
              "x, add: (address, bytes from a row to the next); add: (0, 0) without a residual. out: address, rows without\n"
              "gaps. sizes: (rows, inputs, outputs, type, activation), as `enum type` and `enum activation` have them.\n"
              "weights: (panels, scales, bias, sums), each of all columns of all panels; scales and sums are empty in\n"
-             "float32. flags: (arithmetic, as `enum arithmetic` has it; threads; isa). The caller vouches for the addresses.");
+             "float32. norm: (address of its weight, of its bias, what is added to the variance); (0, 0, 0.0) without one.\n"
+             "flags: (arithmetic, as `enum arithmetic` has it; threads; isa). The caller vouches for the\n"
+             "addresses.");
 
 static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned long long x, add, out;
+    unsigned long long x, add, out, norm, bias;
+    double least;
     Py_ssize_t line, add_line, rows, inputs, outputs, threads;
     int type, activation, arithmetic;
     Py_buffer parts[PARTS];
     const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnii)(y*y*y*y*)(ins):multiply", &x, &line, &add, &add_line, &out, &rows,
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnii)(y*y*y*y*)(KKd)(ins):multiply", &x, &line, &add, &add_line, &out, &rows,
                           &inputs, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES], &parts[BIAS],
-                          &parts[SUMS], &arithmetic, &threads, &isa))
+                          &parts[SUMS], &norm, &bias, &least, &arithmetic, &threads, &isa))
         return NULL;
     Job job = {.product = {.x = (const char *)(uintptr_t)x,
                            .line = (size_t)line,
@@ -222,26 +243,27 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
                            .add_line = (size_t)add_line,
                            .out = (char *)(uintptr_t)out}};
     bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, outputs, activation, parts) &&
-                begin(&job, arithmetic, rows, type, threads, isa);
+                take_norm(&job.product, norm, bias, least) && begin(&job, arithmetic, rows, type, threads, isa);
     return end(parts, PARTS, done);
 }
 
 PyDoc_STRVAR(feed_doc,
-             "feed($module, x, add, out, sizes, weights, behind, flags, /)\n--\n\n"
+             "feed($module, x, add, out, sizes, weights, behind, norm, flags, /)\n--\n\n"
              "Two layers as in `multiply`, the second without an activation. sizes: (rows, inputs, outputs of the first,\n"
              "outputs, type, activation of the first).");
 
 static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    unsigned long long x, add, out;
+    unsigned long long x, add, out, norm, bias;
+    double least;
     Py_ssize_t line, add_line, rows, inputs, inner, outputs, threads;
     int type, activation, arithmetic;
     Py_buffer parts[2 * PARTS];
     const char *isa;
-    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnnii)(y*y*y*y*)(y*y*y*y*)(ins):feed", &x, &line, &add, &add_line, &out,
+    if (!PyArg_ParseTuple(args, "(Kn)(Kn)K(nnnnii)(y*y*y*y*)(y*y*y*y*)(KKd)(ins):feed", &x, &line, &add, &add_line, &out,
                           &rows, &inputs, &inner, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES],
                           &parts[BIAS], &parts[SUMS], &parts[PARTS + PANELS], &parts[PARTS + SCALES],
-                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &arithmetic, &threads, &isa))
+                          &parts[PARTS + BIAS], &parts[PARTS + SUMS], &norm, &bias, &least, &arithmetic, &threads, &isa))
         return NULL;
     Job job = {.feeds = true,
                .product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line},
@@ -251,7 +273,7 @@ static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
                           .out = (char *)(uintptr_t)out}};
     bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, inner, activation, parts) &&
                 take_layer(&job.behind, arithmetic, inner, outputs, NONE, parts + PARTS) &&
-                begin(&job, arithmetic, rows, type, threads, isa);
+                take_norm(&job.behind, norm, bias, least) && begin(&job, arithmetic, rows, type, threads, isa);
     return end(parts, 2 * PARTS, done);
 }
 

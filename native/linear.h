@@ -24,6 +24,12 @@ enum {
 enum arithmetic { FLOATS, CODES, ARITHMETICS };
 enum activation { NONE, RELU, SILU, GELU, GELU_TANH, ACTIVATIONS };
 
+/* A layer norm of the result's rows; weight and bias have their type. */
+typedef struct {
+    const char *weight, *bias; /* weight: NULL without a norm; bias: NULL for zeros */
+    float least;               /* is added to the variance */
+} Norm;
+
 /* What all tasks of a call share. Lines are bytes from a row to the next. */
 typedef struct {
     enum type type, out_type; /* of x; of add and out */
@@ -35,6 +41,7 @@ typedef struct {
     const float *scales, *bias; /* of each column */
     const int32_t *sums;        /* of the codes of each column */
     enum activation activation;
+    Norm norm;
 } Product;
 
 /* Some rows as they are multiplied. */
@@ -55,6 +62,8 @@ typedef struct {
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
     /* The same rows of the result, columns of one panel. */
     void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel);
+    /* The norm of these rows of the result, in place, once all their columns are there. */
+    void (*normalize)(const Product *product, size_t first, size_t count);
 } LinearKernel;
 
 extern const LinearKernel linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;

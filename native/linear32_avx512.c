@@ -14,6 +14,6 @@
 
 #include "linear32_kernel.h"
 
-const LinearKernel linear32_avx512 = {"avx512", FLOATS, take, multiply};
+const LinearKernel linear32_avx512 = {"avx512", FLOATS, take, multiply, normalize};
 
 #endif

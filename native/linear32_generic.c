@@ -9,4 +9,4 @@
 
 #include "linear32_kernel.h"
 
-const LinearKernel linear32_generic = {"generic", FLOATS, take, multiply};
+const LinearKernel linear32_generic = {"generic", FLOATS, take, multiply, normalize};

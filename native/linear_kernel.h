@@ -71,6 +71,52 @@ INLINE void finish_row(const Product *product, size_t row, float *line, size_t c
     narrow(line, count, product->out_type, product->out + (row * product->outputs + column) * bytes);
 }
 
+/* Sum of numbers less the mean, or of their squares. */
+INLINE float sum_apart(const char *line, enum type type, size_t count, float mean, bool squared)
+{
+    vector sums = SPLAT(0);
+    float some[PANEL] __attribute__((aligned(64)));
+    for (size_t at = 0; at < count; at += PANEL) {
+        size_t now = count - at < PANEL ? count - at : PANEL;
+        widen(line + at * item_bytes[type], type, now, some);
+        for (size_t i = now; i < PANEL; i++)
+            some[i] = mean;
+        for (int i = 0; i < PANEL; i += LANES) {
+            vector apart = LOAD(some + i) - mean;
+            if (squared)
+                apart *= apart;
+            sums += apart;
+        }
+    }
+    float sum = 0;
+    for (int i = 0; i < LANES; i++)
+        sum += sums[i];
+    return sum;
+}
+
+static void normalize(const Product *product, size_t first, size_t count)
+{
+    const Norm *norm = &product->norm;
+    const enum type type = product->out_type;
+    const size_t bytes = item_bytes[type], width = product->outputs;
+    float some[PANEL] __attribute__((aligned(64))), weight[PANEL], bias[PANEL] = {0};
+    for (size_t row = first; row < first + count; row++) {
+        char *line = product->out + row * width * bytes;
+        float mean = sum_apart(line, type, width, 0, false) / (float)width;
+        float scale = 1 / sqrtf(sum_apart(line, type, width, mean, true) / (float)width + norm->least);
+        for (size_t at = 0; at < width; at += PANEL) {
+            size_t now = width - at < PANEL ? width - at : PANEL;
+            widen(line + at * bytes, type, now, some);
+            widen(norm->weight + at * bytes, type, now, weight);
+            if (norm->bias)
+                widen(norm->bias + at * bytes, type, now, bias);
+            for (int i = 0; i < PANEL; i += LANES)
+                STORE(some + i) = (LOAD(some + i) - mean) * scale * LOAD(weight + i) + LOAD(bias + i);
+            narrow(some, now, type, line + at * bytes);
+        }
+    }
+}
+
 /* How many of `left` rows are next, of ROWS at most, so that all groups are about as large. */
 static inline int next_rows(size_t left)
 {

@@ -13,8 +13,9 @@ from packed_tools import batch as inputs_of
 from torch import Tensor
 
 from attmemo import memoize
+from attmemo.kernels.rows import copy_rows
 from attmemo.reuse import drift
-from attmemo.reuse.drift import SHARE, follow
+from attmemo.reuse.drift import SHARE, steps_of
 
 SIZE = 7
 SOURCES = [
@@ -36,9 +37,19 @@ def batch(dtype: torch.dtype, stored: torch.dtype) -> tuple[Tensor, list[Tensor]
     return output, records, places
 
 
-def moved(output: Tensor, records: list[Tensor], places: list[Tensor]) -> Tensor:
-    """What `follow` leaves, row by row."""
+def supplied(output: Tensor, records: list[Tensor], places: list[Tensor]) -> Tensor:
+    """A batch with reused rows as they are in the records."""
     found = output.clone()
+    for source, record, own in zip(SOURCES, records, places, strict=True):
+        for row, place in zip(source, own, strict=True):
+            if row >= 0:
+                found[place] = record[row]
+    return found
+
+
+def moved(output: Tensor, records: list[Tensor], places: list[Tensor]) -> Tensor:
+    """A batch with reused rows that follow, row by row."""
+    found = supplied(output, records, places)
     for source, record, own in zip(SOURCES, records, places, strict=True):
         moves = [
             output[place].float() - record[-2 - row].to(output.dtype).float()
@@ -51,7 +62,7 @@ def moved(output: Tensor, records: list[Tensor], places: list[Tensor]) -> Tensor
         common = max(0.0, float(mean.square().sum()) - within / len(moves))
         for row, place in zip(source, own, strict=True):
             if row >= 0:
-                found[place] += (SHARE * common / (common + within) * mean).to(output.dtype)
+                found[place] = record[row].float() + SHARE * common / (common + within) * mean
     return found
 
 
@@ -60,7 +71,11 @@ def run(output: Tensor, records: list[Tensor], places: list[Tensor]) -> Tensor:
     sequence = np.repeat(np.arange(len(SOURCES)), [len(source) for source in SOURCES])
     begins = np.array([record.data_ptr() for record in records], np.uint64)
     source = np.concatenate(SOURCES).astype(np.int32)
-    follow(found, source, sequence, torch.cat(places).numpy(), begins, records[0].dtype)
+    there, dtype, reused = torch.cat(places).numpy(), records[0].dtype, source >= 0
+    steps = steps_of(found, source, sequence, there, begins, dtype)
+    assert steps is not None
+    addresses = begins[sequence] + (source * SIZE * dtype.itemsize).astype(np.uint64)
+    copy_rows(addresses[reused], dtype, there[reused], found, (steps, sequence[reused]))
     return found
 
 
@@ -73,11 +88,11 @@ def test_reused_rows_move_by_what_moves_of_computed_ones_have_in_common(
     found = run(output, records, places)
     close = {"rtol": 0.02, "atol": 0.01} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(found, moved(output, records, places), **close)
-    still = torch.ones(len(output), dtype=torch.bool)
+    still, unmoved = torch.ones(len(output), dtype=torch.bool), supplied(output, records, places)
     for number in (0, 3):
         still[places[number][torch.tensor(SOURCES[number]) >= 0]] = False
-    assert torch.equal(found[still], output[still])
-    assert not torch.equal(found[~still], output[~still])
+    assert torch.equal(found[still], unmoved[still])
+    assert not torch.equal(found[~still], unmoved[~still])
 
 
 def test_moves_without_a_common_part_move_nothing() -> None:
@@ -87,7 +102,7 @@ def test_moves_without_a_common_part_move_nothing() -> None:
         for turn, (row, place) in enumerate(known):
             output[place] = records[number][-2 - row] + (1.0 if turn % 2 else -1.0)
     found = run(output, records, places)
-    torch.testing.assert_close(found, output, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, supplied(output, records, places), rtol=0, atol=1e-6)
 
 
 def test_rows_that_are_computed_as_before_move_nothing() -> None:
@@ -96,7 +111,7 @@ def test_rows_that_are_computed_as_before_move_nothing() -> None:
         for row, place in zip(source, own, strict=True):
             if row < -1:
                 output[place] = record[-2 - row]
-    assert torch.equal(run(output, records, places), output)
+    assert torch.equal(run(output, records, places), supplied(output, records, places))
 
 
 def test_a_model_serves_rows_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from test_linear import APPLIED
 from test_ops_native import before_walls
 from test_row_attention import read_only
-from torch import Tensor
+from torch import Tensor, nn
 
 from attmemo.kernels import _linear
 from attmemo.kernels.linear import ACTIVATIONS
@@ -101,6 +102,60 @@ def test_stacked_weights_are_their_layers_side_by_side(kind: Kind) -> None:
     assert torch.equal(kind.of([weight for weight, _ in pieces], biases)(x), torch.cat(apart, 1))
 
 
+def norm_of(width: int, dtype: torch.dtype, bias: bool = True) -> nn.LayerNorm:
+    norm = nn.LayerNorm(width, eps=1e-5, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + rows(1, width, seed=5)[0] / 4)
+        if bias:
+            norm.bias.copy_(rows(1, width, seed=6)[0])
+    return norm
+
+
+@cases
+@torch.inference_mode()
+def test_a_norm_is_that_of_the_rows_without_it(kind: Kind, dtype: torch.dtype, isa: str) -> None:
+    near = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    for count, inputs, outputs in ((0, 4, 4), (1, 5, 3), (7, 37, 70), (50, 64, 64), (107, 33, 200)):
+        layer = kind.of([parts(outputs, inputs, dtype)[0]], [None], "gelu")
+        square = kind.of([parts(outputs, outputs, dtype)[0]], [None])
+        x, add = rows(count, inputs, dtype), 3 + rows(count, outputs, dtype, 2)
+        for norm in (norm_of(outputs, dtype), norm_of(outputs, dtype, bias=False)):
+            for threads in (1, 2, 5):
+                more: dict[str, Any] = {"threads": threads, "isa": isa}
+                for without, seen in (
+                    (layer(x, add, **more), layer(x, add, norm, **more)),
+                    (layer.feed(square, x, add, **more), layer.feed(square, x, add, norm, **more)),
+                ):
+                    expected = F.layer_norm(
+                        without.double(), (outputs,), norm.weight.double(),
+                        None if norm.bias is None else norm.bias.double(), norm.eps,
+                    )  # fmt: skip
+                    assert seen.dtype == dtype
+                    assert ((seen.double() - expected).abs() <= near * (1 + expected.abs())).all()
+
+
+@kinds
+def test_weights_of_a_norm_are_read_at_each_call(kind: Kind, dtype: torch.dtype) -> None:
+    layer, norm, x = kind.of([parts(24, 40, dtype)[0]], [None]), norm_of(24, dtype), rows(5, 40, dtype)
+    with torch.inference_mode():
+        before = layer(x, None, norm)
+        norm.bias += 1
+        near = 1e-5 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(layer(x, None, norm), before + 1, rtol=0, atol=near)
+
+
+def test_a_norm_of_another_kind_is_refused() -> None:
+    layer, x = Linear32.of([parts(24, 40)[0]], [None]), rows(5, 40)
+    strided = norm_of(24, torch.float32)
+    strided.weight = nn.Parameter(torch.ones(48)[::2])
+    bare = nn.LayerNorm(24, elementwise_affine=False)
+    others = (norm_of(25, torch.float32), norm_of(24, torch.bfloat16), strided, bare, nn.RMSNorm(24), nn.Identity())
+    for norm in others:
+        assert not layer.takes(norm)
+        with pytest.raises(ValueError, match="the norm must be a LayerNorm of 24"):
+            layer(x, None, norm)  # type: ignore[arg-type]
+
+
 @single
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_two_layers_in_one_call_are_one_behind_the_other(kind: Kind, isa: str, activation: str) -> None:
@@ -178,7 +233,8 @@ def native_call(arithmetic: int, **changed: Any) -> None:
     x, out = np.ones((3, 8), np.float32), np.zeros((3, 5), np.float32)
     call: dict[str, Any] = {
         "x": (x.ctypes.data, 32), "add": (0, 0), "out": out.ctypes.data, "sizes": (3, 8, 5, 0, 0),
-        "weights": (bytes(64 * 8 * (1 if arithmetic else 4)), *columns(arithmetic)), "flags": (arithmetic, 1, ""),
+        "weights": (bytes(64 * 8 * (1 if arithmetic else 4)), *columns(arithmetic)), "norm": (0, 0, 0.0),
+        "flags": (arithmetic, 1, ""),
     } | changed  # fmt: skip
     _linear.multiply(*call.values())
 
@@ -192,7 +248,7 @@ def native_call(arithmetic: int, **changed: Any) -> None:
         {"sizes": (3, 8, 5, 3, 0)}, {"sizes": (3, 8, 5, 0, 5)}, {"sizes": (3, 8, 5, 0, -1)},
         {"sizes": (3, 9, 5, 0, 0)}, {"sizes": (3, 8, 65, 0, 0)}, {"flags": (2, 1, "")}, {"flags": (-1, 1, "")},
         {"weights": (bytes(64 * 8), *columns(1, last=63))}, {"weights": (bytes(64 * 8 - 1), *columns(1))},
-        {"weights": (bytes(64 * 8), *columns(0))},
+        {"weights": (bytes(64 * 8), *columns(0))}, {"norm": (0, 0, -1.0)}, {"norm": (0, 0, math.nan)},
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_by_the_kernel(arithmetic: int, changed: dict[str, Any]) -> None:

@@ -792,19 +792,20 @@ os.register_at_fork(after_in_child=lambda: signal.alarm(10))  # before attmemo's
 from shared_pool_tools import entries, open_pool, read_state, state_of
 
 folder = Path(path)
+open_pool(folder).add(entries([1]))
+other = os.fork()
+if other == 0:  # another process writes for a second
+    try:
+        with open_pool(folder)._environment().begin(write=True):
+            (folder / "entered").touch()
+            time.sleep(1.0)
+    finally:
+        os._exit(0)
+while not (folder / "entered").exists():
+    time.sleep(0.01)
 pool = open_pool(folder)
-pool.add(entries([1]))
-env, entered = pool._environment(), threading.Event()
-
-def hold():
-    with env.begin(write=True):
-        entered.set()
-        time.sleep(1.0)
-
-threads = [threading.Thread(target=hold), threading.Thread(target=lambda: pool.add(entries([2])))]
-threads[0].start()
-entered.wait()
-threads[1].start()  # waits inside of LMDB
+thread = threading.Thread(target=lambda: pool.add(entries([2])))
+thread.start()  # waits inside of LMDB
 time.sleep(0.2)
 pid = os.fork()
 if pid == 0:
@@ -818,8 +819,8 @@ if pid == 0:
         traceback.print_exc()
     finally:
         os._exit(code)
-for thread in threads:
-    thread.join()
+thread.join()
+os.waitpid(other, 0)
 end = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 pool.news()
 result = [end, sorted(state_of(pool).values()), sorted(read_state(folder).values())]

@@ -4,6 +4,7 @@ import numpy.typing as npt
 
 Buffer = npt.NDArray[Any] | bytes
 Weights = tuple[Buffer, Buffer, Buffer, Buffer]
+Norm = tuple[int, int, float]
 
 def multiply(
     x: tuple[int, int],
@@ -11,6 +12,7 @@ def multiply(
     out: int,
     sizes: tuple[int, int, int, int, int],
     weights: Weights,
+    norm: Norm,
     flags: tuple[int, int, str],
     /,
 ) -> None: ...
@@ -21,6 +23,7 @@ def feed(
     sizes: tuple[int, int, int, int, int, int],
     weights: Weights,
     behind: Weights,
+    norm: Norm,
     flags: tuple[int, int, str],
     /,
 ) -> None: ...

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attmemo.kernels import _linear as native
 from attmemo.kernels.linear import ACTIVATIONS, check_rows
@@ -61,11 +61,34 @@ class Panels:
     def _kind(self) -> tuple[int, int]:
         return _TYPES[self.dtype], ACTIVATIONS.index(self.activation)
 
-    def __call__(self, x: Tensor, add: Tensor | None = None, *, threads: int | None = None, isa: str = "") -> Tensor:
-        """The layer on rows `x` ``[N, inputs]``, plus the residual `add` ``[N, outputs]``: ``[N, outputs]``.
+    def takes(self, norm: Any) -> bool:
+        """Whether `norm` is a layer norm that a call can end with."""
+        if not isinstance(norm, nn.LayerNorm) or not self._fits(norm.weight):
+            return False
+        return norm.bias is None or self._fits(norm.bias)
 
-        Any strides and any N, 0 too. `threads`: None is as many as torch uses. `isa`: one of the instruction sets of
-        this arithmetic, empty for the best.
+    def _fits(self, part: Any) -> bool:
+        return (
+            isinstance(part, Tensor) and part.dtype == self.dtype and part.shape == (self.outputs,)
+            and part.is_contiguous() and part.device.type == "cpu"
+        )  # fmt: skip
+
+    def _norm(self, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
+        if norm is None:
+            return 0, 0, 0.0
+        if not self.takes(norm):
+            raise ValueError(f"the norm must be a LayerNorm of {self.outputs} numbers of {self.dtype}, not {norm}")
+        return norm.weight.data_ptr(), 0 if norm.bias is None else norm.bias.data_ptr(), norm.eps
+
+    def __call__(
+        self, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *, threads: int | None = None,
+        isa: str = "",
+    ) -> Tensor:  # fmt: skip
+        """The layer on rows `x` ``[N, inputs]``, plus the residual `add` ``[N, outputs]``, normed: ``[N, outputs]``.
+
+        Any strides and any N, 0 too. `norm`: one that this layer `takes`; its weights are read at each call.
+        `threads`: None is as many as torch uses. `isa`: one of the instruction sets of this arithmetic, empty for the
+        best.
 
         Raises ValueError if shapes, types or devices do not fit, MemoryError if there is no memory for some rows.
         """
@@ -75,15 +98,16 @@ class Panels:
         add = None if add is None else _in_lines(add)
         native.multiply(
             _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
-            (len(x), self.inputs, self.outputs, *self._kind), self.weights,
+            (len(x), self.inputs, self.outputs, *self._kind), self.weights, self._norm(norm),
             (self.arithmetic, torch.get_num_threads() if threads is None else threads, isa),
         )  # fmt: skip
         return out
 
     def feed(
-        self, behind: Panels, x: Tensor, add: Tensor | None = None, *, threads: int | None = None, isa: str = ""
-    ) -> Tensor:
-        """``behind(self(x), add)`` in one call; what lies between the layers is not rounded to their type.
+        self, behind: Panels, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *,
+        threads: int | None = None, isa: str = "",
+    ) -> Tensor:  # fmt: skip
+        """``behind(self(x), add, norm)`` in one call; what lies between the layers is not rounded to their type.
 
         `behind` is of the same kind and has no activation. Raises as a call does.
         """
@@ -97,14 +121,14 @@ class Panels:
         check_rows(x, self.inputs, self.dtype, add, behind.outputs)
         threads = torch.get_num_threads() if threads is None else threads
         if len(x) < _FEW and threads > 1 and self.dtype == torch.float32:
-            return behind(self(x, threads=threads, isa=isa), add, threads=threads, isa=isa)
+            return behind(self(x, threads=threads, isa=isa), add, norm, threads=threads, isa=isa)
         out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
         x = _in_lines(x)
         add = None if add is None else _in_lines(add)
         native.feed(
             _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
             (len(x), self.inputs, self.outputs, behind.outputs, *self._kind), self.weights, behind.weights,
-            (self.arithmetic, threads, isa),
+            behind._norm(norm), (self.arithmetic, threads, isa),
         )  # fmt: skip
         return out
 

@@ -27,41 +27,53 @@ SHARE: Final = 1.0
 Ints = npt.NDArray[np.int64]
 
 
-def follow(
+def steps_of(
     output: Tensor, source: npt.NDArray[np.int32], sequence: Ints, places: Ints, begins: npt.NDArray[np.uint64],
     dtype: torch.dtype,
-) -> None:  # fmt: skip
-    """Move reused rows, in place.
+) -> npt.NDArray[np.float32] | None:  # fmt: skip
+    """By how much the reused rows of each sequence move: ``[B, H]``; None if no row moves.
+
+    NumPy, not torch: these are a few rows, and an operator of torch would wake its threads for each step.
 
     Parameters
     ----------
     output : Tensor [R, H]
-        Last hidden states.
+        Last hidden states; those of computed rows are read.
     source : int32 [N]
         For each token what supplies it, as in `attmemo.kernels.align.Alignment`.
     sequence, places : int64 [N]
-        The sequence of each token, and its row of `output`.
+        The sequence of each token, ascending, and its row of `output`.
     begins : uint64 [B]
         Where the last hidden states of each sequence's record begin in memory.
     dtype : torch.dtype
         Their type.
     """
-    known, reused = np.flatnonzero(source < -1), np.flatnonzero(source >= 0)
-    if not len(known) or not len(reused):
-        return
+    known = np.flatnonzero(source < -1)
+    owners = sequence[known]
+    counts = np.bincount(owners, minlength=len(begins)).astype(np.float32)
+    moving = np.flatnonzero(counts >= 2)  # one move alone has no variance, and tells nothing
+    if not len(moving) or not (source >= 0).any():
+        return None
     before = torch.empty(len(known), output.shape[1], dtype=output.dtype)
     row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
     copy_rows(
-        begins[sequence[known]] + (-2 - source[known]).astype(np.uint64) * row_bytes, dtype, np.arange(len(known)),
-        before,
-    )  # fmt: skip
-    moves = (output[torch.from_numpy(places[known])] - before).float()
-    owners = torch.from_numpy(sequence[known])
-    counts = torch.bincount(owners, minlength=len(begins)).float()
-    means = torch.zeros(len(begins), output.shape[1]).index_add_(0, owners, moves) / counts.clamp(min=1.0)[:, None]
-    apart = torch.zeros(len(begins)).index_add_(0, owners, (moves - means[owners]).square().sum(1))
-    within = apart / (counts - 1.0)  # variance of the moves of a sequence; one move alone has none, and tells nothing
-    common = (means.square().sum(1) - within / counts).clamp(min=0.0)
-    correlation = (common / (common + within)).nan_to_num(0.0)
-    steps = (SHARE * correlation[:, None] * means).to(output.dtype)
-    output.index_add_(0, torch.from_numpy(places[reused]), steps[torch.from_numpy(sequence[reused])])
+        begins[owners] + (-2 - source[known]).astype(np.uint64) * row_bytes, dtype, np.arange(len(known)), before
+    )
+    moves = _floats(output[torch.from_numpy(places[known])]) - _floats(before)
+    firsts = np.searchsorted(owners, np.flatnonzero(counts))  # each sequence's moves lie one behind the other
+    means = np.zeros((len(begins), output.shape[1]), np.float32)
+    means[counts > 0] = np.add.reduceat(moves, firsts)
+    means[moving] /= counts[moving, None]
+    moves -= means[owners]
+    apart = np.bincount(owners, np.einsum("nh,nh->n", moves, moves), minlength=len(begins))
+    within = apart[moving] / (counts[moving] - 1.0)  # variance of the moves of a sequence
+    common = np.maximum(np.einsum("nh,nh->n", means[moving], means[moving]) - within / counts[moving], 0.0)
+    every = common + within
+    steps = np.zeros_like(means)
+    steps[moving] = means[moving] * (SHARE * common / np.where(every > 0.0, every, 1.0))[:, None]
+    return steps
+
+
+def _floats(rows: Tensor) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = rows.float().numpy()
+    return found

@@ -130,16 +130,16 @@ class Packed:
             scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
             table=known.table, window=block.window, disentangled=known.disentangled(number),
         )  # fmt: skip
-        hidden = _norm(block.behind, layer.out(context, add=hidden))
+        hidden = layer.mixed(context, hidden)
         if layer.feed is not None:
-            return _norm(block.behind_feed, layer.feed(_norm(block.before_feed, hidden), hidden))
+            return layer.feed(_norm(block.before_feed, hidden), hidden)
         inner = layer.up(_norm(block.before_feed, hidden))
         if block.gated:
             half = inner.shape[1] // 2
             inner = layer.activate(inner[:, :half]).mul_(inner[:, half:])
         elif layer.activates:
             inner = layer.activate(inner)
-        return _norm(block.behind_feed, layer.down(inner, add=hidden))
+        return layer.left(inner, hidden)
 
     def positions(self, longest: int) -> Positions:
         """What attention needs for sequences of up to so many tokens; made once for a power of two."""
@@ -161,9 +161,10 @@ class _Layer:
         self.activate = block.activation
         self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
         self.up, self.down = _ready(block.up, linear, fused), _ready((block.down,), linear)
+        self.mixed, self.left = _normed(self.out, block.behind), _normed(self.down, block.behind_feed)
         self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
         if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
-            self.feed = partial(self.up.feed, self.down)
+            self.feed = _normed(partial(self.up.feed, self.down), block.behind_feed, self.down)
 
     @property
     def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
@@ -195,6 +196,14 @@ def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str =
             return Linear8.of(weights, biases, activation)
         return Linear32.where_it_pays(weights, biases, activation) or Linear.of(weights, biases, activation)
     return Called(modules)
+
+
+def _normed(layer: Callable[..., Tensor], norm: Any, last: Any = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The layer with a residual and the norm behind: in one call if the last of the layers takes the norm."""
+    last = layer if last is None else last
+    if isinstance(last, Panels) and last.takes(norm):
+        return lambda x, add: layer(x, add, norm)
+    return lambda x, add: _norm(norm, layer(x, add))
 
 
 class Positions:

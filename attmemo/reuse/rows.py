@@ -27,7 +27,7 @@ from attmemo.errors import AttmemoError
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.rows import copy_rows
 from attmemo.plan import RowShare, Share
-from attmemo.reuse.drift import follow
+from attmemo.reuse.drift import steps_of
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
@@ -120,8 +120,11 @@ class Rows(Stack):
             supplied, there = np.flatnonzero(~fresh), np.arange(len(fresh)) if places is None else places.numpy()
             row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
             addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
-            copy_rows(addresses, dtype, there[supplied], output)
-            follow(output, source, np.repeat(np.arange(len(lengths)), lengths), there, begins, dtype)
+            sequence = np.repeat(np.arange(len(lengths)), lengths)
+            steps = steps_of(output, source, sequence, there, begins, dtype)
+            copy_rows(
+                addresses, dtype, there[supplied], output, None if steps is None else (steps, sequence[supplied])
+            )
         output = output.view(call.hidden.shape)
         twins.spread(output)
         fetching = planned - start + perf_counter() - done
