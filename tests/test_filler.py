@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from helpers import run_child
 from test_db_tools import in_child
 
 from attmemo.reuse import filler as module
@@ -269,3 +270,39 @@ class TestFork:
 
         assert in_child(child) == 0
 
+
+
+ALONE = r"""
+import os, threading
+import torch
+from attmemo.reuse.filler import Filler
+
+def multiply():
+    torch.mm(torch.ones(900, 900), torch.ones(900, 900)).add_(1)
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+class Work:
+    seen = []
+    def do(self, items):
+        if items:
+            multiply()
+            self.seen.append([torch.get_num_threads(), threads()])
+
+multiply()
+before, work = threads(), Work()
+filler = Filler(work.do, lambda: None)
+filler.offer([1], 1)
+filler.flush(60)
+other = []
+thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))
+thread.start()
+thread.join()
+result = [torch.get_num_threads(), *other, work.seen[0][0], work.seen[0][1] - before]
+"""
+
+
+def test_the_thread_computes_without_a_team_and_others_keep_theirs() -> None:
+    """A second team would have that of the requests sleep between two operations."""
+    assert run_child(ALONE, environment={"OMP_NUM_THREADS": "2"}).result == [2, 2, 1, 1]

@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from attmemo.kernels.team import leave_team
+
 POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 128 << 20
@@ -100,6 +102,7 @@ class Filler(Generic[Item]):
 
 def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Callable[[], None]) -> None:
     """Until the filler is closed, or nothing else holds it."""
+    leave_team()
     while True:
         with changed:
             filler = own()
