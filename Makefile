@@ -19,7 +19,7 @@ LIBRARY := .venv/.library
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Your own setting wins.
-export GOMP_SPINCOUNT ?= 10000
+export GOMP_SPINCOUNT ?= 30000
 
 .PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench docs install wheel clean help
 

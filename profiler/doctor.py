@@ -98,7 +98,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         yield seen, f"export OMP_NUM_THREADS={cores}"
     if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and "GOMP_SPINCOUNT" not in settings:
         seen = "idle threads spin; where other programs want the cores too, small operations take many times as long"
-        yield f"{seen} (attmemo's own commands set this)", "export GOMP_SPINCOUNT=10000"
+        yield f"{seen} (attmemo's own commands set this)", "export GOMP_SPINCOUNT=30000"
     if planned["precision"] == "bfloat16":
         seen = "this processor multiplies bfloat16: with AMX, models in bfloat16 took a quarter of float32's time"
         yield seen, "AutoModel.from_pretrained(MODEL, dtype=torch.bfloat16)"

@@ -22,7 +22,7 @@ FILES = {
     "proc/cpuinfo": "processor : 0\nmodel name : Fast One\nflags : fpu avx2 avx512f avx512_bf16 amx_bf16\n",
     "proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable:    8388608 kB\n",
     "proc/self/cgroup": "0::/pod/box\n",
-    "proc/self/environ": "HOME=/h\0OMP_NUM_THREADS=4\0GOMP_SPINCOUNT=10000\0",
+    "proc/self/environ": "HOME=/h\0OMP_NUM_THREADS=4\0GOMP_SPINCOUNT=30000\0",
     "proc/self/mountinfo": (
         "22 1 8:1 / / rw - ext4 /dev/sda rw\n23 22 0:40 / /far\\040away rw shared:1 - nfs4 host:/x rw\n"
     ),
@@ -76,7 +76,7 @@ class TestExamine:
         assert (found["quota"], found["memory_limit"]) == (2.0, 2 * GIB)
 
     def test_the_settings_are_those_the_process_was_started_with(self, facts: dict[str, Any]) -> None:
-        assert facts["settings"] == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "10000"}
+        assert facts["settings"] == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "30000"}
 
     def test_the_file_system_is_that_of_the_longest_mount(self, tmp_path: Path) -> None:
         root = machine(tmp_path / "root", FILES)
@@ -126,7 +126,7 @@ class TestAdvice:
         ("change", "said", "command"),
         [
             ({"quota": 2.5}, "4 threads share 2 cores", "export OMP_NUM_THREADS=2"),
-            ({"settings": {}}, "idle threads spin", "export GOMP_SPINCOUNT=10000"),
+            ({"settings": {}}, "idle threads spin", "export GOMP_SPINCOUNT=30000"),
             ({"cache.writable": False}, "cannot be written", "export ATTMEMO_CACHE=/a/folder/of/yours"),
             ({"cache.filesystem": "nfs4"}, "is on nfs4", "export ATTMEMO_CACHE=/a/local/folder"),
             ({"packages.hnswlib": False}, "4,000 records", "pip install 'attmemo[hnswlib]'"),

@@ -82,9 +82,9 @@ app.command("demo")(demo.demo)
 def main() -> None:
     """Entry point of the console script."""
     # By default a waiting OpenMP thread spins for a millisecond. On cores that another program wants too, small
-    # operations then took up to 40 times as long. After 10,000 rounds, some 30 microseconds, the thread sleeps; that
-    # costs nothing on idle cores. Read when torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # operations then took up to 40 times as long. After 30,000 rounds, some 100 microseconds, the thread sleeps: it
+    # is awake between two operations of a forward, and asleep between two requests. Read when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     try:
         app()
     except SystemExit as ended:
