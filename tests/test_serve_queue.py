@@ -56,6 +56,28 @@ def test_what_a_record_supplies_makes_room_for_more() -> None:
     assert [len(batch) for batch in emptied(queue)] == [20, 20]
 
 
+def test_rows_are_asked_once_and_only_if_more_waits_than_a_batch_computes_whole() -> None:
+    queue, asked = Queue(100), []
+
+    def needs(sequences: list[Waiting]) -> list[int]:
+        asked.append([one.place for one in sequences])
+        return [5] * len(sequences)
+
+    few, many, whole = (Request(40, each=False, reuse=reuse) for reuse in (True, True, False))
+    queue.put([waiting(few, place, 20) for place in range(5)])
+    taken = queue.take(needs)
+    assert taken is not None
+    assert (len(taken[0]), asked) == (5, []), "all of them fit"
+    queue.put([waiting(whole, 39, 20)] + [waiting(many, place, 20) for place in range(30)])
+    sizes = []
+    while len(queue):
+        taken = queue.take(needs)
+        assert taken is not None
+        sizes.append(len(taken[0]))
+    assert sizes == [1, 20, 10]
+    assert asked == [[*range(19)], [19], [*range(20, 30)]], "as many as ever fit into a batch, and no sequence twice"
+
+
 def test_clients_that_went_away_are_dropped() -> None:
     queue = Queue(100)
     here, away = Request(2, each=False, reuse=True), Request(3, each=False, reuse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -71,7 +72,12 @@ class Waiting:
     place: int  # in the request
     ids: list[int]
     types: list[int]
-    rows: int  # to compute, as asked when it came
+    rows: int  # to compute; its tokens, until it is asked
+    asked: bool = False
+
+
+Needs = Callable[[list[Waiting]], list[int]]
+"""Rows that each of these would need now."""
 
 
 class Queue:
@@ -103,17 +109,23 @@ class Queue:
             self._waiting.extend(sequences)
             self._changed.notify()
 
-    def take(self) -> tuple[list[Waiting], list[Waiting]] | None:
+    def take(self, needs: Needs | None = None) -> tuple[list[Waiting], list[Waiting]] | None:
         """Wait for sequences and take the next batch, and those whose clients went away; None: closed, and empty.
 
         A batch begins with the oldest sequence. Others that ask for reuse as it does follow in their order, until the
-        next one would be too much.
+        next one would be too much. `needs` is asked once for a sequence, and only if more waits than one batch could
+        compute whole; without it a sequence needs all its rows.
         """
         with self._changed:
             while not self._waiting:
                 if self._closed:
                     return None
                 self._changed.wait()
+            unknown = [] if needs is None else self._unknown()
+        if needs is not None and unknown:
+            for one, rows in zip(unknown, needs(unknown), strict=True):
+                one.rows, one.asked = rows, True
+        with self._changed:
             return self._pick()
 
     def close(self) -> None:
@@ -121,6 +133,17 @@ class Queue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _unknown(self) -> list[Waiting]:
+        """The first that wait and may be served, if not all of them fit into a batch anyway; as many as ever fit."""
+        tokens, found = 0, []
+        for one in self._waiting:
+            tokens += len(one.ids)
+            if tokens > PADDING * self._most_rows:
+                break
+            if one.request.reuse and not one.asked:
+                found.append(one)
+        return found if tokens > self._most_rows else []
 
     def _pick(self) -> tuple[list[Waiting], list[Waiting]]:
         batch: list[Waiting] = []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
+from attmemo.kernels.team import leave_team
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
@@ -81,9 +82,7 @@ class Service:
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
         _, cores = split_cores(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(
-            settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, cores)
-        )
+        self._threads = ThreadPoolExecutor(settings.workers, "attmemo-texts", initializer=_settle, initargs=(cores,))
 
     def start(self) -> Service:
         """Load the model and make it ready; raises what went wrong."""
@@ -130,7 +129,7 @@ class Service:
             return True
         try:
             request = Request(1, each=False, reuse=False)
-            await self._ask([Tokens([0], [0], 0)], [1], request, None)
+            await self._ask([Tokens([0], [0], 0)], request, None)
         except Refusal:
             return False
         return True
@@ -169,10 +168,10 @@ class Service:
         self._let_in(len(inputs))
         try:
             cut = self.settings.auto_truncate if truncate is None else truncate
-            encoded, rows = await self._encode(inputs, cut, side, prompt, reuse)
+            encoded = await self._encode(inputs, cut, side, prompt)
             request = Request(len(encoded), each=each, reuse=reuse)
             tokenized = perf_counter()
-            await self._ask(encoded, rows, request, gone)
+            await self._ask(encoded, request, gone)
         finally:
             self._inside -= len(inputs)
         answers = [answer for answer in request.answers if answer is not None]
@@ -206,38 +205,25 @@ class Service:
             raise overloaded()
         self._inside += count
 
-    async def _encode(
-        self, inputs: Sequence[Input], truncate: bool, side: Side, prompt: str | None, reuse: bool
-    ) -> tuple[list[Tokens], list[int]]:
-        """Tokens of inputs, and the rows that each would need; both asked in threads, beside the model.
+    async def _encode(self, inputs: Sequence[Input], truncate: bool, side: Side, prompt: str | None) -> list[Tokens]:
+        """Tokens of inputs, made in threads beside the model."""
 
-        Rows say what fits into a batch. A request that is alone fills its batch alone: it does not wait for a lookup
-        that its forward makes anyway.
-        """
-        asks = reuse and (self._inside > len(inputs) or len(inputs) > 1)
-
-        def encode(piece: Sequence[Input]) -> tuple[list[Tokens], list[int]]:
-            found = [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
-            ids = [one.ids for one in found]
-            if asks:
-                return found, self.model.rows_to_compute(ids, [one.types for one in found])
-            return found, [len(own) for own in ids]
+        def encode(piece: Sequence[Input]) -> list[Tokens]:
+            return [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
 
         pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
         parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
-        return [tokens for found, _ in parts for tokens in found], [need for _, rows in parts for need in rows]
+        return [tokens for part in parts for tokens in part]
 
     async def _ask(
-        self, encoded: Sequence[Tokens], rows: Sequence[int], request: Request,
-        gone: Callable[[], Awaitable[Any]] | None,
-    ) -> None:  # fmt: skip
+        self, encoded: Sequence[Tokens], request: Request, gone: Callable[[], Awaitable[Any]] | None
+    ) -> None:
         """Have the model answer; raises why it does not."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._waiters[request] = loop, future
         self._queue.put([
-            Waiting(request, place, one.ids, one.types, need)
-            for place, (one, need) in enumerate(zip(encoded, rows, strict=True))
+            Waiting(request, place, one.ids, one.types, len(one.ids)) for place, one in enumerate(encoded)
         ])  # fmt: skip
         watch = None if gone is None else asyncio.ensure_future(gone())
         try:
@@ -262,6 +248,12 @@ class Service:
             by_loop.setdefault(loop, []).append(future)
         for loop, futures in by_loop.items():
             loop.call_soon_threadsafe(_wake, futures)
+
+
+def _settle(cores: Iterable[int]) -> None:
+    """Keep a thread for texts on these cores, and out of the way of the model's team of threads."""
+    os.sched_setaffinity(0, cores)
+    leave_team()
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

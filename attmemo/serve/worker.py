@@ -80,7 +80,7 @@ class Worker:
             return
         self._ready.set()
         try:
-            while (taken := self._queue.take()) is not None:
+            while (taken := self._queue.take(self._needs)) is not None:
                 self._answer(*taken)
         except BaseException:
             _LOG.exception("the model's thread ended")
@@ -108,6 +108,9 @@ class Worker:
         longest = min(self.model.longest, self._settings.max_batch_tokens)
         for length in (2, longest):
             self.model.run([([token] * length, [0] * length)], reuse=False, each=False)
+
+    def _needs(self, waiting: list[Waiting]) -> list[int]:
+        return self.model.rows_to_compute([one.ids for one in waiting], [one.types for one in waiting])
 
     def _answer(self, batch: list[Waiting], gone: list[Waiting]) -> None:
         complete = [one.request for one in gone if one.request.settle(one.place, _GONE, 0.0)]
