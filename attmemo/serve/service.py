@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
-from attmemo.kernels.team import leave_team
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
@@ -82,7 +81,9 @@ class Service:
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
         _, cores = split_cores(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(settings.workers, "attmemo-texts", initializer=_settle, initargs=(cores,))
+        self._threads = ThreadPoolExecutor(
+            settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, cores)
+        )
 
     def start(self) -> Service:
         """Load the model and make it ready; raises what went wrong."""
@@ -248,12 +249,6 @@ class Service:
             by_loop.setdefault(loop, []).append(future)
         for loop, futures in by_loop.items():
             loop.call_soon_threadsafe(_wake, futures)
-
-
-def _settle(cores: Iterable[int]) -> None:
-    """Keep a thread for texts on these cores, and out of the way of the model's team of threads."""
-    os.sched_setaffinity(0, cores)
-    leave_team()
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:
