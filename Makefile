@@ -172,9 +172,11 @@ $(LIBRARY): pyproject.toml setup.py $(wildcard native/*)
 	fi
 	echo "Setting up .venv with $$("$(PYTHON)" --version); the first time this downloads torch and takes minutes"
 	[ -x $(BIN)/python ] || "$(PYTHON)" -m venv .venv
-	# Modules are compiled when they are imported: most never are.
-	$(PIP) install --no-compile torch==2.13.0
-	$(PIP) install --no-compile --editable '.[demo]'
+	# Modules are compiled when they are imported: most never are. The C core is compiled while torch is on its way.
+	$(PIP) install --no-compile torch==2.13.0 & torch=$$!
+	$(PIP) install --no-compile --no-deps --editable . || { kill $$torch; exit 1; }
+	wait $$torch
+	$(PIP) install --no-compile 'attmemo[demo]'
 	touch $@
 
 clean:  ## remove what was built, .venv and the demo's output

@@ -92,7 +92,7 @@ def drop(held: list[Any], number: int) -> None:
         gc.collect()
 
 
-ROUNDS = int(os.environ.get("ATTMEMO_TEST_ROUNDS", "60"))  # `make test-slow` asks for more
+ROUNDS = int(os.environ.get("ATTMEMO_TEST_ROUNDS", "30"))  # `make test-slow` asks for more
 
 
 def races(body: Callable[[int], None], rounds: int = ROUNDS) -> None:
