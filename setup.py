@@ -42,6 +42,10 @@ LINEAR_PARTS = ["linear", "linear_kernel", "linear32_kernel", "linear8_kernel", 
 class Build(build_ext):
     """Extensions are compiled beside each other, each in a folder of its own: two have sources in common."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or len(os.sched_getaffinity(0))  # an editable installation drops setup's options
+
     def build_extension(self, ext):
         own = copy.copy(self)
         own.build_temp = os.path.join(self.build_temp, ext.name)
@@ -52,7 +56,6 @@ PACKAGES = find_packages(include=["attmemo", "attmemo.*"])
 
 setup(
     cmdclass={"build_ext": Build},
-    options={"build_ext": {"parallel": len(os.sched_getaffinity(0))}},
     packages=PACKAGES,
     package_data={
         "attmemo": ["py.typed", "*/*.pyi"],
