@@ -29,6 +29,11 @@ pytest.register_assert_rewrite("helpers", "page_tools", "reliability_tools")
 from page_tools import arena, pages  # noqa: E402, F401  # fixtures of several test files
 from reliability_tools import copy, whole  # noqa: E402, F401
 
+# Without such a device `torch.manual_seed` keeps a formatted stack for each kind of it: a millisecond, and memory.
+for _device in (torch.cuda, torch.mtia, torch.xpu):
+    if not _device.is_available():
+        _device.manual_seed_all = lambda _seed: None  # type: ignore[attr-defined]
+
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TINY: dict[str, Any] = {
