@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -146,6 +147,58 @@ class TestFull:
         assert store.filler.flush(LONG)
         assert store.stored == [1]
 
+    def test_what_is_not_admitted_is_counted_and_need_not_be_made(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MOST_WAITING", 100)
+        store.block()
+        assert store.filler.admit(5), "nothing waits"
+        store.filler.offer([1], 100)
+        assert not store.filler.admit(5)
+        assert store.filler.skipped == {TOO_MANY: 5}
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.filler.admit(5)
+        store.filler.close()
+        assert not store.filler.admit(2)
+        assert store.filler.skipped == {TOO_MANY: 5, "closed": 2}
+
+
+class TestRest:
+    """The thread works in slices. Here a rest has no end, but for those who wait."""
+
+    @pytest.fixture(autouse=True)
+    def endless(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "SLICE", 10)
+        monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 1e6 if worked else 0.0)
+
+    def test_it_rests_after_a_slice(self, store: Store) -> None:
+        store.block()
+        store.filler.offer([1, 2, 3], 12)
+        store.begun.clear()
+        store.may_go.set()
+        assert not store.begun.wait(0.05)
+        assert store.filler.flush(LONG)
+        assert store.calls == [[0], [1, 2, 3]], "a flush waits for no rest"
+
+    def test_a_slice_has_so_many_bytes_or_one_item(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 0.0)
+        store.block()
+        store.filler.offer([1, 2, 3, 4, 5], 20)
+        store.filler.offer([6, 7], 200)
+        store.may_go.set()
+        until = time.monotonic() + LONG
+        while len(store.stored) < 8 and time.monotonic() < until:
+            time.sleep(0.001)
+        assert store.calls == [[0], [1, 2], [3, 4], [5], [6], [7]]
+
+    def test_closing_stores_what_waits_without_a_rest(self, store: Store) -> None:
+        store.block()
+        store.filler.offer([1, 2, 3], 12)
+        store.may_go.set()
+        store.filler.close()
+        assert store.stored == [0, 1, 2, 3]
+
 
 class TestFlush:
     def test_it_tells_whether_all_is_stored(self, store: Store) -> None:
@@ -269,7 +322,6 @@ class TestFork:
             assert not store.filler.offer([1], 1)
 
         assert in_child(child) == 0
-
 
 
 ALONE = r"""

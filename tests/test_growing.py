@@ -279,7 +279,7 @@ class TestFailure:
         assert store.flush()
         keep(store, record(1))
         assert held(store, 3) == [1]
-        assert store.done == {"kept": 1, "ValueError": 1}
+        assert store.done == {"kept": 1, "RuntimeError": 1}
         assert agree(store)
 
     def test_a_damaged_record_is_not_served_and_never_found_again(self, caplog: pytest.LogCaptureFixture) -> None:

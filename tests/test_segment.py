@@ -127,8 +127,6 @@ class TestMarks:
         for place in (0, 3, 3, segment.room - 1):
             segment.hit(place)
         assert [segment.hits(place) for place in range(segment.room)] == [1, 0, 0, 2, *[0] * (segment.room - 5), 1]
-        segment.clear(3)
-        assert [segment.hits(3), segment.hits(0)] == [0, 1]
 
     def test_all_openings_of_a_file_share_them(self, file: Path) -> None:
         own = Segment.create(file, 7, SIZE)
@@ -149,7 +147,6 @@ class TestMarks:
         monkeypatch.setattr(os, "open", read_only)
         segment = Segment.open(file, 7, SIZE)
         segment.hit(2)
-        segment.clear(2)
         assert (segment.marks, segment.hits(2)) == (None, 0)
         assert np.array_equal(segment.bytes_at(START, 1000), body(1))
 

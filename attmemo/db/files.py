@@ -41,7 +41,7 @@ def write_durably(file: Path, content: bytes) -> None:
     sync(file.parent)
 
 
-def write_all(fd: int, body: bytes, offset: int) -> None:
+def write_all(fd: int, body: bytes | memoryview, offset: int) -> None:
     """Write all bytes at an offset; one call of the system may write fewer, above 2 GiB it always does."""
     view = memoryview(body)
     while view:

@@ -41,13 +41,31 @@ CARRIED: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """The bytes of a record that are made only when they are written: many records can be made in the same memory.
+
+    Parameters
+    ----------
+    nbytes : int
+    make : function
+        Returns the bytes. They are valid until it, or that of another record, is called.
+    """
+
+    nbytes: int
+    make: Callable[[], Bytes]
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What becomes a record.
 
     Parameters
     ----------
     tokens : int32 [n]
-    body : uint8 [bytes]
+    body : uint8 [bytes], or Late
         What the record keeps, opaque to the pool.
     note : bytes
         A few bytes more that readers hold in memory.
@@ -58,7 +76,7 @@ class Entry:
     """
 
     tokens: Tokens
-    body: Bytes
+    body: Bytes | Late
     note: bytes = b""
     made: float | None = None
     carried: int = 0
@@ -284,12 +302,13 @@ class Pool:
             if not self.fits(len(entry.body)):
                 continue
             segment, place, offset = self._room(draft, len(entry.body))
-            checksum, nbytes = checksum_of(entry.body), len(entry.body)
+            body = entry.body.make() if isinstance(entry.body, Late) else entry.body
+            checksum, nbytes = checksum_of(body), len(body)
             made = time.time() if entry.made is None else entry.made
             kept = Kept(
                 draft.next, entry.tokens, segment, place, offset, nbytes, checksum, made, entry.carried, entry.note
             )  # fmt: skip
-            self._write(draft, kept, entry.body)
+            self._write(draft, kept, body)
             draft.next += 1
             draft.counts["added"] += 1
 
@@ -315,7 +334,6 @@ class Pool:
 
     def _write(self, draft: Draft, kept: Kept, body: Bytes) -> None:
         kept.segment.write(kept.offset, body)
-        kept.segment.clear(kept.place)
         draft.kept[kept.number] = kept
         draft.tails[kept.segment.number] = Tail(kept.offset + rounded(kept.nbytes), kept.place + 1)
         draft.touched.add(kept.segment.number)

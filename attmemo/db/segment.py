@@ -149,7 +149,7 @@ class Segment:
             return
         fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # not through the mapping: a full disk would be a signal
         try:
-            write_all(fd, body.tobytes(), offset)
+            write_all(fd, body.data, offset)
         finally:
             os.close(fd)
 
@@ -187,12 +187,6 @@ class Segment:
         """How often a record was used since it was written here."""
         self.check_whole()
         return 0 if self.marks is None else int(self.marks[place])
-
-    def clear(self, place: int) -> None:
-        """Nothing has used the record that is to be written at this place."""
-        self.check_whole()
-        if self.marks is not None:
-            self.marks[place] = 0
 
 
 def _unreadable(path: Path, error: OSError) -> DatabaseError:

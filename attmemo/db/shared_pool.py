@@ -83,6 +83,7 @@ class SharedPool(Pool):
         self._env: Any = None
         self._key = (0, 0)  # of the environment
         self._closed = False
+        self._head, self._same = str(self.path / FILLING), (0, 0, 0, 0)  # device, inode, time and size of this file
         if filling is not None and not is_filling(self.path):
             _check_new(self.path)
             with storing(self.path):
@@ -273,7 +274,8 @@ class SharedPool(Pool):
         """Make a draft durable, as part of a transaction."""
         for number in draft.touched & draft.segments.keys():
             draft.segments[number].sync()
-        sync(self.path / SEGMENTS)
+        if draft.made:
+            sync(self.path / SEGMENTS)
         for number in self._segments.keys() - draft.segments.keys():
             transaction.delete(_SEGMENTS + _NUMBER.pack(number))
         for number in draft.touched & draft.segments.keys():
@@ -310,9 +312,20 @@ class SharedPool(Pool):
         if not self.fills:
             raise DatabaseError(f"{self.path} was opened to be read only.", "open it with fill=True")
         with self._lock, lease(self.path, PATIENCE), ENVIRONMENTS.working(), naming(self.path / CATALOGUE):
+            self._check_same()
+            yield
+
+    def _check_same(self) -> None:
+        """DatabaseError: the folder is not the one that was opened."""
+        try:
+            seen = os.stat(self._head)
+        except OSError:
+            seen = None  # reading says why
+        if seen is None or (seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_size) != self._same:
             if Filling.read(self.path).uuid != self.filling.uuid:
                 raise DatabaseError(f"{self.path} was begun anew by another process.", "memoize the model again")
-            yield
+            if seen is not None:
+                self._same = seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_size
 
     def _segment(self, number: int, nbytes: int) -> Segment:
         self._sweep()

@@ -163,7 +163,7 @@ def prepare_rows(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
                 rounds=any(kind.itemsize < packed.dtype.itemsize for kind in storage),
-                keeps=isinstance(store, GrowingRows) and store.fills,
+                admit=store.admit if isinstance(store, GrowingRows) else _never,
             )  # fmt: skip
         reuse = Rows(blocks, packed, store)
         handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
@@ -201,6 +201,10 @@ def prepare_rows(
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
     return handle
+
+
+def _never(_: int) -> bool:
+    return False
 
 
 def _growing(

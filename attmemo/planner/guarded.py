@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -84,8 +84,8 @@ class GuardedPlanner(RowPlanner):
         Kinds of token ids, as in `attmemo.kernels.changes.changes`.
     rounds : bool
         Whether records are stored in fewer bits than the model computes with.
-    keeps : bool
-        Whether what is computed whole may become a record.
+    admit : function
+        Gets a number of sequences; returns whether these may become records if they are computed whole.
 
     The other parameters are those of `RowPlanner`.
     """
@@ -94,10 +94,10 @@ class GuardedPlanner(RowPlanner):
 
     def __init__(
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
-        kinds: Kinds, rounds: bool = False, keeps: bool = True,
+        kinds: Kinds, admit: Callable[[int], bool], rounds: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
-        self.guard, self.kinds, self._rounds, self._keeps = guard, kinds, rounds, keeps
+        self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
         self._thread = _Thread()
 
     @contextmanager
@@ -140,7 +140,8 @@ class GuardedPlanner(RowPlanner):
             if verdict is not None and gap is not None and cover is not None
         }
         served = np.array([verdict is Verdict.SERVE for verdict in verdicts])
-        admitted = {number: own[number] for number in np.flatnonzero(~served).tolist()} if self._keeps else {}
+        whole = np.flatnonzero(~served).tolist()
+        admitted = {number: own[number] for number in whole} if whole and self._admit(len(whole)) else {}
         could = np.array([gap is not None for gap in gaps])  # the gate looks at records, not at trust
         self._count(asked, found, could, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served, admitted)

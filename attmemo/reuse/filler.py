@@ -2,6 +2,8 @@
 
 A request hands over references and goes on. If more waits than is allowed, what comes is left out and counted: a
 request never waits. The thread also reads what other processes have added.
+
+The thread works in slices and rests after each (`attmemo.reuse.pace`), so that no request waits for more than a slice.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from attmemo.kernels.team import leave_team
+from attmemo.reuse.pace import Pace
 
 POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
-MOST_WAITING: Final = 128 << 20
-"""Bytes that requests may hold back for the thread."""
+MOST_WAITING: Final = 16 << 20
+"""Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
+SLICE: Final = 8 << 20
+"""Bytes that are worked on before a rest; one item may have more."""
+TOO_MANY: Final = "too many waited to be stored"
 
 Item = TypeVar("Item")
 
@@ -37,12 +43,14 @@ class Filler(Generic[Item]):
     def __init__(self, work: Callable[[Sequence[Item]], None], end: Callable[[], None]) -> None:
         self._work, self._end = weakref.WeakMethod(work), end
         self.skipped: Counter[str] = Counter()
+        self.pace = Pace()
         self._begin()
         self.wake()
 
     def _begin(self) -> None:
-        self._waiting: deque[tuple[Sequence[Item], int]] = deque()
+        self._waiting: deque[tuple[Item, int]] = deque()
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
+        self._rests_until, self._hurry = 0.0, False  # a flush waits
         self._changed = threading.Condition()
 
     def wake(self) -> None:
@@ -53,27 +61,36 @@ class Filler(Generic[Item]):
                 target=_run, args=(weakref.ref(self), self._changed, self._end), daemon=True, name="attmemo-filler"
             ).start()
 
+    def admit(self, items: int) -> bool:
+        """Whether items may be handed over now. If too much waits, so many are counted as left out."""
+        if self._bytes < MOST_WAITING and not self._closed:
+            return True
+        with self._changed:
+            self.skipped["closed" if self._closed else TOO_MANY] += items
+        return False
+
     def offer(self, items: Sequence[Item], nbytes: int) -> bool:
         """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back."""
         self.wake()
         with self._changed:
             full = bool(self._waiting) and self._bytes + nbytes > MOST_WAITING
             if self._closed or full:
-                self.skipped["too many waited to be stored" if full else "closed"] += len(items)
+                self.skipped[TOO_MANY if full else "closed"] += len(items)
                 return False
-            self._waiting.append((items, nbytes))
-            self._bytes += nbytes
-            self._changed.notify_all()
+            each = nbytes // max(len(items), 1)
+            self._waiting.extend((item, each) for item in items)
+            self._bytes += each * len(items)
+            if not self._rest():
+                self._changed.notify_all()
         return True
 
     def flush(self, seconds: float) -> bool:
         """Wait until all that was handed over is stored, and what others added is read; False: it takes longer."""
         self.wake()
         with self._changed:
-            if not self._closed:
-                self._waiting.append(([], 0))
-                self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._waiting and not self._busy, seconds)
+            self._hurry = not self._closed
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not (self._waiting or self._busy or self._hurry), seconds)
 
     def close(self) -> None:
         """Store what waits, and end the thread."""
@@ -89,14 +106,25 @@ class Filler(Generic[Item]):
             self._begin()
 
     def _take(self) -> list[Item]:
-        found = [item for items, _ in self._waiting for item in items]
-        self._waiting.clear()
-        self._bytes, self._busy = 0, True
+        """What is worked on next."""
+        found: list[Item] = []
+        taken, all_of_it = 0, self._hurry or self._closed
+        while self._waiting and (all_of_it or not found or taken + self._waiting[0][1] <= SLICE):
+            item, nbytes = self._waiting.popleft()
+            found.append(item)
+            taken += nbytes
+        self._bytes -= taken
+        self._busy, self._hurry = True, False
         return found
 
-    def _done(self) -> None:
+    def _rest(self) -> float:
+        """Seconds until the thread works again."""
+        return 0.0 if self._hurry or self._closed else max(0.0, self._rests_until - time.monotonic())
+
+    def _done(self, worked: float) -> None:
         with self._changed:
             self._busy = False
+            self._rests_until = time.monotonic() + self.pace.rest(worked)
             self._changed.notify_all()
 
 
@@ -111,11 +139,14 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
                 return
             if filler._changed is not changed:
                 return
-            if not filler._waiting:
-                if filler._closed:
-                    return
+            if filler._closed and not filler._waiting:
+                return
+            filler.pace.look()
+            rest = filler._rest()
+            if rest or not (filler._waiting or filler._hurry):
+                pause = rest or POLL
                 del filler
-                if changed.wait(POLL):  # what has come is looked at from the start
+                if changed.wait(pause) or rest:  # what has come is looked at from the start
                     continue
                 filler = own()
                 if filler is None:
@@ -123,11 +154,11 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
                 if filler._changed is not changed or filler._closed:
                     return
             items = filler._take()
-        work = filler._work()
+        work, begin = filler._work(), time.thread_time()
         try:
             if work is not None:
                 work(items)
         finally:
-            filler._done()
+            filler._done(time.thread_time() - begin if items else 0.0)
         del filler, items, work
         time.sleep(0)  # let requests go on

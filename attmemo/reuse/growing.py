@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import time
 import weakref
@@ -24,13 +25,13 @@ import torch
 from torch import Tensor
 
 from attmemo.db.history import Work
-from attmemo.db.pool import Entry, Kept, News, Pool
+from attmemo.db.pool import Entry, Kept, Late, News, Pool
 from attmemo.embed.tokens import TokenIndex
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
 from attmemo.reuse.row_layout import Placed, RowLayout
-from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, Record, RowStore
+from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, RowStore
 
 _LOG = logging.getLogger("attmemo")
 
@@ -70,9 +71,15 @@ class Offer:
     note: bytes = b""
     spare: bool = False
 
-    def record(self, layout: RowLayout) -> Record:
-        """The record in the types of a layout."""
-        return Record.of(self.tokens, self.part, self.layers, self.last, layout.storage, layout.heads)
+    def written(self, layout: RowLayout, into: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """The bytes of the record in the types of a layout, at the beginning of `into`."""
+        return layout.write(into, self.part, self.layers, self.last)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be kept: one number that is not finite has no finite sum."""
+        parts = (self.last, *self.layers[-1])
+        return all(math.isfinite(float(part[self.part].sum(dtype=torch.float32))) for part in parts)
 
 
 class GrowingRows(RowStore):
@@ -108,6 +115,7 @@ class GrowingRows(RowStore):
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
         self._noted = time.monotonic()
+        self._earned: tuple[Work, float] | None = None  # what was done, and processor time, at the last look
         self._learn(pool.news())
         self._filler: Filler[Offer] = Filler(self._fill, pool.close)
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
@@ -135,6 +143,10 @@ class GrowingRows(RowStore):
             held = [offers[0].last, *(keys for keys, _ in offers[0].layers)]  # values lie beside their keys
             self._filler.offer(offers, sum(part.untyped_storage().nbytes() for part in held))
 
+    def admit(self, sequences: int) -> bool:
+        """Whether so many sequences of a batch may be offered now; if not, they are counted."""
+        return self.fills and self._filler.admit(sequences)
+
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until all that was offered is kept or left out; False: it takes longer."""
         return self._filler.flush(seconds)
@@ -156,27 +168,45 @@ class GrowingRows(RowStore):
         chosen = list(offers)
         try:
             self._learn(self._news())
+            self._earn()
             if not offers:
                 self.index.link(_LINKED)
             chosen = self._chosen(offers)
-            entries = [
-                Entry(one.tokens.copy(), self.layout.body_of(one.record(self.layout)), one.note) for one in chosen
-            ]  # a copy: the tokens of the whole batch would be held
-            if entries:
+            if chosen:
                 try:
-                    self._learn(self.pool.add(entries))
+                    self._learn(self.pool.add(self._entries(chosen)))
                 except DatabaseError:
                     self._learn(self.pool.news())  # some of them may have been kept
                     raise
-                self.kept["kept"] += len(entries)
+                self.kept["kept"] += len(chosen)
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += len(chosen)
             self._tell(type(error).__name__, f"new records are not kept: {error}")
         self.note(_NOTED)
 
+    def _entries(self, offers: Sequence[Offer]) -> list[Entry]:
+        """What becomes records. All are written in the same memory: to ask for new pages takes as long as the rest."""
+        sizes = [self.layout.nbytes(len(one.tokens)) for one in offers]
+        memory = np.empty(max(sizes), np.uint8)
+        return [
+            Entry(one.tokens.copy(), Late(size, partial(one.written, self.layout, memory)), one.note)
+            for one, size in zip(offers, sizes, strict=True)
+        ]  # a copy: the tokens of the whole batch would be held
+
     def watch(self, work: Callable[[], Work]) -> None:
         """Note from now on what requests do; `work` says how much they have done so far."""
         self._work, self._worked = work, work()
+
+    def _earn(self) -> None:
+        """Let what records saved pay for more of them: seconds of the process for a computed row, times rows saved."""
+        if self._work is None:
+            return
+        seen, used = self._work(), time.process_time()
+        before, self._earned = self._earned, (seen, used)
+        if before is not None:
+            new = seen.since(before[0])
+            saved = max(0, new.tokens - new.rows)  # below 0: verifications
+            self._filler.pace.earn((used - before[1]) * saved / max(new.rows, 1))
 
     def note(self, seconds: float = 0.0) -> None:
         """Keep what requests did since the last time, if that is so long ago. It raises nothing."""
@@ -206,10 +236,10 @@ class GrowingRows(RowStore):
         them alone (docs/filling.md).
         """
         found: dict[bytes, Offer] = {}
-        for one in offers:
-            if not all(bool(torch.isfinite(part[one.part]).all()) for part in (one.last, *one.layers[-1])):
+        for one, stored in zip(offers, self._are_stored([one.tokens for one in offers]), strict=True):
+            if not one.is_finite:
                 self.kept["not finite"] += 1
-            elif one.tokens.tobytes() in found or self._is_stored(one.tokens):
+            elif stored or one.tokens.tobytes() in found:
                 self.kept[KNOWN] += 1
             elif not self.pool.fits(self.layout.nbytes(len(one.tokens))):
                 self.kept[LARGE] += 1
@@ -219,9 +249,16 @@ class GrowingRows(RowStore):
                 found[one.tokens.tobytes()] = one
         return list(found.values())
 
-    def _is_stored(self, tokens: npt.NDArray[np.int32]) -> bool:
-        near = self.index.candidates(tokens, np.array([0, len(tokens)], np.int64), 4)
-        return any(np.array_equal(near.shelf.tokens_of(row), tokens) for row in near.rows[0].tolist() if row >= 0)
+    def _are_stored(self, tokens: Sequence[npt.NDArray[np.int32]]) -> list[bool]:
+        """Whether there is a record of just these tokens, for each sequence."""
+        if not tokens:
+            return []
+        starts = np.concatenate([[0], np.cumsum([len(one) for one in tokens])]).astype(np.int64)
+        near = self.index.candidates(np.concatenate(tokens), starts, 4)
+        return [
+            any(np.array_equal(near.shelf.tokens_of(row), one) for row in rows if row >= 0)
+            for one, rows in zip(tokens, near.rows.tolist(), strict=True)
+        ]
 
     def _learn(self, news: News) -> None:
         """Let what came be found, and what went no more."""
@@ -276,6 +313,7 @@ class GrowingRows(RowStore):
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
+        self._earned = None
         self._worked = None  # no lock may be taken here: a thread of the parent may hold it
         self.index.leave_to_parent()
         self.pool.leave_to_parent()

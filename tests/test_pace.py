@@ -1,0 +1,79 @@
+"""How fast a thread works beside requests."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from attmemo.reuse import pace
+from attmemo.reuse.pace import EARNED, FAST_SHARE, FIRST, FREE, SHARE, Pace
+
+
+class Clock:
+    """Time, and processor time of the process, as a test has them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.used = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "process_time", lambda: self.used)
+        monkeypatch.setattr(pace.os, "sched_getaffinity", lambda _: {0, 1})
+
+    def go_on(self, seconds: float, used: float) -> None:
+        self.now, self.used = self.now + seconds, self.used + used
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def share_of(pace: Pace, worked: float = 0.001) -> float:
+    """Share of one core that this work and the rest behind it come to."""
+    return worked / (worked + pace.rest(worked))
+
+
+def test_a_busy_process_gives_a_share_of_one_core(clock: Clock) -> None:
+    own = Pace()
+    own.rest(FIRST)
+    clock.go_on(1.0, 1.9)
+    own.look()
+    assert share_of(own) == pytest.approx(SHARE)
+
+
+def test_the_first_work_is_done_faster(clock: Clock) -> None:
+    own = Pace()
+    assert share_of(own, FIRST / 2) == pytest.approx(FAST_SHARE)
+    assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
+
+
+def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:
+    own = Pace()
+    own.rest(FIRST)
+    clock.go_on(1.0, 0.9)
+    own.look()
+    assert share_of(own) == pytest.approx(FREE)
+    clock.go_on(1.0, 1.9)
+    own.look()
+    assert share_of(own) == pytest.approx(SHARE)
+
+
+def test_two_looks_shortly_one_behind_the_other_are_one(clock: Clock) -> None:
+    own = Pace()
+    own.rest(FIRST)
+    clock.go_on(1.0, 1.9)
+    own.look()
+    clock.go_on(0.001, 0.0)
+    own.look()
+    assert share_of(own) == pytest.approx(SHARE)
+
+
+def test_what_reuse_saved_pays_for_work_but_not_without_end(clock: Clock) -> None:
+    own = Pace()
+    own.rest(2 * FIRST)
+    own.earn(1.0)
+    assert share_of(own, EARNED / 2) == pytest.approx(FAST_SHARE)
+    assert share_of(own, EARNED / 2) == pytest.approx(SHARE)
+    own.earn(1e9)
+    own.rest(FIRST)
+    assert share_of(own) == pytest.approx(SHARE)
