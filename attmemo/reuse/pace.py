@@ -2,8 +2,8 @@
 
 A record of 50 tokens of MiniLM is one megabyte. To store it takes a millisecond of one core, a tenth of the time that
 its request took with two. Where every core is busy, a request waits longer than that: its threads wait for each other.
-So of inputs that are never alike only some are stored. The first ones, which fill an empty database, are stored faster,
-and so is everything as long as stored records save more than it takes.
+So of inputs that are never alike only some are stored. The first ones fill an empty database and are stored faster,
+and so are all as long as stored records save more than that takes.
 """
 
 from __future__ import annotations
