@@ -20,6 +20,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 # How long a waiting thread spins before it sleeps; attmemo/cli/app.py says why. Your own setting wins.
 export GOMP_SPINCOUNT ?= 30000
+# Where an environment forbids compiled modules to be kept, each process of the tests compiles torch and transformers anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-oldest test-slow sanitize sanitize-threads lint bench docs install wheel clean help
 
