@@ -5,7 +5,8 @@
       the blocks ran twice     ─► all again, whole
     answers
       served, below the margin ─► the same sequences again, whole; their answers replace the first ones
-      to be verified           ─► the same sequences again, from their records; their answers are compared, not given
+      to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
+                                  the answers are compared, not given
 
 The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
 what is verified is what would be served. A verification that fails costs time, never an answer.
@@ -68,21 +69,22 @@ class Guarded:
         args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = _shallow((args, kwargs))
         thread = self._rows.thread
-        thread.served, thread.admitted = set(), {}
+        thread.forget()
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
-        offers, thread.admitted = thread.admitted, {}
+        offers, beside = thread.admitted, thread.beside
+        thread.admitted, thread.beside = {}, {}
         if asking.twice:  # no answer has a margin, and none can be verified
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         asking.leave_only(Verdict.SERVE, thread.served)  # a record could not be read: an exact answer proves nothing
         try:
-            return self._checked(forward, inputs, output, _mask(given), offers, asking, counters)
+            return self._checked(forward, inputs, output, _mask(given), offers, beside, asking, counters)
         finally:
             self._offer(offers, asking)
 
     def _checked(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],
-        asking: Asking, counters: Counters,
+        beside: Mapping[int, Tensor], asking: Asking, counters: Counters,
     ) -> Any:  # fmt: skip
         """The output, with all that the guard does about it."""
         if not asking.chosen and not (offers and self.answers.are_vectors):
@@ -103,7 +105,7 @@ class Guarded:
             self._failed(counters, "an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
-            self._verify(forward, inputs, mask, seen, asking)
+            self._verify(forward, inputs, mask, seen, beside, asking)
         except Exception as error:
             self._failed(counters, "an answer could not be verified", error)
         return output
@@ -115,7 +117,7 @@ class Guarded:
         low = [place for place in asking.where(Verdict.SERVE) if self._is_low(seen, place, asking)]
         if not low:
             return output
-        again = self._run(forward, inputs, len(seen.values), low, [None] * len(low))
+        again = self._run(forward, inputs, len(seen.values), low)
         exact = self.answers.read(again, None if mask is None else mask[low])
         for number, place in enumerate(low):
             changed = self.answers.differ(seen, place, exact, number)
@@ -132,7 +134,7 @@ class Guarded:
         """How sure an answer from a record is: ahead of the second best class, or near the record's own answer."""
         if not seen.are_vectors:
             return seen.margin(place)
-        note = b"" if self._store is None else self._store.note_of(chosen.record)
+        note = b"" if self._store is None else self._store.note_of(chosen.reused.record)
         if note[:KEY] != self._key or len(note) != KEY + 4 * seen.values.shape[1]:
             return None
         return cosine(seen.values[place], torch.frombuffer(bytearray(note[KEY:]), dtype=torch.float32))
@@ -153,22 +155,21 @@ class Guarded:
         self._store.offer(list(offers.values()))
 
     def _verify(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read, asking: Asking
-    ) -> None:
-        """Compare exact answers with those from records."""
-        places = asking.where(Verdict.SAMPLE, Verdict.LEARN)
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
+        beside: Mapping[int, Tensor], asking: Asking,
+    ) -> None:  # fmt: skip
+        """Compare exact answers with those from records; of these the blocks are computed, `beside`, by place."""
+        places = sorted(beside)
         if not places:
             return
-        chosen = [asking.chosen[place] for place in places]
         thread = self._rows.thread
-        thread.served = set()
-        again = self._run(forward, inputs, len(seen.values), places, chosen)
-        if not thread.served:
+        thread.forget()
+        again = self._run(forward, inputs, len(seen.values), places, torch.stack([beside[place] for place in places]))
+        if not thread.served:  # the blocks were computed anew, and exactly: that proves nothing
             return
         reused = self.answers.read(again, None if mask is None else mask[places])
-        for number, (place, one) in enumerate(zip(places, chosen, strict=True)):
-            if number not in thread.served:
-                continue
+        for number, place in enumerate(places):
+            one = asking.chosen[place]
             changed = self.answers.differ(seen, place, reused, number)
             margin = self._margin(reused, number, one)
             if changed:
@@ -181,16 +182,15 @@ class Guarded:
         if not served:
             return output
         args, kwargs = _shallow(inputs)
-        with self._rows.thread.repeating():
-            return forward(*args, **kwargs)  # outside of `asking` nothing is served
+        with self.planner.asking(again=True), self._rows.thread.repeating():
+            return forward(*args, **kwargs)
 
     def _run(
-        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int],
-        given: Sequence[Chosen | None],
-    ) -> Any:  # fmt: skip
-        """The output for some sequences, from these records or whole."""
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
+    ) -> Any:
+        """The output for some sequences, computed whole or from these last hidden states."""
         args, kwargs = _take(inputs, torch.tensor(places), batch)
-        with self.planner.asking(given), self._rows.thread.repeating():
+        with self.planner.asking(again=True, last=last), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
     def _failed(self, counters: Counters, what: str, error: Exception) -> None:

@@ -26,8 +26,12 @@ class Observed:
     rows: list[int] = field(default_factory=list)
     extra: int = 0
 
-    def see(self, lengths: Iterable[int], rows: Iterable[int], again: bool) -> None:
-        """One forward: tokens and computed rows of each sequence; `again`: a part of a forward that was seen."""
+    def see(self, lengths: Iterable[int], rows: Iterable[int], again: bool, beside: int = 0) -> None:
+        """One forward: tokens and computed rows of each sequence; `again`: a part of a forward that was seen.
+
+        `beside`: rows that were computed to verify answers.
+        """
+        self.extra += beside
         if again:
             self.extra += sum(rows)
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from attmemo.adapters import Rows, Spans
 from attmemo.embed.lookup import Found
@@ -31,6 +32,14 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Reused:
+    """How a record serves one sequence of n tokens."""
+
+    record: int
+    source: npt.NDArray[np.int32]  # [n], as in `RowShare`
+
+
+@dataclass(frozen=True, slots=True)
 class RowShare(Share):
     """What a stack is served: for every token of the batch the row of its sequence's record that supplies it."""
 
@@ -38,18 +47,29 @@ class RowShare(Share):
     record: npt.NDArray[np.int64]  # [B]; -1: the sequence is computed whole
     admitted: Mapping[int, npt.NDArray[np.int32]] = field(default_factory=dict)
     """Sequences that are computed whole and become records, with their tokens."""
+    beside: Mapping[int, Reused] = field(default_factory=dict)
+    """Sequences that are computed whole, and beside from a record, to compare both."""
+    last: Tensor | None = None
+    """Last hidden states ``[B, L, H]`` that were computed before; then nothing is computed."""
 
     @classmethod
     def of(
         cls, lengths: Ints, records: Ints, source: npt.NDArray[np.int32], predicted: float = 0.0,
-        admitted: Mapping[int, npt.NDArray[np.int32]] | None = None,
+        admitted: Mapping[int, npt.NDArray[np.int32]] | None = None, beside: Mapping[int, Reused] | None = None,
     ) -> RowShare:  # fmt: skip
         """The share of a batch: records ``[B]`` (-1: none) and what they supply; nothing to a sequence without one."""
         served = records >= 0
         sequences = np.flatnonzero(served)
         source = np.where(np.repeat(served, lengths), source, np.int32(-1)).astype(np.int32)
         missed = Rows.without(len(records), sequences)
-        return cls(sequences, records[sequences], missed, predicted, source, records, admitted or {})
+        return cls(sequences, records[sequences], missed, predicted, source, records, admitted or {}, beside or {})
+
+    @classmethod
+    def computed(cls, last: Tensor) -> RowShare:
+        """The share of a batch whose last hidden states are there already."""
+        batch, every = len(last), np.arange(len(last))
+        none = np.full(batch, -1, np.int64)
+        return cls(every, none, Rows.without(batch, every), 0.0, np.empty(0, np.int32), none, last=last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,6 +381,23 @@ class TestVerification:
             assert answer.argmax() == 0
             assert seen == [harmful]
 
+    def test_the_blocks_run_once_for_what_is_verified(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = guarded(case.bare)
+        run(model, BASE)
+        packed = model.attmemo.engine.reuse.packed
+        rows: list[int] = []
+
+        def counted(hidden: Tensor, *given: Any, own: Any = packed.run) -> Tensor:
+            rows.append(len(hidden))
+            found: Tensor = own(hidden, *given)
+            return found
+
+        monkeypatch.setattr(packed, "run", counted)
+        run(model, variant(FIRST))
+        assert done(model)["learned"] == len(LENGTHS)
+        assert len(rows) == 1
+        assert sum(LENGTHS) < rows[0] < 2 * sum(LENGTHS), "whole, and the changed rows"
+
     def test_a_change_that_alters_the_answer_is_never_served(self, case: Case) -> None:
         kind = (lambda output: field(output).flatten(1)) if case.bare.__class__.__name__ != "BertModel" else "mean"
         model = taught(case.bare, answer=kind, min_cosine=STRICT)

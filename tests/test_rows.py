@@ -38,7 +38,7 @@ from attmemo.handles.rows import UNGUARDED
 from attmemo.handles.stack import blocks_of
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
-from attmemo.plan import Plan, RowShare
+from attmemo.plan import Plan, Reused, RowShare
 from attmemo.profiler.models import load_model
 from attmemo.reuse import drift
 from attmemo.reuse import packed as packed_module
@@ -242,6 +242,70 @@ def one_layer(name: str, kind: str | None = None) -> Any:
         config.layer_types = [kind]
     torch.manual_seed(4)
     return _bias(type(MODELS[name]())(config))
+
+
+class TestBeside:
+    """Sequences that are computed whole, and from a record beside: how a guard compares the two."""
+
+    def test_both_are_what_each_alone_is(self, family: Case) -> None:
+        model, inputs = family.serve(), changed(family.stored, 1)
+        served = last(model, inputs)
+        share = model.attmemo.engine.planner.plan  # what the planner chose is served once more, beside
+        chosen: list[RowShare] = []
+
+        def seen(*given: Any) -> Plan:
+            plan = share(*given)
+            chosen.append(plan.layers[0])
+            return plan
+
+        model.attmemo.engine.planner.plan = seen
+        last(model, inputs)
+        parts = np.split(chosen[0].source, np.cumsum(STORED)[:-1])
+        some = {place: Reused(int(chosen[0].record[place]), parts[place]) for place in (4, 1, 2)}
+        whole = RowShare.of(
+            np.array(STORED), np.full(len(STORED), -1), np.full(sum(STORED), -1, np.int32), beside=some
+        )  # fmt: skip
+        before = model.attmemo.stats()
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
+            assert gap(last(model, inputs), last(family.packed, inputs), valid(inputs)) <= NEAR
+        thread = model.attmemo.engine.reuse.thread
+        assert set(thread.beside) == {1, 2, 4}
+        assert not thread.served
+        after = model.attmemo.stats()
+        places = sorted(thread.beside)
+        computed = RowShare.computed(torch.stack([thread.beside[place] for place in places]))
+        asked = {name: value[places] for name, value in inputs.items()}
+        spans = Spans([STORED[place] for place in places])
+        with model.attmemo.engine.planned(Plan(spans=spans, layers={0: computed})):
+            assert gap(last(model, asked), served[places], valid(asked)) <= NEAR
+        rows = sum(int((parts[place] < 0).sum()) for place in some)
+        assert after["rows_computed"] - before["rows_computed"] == sum(STORED) + rows
+        assert after["served"] == before["served"]
+
+    def test_a_record_that_went_away_leaves_only_the_exact_sequence(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, inputs = case.serve(), changed(case.stored, 1)
+
+        def gone(_: Any) -> None:
+            raise DatabaseError("a record was dropped.", "a test")
+
+        monkeypatch.setattr(model.attmemo.engine.reuse.store, "fetch", gone)
+        whole = RowShare.of(
+            np.array(STORED), np.full(len(STORED), -1), np.full(sum(STORED), -1, np.int32),
+            beside={0: Reused(0, np.arange(STORED[0], dtype=np.int32))},
+        )  # fmt: skip
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
+            assert gap(last(model, inputs), last(case.packed, inputs), valid(inputs)) <= NEAR
+        assert not model.attmemo.engine.reuse.thread.beside
+
+    def test_hidden_states_of_another_shape_are_computed_anew(self, case: Case) -> None:
+        model = case.serve()
+        given = RowShare.computed(torch.zeros(2, 3, 4))
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: given})):
+            assert gap(last(model, case.stored), last(case.packed, case.stored), valid(case.stored)) <= NEAR
+        assert not model.attmemo.engine.reuse.thread.served, "so that a guard learns nothing from it"
+        assert model.attmemo.stats()["failures"]
 
 
 @pytest.mark.usefixtures("still")

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
 from attmemo.adapters import Call, Spans
 from attmemo.counters import Counters
@@ -18,7 +18,7 @@ from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.kernels.align import Alignment, Rule
 from attmemo.kernels.changes import Changes, Kinds, Tokens
-from attmemo.plan import Plan, RowShare
+from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
 from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
 
@@ -34,24 +34,24 @@ class Chosen:
     """One sequence with a record."""
 
     verdict: Verdict
-    record: int
-    source: npt.NDArray[np.int32]  # [n]
+    reused: Reused
     gaps: Changes
     cover: Cover
 
 
 class Asking:
-    """One guarded forward: what it was told to do, and what was decided in it.
+    """One guarded forward: what was decided in it.
 
     Parameters
     ----------
-    given : sequence of Chosen or None, optional
-        For each sequence of the batch the record that must serve it, and None for one that is computed whole. Then
-        nothing is looked up.
+    again : bool
+        Whether it repeats a part of another forward: nothing is looked up.
+    last : Tensor, optional
+        Last hidden states ``[B, L, H]`` that its blocks give. None: all is computed.
     """
 
-    def __init__(self, given: Sequence[Chosen | None] | None = None) -> None:
-        self.given, self.planned, self.batch = given, False, 0
+    def __init__(self, *, again: bool = False, last: Tensor | None = None) -> None:
+        self.again, self.last, self.planned, self.batch = again, last, False, 0
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.chosen: dict[int, Chosen] = {}  # by sequence
         self.changed: set[int] = set()  # sequences whose answer a record changed
@@ -101,9 +101,9 @@ class GuardedPlanner(RowPlanner):
         self._thread = _Thread()
 
     @contextmanager
-    def asking(self, given: Sequence[Chosen | None] | None = None) -> Iterator[Asking]:
-        """While inside, this thread's forwards are guarded."""
-        self._thread.asking = asking = Asking(given)
+    def asking(self, *, again: bool = False, last: Tensor | None = None) -> Iterator[Asking]:
+        """While inside, this thread's forwards are guarded. The parameters are those of `Asking`."""
+        self._thread.asking = asking = Asking(again=again, last=last)
         try:
             yield asking
         finally:
@@ -122,8 +122,10 @@ class GuardedPlanner(RowPlanner):
             counters.skip(_UNGUARDED, batch)
             return Whole.plan(self, layer, call, spans, given, counters)
         asking.planned, asking.batch = True, batch
-        if asking.given is not None:
-            return Plan(spans=spans, layers={layer: _told(asking.given, spans.lengths)})
+        if asking.again:
+            if asking.last is None:
+                return Whole.plan(self, layer, call, spans, given, counters)
+            return Plan(spans=spans, layers={layer: RowShare.computed(asking.last)})
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
@@ -135,7 +137,7 @@ class GuardedPlanner(RowPlanner):
         verdicts = self._decide(own, covers)
         parts = np.split(found.source, asked.starts[1:-1])
         asking.chosen = {
-            number: Chosen(verdict, int(found.record[number]), parts[number], gap, cover)
+            number: Chosen(verdict, Reused(int(found.record[number]), parts[number]), gap, cover)
             for number, (verdict, gap, cover) in enumerate(zip(verdicts, gaps, covers, strict=True))
             if verdict is not None and gap is not None and cover is not None
         }
@@ -144,7 +146,9 @@ class GuardedPlanner(RowPlanner):
         admitted = {number: own[number] for number in whole} if whole and self._admit(len(whole)) else {}
         could = np.array([gap is not None for gap in gaps])  # the gate looks at records, not at trust
         self._count(asked, found, could, (start, looked), counters)
-        return plan_of(layer, spans, asked, found, served, admitted)
+        verified = asking.where(Verdict.SAMPLE, Verdict.LEARN)
+        beside = {number: asking.chosen[number].reused for number in verified}
+        return plan_of(layer, spans, asked, found, served, admitted, beside)
 
     def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None]) -> list[Verdict | None]:
         """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
@@ -199,11 +203,3 @@ class GuardedPlanner(RowPlanner):
             rows = np.where(left[:, None] & (rows != tried[:, None]), rows, -1)
         assert best is not None
         return best, gaps, covers
-
-
-def _told(given: Sequence[Chosen | None], lengths: list[int]) -> RowShare:
-    """The share of a batch whose records were chosen before."""
-    records = np.array([-1 if chosen is None else chosen.record for chosen in given], np.int64)
-    none = [np.full(n, -1, np.int32) for n in lengths]
-    parts = [none[place] if chosen is None else chosen.source for place, chosen in enumerate(given)]
-    return RowShare.of(np.asarray(lengths, np.int64), records, np.concatenate(parts))

@@ -20,7 +20,7 @@ from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.align import Alignment, Rule
 from attmemo.perfmodel.row_gate import RowGate
-from attmemo.plan import Plan, RowShare
+from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
 
 Ints = npt.NDArray[np.int64]
@@ -163,13 +163,13 @@ class RowPlanner(Whole):
 
 def plan_of(
     layer: int, spans: Spans, asked: Asked, found: Alignment, served: Flags,
-    admitted: Mapping[int, npt.NDArray[np.int32]] | None = None,
+    admitted: Mapping[int, npt.NDArray[np.int32]] | None = None, beside: Mapping[int, Reused] | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan that serves some sequences from the records found, and makes records of others."""
+    """The plan that serves some sequences from the records found, makes records of others, and tries some beside."""
     seen = Found(found.record, (found.computed / asked.lengths).astype(np.float32))
     predicted = float((1.0 - seen.distances[served]).sum())
     records = np.where(served, found.record, -1)
-    share = RowShare.of(asked.lengths, records, found.source, predicted, admitted)
+    share = RowShare.of(asked.lengths, records, found.source, predicted, admitted, beside)
     return Plan(spans=spans, found=seen, layers={layer: share})
 
 

@@ -31,7 +31,7 @@ from attmemo.reuse.drift import steps_of
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
-from attmemo.reuse.stack import Stack, Thread, places_of, put_back
+from attmemo.reuse.stack import Stack, Thread, put_back
 from attmemo.reuse.twins import Twins
 
 _LOG = logging.getLogger("attmemo")
@@ -51,11 +51,18 @@ class RowThread(Thread):
         Sequences of the last forward that took rows of records.
     admitted : dict of int to Offer
         What its sequences offer to become records, by place in the batch.
+    beside : dict of int to Tensor
+        Last hidden states ``[L, H]`` from records, of sequences that were computed whole too.
     """
 
     def __init__(self) -> None:  # called anew in every thread
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a forward."""
         self.served: set[int] = set()
         self.admitted: dict[int, Offer] = {}
+        self.beside: dict[int, Tensor] = {}
 
 
 class Rows(Stack):
@@ -83,25 +90,33 @@ class Rows(Stack):
         self.thread = RowThread()
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
-        self.thread.served, self.thread.admitted = set(), {}
-        if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted):
+        self.thread.forget()
+        if isinstance(share, RowShare) and share.last is not None:
+            return self._computed(share.last, call)
+        if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted or share.beside):
             return super().serve(site, call, spans, share, counters)
         start = perf_counter()
+        batch, padded = call.hidden.shape[:2]
         every = np.asarray(spans.lengths, np.int64)
-        parts = [part.tobytes() for part in np.split(share.source, np.cumsum(every)[:-1])]
-        twins = Twins.of(call.hidden, spans.lengths, list(zip(share.record.tolist(), parts, strict=True)))
+        parts = np.split(share.source, np.cumsum(every)[:-1])
+        kinds = list(zip(share.record.tolist(), (part.tobytes() for part in parts), strict=True))
+        twins = Twins.of(call.hidden, spans.lengths, kinds)
         own = np.flatnonzero(twins.own)
-        lengths, asked = every[own], share.record[own]
-        source = share.source if len(own) == len(every) else share.source[np.repeat(twins.own, every)]
-        places = places_of(np.where(twins.own, every, 0).tolist(), call.hidden.shape[1])
+        # What is computed: one sequence of all twins, and behind them those that a record serves beside.
+        beside = np.fromiter(share.beside, np.int64, len(share.beside))
+        sequence, slot = np.concatenate([own, beside]), np.concatenate([own, batch + np.arange(len(beside))])
+        lengths = every[sequence]
+        asked = np.concatenate([share.record[own], [one.record for one in share.beside.values()]]).astype(np.int64)
+        source = np.concatenate(
+            [*(parts[place] for place in own.tolist()), *(one.source for one in share.beside.values())]
+        )
         read, records = self._fetch(asked, counters)
         if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
-        fresh = source < 0
-        computed = torch.from_numpy(np.flatnonzero(fresh))
-        if places is not None:
-            computed = places.index_select(0, computed)
-        layout = layout_of(lengths, source)
+        fresh, layout = source < 0, layout_of(lengths, source)
+        position = np.arange(len(source)) - np.repeat(layout.key_starts[:-1], lengths)
+        there = np.repeat(slot * padded, lengths) + position  # rows of the output
+        embedded = np.repeat(sequence * padded, lengths) + position
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
@@ -109,33 +124,35 @@ class Rows(Stack):
                     if place in share.admitted}  # fmt: skip
         kept = _Kept(admitted, layout.starts)
         found = self.compute(
-            call, computed, layout, longest,
+            call, torch.from_numpy(embedded[fresh]), layout, longest,
             fetch=None if read is None else read[0].layer, keep=kept if admitted else None,
         )  # fmt: skip
         done = perf_counter()
         self.thread.admitted = kept.offers(found)
-        output = put_back(found, computed, call)
+        output = put_back(found, torch.from_numpy(there[fresh]), (batch + len(beside)) * padded)
         if read is not None:
-            _, begins, dtype = read
-            supplied, there = np.flatnonzero(~fresh), np.arange(len(fresh)) if places is None else places.numpy()
-            row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
-            addresses = np.repeat(begins, lengths)[supplied] + source[supplied].astype(np.uint64) * row_bytes
-            sequence = np.repeat(np.arange(len(lengths)), lengths)
-            steps = steps_of(output, source, sequence, there, begins, dtype)
-            copy_rows(
-                addresses, dtype, there[supplied], output, None if steps is None else (steps, sequence[supplied])
-            )
-        output = output.view(call.hidden.shape)
+            _copy_reused(output, read, source, lengths, there)
+        output = output.view(-1, padded, output.shape[1])
         twins.spread(output)
         fetching = planned - start + perf_counter() - done
-        rows = np.zeros(len(every), np.int64)
-        rows[own] = np.diff(layout.starts)
-        self.thread.served = set(np.flatnonzero(np.isin(twins.firsts, own[records >= 0])).tolist())
+        computed, reused = np.diff(layout.starts), records >= 0
+        rows = np.zeros(batch, np.int64)
+        rows[own] = computed[: len(own)]
+        self.thread.served = set(np.flatnonzero(np.isin(twins.firsts, own[reused[: len(own)]])).tolist())
+        self.thread.beside = {int(sequence[number]): output[slot[number]]
+                              for number in range(len(own), len(sequence)) if reused[number]}  # fmt: skip
         self._count(
             spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
-            served=len(self.thread.served),
+            served=len(self.thread.served), beside=int(computed[len(own) :].sum()),
         )  # fmt: skip
-        return output
+        return output[:batch]
+
+    def _computed(self, last: Tensor, call: Call) -> Tensor:
+        """Last hidden states that an earlier forward computed for this call."""
+        if last.shape != call.hidden.shape:
+            raise ValueError(f"blocks are called with {tuple(call.hidden.shape)} after {tuple(last.shape)}")
+        self.thread.served = set(range(len(last)))
+        return last
 
     def _fetch(self, records: Ints, counters: Counters) -> tuple[_Read | None, Ints]:
         """Rows of these records, and the records: the same array, or another one without those that cannot be read.
@@ -166,6 +183,19 @@ class Rows(Stack):
 
     def close(self) -> None:
         self.store.close()
+
+
+def _copy_reused(
+    output: Tensor, read: _Read, source: npt.NDArray[np.int32], lengths: Ints, there: Ints
+) -> None:
+    """Put the rows that records supply to their places in the output, moved as `drift.py` says."""
+    _, begins, dtype = read
+    supplied = np.flatnonzero(source >= 0)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
+    addresses = begins[sequence[supplied]] + source[supplied].astype(np.uint64) * row_bytes
+    steps = steps_of(output, source, sequence, there, begins, dtype)
+    copy_rows(addresses, dtype, there[supplied], output, None if steps is None else (steps, sequence[supplied]))
 
 
 class _Kept:

@@ -149,7 +149,9 @@ class Stack:
         found = self.compute(call, places, Layout(starts, starts), max(spans.lengths), keep=keep)
         if self.keep is not None:
             self.keep(spans.lengths, kept, found)
-        output = (found if places is None else put_back(found, places, call)).view(call.hidden.shape)
+        if places is not None:
+            found = put_back(found, places, batch * call.hidden.shape[1])
+        output = found.view(call.hidden.shape)
         twins.spread(output)
         self._count(spans.lengths, lengths, twins, counters, blocks=perf_counter() - start)
         return output
@@ -172,17 +174,19 @@ class Stack:
 
     def _count(
         self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, counters: Counters, *, blocks: float,
-        fetch: float = 0.0, served: int = 0,
+        fetch: float = 0.0, served: int = 0, beside: int = 0,
     ) -> None:  # fmt: skip
         """Count one forward: tokens and computed rows of each sequence, seconds by part, and sequences served.
+
+        `beside`: rows that were computed to verify answers.
 
         An observer sees for each twin the rows of the first one: a client must not learn what others ask meanwhile.
         """
         thread = self.thread
         if thread.observed is not None:
-            thread.observed.see(lengths, rows[twins.firsts].tolist(), thread.again)
+            thread.observed.see(lengths, rows[twins.firsts].tolist(), thread.again, beside)
         asked, served = ([], 0) if thread.again else (lengths, served)
-        counters.work(len(asked), sum(asked), int(rows.sum()), served=served, fetch=fetch, blocks=blocks)
+        counters.work(len(asked), sum(asked), int(rows.sum()) + beside, served=served, fetch=fetch, blocks=blocks)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]
@@ -193,10 +197,9 @@ class Stack:
         """Nothing is held."""
 
 
-def put_back(rows: Tensor, places: Tensor, call: Call) -> Tensor:
-    """Rows ``[N, H]`` at these places of a flat batch ``[B * L, H]``, zeros elsewhere."""
-    batch, padded, size = call.hidden.shape
-    return rows.new_zeros(batch * padded, size).index_copy_(0, places, rows)
+def put_back(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Rows ``[N, H]`` at these places of ``[count, H]``, zeros elsewhere."""
+    return rows.new_zeros(count, rows.shape[1]).index_copy_(0, places, rows)
 
 
 def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
