@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import SHARED
 
+from attmemo.profiler import measure
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, DOCS = ROOT / "scripts", ROOT / "docs"
 sys.path.insert(0, str(SCRIPTS))
@@ -28,9 +30,11 @@ FILES = ("data/sst2/train.tsv", "data/loghub_2k", "models/minilm-sst2", "models/
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> frame.Run:
-    """One work folder for all figures: databases are made once."""
-    return frame.Run(SHARED, tmp_path_factory.mktemp("paper"), toy=True)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[frame.Run]:
+    """One work folder for all figures: databases are made once. Costs are measured of small batches alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "BATCHES", (1, 4))
+        yield frame.Run(SHARED, tmp_path_factory.mktemp("paper"), toy=True)
 
 
 @pytest.mark.parametrize("name", registry.NAMES)

@@ -104,7 +104,7 @@ def test_dissimilar_reviews_stay_exact(minilm: LoadedModel, tmp_path: Path) -> N
             " ".join(row.text.split())
             for row in read_texts([shared(f"data/imdb/{name}_subset.jsonl")], text_column="text", limit=count)
         ]
-        for name, count in (("train", 160), ("test", 60))
+        for name, count in (("train", 100), ("test", 40))
     }
     path = build(minilm, texts["train"], tmp_path, max_length=128)
     outcome = serve(minilm, path, texts["test"], 0.9)
