@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from conftest import make_tokenizer
@@ -61,10 +63,27 @@ def save(family: str, folder: Path) -> str:
     return str(folder)
 
 
+_TEXTS: WeakKeyDictionary[Any, dict[str, list[Any]]] = WeakKeyDictionary()
+"""What models generated."""
+
+
 def plain_loop(
     model: Any, lines: Sequence[str], batch: int = 4, *, prefix: str = "", limit: int = POSITIONS, **generation: Any
 ) -> list[Any]:
-    """What a user would write: batches of neighbours, blank lines left out; a list of texts for each if several."""
+    """What a user would write: batches of neighbours, blank lines left out; a list of texts for each if several.
+
+    A model is asked for the same once.
+    """
+    key = repr((lines, batch, prefix, limit, sorted(generation.items())))
+    known = _TEXTS.setdefault(model, {})
+    if key not in known:
+        known[key] = _plain_loop(model, lines, batch, prefix, limit, generation)
+    return copy.deepcopy(known[key])
+
+
+def _plain_loop(
+    model: Any, lines: Sequence[str], batch: int, prefix: str, limit: int, generation: dict[str, Any]
+) -> list[Any]:
     own, causal = tokenizer(), not model.config.is_encoder_decoder
     own.padding_side = "left" if causal else "right"
     many = generation.get("num_return_sequences", 1)

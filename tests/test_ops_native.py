@@ -10,6 +10,7 @@ import sys
 import threading
 import tracemalloc
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ def test_splits_agree_with_the_reference(keys: int) -> None:
     torch.testing.assert_close(attend(case, inputs), expected, atol=2e-6, rtol=2e-6)
 
 
+@lru_cache(maxsize=1)  # the instruction set is what changes from test to test
+def _prompts(
+    dtype: torch.dtype, bits: int, width: int, *extra: tuple[str, Any]
+) -> tuple[Case, dict[str, Any], torch.Tensor]:
+    case = Case(
+        [(40, 2500), (300, 5), (9, 600), (1, 3)], heads=8, kv_heads=2, width=width, dtype=dtype, page=16, bits=bits,
+        group=width, **dict(extra),
+    )  # fmt: skip
+    inputs = case.make()
+    if inputs["attn_mask"] is not None:
+        inputs["attn_mask"][:, 3:11, :2000] = float("-inf")
+    expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference").double()
+    return case, inputs, expected
+
+
 @pytest.mark.parametrize("isa", VECTORS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("extra", [{}, {"alibi": True}, {"mask": "3d"}, {"causal": False}], ids=str)
@@ -109,15 +125,8 @@ def test_prompts_of_many_blocks_agree_with_the_reference(
     isa: str, dtype: torch.dtype, extra: dict[str, Any], bits: int, width: int
 ) -> None:
     """Chunks behind thousands of keys, which are split; a prompt of several tiles; queries that see none of a step."""
-    case = Case(
-        [(40, 2500), (300, 5), (9, 600), (1, 3)], heads=8, kv_heads=2, width=width, dtype=dtype, page=16, bits=bits,
-        group=width, **extra,
-    )  # fmt: skip
-    inputs = case.make()
-    if inputs["attn_mask"] is not None:
-        inputs["attn_mask"][:, 3:11, :2000] = float("-inf")
-    expected = multi_head_cache_attention(**clone(inputs), **case.attributes(), implementation="reference").double()
-    error = (attend(case, inputs, isa).double() - expected).abs() / (1 + expected.abs())
+    case, inputs, expected = _prompts(dtype, bits, width, *extra.items())
+    error = (attend(case, clone(inputs), isa).double() - expected).abs() / (1 + expected.abs())
     assert float(error.max()) <= TOLERANCE[dtype]
 
 
