@@ -124,6 +124,11 @@ def _add(*identities: int) -> Step:
     return lambda pool: pool.add(entries(identities))
 
 
+def _write(*identities: int) -> Step:
+    """Records that are written ahead, if there is room, and then published."""
+    return lambda pool: pool.add([one for one in entries(identities) if pool.write(one) is None])
+
+
 def _add_used(used: int, *identities: int) -> Step:
     """Before records are added, some are used: these are carried when their segment goes."""
 
@@ -141,17 +146,23 @@ def _remove(nth: int) -> Step:
 
 
 HISTORY: Final[tuple[Step, ...]] = (
-    _add(1, 2), _add(3), _add_used(1, 4, 5), _add(6), _add_used(1, 7, 8, 9), _remove(1), lambda pool: pool.rewrite(),
-    _add_used(2, 10, 11), _add(12),
+    _add(1, 2), _write(3), _add_used(1, 4, 5), _write(6), _add_used(1, 7, 8, 9), _remove(1),
+    lambda pool: pool.rewrite(), _add_used(2, 10, 11), _write(12),
 )  # fmt: skip
-"""Adds, evicts, carries, removes and rewrites in a pool of `SMALL` bytes."""
+"""Adds, writes ahead, evicts, carries, removes and rewrites in a pool of `SMALL` bytes."""
 
 
-def states(path: Path) -> list[State]:
+PLAIN: Final[tuple[Step, ...]] = (
+    _add(1, 2), _add(3), _add_used(1, 4, 5), _add(6), _add_used(1, 7, 8, 9), *HISTORY[5:8], _add(12),
+)  # fmt: skip
+"""The same without a write ahead."""
+
+
+def states(path: Path, history: Iterable[Step] = HISTORY) -> list[State]:
     """What is there before the first step of the history, and after each."""
     with opened(path, SMALL) as pool:
         found = [state_of(pool)]
-        for step in HISTORY:
+        for step in history:
             step(pool)
             found.append(state_of(pool))
     return found
@@ -180,7 +191,7 @@ def _filling(path: Path, told: Path, seed: int, max_bytes: int) -> None:
             for kept in generator.sample(sorted(pool.records.values(), key=lambda kept: kept.number), len(pool) // 8):
                 kept.segment.hit(kept.place)
             new = [entry(generator.randrange(1 << 20), generator.randrange(1, 9000)) for _ in range(3)]
-            news = pool.add(new)
+            news = pool.add([one for one in new if pool.write(one) is None])
             added = [(kept.number, int(kept.tokens[0])) for kept in news.added]
             stream.write(json.dumps(["came", added, news.removed]) + "\n")
             stream.flush()
@@ -313,11 +324,14 @@ def _working(path: Path, number: int, seconds: float, max_bytes: int, folder: Pa
                 elif chance < 0.03:
                     learn(pool.rewrite())
                 else:
-                    learn(pool.add(new))
+                    rest = [one for one in new if pool.write(one) is None]
+                    if rest or chance < 0.5:
+                        learn(pool.add(rest))
                     adds += 1
             except DatabaseLockedError:
                 locked += 1
             time.sleep(generator.uniform(0.0, 0.004))
+        learn(pool.add([]))
         (folder / f"done{number}").touch()
         while len(list(folder.glob("done*"))) < len(list(folder.glob("order*"))):
             time.sleep(0.01)

@@ -26,6 +26,7 @@ class Store:
     def __init__(self) -> None:
         self.stored: list[int] = []
         self.calls: list[list[int]] = []
+        self.hurried = 0
         self.workers: set[threading.Thread] = set()
         self.begun, self.may_go, self.polled, self.ended = (threading.Event() for _ in range(4))
         self.may_go.set()
@@ -33,7 +34,8 @@ class Store:
         self.filler: Filler[int] = Filler(self.work, self.ended.set)
         (self.thread,) = set(threading.enumerate()) - before
 
-    def work(self, items: Sequence[int]) -> None:
+    def work(self, items: Sequence[int], hurry: bool) -> None:
+        self.hurried += hurry
         if not items:
             self.polled.set()
             return
@@ -337,7 +339,7 @@ def threads():
 
 class Work:
     seen = []
-    def do(self, items):
+    def do(self, items, hurry):
         if items:
             multiply()
             self.seen.append([torch.get_num_threads(), threads()])

@@ -22,6 +22,7 @@ from helpers import run_child
 from reliability_tools import outcome
 from shared_pool_tools import (
     HISTORY,
+    PLAIN,
     SMALL,
     body_of,
     check_files,
@@ -425,16 +426,16 @@ class _Fails:
 def test_a_disk_that_fails_at_any_call_costs_only_its_own_batch(code: int) -> None:
     """Every call in turn: an error by name, what was published whole, no file left, and the same pool goes on."""
     with memory_directory() as parent:
-        expected = states(parent / "straight")
+        expected = states(parent / "straight", PLAIN)
         at = 0
         while True:
             path = parent / f"pool{at}"
             with opened(path, SMALL) as pool, pytest.MonkeyPatch.context() as patch:
                 disk_ = _Fails(patch, at, code, 1)
                 told, number = [], 0
-                while number < len(HISTORY):
+                while number < len(PLAIN):
                     before = state_of(pool)
-                    seen = outcome(lambda: HISTORY[number](pool))  # noqa: B023
+                    seen = outcome(lambda: PLAIN[number](pool))  # noqa: B023
                     if seen == "fine":
                         number += 1
                         continue

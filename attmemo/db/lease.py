@@ -1,4 +1,7 @@
-"""The right to fill a folder: a lock of the kernel, which goes with its process. No clock is asked who holds it."""
+"""The right to fill a folder, and the knowledge who else does: locks of the kernel, which go with their process.
+
+No clock is asked who holds them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from attmemo.db.files import storing
 from attmemo.errors import DatabaseLockedError
 
 LEASE: Final = "fill.lock"
+PRESENCE: Final = "present.lock"
 
 _HELD: set[int] = set()  # descriptors
 
@@ -43,6 +47,30 @@ def lease(path: Path, patience: float) -> Iterator[None]:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(fd)
+
+
+class Presence:
+    """Says that this process fills a folder, until it ends or closes this.
+
+    Attributes
+    ----------
+    alone : bool
+        Whether no other process filled the folder when this was made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path / PRESENCE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.alone = False
+        with suppress(BlockingIOError):
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.alone = True
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Doing so twice is fine."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _in_child() -> None:

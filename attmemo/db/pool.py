@@ -117,6 +117,11 @@ class Kept(NamedTuple):  # a frozen dataclass takes five times as long to make, 
         return checksum_of(self.body) == self.checksum
 
 
+def bytes_of(entry: Entry) -> Bytes:
+    """What the record keeps; made now, if it is made late."""
+    return entry.body.make() if isinstance(entry.body, Late) else entry.body
+
+
 def checksum_of(body: Bytes) -> int:
     """XXH3-64 of the bytes of a record."""
     return xxhash.xxh3_64_intdigest(body.data)
@@ -247,6 +252,14 @@ class Pool:
             self._change(partial(self._put, part))
         return self.news()
 
+    def write(self, entry: Entry) -> Kept | None:
+        """Write a record that `add` publishes later, also an `add` of nothing. None: only `add` can keep it.
+
+        Until then the record has no number, and only this process can read it.
+        """
+        del entry
+        return None  # in memory nothing is saved by this
+
     def fits(self, nbytes: int) -> bool:
         """Whether a record of so many bytes can be kept at all."""
         return bytes_for(rounded(nbytes), self.usual) <= self.max_bytes
@@ -302,7 +315,7 @@ class Pool:
             if not self.fits(len(entry.body)):
                 continue
             segment, place, offset = self._room(draft, len(entry.body))
-            body = entry.body.make() if isinstance(entry.body, Late) else entry.body
+            body = bytes_of(entry)
             checksum, nbytes = checksum_of(body), len(body)
             made = time.time() if entry.made is None else entry.made
             kept = Kept(

@@ -4,10 +4,13 @@
     catalogue/            LMDB: the truth. What it does not name does not exist
     segments/NUMBER       bytes of records (`attmemo.db.segment`)
     fill.lock             the lease: held while a batch is added
+    present.lock          says that a process fills (`attmemo.db.ahead`)
 
 To add is: take the lease, begin a transaction of LMDB, catch up with what others have added, write the bytes behind
 the end that the catalogue names, make them durable, commit. A process that is killed leaves bytes that nothing names;
 the next one writes over them. The kernel takes the lease from a process that ends, so no clock is asked.
+
+A process that fills by and by writes bytes ahead, into room that it holds, and publishes many records together.
 
 Readers look at the number of LMDB's last transaction a few times a second and read the log of changes behind the last
 one that they know. They never hold a transaction open.
@@ -30,13 +33,14 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from attmemo.db.ahead import Ahead
 from attmemo.db.catalogue import naming
 from attmemo.db.environments import ENVIRONMENTS, is_whole
 from attmemo.db.files import CATALOGUE, MANIFEST, RESTORE, storing, sync
 from attmemo.db.filling import FILLING, Filling, is_filling
 from attmemo.db.history import History, Work
-from attmemo.db.lease import LEASE, lease
-from attmemo.db.pool import Draft, Kept, News, Pool, Tail
+from attmemo.db.lease import LEASE, PRESENCE, lease
+from attmemo.db.pool import Draft, Entry, Kept, News, Pool, Tail
 from attmemo.db.segment import Segment
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
@@ -83,6 +87,7 @@ class SharedPool(Pool):
         self._env: Any = None
         self._key = (0, 0)  # of the environment
         self._closed = False
+        self._ahead = Ahead(self.path)
         self._head, self._same = str(self.path / FILLING), (0, 0, 0, 0)  # device, inode, time and size of this file
         if filling is not None and not is_filling(self.path):
             _check_new(self.path)
@@ -231,6 +236,11 @@ class SharedPool(Pool):
                 _put(transaction, _HISTORY, json.dumps(history.state()).encode())
             self.history = history
 
+    def write(self, entry: Entry) -> Kept | None:
+        """As `Pool.write`. If the next `add` fails, what was written is lost. DatabaseError: the disk refuses."""
+        with self._lock, storing(self.path):
+            return self._ahead.write(entry)
+
     def _change(self, make: Callable[[Draft], object]) -> None:
         with self._filling():
             draft: Draft | None = None
@@ -238,7 +248,10 @@ class SharedPool(Pool):
                 with self._environment().begin(write=True) as transaction:
                     self._known += self._catch_up(transaction)
                     draft = self._draft()
+                    self._ahead.enter(draft, self._in)
+                    self._ahead.name(draft)
                     make(draft)
+                    self._ahead.take(draft, self.usual)
                     with storing(self.path):
                         self._store(transaction, draft)
                     seen = transaction.id()
@@ -246,11 +259,13 @@ class SharedPool(Pool):
                 self._transaction = -1  # another process may use the number of the transaction that is given up
                 if draft is not None:
                     self._unlink(draft.made)  # a full disk needs the room
+                self._ahead.lose()
                 raise
             gone = (self._segments.keys() | draft.made) - draft.segments.keys()
             self._known += self._apply(draft)
             self._seq, self._transaction = self._seq + 1, seen
             self._unlink(gone)  # what is published does not name them; readers hold what they read
+            self._ahead.publish()
 
     def _unlink(self, segments: Iterable[int]) -> None:
         for number in segments:
@@ -348,6 +363,11 @@ class SharedPool(Pool):
 
     def close(self) -> None:
         with self._lock:
+            self._ahead.stop()
+            if self._ahead and not self._closed:
+                with suppress(DatabaseError):  # what is lost was never published
+                    self.add([])
+            self._ahead.close()
             super().close()
             self._closed = True
             if self._env is not None:
@@ -357,6 +377,7 @@ class SharedPool(Pool):
     def leave_to_parent(self) -> None:
         """In a forked child: LMDB must be opened anew, and a lock may be held by a thread that is not here."""
         self._lock, self._env = threading.RLock(), None
+        self._ahead.close()
         self._seq = self._transaction = -1  # the fork may have come in the middle of a change
         self._known = News()
 
@@ -364,7 +385,7 @@ class SharedPool(Pool):
 def _check_new(path: Path) -> None:
     """DatabaseError: something else is in the folder."""
     try:
-        own = (SEGMENTS, CATALOGUE, LEASE, FILLING)  # of a pool that another process makes at this moment
+        own = (SEGMENTS, CATALOGUE, LEASE, PRESENCE, FILLING)  # of a pool that another process makes at this moment
         found = sorted(file.name for file in path.iterdir() if not file.name.startswith(own))
     except OSError:
         return  # there is no such folder, or what comes next says why it cannot be read

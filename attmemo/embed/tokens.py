@@ -265,6 +265,12 @@ class TokenIndex:
         found: list[int] = shelf.numbers[shelf.living].tolist()
         return found
 
+    def items(self) -> list[tuple[int, Tokens]]:
+        """All records: numbers and tokens."""
+        shelf = self._shelf
+        rows = np.flatnonzero(shelf.living).tolist()
+        return [(number, shelf.tokens_of(row)) for number, row in zip(shelf.numbers[rows].tolist(), rows, strict=True)]
+
     def remove(self, number: int) -> None:
         """Forget a record; KeyError if there is no such record. Its memory is used again when the arrays are full."""
         with self._writing:

@@ -22,8 +22,10 @@ POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
 """Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
-SLICE: Final = 8 << 20
+SLICE: Final = 2 << 20
 """Bytes that are worked on before a rest; one item may have more."""
+_LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
+_CLOSING = 5.0  # seconds
 TOO_MANY: Final = "too many waited to be stored"
 
 Item = TypeVar("Item")
@@ -35,12 +37,12 @@ class Filler(Generic[Item]):
     Parameters
     ----------
     work : method
-        Gets a list of items; held weakly. It must not raise.
+        Gets a list of items, and whether a caller waits for them to be stored; held weakly. It must not raise.
     end : function
         Called once nothing holds the filler any more, if it was not closed.
     """
 
-    def __init__(self, work: Callable[[Sequence[Item]], None], end: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[Sequence[Item], bool], None], end: Callable[[], None]) -> None:
         self._work, self._end = weakref.WeakMethod(work), end
         self.skipped: Counter[str] = Counter()
         self.pace = Pace()
@@ -51,6 +53,7 @@ class Filler(Generic[Item]):
         self._waiting: deque[tuple[Item, int]] = deque()
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
         self._rests_until, self._hurry = 0.0, False  # a flush waits
+        self._polled = 0.0  # when it was called with nothing
         self._changed = threading.Condition()
 
     def wake(self) -> None:
@@ -94,28 +97,32 @@ class Filler(Generic[Item]):
 
     def close(self) -> None:
         """Store what waits, and end the thread."""
+        stored = self._asleep or self._closed or self.flush(_CLOSING)
         with self._changed:
-            closed, self._closed = self._closed, True
+            self._closed = True
             self._changed.notify_all()
-        if not closed:
-            self.flush(5.0)
+            if stored:  # but for what came since
+                self._changed.wait_for(lambda: not (self._waiting or self._busy), _CLOSING)
 
     def leave_to_parent(self) -> None:
         """In a forked child: what waited, the parent stores. See `wake`."""
         if not self._closed:
             self._begin()
 
-    def _take(self) -> list[Item]:
-        """What is worked on next."""
+    def _take(self) -> tuple[list[Item], bool]:
+        """What is worked on next, and whether that has to be stored at once."""
         found: list[Item] = []
-        taken, all_of_it = 0, self._hurry or self._closed
-        while self._waiting and (all_of_it or not found or taken + self._waiting[0][1] <= SLICE):
-            item, nbytes = self._waiting.popleft()
-            found.append(item)
-            taken += nbytes
+        taken, hurry, now = 0, self._hurry or self._closed, time.monotonic()
+        if hurry or now - self._polled < POLL:
+            while self._waiting and (hurry or not found or taken + self._waiting[0][1] <= SLICE):
+                item, nbytes = self._waiting.popleft()
+                found.append(item)
+                taken += nbytes
+        if not found:
+            self._polled = now
         self._bytes -= taken
         self._busy, self._hurry = True, False
-        return found
+        return found, hurry
 
     def _rest(self) -> float:
         """Seconds until the thread works again."""
@@ -153,12 +160,13 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
                     continue
                 if filler._changed is not changed or filler._closed:
                     return
-            items = filler._take()
+            items, hurry = filler._take()
         work, begin = filler._work(), time.thread_time()
         try:
             if work is not None:
-                work(items)
+                work(items, hurry)
         finally:
-            filler._done(time.thread_time() - begin if items else 0.0)
+            worked = time.thread_time() - begin
+            filler._done(worked if items or worked > _LOOK else 0.0)
         del filler, items, work
         time.sleep(0)  # let requests go on

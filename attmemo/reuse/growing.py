@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
 from attmemo.db.history import Work
@@ -42,6 +43,9 @@ SPARE: Final = "another serves, and there is no room"
 
 _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
+GATHERED: Final = 0.5
+"""Seconds after which what was written is published. Other processes then see it."""
+_MEMORY = 8 << 20  # bytes that are kept to put records together
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -109,6 +113,12 @@ class GrowingRows(RowStore):
         self.kept: Counter[str] = Counter()  # what became of offers
         self._base = base
         self._first = self.index.next
+        self._numbers: dict[int, int] = {}  # of the pool, by number in the index
+        self._records: dict[int, int] = {}  # the other way
+        self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
+        self._since = 0.0  # when the first of them was written
+        self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
+        self._memory = np.empty(0, np.uint8)  # where records are put together
         self._sound: dict[int, int] = {}  # records that were compared with their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
@@ -134,7 +144,7 @@ class GrowingRows(RowStore):
         return self.pool.nbytes
 
     def __len__(self) -> int:
-        return len(self.pool)
+        return len(self.pool) + len(self._ahead)
 
     def offer(self, offers: Sequence[Offer]) -> None:
         """Have these sequences of one batch kept; returns at once."""
@@ -153,8 +163,14 @@ class GrowingRows(RowStore):
 
     def note_of(self, record: int) -> bytes:
         """What was kept with a record; nothing if there is no such record."""
-        kept = self.pool.records.get(record - self._first)
+        kept = self._kept(record)
         return b"" if kept is None else kept.note
+
+    def _kept(self, record: int) -> Kept | None:
+        """What lies behind a number of the index that is not of a prepared record."""
+        kept = self._ahead.get(record)
+        number = self._numbers.get(record) if kept is None else None
+        return kept if number is None else self.pool.records.get(number)
 
     @property
     def done(self) -> dict[str, int]:
@@ -163,35 +179,66 @@ class GrowingRows(RowStore):
 
     # ---- the filler's thread ----
 
-    def _fill(self, offers: Sequence[Offer]) -> None:
-        """Keep what no record serves; and learn what others have kept."""
-        chosen = list(offers)
+    def _fill(self, offers: Sequence[Offer], hurry: bool) -> None:
+        """Keep what no record serves; and learn what others have kept.
+
+        A record serves here once it is written. It is published a little later, with others: a transaction takes as
+        long as some records. `hurry`: publish now.
+        """
+        lost = len(offers)
         try:
             self._learn(self._news())
             self._earn()
             if not offers:
                 self.index.link(_LINKED)
             chosen = self._chosen(offers)
-            if chosen:
-                try:
-                    self._learn(self.pool.add(self._entries(chosen)))
-                except DatabaseError:
-                    self._learn(self.pool.news())  # some of them may have been kept
-                    raise
-                self.kept["kept"] += len(chosen)
+            lost = len(chosen)
+            rest = [entry for entry in self._entries(chosen) if not self._write(entry)]
+            lost = len(rest) + len(self._ahead)
+            if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
+                self._publish(rest)
+                self.kept["kept"] += lost
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
-            self.kept[type(error).__name__] += len(chosen)
+            self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
         self.note(_NOTED)
 
     def _entries(self, offers: Sequence[Offer]) -> list[Entry]:
         """What becomes records. All are written in the same memory: to ask for new pages takes as long as the rest."""
         sizes = [self.layout.nbytes(len(one.tokens)) for one in offers]
-        memory = np.empty(max(sizes), np.uint8)
+        memory, most = self._memory, max(sizes, default=0)
+        if len(memory) < most:
+            memory = np.empty(most, np.uint8)
+            self._memory = memory if most <= _MEMORY else self._memory
         return [
             Entry(one.tokens.copy(), Late(size, partial(one.written, self.layout, memory)), one.note)
             for one, size in zip(offers, sizes, strict=True)
         ]  # a copy: the tokens of the whole batch would be held
+
+    def _write(self, entry: Entry) -> bool:
+        """Write a record ahead and let it be found; False: it has to be added."""
+        try:
+            kept = self.pool.write(entry)
+        except DatabaseError:  # to add it says why
+            return False
+        if kept is None:
+            return False
+        if not self._ahead:
+            self._since = time.monotonic()
+        self._ahead[self.index.next] = kept
+        self._index([kept])
+        return True
+
+    def _publish(self, rest: Sequence[Entry]) -> None:
+        """Publish what was written ahead, and add the rest."""
+        try:
+            self._learn(self.pool.add(rest))
+        except DatabaseError:
+            self._learn(self.pool.news())  # some of them may have been kept
+            raise
+        finally:
+            for record in list(self._ahead):  # what was not published is lost
+                self._forget(record)
 
     def watch(self, work: Callable[[], Work]) -> None:
         """Note from now on what requests do; `work` says how much they have done so far."""
@@ -225,8 +272,15 @@ class GrowingRows(RowStore):
         news, anew, self._anew = self.pool.news(), self._anew, False
         if not anew:
             return news
-        known = {number - self._first for number in self.index.numbers() if number >= self._first}
+        self._ahead.clear()  # the parent publishes them
+        own = [record for record in self.index.numbers() if record >= self._first]
+        for record in own:
+            if record not in self._numbers:
+                self._forget(record)
+        self._numbers = {record: self._numbers[record] for record in own if record in self._numbers}
+        self._records = {number: record for record, number in self._numbers.items()}
         records = dict(self.pool.records)
+        known = self._records.keys()
         return News([records[number] for number in sorted(records.keys() - known)], sorted(known - records.keys()))
 
     def _chosen(self, offers: Sequence[Offer]) -> list[Offer]:
@@ -251,23 +305,48 @@ class GrowingRows(RowStore):
 
     def _are_stored(self, tokens: Sequence[npt.NDArray[np.int32]]) -> list[bool]:
         """Whether there is a record of just these tokens, for each sequence."""
-        if not tokens:
-            return []
-        starts = np.concatenate([[0], np.cumsum([len(one) for one in tokens])]).astype(np.int64)
-        near = self.index.candidates(np.concatenate(tokens), starts, 4)
-        return [
-            any(np.array_equal(near.shelf.tokens_of(row), one) for row in rows if row >= 0)
-            for one, rows in zip(tokens, near.rows.tolist(), strict=True)
-        ]
+        if tokens and self._same is None:
+            self._same = {_hash(one): number for number, one in self.index.items()}
+        return [self._is_stored(one) for one in tokens]
+
+    def _is_stored(self, tokens: npt.NDArray[np.int32]) -> bool:
+        record = (self._same or {}).get(_hash(tokens))
+        try:
+            return record is not None and np.array_equal(self.index.tokens_of(record), tokens)
+        except KeyError:
+            return False
 
     def _learn(self, news: News) -> None:
         """Let what came be found, and what went no more."""
-        numbers = [self._first + kept.number for kept in news.added]
-        self.index.extend([kept.tokens for kept in news.added], numbers)
+        written = {(kept.segment.number, kept.place): record for record, kept in self._ahead.items()}
+        fresh: list[Kept] = []
+        for kept in news.added:
+            record = written.get((kept.segment.number, kept.place), self.index.next + len(fresh))
+            self._numbers[record], self._records[kept.number] = kept.number, record
+            if self._ahead.pop(record, None) is None:
+                fresh.append(kept)
+        self._index(fresh)
         for number in news.removed:
-            self._sound.pop(number, None)
-            if self._first + number in self.index:
-                self.index.remove(self._first + number)
+            record = self._records.get(number, -1)
+            if record >= 0:
+                self._forget(record)
+
+    def _index(self, found: Sequence[Kept]) -> None:
+        """Let records be found, under the next numbers of the index."""
+        first = self.index.next
+        self.index.extend([kept.tokens for kept in found], range(first, first + len(found)))
+        if self._same is not None:
+            self._same.update((_hash(kept.tokens), first + step) for step, kept in enumerate(found))
+
+    def _forget(self, record: int) -> None:
+        """Let a record be found no more."""
+        self._ahead.pop(record, None)
+        self._sound.pop(record, None)
+        self._records.pop(self._numbers.pop(record, -1), None)
+        if record in self.index:
+            if self._same is not None:
+                self._same.pop(_hash(self.index.tokens_of(record)), None)
+            self.index.remove(record)
 
     def _tell(self, kind: str, text: str) -> None:
         """Warn once of each kind of trouble."""
@@ -289,17 +368,17 @@ class GrowingRows(RowStore):
         return prepared if not own.any() else _Both(prepared, Placed(self.layout, held), own)
 
     def _get(self, record: int) -> Kept:
-        number = record - self._first
-        kept = self.pool.records.get(number)
+        kept = self._kept(record)
         if kept is None:
             raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
-        if self._sound.get(number) != kept.segment.number:
+        if self._sound.get(record) != kept.segment.number:
             if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
                 if record in self.index:
                     self.index.remove(record)  # it is never found again; the file is left to `attmemo check`
+                number = kept.number
                 self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
                 raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
-            self._sound[number] = kept.segment.number
+            self._sound[record] = kept.segment.number
         kept.segment.hit(kept.place)
         return kept
 
@@ -313,11 +392,16 @@ class GrowingRows(RowStore):
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
+        self._same = None
         self._earned = None
         self._worked = None  # no lock may be taken here: a thread of the parent may hold it
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
+
+
+def _hash(tokens: npt.NDArray[np.int32]) -> int:
+    return xxhash.xxh3_64_intdigest(tokens.data)
 
 
 def _flush(store: weakref.ref[GrowingRows]) -> None:
