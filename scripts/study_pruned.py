@@ -1,6 +1,7 @@
 """Memoization of a pruned model beside its dense original: the paper's Table 8, on SST-2.
 
     python scripts/study_pruned.py ../shared results            # prunes, about 7 minutes on two cores, then measures
+    python scripts/study_pruned.py ../shared results --reuse    # measures the same pruned model again
     python scripts/study_pruned.py ../shared results --docs docs
 
 The MiniLM sentiment classifier is pruned by magnitude, gradually, to 85 % of the weights of its Linear layers, while
@@ -15,10 +16,11 @@ cubic schedule is that of Zhu and Gupta, "To prune, or not to prune" (arXiv 1710
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +29,25 @@ import numpy as np
 import pandas as pd
 import torch
 from marked import replace_measured
+from paper.exhaustive import padded_inputs
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.machine import conditions
 from attmemo.profiler.answers import ask, changed, prepare
+from attmemo.profiler.bench.timing import interleave, silent
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.controls import CONTROLS, serving_control
-from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
+from attmemo.profiler.models import LoadedModel, Tokens, answers, load_model, tokenize
 from attmemo.profiler.train import train_database
 
 SPARSITY = 0.85
 LEVELS = {"conservative": 0.8, "moderate": 0.7, "aggressive": 0.6}
 BATCH_SIZES = (1, 8, 32)
 LONGEST = 64  # tokens; no sentence of SST-2 has more
+PADDED = 128  # the paper: 512
+TIMED = 128  # sentences
 STORED = 6000  # phrases of at least eight words: the train split is full of fragments that no one asks
 
 
@@ -252,6 +258,40 @@ def measure(loaded: LoadedModel, path: Path, texts: list[str], labels: Tensor) -
     return rows
 
 
+def timed(loaded: LoadedModel, path: Path, texts: list[str], turns: int = 5) -> dict[str, Any]:
+    """Milliseconds of a text, exact and at each level: padded and eager as in the paper, and on the best path."""
+    slow = copy.deepcopy(loaded)
+    slow.model.set_attn_implementation("eager")  # type: ignore[operator]
+    tokens, size = tokenize(loaded, texts, LONGEST), BATCH_SIZES[-1]
+    given = {
+        "padded, eager": (slow, [padded_inputs(tokens[at : at + size], PADDED) for at in range(0, len(tokens), size)]),
+        "best": (loaded, [inputs for _, inputs in prepare(loaded, tokens, size)]),
+    }
+    jobs: dict[str, Callable[[int], None]] = {}
+
+    def job(name: str, own: LoadedModel, batches: list[dict[str, Tensor]]) -> None:
+        def run(_turn: int) -> None:
+            for inputs in batches:
+                answers(own, inputs)
+
+        jobs[name] = run
+
+    seen = conditions()
+    torch.set_num_threads(seen["cores"])
+    with Database(path) as database, torch.inference_mode():
+        for way, (own, batches) in given.items():
+            job(f"{way}, exact", own, batches)
+            for level, threshold in LEVELS.items():
+                served = copy.deepcopy(own)
+                memoize(served.model, threshold, database, gate=False)
+                job(f"{way}, {level}", served, batches)
+        spent = interleave(jobs, turns, tell=silent)
+    return {
+        "texts": len(texts), "batch_size": size, "padded_to": PADDED, "threads": seen["cores"], "load": seen["load"],
+        "ms": {name: one.ms / len(texts) for name, one in spent.items()},
+    }  # fmt: skip
+
+
 def accuracy(answers: Tensor, labels: Tensor) -> float:
     return float((answers.argmax(1) == labels).float().mean())
 
@@ -322,7 +362,9 @@ def main() -> None:
         build_database(loaded, [phrases], path, BuildOptions(max_length=LONGEST))
         trained = train_database(path, profile=False)
         levels = measure(loaded, path, dev["sentence"].tolist(), torch.tensor(dev["label"].tolist()))
+        timing = timed(loaded, path, dev["sentence"].tolist()[:TIMED])
         result["models"][name] = {
+            "times": timing,
             "zeros_in_linear_weights": zeros(linear_weights(loaded.model)),
             "held_out_similarity": trained["layers"]["-1"],
             "levels": levels,

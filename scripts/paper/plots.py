@@ -13,6 +13,7 @@ from matplotlib.ticker import LogFormatter, NullFormatter
 from attmemo.profiler.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, png
 
 COLORS = (BLUE, ORANGE, GREEN, GREY, "#9c5a8a", INK)
+MANY = 8  # groups whose names fit side by side
 PAPER = "#b23a48"  # the colour of the paper's values, in every plot
 
 
@@ -30,14 +31,19 @@ def sheet(columns: int = 1, title: str = "", width: float = 5.2, height: float =
 def bars(
     axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], colors: Sequence[str] = COLORS
 ) -> None:
-    """Bars side by side in groups; None leaves a gap; a series named as the paper's has the paper's colour."""
+    """Bars side by side in groups; None leaves a gap; a series named as the paper's has the paper's colour.
+
+    The names of many groups stand upright.
+    """
     width = 0.8 / len(series)
     for place, (name, values) in enumerate(series.items()):
         at = [group + (place - (len(series) - 1) / 2) * width for group in range(len(groups))]
         color = PAPER if name.startswith("paper") else colors[place % len(colors)]
         kept = [(x, value) for x, value in zip(at, values, strict=True) if value is not None]
         axes.bar([x for x, _ in kept], [value for _, value in kept], 0.92 * width, color=color, label=name)
-    axes.set_xticks(range(len(groups)), list(groups))
+    many = len(groups) > MANY
+    names = [group.replace("\n", ", ") for group in groups] if many else list(groups)
+    axes.set_xticks(range(len(groups)), names, rotation=90 if many else 0)
 
 
 def as_png(figure: Figure) -> bytes:

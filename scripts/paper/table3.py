@@ -186,6 +186,7 @@ def draw(found: Found) -> Plot:
         list(PAPER_ROWS), [row[0] for row in PAPER_ROWS.values()], "D-", color=PAPER, label="paper (512 tokens)"
     )
     axes[1].set(title="size", xlabel="sequences stored", ylabel="GB")
+    axes[1].set_xticks([*sizes, *list(PAPER_ROWS)[::2]], [f"{size:,}" for size in (*sizes, *list(PAPER_ROWS)[::2])])
     legend(axes[1], loc="center left")
     return figure
 

@@ -156,8 +156,9 @@ def draw(found: Found) -> Plot:
     bars(axes[0], LEVELS, here)
     bars(axes[1], LEVELS, {name: [value - exact for value in values] for name, (exact, *values) in PAPER_ROWS.items()},
          (PAPER, "#d98a94", "#edc4c9"))  # fmt: skip
+    low = min(-6.0, *(drop for drops in here.values() for drop in drops))
     for own, title in zip(axes, ("here", "paper"), strict=True):
-        own.set(title=title, ylabel="points", ylim=(-6, 2))
+        own.set(title=title, ylabel="points", ylim=(1.1 * low, 2))
         own.axhline(0, color="#26323a", linewidth=0.8)
         legend(own, loc="lower left")
     return figure

@@ -145,7 +145,7 @@ def why(found: Found) -> str:
 
 
 def draw(found: Found) -> Plot:
-    figure, (axes,) = sheet(1, "Time saved by selective memoization, %", 7.0)
+    figure, (axes,) = sheet(1, "Time saved by selective memoization, %", 7.0, 4.0)
     here = [f"{row['model'].split('-')[0]}\nbatch {row['batch']}" for row in found["rows"]]
     paper = [f"{name}\nbatch {batch}" for name in PAPER_ROWS for batch in (1, 32, 64)]
     saved = [100 * cell[0] for cells in PAPER_ROWS.values() for cell in cells]
@@ -154,7 +154,7 @@ def draw(found: Found) -> Plot:
         "here": mine + [None] * len(paper), "paper": [None] * len(here) + [float(value) for value in saved],
     }  # fmt: skip
     bars(axes, here + paper, series)
-    axes.tick_params(axis="x", labelsize=6)
+    axes.tick_params(axis="x", labelsize=8)
     axes.set(ylabel="% of the time without the gate")
     axes.axhline(0, color=PAPER, linewidth=0.6)
     legend(axes)
