@@ -12,15 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from attmemo.db.hold import Hold
 from attmemo.db.lease import Presence
 from attmemo.db.pool import Draft, Entry, Kept, Tail
 from attmemo.db.segment import Segment, rounded
-
-HELD: Final = 2
-"""Part of a usual segment that is held: a half."""
 
 
 class Ahead:
@@ -86,7 +82,10 @@ class Ahead:
             self._next = None
 
     def take(self, draft: Draft, usual: int) -> None:
-        """Take room for what is written next: what is still held, or a part of the newest segment."""
+        """Take room for what is written next: what is still held, or all that is left of the newest segment.
+
+        Less room would be full sooner, and each time a transaction follows.
+        """
         hold = self._next
         if hold is not None and not hold.is_short and hold.segment.number in draft.segments:
             return
@@ -95,7 +94,7 @@ class Ahead:
             return
         newest = draft.segments[max(draft.segments)]
         with suppress(OSError):  # too many files are open: everything is added under the lease
-            self._next = Hold(newest, draft.tails[newest.number], usual // HELD)
+            self._next = Hold(newest, draft.tails[newest.number], usual)
             draft.tails[newest.number] = self._next.end
             draft.touched.add(newest.number)
 

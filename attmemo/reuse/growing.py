@@ -43,7 +43,7 @@ SPARE: Final = "another serves, and there is no room"
 
 _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
-GATHERED: Final = 0.5
+GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
 _MEMORY = 8 << 20  # bytes that are kept to put records together
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
