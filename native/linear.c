@@ -1,8 +1,8 @@
 /*
- * linear.c: linear layers, in float32 or with 8-bit weights and rows.   Module attmemo.kernels._linear.
+ * linear.c: linear layers, in float32, in bfloat16, or with 8-bit weights and rows.   Module attmemo.kernels._linear.
  *
  * THIS FILE is the front: arguments and their rules, tasks and threads. linear.h says what the numbers mean; the
- * arithmetic stands in linear32_kernel.h and linear8_kernel.h, once for each instruction set.
+ * arithmetic stands in linear32_kernel.h, linear8_kernel.h and linear_amx.h, once for each instruction set.
  *
  * A task is a chunk of rows and some panels of columns. Its thread takes the rows (in 8 bits: turns them into codes),
  * then multiplies: rows and a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a
@@ -30,6 +30,7 @@ enum { OVER = 4, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 *
 
 static const LinearKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
+    &linear16_amx,
     &linear32_avx512,
     &linear32_avx2,
     &linear8_vnni,
@@ -63,11 +64,14 @@ static const LinearKernel *choose_kernel(enum arithmetic arithmetic, const char 
     return NULL;
 }
 
+static const size_t kept_bytes[] = {[FLOATS] = 0, [CODES] = 1, [BFLOATS] = 2}; /* of a number of a row, by `take` */
+
 typedef struct {
     Product product, behind; /* behind: the second of two layers, if `feeds` */
     bool feeds;
     const LinearKernel *kernel;
     size_t chunk, chunks, panels, groups; /* rows of a chunk; how many; a chunk's tasks share the panels */
+    size_t room;                          /* rows that `take` has room for */
     size_t widest;                        /* inputs of a layer, a whole number of LINE */
     size_t scratch_bytes;
     char *scratch; /* of all threads */
@@ -79,7 +83,7 @@ typedef struct {
 static void feed(const Job *job, size_t first, size_t count, Rows *rows)
 {
     Product before = job->product, behind = job->behind;
-    before.out = (char *)(rows->codes + job->chunk * rows->code_line);
+    before.out = (char *)(rows->codes + job->room * rows->code_line);
     behind.x = before.out;
     for (size_t panel = 0; panel < job->panels; panel++)
         job->kernel->multiply(&before, 0, count, rows, panel);
@@ -95,7 +99,7 @@ static void work(void *argument)
     Job *job = argument;
     const Product *product = &job->product;
     char *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_bytes;
-    Rows rows = {.wide = (float *)scratch, .code_line = job->kernel->arithmetic == CODES ? job->widest : 0};
+    Rows rows = {.wide = (float *)scratch, .code_line = job->widest * kept_bytes[job->kernel->arithmetic]};
     rows.codes = (uint8_t *)scratch + job->widest * sizeof(float);
     size_t taken = job->chunks;
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
@@ -120,18 +124,26 @@ static void work(void *argument)
 static bool run(Job *job, size_t threads)
 {
     const Product *product = &job->product;
+    size_t most = job->kernel->chunk;
     job->panels = (product->outputs + PANEL - 1) / PANEL;
-    job->chunks = (product->rows + CHUNK - 1) / CHUNK;
-    if (job->feeds) /* as much work for each thread */
+    job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
+    if (job->kernel->bytes) {
+        size_t fit = job->kernel->bytes / (job->widest * kept_bytes[job->kernel->arithmetic]);
+        most = fit < 2 * job->kernel->group ? 2 * job->kernel->group : fit < most ? fit : most;
+    }
+    job->chunks = (product->rows + most - 1) / most;
+    bool alone = job->feeds || (job->kernel->bytes && product->rows >= 8 * job->kernel->group * threads);
+    if (alone) /* as much work for each thread, and no rows are taken twice */
         job->chunks = round_to(job->chunks, threads);
-    job->chunk = (product->rows + job->chunks - 1) / job->chunks;
+    job->chunk = round_to((product->rows + job->chunks - 1) / job->chunks, job->kernel->group);
     job->chunks = (product->rows + job->chunk - 1) / job->chunk;
-    size_t wanted = threads > 1 && !job->feeds ? (OVER * threads + job->chunks - 1) / job->chunks : 1;
+    size_t wanted = threads > 1 && !alone ? (OVER * threads + job->chunks - 1) / job->chunks : 1;
     job->groups = wanted < job->panels ? wanted : job->panels;
     if (threads > job->chunks * job->groups)
         threads = job->chunks * job->groups;
-    job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
-    job->scratch_bytes = job->widest * (sizeof(float) + job->chunk * (job->feeds ? 1 + sizeof(float) : 1));
+    size_t kept = kept_bytes[job->kernel->arithmetic] + (job->feeds ? item_bytes[job->behind.type] : 0);
+    job->room = round_to(job->chunk, 2 * job->kernel->group);
+    job->scratch_bytes = job->widest * (sizeof(float) + job->room * kept);
     void *scratch;
     if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes + job->chunks * sizeof *job->left) != 0)
         return false;
@@ -162,7 +174,8 @@ static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t 
         return false;
     product->inputs = (size_t)inputs;
     product->outputs = (size_t)outputs;
-    product->panel_bytes = PANEL * (arithmetic == CODES ? round_to(product->inputs, 4) : 4 * product->inputs);
+    product->panel_bytes = PANEL * (arithmetic == FLOATS ? 4 * product->inputs
+                                                         : round_to(product->inputs * kept_bytes[arithmetic], LINE));
     product->activation = (enum activation)activation;
     size_t columns = round_to(product->outputs, PANEL);
     bool fits = (size_t)parts[PANELS].len == columns / PANEL * product->panel_bytes;
@@ -183,12 +196,14 @@ static bool begin(Job *job, enum arithmetic arithmetic, Py_ssize_t rows, int typ
     job->kernel = choose_kernel(arithmetic, isa);
     if (!is_fine(job->kernel != NULL, "the processor has no such instructions") ||
         !is_fine(rows >= 0 && threads > 0, "a size is out of range") ||
-        !is_fine(type == FLOAT32 || (type == BFLOAT16 && arithmetic == CODES), "there is no such type"))
+        !is_fine(type == BFLOAT16 ? arithmetic != FLOATS : type == FLOAT32 && arithmetic != BFLOATS,
+                 "there is no such type"))
         return false;
     job->product.rows = job->behind.rows = (size_t)rows;
     job->product.type = job->behind.out_type = (enum type)type;
-    job->product.out_type = job->feeds ? FLOAT32 : (enum type)type;
-    job->behind.type = FLOAT32;
+    job->behind.type = arithmetic == BFLOATS ? BFLOAT16 : FLOAT32;
+    job->behind.line = job->behind.inputs * item_bytes[job->behind.type];
+    job->product.out_type = job->feeds ? job->behind.type : (enum type)type;
     bool done = true;
     if (rows > 0) {
         Py_BEGIN_ALLOW_THREADS
@@ -220,8 +235,8 @@ PyDoc_STRVAR(multiply_doc,
              "multiply($module, x, add, out, sizes, weights, norm, flags, /)\n--\n\n"
              "x, add: (address, bytes from a row to the next); add: (0, 0) without a residual. out: address, rows without\n"
              "gaps. sizes: (rows, inputs, outputs, type, activation), as `enum type` and `enum activation` have them.\n"
-             "weights: (panels, scales, bias, sums), each of all columns of all panels; scales and sums are empty in\n"
-             "float32. norm: (address of its weight, of its bias, what is added to the variance); (0, 0, 0.0) without one.\n"
+             "weights: (panels, scales, bias, sums), each of all columns of all panels; scales and sums are empty but\n"
+             "in 8 bits. norm: (address of its weight, of its bias, what is added to the variance); (0, 0, 0.0) without one.\n"
              "flags: (arithmetic, as `enum arithmetic` has it; threads; isa). The caller vouches for the\n"
              "addresses.");
 
@@ -267,8 +282,7 @@ static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     Job job = {.feeds = true,
                .product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line},
-               .behind = {.line = (size_t)inner * sizeof(float),
-                          .add = (const char *)(uintptr_t)add,
+               .behind = {.add = (const char *)(uintptr_t)add,
                           .add_line = (size_t)add_line,
                           .out = (char *)(uintptr_t)out}};
     bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, inner, activation, parts) &&
@@ -309,7 +323,7 @@ static PyMethodDef native_methods[] = {
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "attmemo.kernels._linear",
-    .m_doc = "Linear layers in float32 and in 8 bits. See native/linear.c.",
+    .m_doc = "Linear layers in float32, in bfloat16 and in 8 bits. See native/linear.c.",
     .m_size = 0,
     .m_methods = native_methods,
 };

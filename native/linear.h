@@ -8,7 +8,12 @@
  * CODES.  A row of x becomes codes of 8 bits without sign, with a scale and a zero point of its own:
  * x ~ scale (code - zero). A column of the weights has codes with sign, and a scale. Products of codes are summed in 32
  * bits, so nothing saturates and all instruction sets give the same integers. In a panel, four neighbouring inputs of a
- * column stand side by side, then the next column: [inputs / 4][PANEL][4]. Missing inputs are zeros.
+ * column stand side by side, then the next column: [inputs / 4][PANEL][4]. Missing inputs, up to a whole number of LINE,
+ * are zeros.
+ *
+ * BFLOATS.  Products of bfloat16 by the matrix unit, summed in float32. Half a panel is what its tiles of 16 columns and
+ * 32 inputs are, two side by side: [2][inputs / 32][2][16][16][2], two neighbouring inputs of a column side by side.
+ * Missing inputs are zeros.
  */
 
 #ifndef ATTMEMO_LINEAR_H
@@ -19,9 +24,12 @@
 enum {
     PANEL = 64,
     CHUNK = 48, /* rows of a task at most: what is kept of them stays in the processor's cache */
+    /* The matrix unit is so fast that it waits for weights if they come for fewer rows than the second cache holds. */
+    AMX_CHUNK = 512,
+    AMX_BYTES = 768 << 10, /* of these rows */
 };
 
-enum arithmetic { FLOATS, CODES, ARITHMETICS };
+enum arithmetic { FLOATS, CODES, BFLOATS, ARITHMETICS };
 enum activation { NONE, RELU, SILU, GELU, GELU_TANH, ACTIVATIONS };
 
 /* A layer norm of the result's rows; weight and bias have their type. */
@@ -49,15 +57,16 @@ typedef struct {
     const char *from; /* of FLOATS: the first row, bytes to the next one */
     size_t line;
     float *wide; /* of CODES: room for one row of float32, a whole number of LINE */
-    uint8_t *codes; /* [CHUNK][code_line] */
+    uint8_t *codes; /* [the kernel's chunk][code_line]: of CODES; of BFLOATS as tiles */
     size_t code_line;
-    float scales[CHUNK];
-    int32_t zeros[CHUNK];
+    float scales[AMX_CHUNK];
+    int32_t zeros[AMX_CHUNK];
 } Rows;
 
 typedef struct {
     const char *name;
     enum arithmetic arithmetic;
+    size_t chunk, group, bytes; /* rows of a task at most; a divisor of them, but of the last; bytes of theirs, or 0 */
     /* Make rows first ... first + count of x ready. */
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
     /* The same rows of the result, columns of one panel. */
@@ -67,6 +76,7 @@ typedef struct {
 } LinearKernel;
 
 extern const LinearKernel linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;
+extern const LinearKernel linear16_amx;
 extern const LinearKernel linear32_avx512, linear32_avx2, linear32_generic;
 
 #endif

@@ -30,30 +30,38 @@ INLINE vector gate(vector x, vector y)
     return x * pick(y < 0.0f, power * part, part);
 }
 
-INLINE void activate(float *numbers, enum activation activation)
+INLINE vector activated(vector x, enum activation activation)
 {
     switch (activation) {
     case RELU:
-        for (int i = 0; i < PANEL; i += LANES)
-            STORE(numbers + i) = pick(LOAD(numbers + i) < 0.0f, SPLAT(0), LOAD(numbers + i));
-        break;
+        return pick(x < 0.0f, SPLAT(0), x);
     case SILU:
-        for (int i = 0; i < PANEL; i += LANES)
-            STORE(numbers + i) = gate(LOAD(numbers + i), LOAD(numbers + i));
-        break;
+        return gate(x, x);
     case GELU:
-        for (int i = 0; i < PANEL; i += LANES)
-            STORE(numbers + i) = gelu(LOAD(numbers + i));
-        break;
+        return gelu(x);
     case GELU_TANH: /* (1 + tanh z) / 2 = 1 / (1 + e^-2z) */
-        for (int i = 0; i < PANEL; i += LANES) {
-            vector x = LOAD(numbers + i);
-            STORE(numbers + i) = gate(x, x * (x * x * 0.0713548162726f + 1.59576912161f));
-        }
+        return gate(x, x * (x * x * 0.0713548162726f + 1.59576912161f));
+    default:
+        return x;
+    }
+}
+
+INLINE void activate(float *numbers, enum activation activation)
+{
+#define ALL(name)                                                                                                      \
+    case name:                                                                                                         \
+        for (int i = 0; i < PANEL; i += LANES)                                                                         \
+            STORE(numbers + i) = activated(LOAD(numbers + i), name);                                                   \
         break;
+    switch (activation) {
+        ALL(RELU)
+        ALL(SILU)
+        ALL(GELU)
+        ALL(GELU_TANH)
     default:
         break;
     }
+#undef ALL
 }
 
 /* One row of the result, the columns of a panel, from its sums with bias. */

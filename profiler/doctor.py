@@ -19,6 +19,7 @@ from attmemo.db.find import cache_directory
 from attmemo.handles.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
+from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
 from attmemo.machine import processor
 from attmemo.memory import available_memory, control_groups, limit_of, read_number, read_text
@@ -78,8 +79,9 @@ def plan(facts: Facts) -> dict[str, Any]:
 
 def _linear_of(dtype: torch.dtype) -> str:
     weight = torch.eye(16, dtype=dtype)
-    if Linear32.where_it_pays([weight], [None]) is not None:
-        return f"attmemo's own, {Linear32.instruction_sets()[0]}"
+    for own in (Linear32, Linear16):
+        if own.where_it_pays([weight], [None]) is not None:
+            return f"attmemo's own, {own.instruction_sets()[0]}"
     return "oneDNN, weights reordered once" if Linear.of([weight], [None]).packed else "torch's own"
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in panels, float32 and 8 bits alike: rows in any strides, each on its own, within their bounds."""
+"""Linear layers in panels, of all kinds alike: rows in any strides, each on its own, within their bounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from attmemo.kernels import _linear
 from attmemo.kernels.linear import ACTIVATIONS
 from attmemo.kernels.linear8 import Linear8
+from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.panels import Panels
 
-Kind = type[Linear32] | type[Linear8]
+Kind = type[Linear32] | type[Linear8] | type[Linear16]
 KINDS: list[tuple[Kind, torch.dtype]] = [
-    (Linear32, torch.float32), (Linear8, torch.float32), (Linear8, torch.bfloat16)
+    (Linear32, torch.float32), (Linear8, torch.float32), (Linear8, torch.bfloat16), (Linear16, torch.bfloat16)
 ]  # fmt: skip
+if not Linear16.instruction_sets():  # the processor has no matrix unit
+    KINDS.pop()
 CASES = [(kind, dtype, isa) for kind, dtype in KINDS for isa in kind.instruction_sets()]
 SINGLE = [(kind, isa) for kind, dtype, isa in CASES if dtype == torch.float32]
 kinds = pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=str)
@@ -66,7 +69,7 @@ def test_activations_are_exact_over_their_whole_range(kind: Kind, isa: str, acti
 
 @cases
 def test_a_row_that_is_not_finite_becomes_nan_alone(kind: Kind, dtype: torch.dtype, isa: str) -> None:
-    """In float32, infinity gives what it gives in a product: infinity, or NaN."""
+    """But in 8 bits, infinity gives what it gives in a product: infinity, or NaN."""
     weight, bias = parts(70, 37, dtype)
     for activation in ACTIVATIONS:
         layer, x = kind.of([weight], [bias], activation), rows(7, 37, dtype)
@@ -75,7 +78,7 @@ def test_a_row_that_is_not_finite_becomes_nan_alone(kind: Kind, dtype: torch.dty
             spoiled = x.clone()
             spoiled[4, place] = wrong
             seen = layer(spoiled, isa=isa)
-            assert seen[4].isnan().all() or (kind is Linear32 and not math.isnan(wrong))
+            assert seen[4].isnan().all() or (kind is not Linear8 and not math.isnan(wrong))
             assert torch.equal(seen[[0, 1, 2, 3, 5, 6]], expected[[0, 1, 2, 3, 5, 6]])
 
 
@@ -233,7 +236,7 @@ def native_call(arithmetic: int, **changed: Any) -> None:
     x, out = np.ones((3, 8), np.float32), np.zeros((3, 5), np.float32)
     call: dict[str, Any] = {
         "x": (x.ctypes.data, 32), "add": (0, 0), "out": out.ctypes.data, "sizes": (3, 8, 5, 0, 0),
-        "weights": (bytes(64 * 8 * (1 if arithmetic else 4)), *columns(arithmetic)), "norm": (0, 0, 0.0),
+        "weights": (bytes(64 * (64 if arithmetic else 32)), *columns(arithmetic)), "norm": (0, 0, 0.0),
         "flags": (arithmetic, 1, ""),
     } | changed  # fmt: skip
     _linear.multiply(*call.values())
@@ -246,9 +249,9 @@ def native_call(arithmetic: int, **changed: Any) -> None:
         {"sizes": (-1, 8, 5, 0, 0)}, {"sizes": (3, 0, 5, 0, 0)}, {"sizes": (3, 65537, 5, 0, 0)},
         {"sizes": (3, 8, 0, 0, 0)}, {"sizes": (3, 8, 2**60, 0, 0)}, {"sizes": (3, 8, 5, 1, 0)},
         {"sizes": (3, 8, 5, 3, 0)}, {"sizes": (3, 8, 5, 0, 5)}, {"sizes": (3, 8, 5, 0, -1)},
-        {"sizes": (3, 9, 5, 0, 0)}, {"sizes": (3, 8, 65, 0, 0)}, {"flags": (2, 1, "")}, {"flags": (-1, 1, "")},
-        {"weights": (bytes(64 * 8), *columns(1, last=63))}, {"weights": (bytes(64 * 8 - 1), *columns(1))},
-        {"weights": (bytes(64 * 8), *columns(0))}, {"norm": (0, 0, -1.0)}, {"norm": (0, 0, math.nan)},
+        {"sizes": (3, 65, 5, 0, 0)}, {"sizes": (3, 8, 65, 0, 0)}, {"flags": (3, 1, "")}, {"flags": (-1, 1, "")},
+        {"weights": (bytes(64 * 64), *columns(1, last=63))}, {"weights": (bytes(64 * 64 - 1), *columns(1))},
+        {"weights": (bytes(64 * 64), *columns(0, last=63))}, {"norm": (0, 0, -1.0)}, {"norm": (0, 0, math.nan)},
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_by_the_kernel(arithmetic: int, changed: dict[str, Any]) -> None:
@@ -259,12 +262,12 @@ def test_sizes_that_do_not_fit_are_refused_by_the_kernel(arithmetic: int, change
 
 @pytest.mark.parametrize("arithmetic", [0, 1])
 def test_threads_types_and_instructions_that_do_not_fit_are_refused_by_the_kernel(arithmetic: int) -> None:
-    for flags in ((arithmetic, 0, ""), (arithmetic, 1, "amx")):
+    for flags in ((arithmetic, 0, ""), (arithmetic, 1, "mmx")):
         with pytest.raises(ValueError, match=r"out of range|no such"):
             native_call(arithmetic, flags=flags)
     with pytest.raises(ValueError, match="no such type"):
         native_call(0, sizes=(3, 8, 5, 2, 0))  # bfloat16
-    for wrong in (2, -1):
+    for wrong in (3, -1):
         with pytest.raises(ValueError, match="no such arithmetic"):
             _linear.instruction_sets(wrong)
 

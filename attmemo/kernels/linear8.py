@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, AFTER, check_parts, stacked
-from attmemo.kernels.panels import MOST_INPUTS, PANEL, Numbers, Panels, Weights, lengthened
+from attmemo.kernels.panels import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, lengthened
 
 LinearName = Literal["exact", "int8"]
 """Arithmetic of linear layers: `Linear` or `Linear8`."""
@@ -108,6 +108,6 @@ def linear8_in_torch(
 def _in_panels(codes: Tensor, columns: int) -> Numbers:
     """``[columns / 64, inputs / 4, 64, 4]``, what is missing filled with zeros."""
     outputs, inputs = codes.shape
-    codes = F.pad(codes, (0, -inputs % 4, 0, columns - outputs))
+    codes = F.pad(codes, (0, -inputs % LINE, 0, columns - outputs))
     panels = codes.view(-1, PANEL, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
     return panels.numpy()

@@ -14,6 +14,7 @@ from attmemo.kernels.linear import ACTIVATIONS, check_rows
 from attmemo.kernels.team import join_torch
 
 PANEL: Final = 64  # columns of a panel, as native/linear.h has them
+LINE: Final = 64  # bytes; inputs of 8 and 16 bits are filled up with zeros to whole lines
 MOST_INPUTS: Final = 65536
 _FEW: Final = 48  # rows: threads share columns then, not rows, or each of them would read all weights
 Numbers = np.ndarray[Any, Any]
@@ -56,6 +57,10 @@ class Panels:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.weights)
+
+    def _are_two_calls(self, rows: int, threads: int) -> bool:
+        """Whether two layers are faster one after the other for so many rows."""
+        return rows < _FEW and threads > 1 and self.dtype == torch.float32
 
     @property
     def _kind(self) -> tuple[int, int]:
@@ -107,7 +112,7 @@ class Panels:
         self, behind: Panels, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *,
         threads: int | None = None, isa: str = "",
     ) -> Tensor:  # fmt: skip
-        """``behind(self(x), add, norm)`` in one call; what lies between the layers is not rounded to their type.
+        """``behind(self(x), add, norm)``, in one call where it pays: what lies between the layers stays in a cache.
 
         `behind` is of the same kind and has no activation. Raises as a call does.
         """
@@ -120,7 +125,7 @@ class Panels:
             raise ValueError(f"the second layer must have no activation, not {behind.activation!r}")
         check_rows(x, self.inputs, self.dtype, add, behind.outputs)
         threads = torch.get_num_threads() if threads is None else threads
-        if len(x) < _FEW and threads > 1 and self.dtype == torch.float32:
+        if self._are_two_calls(len(x), threads):
             return behind(self(x, threads=threads, isa=isa), add, norm, threads=threads, isa=isa)
         out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
         x = _in_lines(x)

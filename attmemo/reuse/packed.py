@@ -26,6 +26,7 @@ from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
+from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
 from attmemo.kernels.panels import Panels
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
@@ -57,6 +58,7 @@ class Packed:
     def __init__(self, blocks: Blocks, dtype: torch.dtype, linear: LinearName = "exact") -> None:
         self.blocks, self.dtype, self.linear = blocks, dtype, linear
         self._layers = [_Layer(block, linear) for block in blocks.blocks]
+        self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)
         self._spans: dict[int, Positions] = {}
 
     @property
@@ -95,7 +97,7 @@ class Packed:
         rows = len(hidden)
         if not rows:  # records supply everything
             return hidden
-        run = grid_rows(rows) if hidden.dtype == torch.bfloat16 and self.linear == "exact" else rows
+        run = grid_rows(rows) if self._on_grid else rows
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
         known = self.positions(longest)
@@ -194,7 +196,11 @@ def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str =
         biases: list[Any] = [module.bias for module in modules]
         if linear == "int8":
             return Linear8.of(weights, biases, activation)
-        return Linear32.where_it_pays(weights, biases, activation) or Linear.of(weights, biases, activation)
+        for own in (Linear32, Linear16):
+            layer = own.where_it_pays(weights, biases, activation)
+            if layer is not None:
+                return layer
+        return Linear.of(weights, biases, activation)
     return Called(modules)
 
 

@@ -1,0 +1,104 @@
+"""One linear layer in bfloat16 by the processor's matrix unit (AMX): `native/linear.c`.
+
+Its oracle is `torch.nn.functional.linear`.
+
+THE LIMIT of many rows is the unit: 3.8e12 operations a second and core here, as long as all that it reads lies in the
+first cache. What comes from the second cache comes at half of this pace. So rows are laid out as tiles once, tiles
+are read past the first cache, and while the unit multiplies, the vector units finish the rows before. Of few rows the
+limit is reading the weights once.
+
+oneDNN, which torch calls, uses one core only for some sizes. The four layers of a block, eight blocks one behind the
+other, on two cores, how many times as fast as `attmemo.kernels.linear.Linear`:
+
+    rows            16     64    128    300    512   1024   4096
+    width 384      1.3    1.1    .92    1.6    1.4    1.1    .98
+    width 768      1.2    1.1    1.0    1.2    1.6    1.6    1.2
+
+ROADS NOT TAKEN: rows read where they lie (16 rows from 16 places at each step: 1.4e12 in place of 2.2e12 operations a
+second); asking for tiles some steps before they are needed, into the first cache (slower).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
+from attmemo.kernels.panels import LINE, MOST_INPUTS, PANEL, Panels, Weights, lengthened
+
+_EMPTY = np.zeros(0, np.float32)
+_MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights
+_SIDE = 16  # columns of a tile, and pairs of its inputs
+
+
+class Linear16(Panels):
+    """``activation(x @ weight.T + bias)`` in bfloat16, summed in float32. See `Panels`."""
+
+    arithmetic: ClassVar[int] = 2
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.dtype, self.activation = weight.dtype, activation
+        columns = -(-self.outputs // PANEL) * PANEL
+        bias = lengthened(weight.new_zeros(0) if bias is None else bias, columns).float()
+        self.weights: Weights = _in_tiles(weight, columns).view(torch.int16).numpy(), _EMPTY, bias.numpy(), _EMPTY
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none") -> Linear16:
+        """Prepare the layer whose weight is `weights` stacked, such as those of Q, K and V.
+
+        Parameters
+        ----------
+        weights : sequence of Tensor
+            Each ``[out, in]`` with the same ``in``; plain dense bfloat16 tensors on the CPU.
+        biases : sequence of Tensor or None
+            One for each weight, ``[out]``. None is zeros.
+        activation : str
+            One of `attmemo.kernels.linear.ACTIVATIONS`: "gelu" is the exact one.
+
+        Raises
+        ------
+        ValueError
+            If the activation is not known, or the tensors are not of this kind or do not fit each other.
+        """
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        check_parts(weights, biases)
+        if weights[0].dtype != torch.bfloat16 or weights[0].shape[1] > MOST_INPUTS:
+            raise ValueError(f"weights are bfloat16 with at most {MOST_INPUTS} inputs, not {weights[0].dtype}")
+        with torch.inference_mode(False), torch.no_grad():
+            return cls(*stacked(weights, biases), activation)
+
+    @classmethod
+    def where_it_pays(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str = "none"
+    ) -> Linear16 | None:
+        """The layer, if the tensors are bfloat16 and the processor has a matrix unit.
+
+        It is compared with torch on a few rows; None also if it differs.
+        """
+        if not cls.instruction_sets():
+            return None
+        if weights[0].dtype != torch.bfloat16 or weights[0].shape[1] > MOST_INPUTS:
+            return None
+        layer = cls.of(weights, biases, activation)
+        with torch.no_grad():
+            x = sample(layer.inputs, layer.dtype)
+            return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None) else None
+
+    def _are_two_calls(self, rows: int, threads: int) -> bool:
+        return rows * self.outputs * self.dtype.itemsize < _MUCH
+
+
+def _in_tiles(weight: Tensor, columns: int) -> Tensor:
+    """``[columns / 64, 2, inputs / 32, 2, 16, 16, 2]``, what is missing filled with zeros: see native/linear.h."""
+    outputs, inputs = weight.shape
+    deep = LINE // weight.itemsize
+    weight = F.pad(weight, (0, -inputs % deep, 0, columns - outputs))
+    halves = weight.view(columns // PANEL, 2, 2, _SIDE, -1, _SIDE, 2)  # panel, half, tile, column, step, pair, input
+    return halves.permute(0, 1, 4, 2, 5, 3, 6).contiguous()
