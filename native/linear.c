@@ -85,11 +85,9 @@ static void feed(const Job *job, size_t first, size_t count, Rows *rows)
     Product before = job->product, behind = job->behind;
     before.out = (char *)(rows->codes + job->room * rows->code_line);
     behind.x = before.out;
-    for (size_t panel = 0; panel < job->panels; panel++)
-        job->kernel->multiply(&before, 0, count, rows, panel);
+    job->kernel->multiply(&before, 0, count, rows, 0, job->panels);
     job->kernel->take(&behind, 0, count, rows);
-    for (size_t panel = 0; panel * PANEL < behind.outputs; panel++)
-        job->kernel->multiply(&behind, first, count, rows, panel);
+    job->kernel->multiply(&behind, first, count, rows, 0, (behind.outputs + PANEL - 1) / PANEL);
     if (behind.norm.weight)
         job->kernel->normalize(&behind, first, count);
 }
@@ -112,9 +110,8 @@ static void work(void *argument)
             feed(job, first, count, &rows);
             continue;
         }
-        size_t end = (group + 1) * job->panels / job->groups;
-        for (size_t panel = group * job->panels / job->groups; panel < end; panel++)
-            job->kernel->multiply(product, first, count, &rows, panel);
+        job->kernel->multiply(product, first, count, &rows, group * job->panels / job->groups,
+                              (group + 1) * job->panels / job->groups);
         if (product->norm.weight && atomic_fetch_sub(&job->left[chunk], 1) == 1)
             job->kernel->normalize(product, first, count);
     }

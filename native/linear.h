@@ -69,8 +69,8 @@ typedef struct {
     size_t chunk, group, bytes; /* rows of a task at most; a divisor of them, but of the last; bytes of theirs, or 0 */
     /* Make rows first ... first + count of x ready. */
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
-    /* The same rows of the result, columns of one panel. */
-    void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel);
+    /* The same rows of the result, columns of panels panel ... end - 1. */
+    void (*multiply)(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end);
     /* The norm of these rows of the result, in place, once all their columns are there. */
     void (*normalize)(const Product *product, size_t first, size_t count);
 } LinearKernel;

@@ -44,7 +44,7 @@ INLINE void sum_products(const char *from, size_t line, const float *weights, si
     }
 }
 
-static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
+static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
 {
     const float *weights = (const float *)(product->weights + panel * product->panel_bytes);
     size_t column = panel * PANEL;
@@ -63,4 +63,10 @@ static void multiply(const Product *product, size_t first, size_t count, const R
             finish_row(product, first + done, sums[r], column);
         }
     }
+}
+
+static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
+{
+    for (; panel < end; panel++)
+        multiply_panel(product, first, count, rows, panel);
 }

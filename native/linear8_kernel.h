@@ -90,7 +90,7 @@ INLINE void sum_products(const uint8_t *codes, size_t line, const int8_t *weight
     }
 }
 
-static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
+static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
 {
     const int8_t *weights = (const int8_t *)product->weights + panel * product->panel_bytes;
     size_t column = panel * PANEL, quads = (product->inputs + 3) / 4;
@@ -114,4 +114,10 @@ static void multiply(const Product *product, size_t first, size_t count, const R
             finish_row(product, first + done, line, column);
         }
     }
+}
+
+static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
+{
+    for (; panel < end; panel++)
+        multiply_panel(product, first, count, rows, panel);
 }

@@ -20,9 +20,9 @@ enum {
 /* What comes once goes by the first cache: sums stay in it. */
 #define LOAD_TILE _tile_stream_loadd
 
-/* The group before: its first row in the task, rows that are finished, all. */
+/* The group before: its panel, its first row in the task, rows that are finished, all. */
 typedef struct {
-    size_t at, done, count;
+    size_t panel, at, done, count;
     const SUM (*sums)[PANEL];
 } Behind;
 
@@ -45,53 +45,58 @@ static inline void take_row(const char *from, size_t bytes, size_t row, const Ro
     }
 }
 
-static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
+/* Some rows of the group before become rows of the result. */
+static inline void finish_behind(const Product *product, size_t first, const Rows *rows, Behind *behind, size_t most)
 {
-    const char *weights = product->weights + panel * product->panel_bytes;
+    for (; most > 0 && behind->done < behind->count; most--, behind->done++)
+        finish(product, rows, first, behind->at + behind->done, behind->sums[behind->done], behind->panel);
+}
+
+static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
+{
     const size_t steps = (product->inputs + STEP_INPUTS - 1) / STEP_INPUTS, often = (SIDE + steps - 1) / steps;
     const size_t groups = (count + GROUP - 1) / GROUP, lines = (GROUP + groups - 1) / groups;
-    const char *ahead = weights + product->panel_bytes, *end = ahead;
-    if ((panel + 1) * PANEL < product->outputs)
-        end += product->panel_bytes;
     SUM sums[2][GROUP][PANEL] __attribute__((aligned(LINE)));
     Behind behind = {0};
     _tile_loadconfig(&tile_shapes);
     AMX_SEES_MEMORY;
-    for (size_t at = 0, turn = 0; at < count; at += GROUP, turn ^= 1) {
-        const size_t now = count - at < GROUP ? count - at : GROUP;
-        for (size_t half = 0; half < 2; half++) {
-            const char *upper = group_of(rows, at);
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (size_t step = 0; step < steps; step++, upper += GROUP * LINE) {
-                LOAD_TILE(6, TILE_OF(weights, steps, step, 2 * half), WEIGHT_LINE);
-                LOAD_TILE(7, TILE_OF(weights, steps, step, 2 * half + 1), WEIGHT_LINE);
-                LOAD_TILE(4, upper, LINE);
-                TILE(0, 4, 6);
-                TILE(1, 4, 7);
-                if (now > SIDE) {
-                    LOAD_TILE(5, upper + SIDE * LINE, LINE);
-                    TILE(2, 5, 6);
-                    TILE(3, 5, 7);
+    for (size_t turn = 0; panel < end; panel++) {
+        const char *weights = product->weights + panel * product->panel_bytes;
+        const char *ahead = weights + product->panel_bytes, *last = ahead + (panel + 1 < end ? product->panel_bytes : 0);
+        for (size_t at = 0; at < count; at += GROUP, turn ^= 1) {
+            const size_t now = count - at < GROUP ? count - at : GROUP;
+            for (size_t half = 0; half < 2; half++) {
+                const char *upper = group_of(rows, at);
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (size_t step = 0; step < steps; step++, upper += GROUP * LINE) {
+                    LOAD_TILE(6, TILE_OF(weights, steps, step, 2 * half), WEIGHT_LINE);
+                    LOAD_TILE(7, TILE_OF(weights, steps, step, 2 * half + 1), WEIGHT_LINE);
+                    LOAD_TILE(4, upper, LINE);
+                    TILE(0, 4, 6);
+                    TILE(1, 4, 7);
+                    if (now > SIDE) {
+                        LOAD_TILE(5, upper + SIDE * LINE, LINE);
+                        TILE(2, 5, 6);
+                        TILE(3, 5, 7);
+                    }
+                    for (size_t i = 0; i < lines && ahead < last; i++, ahead += LINE)
+                        _mm_prefetch(ahead, _MM_HINT_T1);
+                    finish_behind(product, first, rows, &behind, often);
                 }
-                for (size_t i = 0; i < lines && ahead < end; i++, ahead += LINE)
-                    _mm_prefetch(ahead, _MM_HINT_T1);
-                for (size_t i = 0; i < often && behind.done < behind.count; i++, behind.done++)
-                    finish(product, rows, first, behind.at + behind.done, behind.sums[behind.done], panel);
+                SUM *to = &sums[turn][0][half * HALF];
+                _tile_stored(0, to, sizeof sums[0][0]);
+                _tile_stored(1, to + SIDE, sizeof sums[0][0]);
+                if (now > SIDE) {
+                    _tile_stored(2, to + SIDE * PANEL, sizeof sums[0][0]);
+                    _tile_stored(3, to + SIDE * PANEL + SIDE, sizeof sums[0][0]);
+                }
             }
-            SUM *to = &sums[turn][0][half * HALF];
-            _tile_stored(0, to, sizeof sums[0][0]);
-            _tile_stored(1, to + SIDE, sizeof sums[0][0]);
-            if (now > SIDE) {
-                _tile_stored(2, to + SIDE * PANEL, sizeof sums[0][0]);
-                _tile_stored(3, to + SIDE * PANEL + SIDE, sizeof sums[0][0]);
-            }
+            behind = (Behind){.panel = panel, .at = at, .count = now, .sums = (const SUM(*)[PANEL])sums[turn]};
         }
-        behind = (Behind){.at = at, .count = now, .sums = (const SUM(*)[PANEL])sums[turn]};
     }
     _tile_release();
-    for (; behind.done < behind.count; behind.done++)
-        finish(product, rows, first, behind.at + behind.done, behind.sums[behind.done], panel);
+    finish_behind(product, first, rows, &behind, GROUP);
 }
