@@ -70,7 +70,8 @@ typedef struct {
     Product product, behind; /* behind: the second of two layers, if `feeds` */
     bool feeds;
     const LinearKernel *kernel;
-    size_t chunk, chunks, panels, groups; /* rows of a chunk; how many; a chunk's tasks share the panels */
+    size_t whole;                         /* groups of rows, as the kernel has them */
+    size_t chunks, panels, groups;        /* a chunk's tasks share the panels */
     size_t room;                          /* rows that `take` has room for */
     size_t widest;                        /* inputs of a layer, a whole number of LINE */
     size_t scratch_bytes;
@@ -78,6 +79,12 @@ typedef struct {
     atomic_size_t next, threads;
     atomic_size_t *left; /* tasks of each chunk that are not done */
 } Job;
+
+/* Where a chunk begins: chunks have as many whole groups, or one more. */
+static size_t edge(const Job *job, size_t chunk)
+{
+    return chunk == job->chunks ? job->product.rows : chunk * job->whole / job->chunks * job->kernel->group;
+}
 
 /* Both layers, for the rows that were taken. */
 static void feed(const Job *job, size_t first, size_t count, Rows *rows)
@@ -101,8 +108,8 @@ static void work(void *argument)
     rows.codes = (uint8_t *)scratch + job->widest * sizeof(float);
     size_t taken = job->chunks;
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
-        size_t chunk = task / job->groups, group = task % job->groups, first = chunk * job->chunk;
-        size_t count = product->rows - first < job->chunk ? product->rows - first : job->chunk;
+        size_t chunk = task / job->groups, group = task % job->groups, first = edge(job, chunk);
+        size_t count = edge(job, chunk + 1) - first;
         if (chunk != taken || job->feeds)
             job->kernel->take(product, first, count, &rows);
         taken = chunk;
@@ -132,14 +139,15 @@ static bool run(Job *job, size_t threads)
     bool alone = job->feeds || (job->kernel->bytes && product->rows >= 8 * job->kernel->group * threads);
     if (alone) /* as much work for each thread, and no rows are taken twice */
         job->chunks = round_to(job->chunks, threads);
-    job->chunk = round_to((product->rows + job->chunks - 1) / job->chunks, job->kernel->group);
-    job->chunks = (product->rows + job->chunk - 1) / job->chunk;
+    job->whole = (product->rows + job->kernel->group - 1) / job->kernel->group;
+    if (job->chunks > job->whole)
+        job->chunks = job->whole;
     size_t wanted = threads > 1 && !alone ? (OVER * threads + job->chunks - 1) / job->chunks : 1;
     job->groups = wanted < job->panels ? wanted : job->panels;
     if (threads > job->chunks * job->groups)
         threads = job->chunks * job->groups;
     size_t kept = kept_bytes[job->kernel->arithmetic] + (job->feeds ? item_bytes[job->behind.type] : 0);
-    job->room = round_to(job->chunk, 2 * job->kernel->group);
+    job->room = round_to((job->whole + job->chunks - 1) / job->chunks * job->kernel->group, 2 * job->kernel->group);
     job->scratch_bytes = job->widest * (sizeof(float) + job->room * kept);
     void *scratch;
     if (posix_memalign(&scratch, LINE, threads * job->scratch_bytes + job->chunks * sizeof *job->left) != 0)
