@@ -142,7 +142,8 @@ static bool run(Job *job, size_t threads)
     job->whole = (product->rows + job->kernel->group - 1) / job->kernel->group;
     if (job->chunks > job->whole)
         job->chunks = job->whole;
-    size_t wanted = threads > 1 && !alone ? (OVER * threads + job->chunks - 1) / job->chunks : 1;
+    size_t over = job->kernel->bytes ? 1 : OVER;
+    size_t wanted = threads > 1 && !alone ? (over * threads + job->chunks - 1) / job->chunks : 1;
     job->groups = wanted < job->panels ? wanted : job->panels;
     if (threads > job->chunks * job->groups)
         threads = job->chunks * job->groups;
