@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Call, Site, Spans
+from attmemo.cache_name import cache_of
 from attmemo.counters import Counters
 from attmemo.db import Database
 from attmemo.embed.lookup import Found
@@ -280,7 +281,7 @@ class Engine:
             value = given.get(wanted)
             if getattr(config, wanted, False) if value is None else value is not False:  # 0 selects a layer
                 return wanted
-        past = getattr(given.get("past_key_values"), "get_seq_length", None)
+        past = getattr(cache_of(given), "get_seq_length", None)
         if past is not None and int(past()) > 0:
             return "cached decoding"
         return CHANGED if self._changed() else None

@@ -66,6 +66,7 @@ from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
 from attmemo.adapters.masks import spans_of
 from attmemo.adapters.projections import Slices
+from attmemo.cache_name import CACHE_NAME
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -543,7 +544,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("more", "reason"),
         [
-            ({"past_key_values": object()}, "key-value cache"),
+            ({CACHE_NAME: object()}, "key-value cache"),
             ({"encoder_hidden_states": HIDDEN}, "cross-attention"),
             ({"output_attentions": True}, "output_attentions"),
             ({"is_causal": True}, "is_causal"),

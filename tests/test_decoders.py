@@ -17,6 +17,7 @@ from transformers import DynamicCache, StaticCache
 from attmemo import UnsupportedModelError, unmemoize
 from attmemo.adapters import adapter_for
 from attmemo.adapters.check import context_from_maps
+from attmemo.cache_name import CACHE_NAME
 from attmemo.db import Database
 from attmemo.profiler.build import build_from_inputs
 
@@ -166,10 +167,10 @@ def test_the_cache_is_filled_as_by_the_exact_path(case: Case) -> None:
         expected, seen = DynamicCache(), DynamicCache()
     model: Any = case.model
     with torch.inference_mode():
-        model(**inputs, past_key_values=expected, use_cache=True)
+        model(**inputs, **{CACHE_NAME: expected}, use_cache=True)
     handle = case.serve()
     with torch.inference_mode():
-        model(**inputs, past_key_values=seen, use_cache=True)
+        model(**inputs, **{CACHE_NAME: seen}, use_cache=True)
     stats = handle.stats()
     assert stats["hits"] == len(hits) * len(stats["layers"])
     assert seen.get_seq_length() == expected.get_seq_length() == max(lengths)
@@ -193,7 +194,7 @@ def test_a_cache_that_cannot_be_filled_stays_exact_and_says_so(case: Case) -> No
     def run() -> Tensor:
         cache = StaticCache(config=model.config, max_cache_len=32)
         with torch.inference_mode():
-            found: Tensor = model(**inputs, past_key_values=cache, use_cache=True).logits
+            found: Tensor = model(**inputs, **{CACHE_NAME: cache}, use_cache=True).logits
         return found
 
     expected = run()
@@ -311,7 +312,7 @@ def test_an_error_while_serving_leaves_a_whole_cache(case: Case) -> None:
     with torch.inference_mode():
         seen = model(**inputs, use_cache=True)
     assert torch.equal(seen.logits, expected.logits)
-    assert seen.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert seen[CACHE_NAME].get_seq_length() == expected[CACHE_NAME].get_seq_length()
     assert sum(handle.stats()["failures"].values()) == 2 * len(handle.stats()["layers"])
 
 

@@ -11,6 +11,7 @@ from fastseq_models import SEQ2SEQ, inputs, make
 from torch import Tensor
 
 from attmemo import UnsupportedModelError, fastseq
+from attmemo.cache_name import CACHE_NAME
 from attmemo.fastseq.generate.beam_attention import prefix_attention, shared_attention
 from attmemo.fastseq.generate.costmodel import Call, Machine, choose, measured
 from attmemo.fastseq.generate.el_attention import Projections, el_cross_attention
@@ -172,7 +173,7 @@ def test_bytes_held_are_those_of_the_formula(family: str, mode: Any) -> None:
     assert held["suffix"] == (suffix // 2 if mode == "el" and family == "gpt2" else suffix)
     stock = model.generate(
         **inputs(family), num_beams=beams, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True
-    ).past_key_values
+    )[CACHE_NAME]
     parts = [stock] if family == "gpt2" else [stock.self_attention_cache, stock.cross_attention_cache]
     used = [layer for part in parts for layer in part.layers if layer.keys is not None]
     tensors = [tensor for layer in used for tensor in (layer.keys, layer.values)]

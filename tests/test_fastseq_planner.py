@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import BartConfig, GPT2Config, LlamaConfig, MarianConfig, PegasusConfig, T5Config, WhisperConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AttmemoError
 from attmemo.fastseq.generate.shape import ModelShape
 from attmemo.fastseq.pipeline import planner
@@ -48,7 +49,7 @@ class TestFormula:
         output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **given_options
         )
-        cache = output.past_key_values
+        cache = output[CACHE_NAME]
         parts = [cache.self_attention_cache, cache.cross_attention_cache] if family != "gpt2" else [cache]
         assert isinstance(cache, EncoderDecoderCache if family != "gpt2" else DynamicCache)
         held = sum(

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from attmemo import UnsupportedModelError, fastseq
+from attmemo.cache_name import CACHE_NAME
 
 BLANK = 3
 
@@ -81,7 +82,7 @@ def test_what_cannot_be_one_is_refused_with_what_to_do() -> None:
     model = fastseq.PrefixLM.from_bert(body(), mask_token_id=BLANK)
     cache = model.generate(input_ids=torch.ones(1, 4).long(), max_new_tokens=2, return_dict_in_generate=True)
     with pytest.raises(UnsupportedModelError, match="one token at a time"):
-        model(torch.ones(1, 3).long(), past_key_values=cache.past_key_values)
+        model(torch.ones(1, 3).long(), **{CACHE_NAME: cache[CACHE_NAME]})
 
 
 @pytest.mark.parametrize("beams", [1, 3])

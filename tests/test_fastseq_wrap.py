@@ -18,6 +18,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from attmemo import UnsupportedModelError, fastseq
+from attmemo.cache_name import CACHE_NAME
 
 # After four tokens the end becomes likelier at every step, so samples finish at different steps.
 ENDING = {"exponential_decay_length_penalty": (4, 1.35)}
@@ -141,7 +142,7 @@ def test_scores_and_everything_else_in_the_output(models: dict[str, tuple[Any, A
     if beams > 1:
         torch.testing.assert_close(expected.sequences_scores, got.sequences_scores, rtol=1e-5, atol=1e-5)
         assert torch.equal(expected.beam_indices, got.beam_indices)
-    assert got.past_key_values is None
+    assert got.get(CACHE_NAME) is None
 
 
 @pytest.mark.parametrize("early", [True, False, "never"])

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attmemo import Database, UnsupportedModelError, memoize, unmemoize
+from attmemo.cache_name import cache_of
 from attmemo.profiler.answers import KEPT, ask, changed, harm, likeliest, perplexity, prepare, serving
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
@@ -122,7 +123,7 @@ class TestAnswers:
         caches = []
         if layer is not None:
             layer[0].register_forward_pre_hook(
-                lambda _m, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True
+                lambda _m, args, kwargs: caches.append(cache_of(kwargs)), with_kwargs=True
             )
         with torch.inference_mode():
             kept = head.register_forward_hook(lambda _m, _a, output: seen.append(tuple(output.shape)))

@@ -20,6 +20,7 @@ from packed_tools import MODELS, NEAR, REFUSED, batch, gap, has_types, host_of, 
 from torch import Tensor, nn
 
 from attmemo import UnsupportedModelError, memoize, unmemoize
+from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AdapterCheckError, DatabaseNotFoundError
 from attmemo.hooks import Hook
 from attmemo.kernels.panels import PANEL
@@ -318,7 +319,7 @@ class TestArguments:
         bare, model = pair("BERT")
         inputs, caches = batch([6, 6], 16), (DynamicCache(), DynamicCache())
         seen, expected = (
-            last(one, inputs, past_key_values=cache) for one, cache in zip((model, bare), caches, strict=True)
+            last(one, inputs, **{CACHE_NAME: cache}) for one, cache in zip((model, bare), caches, strict=True)
         )
         assert torch.equal(seen, expected)
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == 6

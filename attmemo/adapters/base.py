@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attmemo.adapters.masks import Spans, read_mask
 from attmemo.adapters.projections import is_linear
+from attmemo.cache_name import CACHE_NAME
 
 if TYPE_CHECKING:
     from attmemo.adapters.blocks import Blocks
@@ -32,7 +33,7 @@ CHECK_LENGTHS = (7, 11)
 # Arguments of an attention module that cannot change a map; a family adds its own. Any other argument might
 # (is_causal, cu_seq_lens_q, …), so it keeps a call exact.
 HARMLESS = frozenset({
-    "hidden_states", "attention_mask", "past_key_values", "position_ids", "position_embeddings", "use_cache",
+    "hidden_states", "attention_mask", CACHE_NAME, "position_ids", "position_embeddings", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "return_dict", "token_type_ids",
 })  # fmt: skip
 _BY_LENGTH = ("dynamic", "longrope")  # rotary angles that depend on the longest sequence so far
@@ -115,7 +116,7 @@ class Adapter:
     rotary: ClassVar[bool] = False  # the attention itself uses positions: only consecutive ones can be served
     parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # of `forward`, given by position
     mask_name: ClassVar[str] = "attention_mask"  # the argument with the mask
-    cache_name: ClassVar[str] = "past_key_values"  # the argument with the key-value cache
+    cache_name: ClassVar[str] = CACHE_NAME  # the argument with the key-value cache
     harmless: ClassVar[frozenset[str]] = frozenset()  # extra arguments that cannot change a map
     unbatched: ClassVar[frozenset[str]] = frozenset({"cache_position"})  # belong to the layer, not to the batch
     # Arguments that all layers share.

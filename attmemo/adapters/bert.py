@@ -13,6 +13,7 @@ from torch import nn
 
 from attmemo.adapters.base import Adapter
 from attmemo.adapters.blocks import Blocks, bert_block
+from attmemo.cache_name import CACHE_NAME
 
 
 class BertAdapter(Adapter):
@@ -21,7 +22,7 @@ class BertAdapter(Adapter):
     family = "bert"
     models = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA")
     limits = "decoders of these families are refused"
-    parameters = ("hidden_states", "attention_mask", "past_key_values")
+    parameters = ("hidden_states", "attention_mask", CACHE_NAME)
     harmless = frozenset({"encoder_attention_mask", "encoder_hidden_states"})
     projections = ("query", "key", "value")
     out = None

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from attmemo.adapters.base import Adapter, Call
 from attmemo.adapters.masks import Spans, read_mask, spans_of
 from attmemo.adapters.projections import is_linear
+from attmemo.cache_name import NEW, OLD, cache_of
 from attmemo.kernels.row_attention import Disentangled
 
 # Arguments of a stack that cannot change what it computes, or that `read` looks at by name.
 _HARMLESS = frozenset({
     "hidden_states", "attention_mask", "position_embeddings", "position_ids", "return_dict", "use_cache",
-    "output_hidden_states", "output_attentions", "past_key_values",
+    "output_hidden_states", "output_attentions", NEW, OLD,
 })  # fmt: skip
 
 
@@ -122,7 +123,7 @@ class Blocks:
         for name in ("output_attentions", "use_cache"):
             if given.get(name):
                 return name
-        if given.get("past_key_values") is not None:  # an empty one too: it is there to be filled
+        if cache_of(given) is not None:  # an empty one too: it is there to be filled
             return "a key-value cache is in use"
         for name, value in given.items():
             if name not in _HARMLESS and value is not None and value is not False:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call, Site, layers_named, number
+from attmemo.cache_name import CACHE_NAME
 
 
 class GPT2Adapter(Adapter):
@@ -22,7 +23,7 @@ class GPT2Adapter(Adapter):
     heads = "num_heads"
     causal = True
     parameters = (
-        "hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask",
+        "hidden_states", CACHE_NAME, "attention_mask", "encoder_hidden_states", "encoder_attention_mask",
         "output_attentions",
     )  # fmt: skip
     harmless = frozenset({"encoder_attention_mask"})

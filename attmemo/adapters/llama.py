@@ -11,6 +11,7 @@ import sys
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call, takes
+from attmemo.cache_name import CACHE_NAME
 
 
 class LlamaAdapter(Adapter):
@@ -21,11 +22,11 @@ class LlamaAdapter(Adapter):
     limits = "rope_type dynamic or longrope, queries scaled by position, clip_qkv and attention sinks are refused"
     causal = True
     rotary = True
-    parameters = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+    parameters = ("hidden_states", "position_embeddings", "attention_mask", CACHE_NAME)
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = bool(getattr(module, "is_causal", False)) and hasattr(module, "num_key_value_groups")
-        return plain and takes(module, "position_embeddings", "past_key_values")
+        return plain and takes(module, "position_embeddings", CACHE_NAME)
 
     def refusal(self, model: nn.Module) -> str | None:
         if (reason := super().refusal(model)) is not None:

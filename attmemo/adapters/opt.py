@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from attmemo.adapters.base import Adapter, takes
+from attmemo.cache_name import CACHE_NAME
 
 
 class OPTAdapter(Adapter):
@@ -15,7 +16,7 @@ class OPTAdapter(Adapter):
     part = "decoder"
     causal = True
     out = "out_proj"
-    parameters = ("hidden_states", "past_key_values", "attention_mask", "output_attentions")
+    parameters = ("hidden_states", CACHE_NAME, "attention_mask", "output_attentions")
 
     def is_one(self, name: str, module: nn.Module) -> bool:
         plain = bool(getattr(module, "is_causal", False)) and hasattr(module, "enable_bias")

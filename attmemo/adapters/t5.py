@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call, takes
+from attmemo.cache_name import CACHE_NAME
 
 
 class T5Adapter(Adapter):
@@ -20,7 +21,7 @@ class T5Adapter(Adapter):
     models = ("T5", "mT5", "Flan-T5")
     limits = "the decoder stays exact; UMT5 is refused"
     part, layers = "encoder", "num_layers"
-    parameters = ("hidden_states", "mask", "key_value_states", "position_bias", "past_key_values")
+    parameters = ("hidden_states", "mask", "key_value_states", "position_bias", CACHE_NAME)
     mask_name = "mask"
     harmless = frozenset({"mask", "position_bias"})
     shared = frozenset({"mask", "position_bias"})

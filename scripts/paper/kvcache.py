@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure as Plot
 
+from attmemo.cache_name import CACHE_NAME
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.bench.timing import interleave, silent
 from paper.frame import Claim, Figure, Found, Run, document, judge, table, where
@@ -25,10 +26,10 @@ def measure(run: Run) -> Found:
         generator = torch.Generator().manual_seed(0)
         for context in contexts:
             ids = random_inputs("gpt2", generator, 1, context, "float32")["input_ids"]
-            cache = model(ids[:, :-1], use_cache=True).past_key_values
+            cache = model(ids[:, :-1], use_cache=True)[CACHE_NAME]
 
             def cached(_turn: int, ids: Any = ids, cache: Any = cache) -> Any:
-                given = model(ids[:, -1:], past_key_values=cache, use_cache=True).last_hidden_state
+                given = model(ids[:, -1:], **{CACHE_NAME: cache}, use_cache=True).last_hidden_state
                 cache.crop(-1)
                 return given
 

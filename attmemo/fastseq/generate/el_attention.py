@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from attmemo.cache_name import CACHE_NAME
 from attmemo.fastseq.generate.beam_cache import BeamArena, BeamLayer, keep_rows
 from attmemo.fastseq.generate.refusal import Refusal
 from attmemo.fastseq.generate.scores import masked, softmax
@@ -306,15 +307,14 @@ class ELSelfAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """`[R, T, D]` to `[R, T, D]`; T is 1 but for the prompt."""
-        layer: ELSelfLayer = past_key_values.layers[self.layer_idx]
+        layer: ELSelfLayer = kwargs.pop(CACHE_NAME).layers[self.layer_idx]
         if layer.prefix is None:
             layer.prefix = hidden_states.contiguous()
-            out = self.inner(hidden_states, past_key_values=None, attention_mask=attention_mask, **kwargs)
+            out = self.inner(hidden_states, attention_mask=attention_mask, **kwargs)
             return out[0], None
         rows, new, depth = hidden_states.shape
         if new != 1 or kwargs.get("encoder_hidden_states") is not None:

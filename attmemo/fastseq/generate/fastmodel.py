@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
+from attmemo.cache_name import NEW, OLD
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq.generate import beam_attention, random_state
 from attmemo.fastseq.generate.call_state import CallState
@@ -36,7 +37,8 @@ _STOCK_ARGUMENTS = {
     "assistant_model": "assisted generation",
     "prompt_lookup_num_tokens": "assisted generation",
     "custom_generate": "custom_generate",
-    "past_key_values": "a cache of the caller's",
+    NEW: "a cache of the caller's",
+    OLD: "a cache of the caller's",
     "cache_implementation": "cache_implementation",
     "stop_strings": "stop_strings",
     "negative_prompt_ids": "classifier-free guidance",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attmemo.cache_name import CACHE_NAME
 from attmemo.fastseq.generate.beam_attention import shared_attention
 from attmemo.fastseq.generate.call_state import CallState
 from attmemo.fastseq.generate.el_attention import cross_projections, el_cross_attention
@@ -40,20 +41,20 @@ class ProphetNetCross(nn.Module):
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """`[R, T, D]` to `[R, T, D]`; T is 1 + the predicting streams. The mask `[B, h, 1, N]` is additive."""
         inner = self.inner
         layer_idx = inner.layer_idx
-        if key_value_states is None or not past_key_values.is_updated.get(layer_idx):
-            out = inner(hidden_states, key_value_states, attention_mask, past_key_values, **kwargs)
+        cache = kwargs.pop(CACHE_NAME, None)
+        if key_value_states is None or not cache.is_updated.get(layer_idx):
+            out = inner(hidden_states, key_value_states, attention_mask, cache, **kwargs)
             return out[0], None
         rows, new, depth = hidden_states.shape
         heads, width = inner.num_attn_heads, inner.head_dim
         query = F.linear(hidden_states, inner.query_proj.weight, inner.query_proj.bias)
         query = query.view(rows, new, heads, width).transpose(1, 2)
-        layer = past_key_values.cross_attention_cache.layers[layer_idx]
+        layer = cache.cross_attention_cache.layers[layer_idx]
         mask = None if attention_mask is None else attention_mask[:, :1]
         if self.state.el is not None:
             self.state.counts["el"] += 1

@@ -20,6 +20,7 @@ from transformers import BertConfig, BertModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.bert.modeling_bert import BertOnlyMLMHead
 
+from attmemo.cache_name import CACHE_NAME, cache_of
 from attmemo.errors import UnsupportedModelError
 
 
@@ -96,7 +97,7 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # whose signature generate looks at
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is None:
+        if cache_of(kwargs) is None:
             raise UnsupportedModelError(
                 "a prefix language model generates with a cache only: without one, nothing tells the source from what "
                 "follows it.",
@@ -112,6 +113,7 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         past_key_values: Any = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the word that follows.
@@ -123,8 +125,8 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         attention_mask : Tensor [R, P + T], optional
             0 for padding, which is on the left of the source.
         position_ids : Tensor [R, T], optional
-        past_key_values : transformers.Cache, optional
-            Holds P positions.
+        past_key_values, cache : transformers.Cache, optional
+            Holds P positions. The second name is that of transformers 5.24 and later.
 
         Returns
         -------
@@ -132,7 +134,8 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             `logits` `[R, 1, V]`.
         """
         rows, new = input_ids.shape
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        cache = past_key_values if cache is None else cache
+        seen = cache.get_seq_length() if cache is not None else 0
         if seen and new != 1:
             raise UnsupportedModelError(
                 f"after the source one token at a time can be read; got {new}.", "generate without a cache of your own"
@@ -156,12 +159,12 @@ class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             attention_mask=sees,
             token_type_ids=torch.cat([types, blank_type], dim=1),
             position_ids=torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1),
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
+            use_cache=cache is not None,
             return_dict=True,
+            **{CACHE_NAME: cache},
         )
-        if past_key_values is not None:
-            past_key_values.crop(-1)  # the blank is read anew at every step
+        if cache is not None:
+            cache.crop(-1)  # the blank is read anew at every step
         return CausalLMOutputWithPast(
-            logits=self.cls(outputs.last_hidden_state[:, -1:]), past_key_values=outputs.past_key_values
+            logits=self.cls(outputs.last_hidden_state[:, -1:]), **{CACHE_NAME: cache}
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AttmemoError
 from attmemo.fastseq.generate.beam_cache import BeamArena, BeamCache, SuffixLayer, shared_cache
 from attmemo.fastseq.generate.call_state import CallState
@@ -29,7 +30,7 @@ _INPUTS = {
     "decoder_attention_mask",
     "decoder_position_ids",
     "encoder_outputs",
-    "past_key_values",
+    CACHE_NAME,
 }
 
 
@@ -83,7 +84,7 @@ class Stepper:
         self.cache = self._make_cache(layers, room)
         state.cache = self.cache
         own, cross = self.cache.self_cache, self.cache.cross_cache
-        self.kwargs["past_key_values"] = own if cross is None else EncoderDecoderCache(own, cross)
+        self.kwargs[CACHE_NAME] = own if cross is None else EncoderDecoderCache(own, cross)
 
     def _choose(self, room: int, length: int) -> str:
         """The cost model's choice for this call, if the caller left it open."""
@@ -175,11 +176,11 @@ class Stepper:
         self.state.shared.require_all_taken()
         self.state.counts["steps"] += 1
         into = kwargs if keep_for is None else keep_for
-        cache = into["past_key_values"]
+        cache = into[CACHE_NAME]
         updated = self.model._update_model_kwargs_for_generation(
             outputs, into, is_encoder_decoder=self.encoder_decoder
         )
-        if updated.get("past_key_values") is not cache:
+        if updated.get(CACHE_NAME) is not cache:
             raise Refusal("the model replaced the cache it was given")
         self.kwargs = updated
         logits: Tensor = outputs.logits[:, -1, :]
