@@ -36,12 +36,13 @@ ATTENTION_PARTS = [
     "attention_x86",
     "vectors",
 ]
-LINEAR = ["32_generic", "32_avx2", "32_avx512", "8_generic", "8_avx2", "8_avxvnni", "8_vnni", "16_amx"]
+LINEAR = ["32_generic", "32_avx2", "32_avx512", "8_generic", "8_avx2", "8_avxvnni", "8_vnni", "8_amx", "16_amx"]
 LINEAR_PARTS = [
     "linear",
     "linear_kernel",
     "linear32_kernel",
     "linear8_kernel",
+    "linear8_rows",
     "linear8_x86",
     "linear_amx",
     "attention",

@@ -13,7 +13,7 @@
  * thread is woken for a few of them.
  *
  * TWO LAYERS, one behind the other, are one call: `feed`. A task is a chunk of rows then, all columns. What lies between
- * the layers never leaves the cache, and is not rounded to the type of the rows.
+ * the layers never leaves the cache.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -33,6 +33,7 @@ static const LinearKernel *const kernels[] = { /* best first */
     &linear16_amx,
     &linear32_avx512,
     &linear32_avx2,
+    &linear8_amx,
     &linear8_vnni,
     &linear8_avxvnni,
     &linear8_avx2,
@@ -46,6 +47,8 @@ enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 static bool is_there(const char *name)
 {
 #if defined(__x86_64__)
+    if (strcmp(name, "amx") == 0)
+        return has_instructions("amx") && __builtin_cpu_supports("amx-int8");
     if (strcmp(name, "vnni") == 0)
         return has_instructions("avx512") && __builtin_cpu_supports("avx512vnni");
     if (strcmp(name, "avxvnni") == 0)
@@ -207,9 +210,9 @@ static bool begin(Job *job, enum arithmetic arithmetic, Py_ssize_t rows, int typ
         return false;
     job->product.rows = job->behind.rows = (size_t)rows;
     job->product.type = job->behind.out_type = (enum type)type;
-    job->behind.type = arithmetic == BFLOATS ? BFLOAT16 : FLOAT32;
+    job->behind.type = (enum type)type;
     job->behind.line = job->behind.inputs * item_bytes[job->behind.type];
-    job->product.out_type = job->feeds ? job->behind.type : (enum type)type;
+    job->product.out_type = (enum type)type;
     bool done = true;
     if (rows > 0) {
         Py_BEGIN_ALLOW_THREADS

@@ -11,6 +11,7 @@
 #define BFLOATS(source)                                                                                                \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source))), 16))
 #define STORE_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtepi32_epi16((__m512i)(v)))
+#define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #include "vectors.h"
 
 #include "linear_kernel.h"
@@ -26,50 +27,31 @@
 #define TILE_OF(weights, steps, step, columns)                                                                         \
     ((weights) + ((((columns) / 2) * (steps) + (step)) * 2 + (columns) % 2) * TILE_BYTES)
 
-/* The columns of a whole panel stay in registers. */
-INLINE void finish_panel(const Product *product, size_t row, const float *sums, size_t column,
-                         enum activation activation)
-{
-    char *out = product->out + (row * product->outputs + column) * ITEM_BYTES;
-    const char *add = product->add ? product->add + row * product->add_line + column * ITEM_BYTES : NULL;
-#pragma GCC unroll 4
-    for (int i = 0; i < PANEL; i += LANES) {
-        vector v = activated(LOAD(sums + i) + LOAD(product->bias + column + i), activation);
-        if (add)
-            v += (vector)BFLOATS(add + i * ITEM_BYTES);
-        _mm256_storeu_si256((__m256i *)(out + i * ITEM_BYTES), (__m256i)_mm512_cvtneps_pbh((__m512)v));
-    }
-}
+#define LEAST(a, b) ((vector)_mm512_min_ps((__m512)(a), (__m512)(b)))
+#define MOST(a, b) ((vector)_mm512_max_ps((__m512)(a), (__m512)(b)))
 
-static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, const float *sums,
-                          size_t panel)
+static inline vector result_of(const Product *product, const Rows *rows, size_t row, const float *sums, size_t column)
 {
-    (void)rows; 
-    size_t column = panel * PANEL;
-    if (product->outputs - column >= PANEL) {
-        switch (product->activation) {
-        case NONE:
-            finish_panel(product, first + row, sums, column, NONE);
-            return;
-        case GELU:
-            finish_panel(product, first + row, sums, column, GELU);
-            return;
-        default:
-            break;
-        }
-    }
-    float line[PANEL] __attribute__((aligned(LINE)));
-    for (int i = 0; i < PANEL; i += LANES)
-        STORE(line + i) = LOAD(sums + i) + LOAD(product->bias + column + i);
-    finish_row(product, first + row, line, column);
+    (void)rows, (void)row;
+    return LOAD(sums) + LOAD(product->bias + column);
 }
 
 #include "linear_amx.h"
 
 static void take(const Product *product, size_t first, size_t count, Rows *rows)
 {
-    for (size_t row = 0; row < count; row++)
-        take_row(product->x + (first + row) * product->line, product->inputs * ITEM_BYTES, row, rows);
+    const size_t bytes = product->inputs * ITEM_BYTES;
+    for (size_t row = 0; row < count; row++) {
+        const char *from = product->x + (first + row) * product->line;
+        char *to = place_of(rows, row);
+        size_t i = 0;
+        for (; i + LINE <= bytes; i += LINE, to += GROUP * LINE)
+            _mm512_store_si512(to, _mm512_loadu_si512(from + i));
+        if (i < bytes) { /* filled up with zeros */
+            memset(to, 0, LINE);
+            memcpy(to, from + i, bytes - i);
+        }
+    }
 }
 
 const LinearKernel linear16_amx = {"amx", BFLOATS, AMX_CHUNK, SIDE, AMX_BYTES, take, multiply, normalize};

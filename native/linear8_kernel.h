@@ -1,63 +1,15 @@
 /*
  * linear8_kernel.h: 8-bit linear layers for one instruction set. Included by linear8_avx2.c and its like, which define
  * before, beside what vectors.h needs: ROWS x COLUMNS (vectors of sums in registers), Opened (four codes of each lane,
- * as `dot` takes them), open_codes, open_weights, dot, LEAST, MOST (the smaller and the larger number lane by lane),
- * WHOLE (numbers rounded half to even), STORE_CODES (the lanes as bytes; what is above 255 becomes 255).
+ * as `dot` takes them), open_codes, open_weights, dot, and what linear8_rows.h needs.
  */
 
-#include "linear_kernel.h"
-
-static inline float smallest(vector v)
-{
-    return -largest(-v);
-}
-
-/*
- * One row as codes. 0 has a code of its own, exactly. A row with a number that is not finite gets the scale NaN, so all
- * of its results are NaN. No product may be fused with a sum here, or instruction sets would differ.
- */
-static void encode_row(const float *row, size_t inputs, uint8_t *codes, float *scale_out, int32_t *zero_out)
-{
-    vector low = SPLAT(0), high = low, odd = low, last = low;
-    size_t whole = inputs / LANES * LANES;
-    memcpy(&last, row + whole, (inputs - whole) * sizeof *row);
-    for (size_t i = 0; i < whole; i += LANES) {
-        vector v = LOAD(row + i);
-        low = LEAST(low, v);
-        high = MOST(high, v);
-        odd += v * 0.0f;
-    }
-    low = LEAST(low, last);
-    high = MOST(high, last);
-    odd += last * 0.0f;
-    float least = smallest(low), scale = largest(high) / 255.0f - least / 255.0f;
-    bool finite = total(odd) == 0.0f;
-    scale = scale > 1e-30f ? scale : 1e-30f; /* its reciprocal is finite */
-    float inverse = finite ? 1.0f / scale : 0.0f;
-    int32_t zero = finite ? (int32_t)lrintf(-least * inverse) : 0;
-    *scale_out = finite ? scale : NAN;
-    *zero_out = zero;
-    if (!finite) {
-        memset(codes, 0, round_to(inputs, LINE));
-        return;
-    }
-    for (size_t i = 0; i < whole; i += LANES)
-        STORE_CODES(codes + i, WHOLE(LOAD(row + i) * inverse) + zero);
-    if (whole < inputs)
-        STORE_CODES(codes + whole, WHOLE(last * inverse) + zero);
-}
+#include "linear8_rows.h"
 
 static void take(const Product *product, size_t first, size_t count, Rows *rows)
 {
-    for (size_t i = 0; i < count; i++) {
-        const char *source = product->x + (first + i) * product->line;
-        const float *row = (const float *)source;
-        if (product->type != FLOAT32) {
-            widen(source, product->type, product->inputs, rows->wide);
-            row = rows->wide;
-        }
-        encode_row(row, product->inputs, rows->codes + i * rows->code_line, &rows->scales[i], &rows->zeros[i]);
-    }
+    for (size_t i = 0; i < count; i++)
+        encode(product, first, i, rows, rows->codes + i * rows->code_line, LINE);
 }
 
 /* Sums of products of codes: `rows` rows, PANEL columns. */
@@ -90,12 +42,21 @@ INLINE void sum_products(const uint8_t *codes, size_t line, const int8_t *weight
     }
 }
 
+/* One row of the result from its sums. */
+static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, const int32_t *sums,
+                          size_t column)
+{
+    float line[PANEL] __attribute__((aligned(64)));
+    for (int i = 0; i < PANEL; i += LANES)
+        STORE(line + i) = result_of(product, rows, row, sums + i, column + i);
+    finish_row(product, first + row, line, column);
+}
+
 static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
 {
     const int8_t *weights = (const int8_t *)product->weights + panel * product->panel_bytes;
-    size_t column = panel * PANEL, quads = (product->inputs + 3) / 4;
+    size_t quads = (product->inputs + 3) / 4;
     int32_t sums[ROWS][PANEL] __attribute__((aligned(64)));
-    float line[PANEL] __attribute__((aligned(64)));
     for (size_t done = 0; done < count;) {
         const uint8_t *from = rows->codes + done * rows->code_line;
         int some = next_rows(count - done);
@@ -104,15 +65,8 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
             CASES(CALL)
 #undef CALL
         }
-        for (int r = 0; r < some; r++, done++) {
-            for (int i = 0; i < PANEL; i += LANES) {
-                integers exact = *(const integers *)(sums[r] + i) -
-                                 *(const integers *)(product->sums + column + i) * rows->zeros[done];
-                vector scale = LOAD(product->scales + column + i) * rows->scales[done];
-                STORE(line + i) = __builtin_convertvector(exact, vector) * scale + LOAD(product->bias + column + i);
-            }
-            finish_row(product, first + done, line, column);
-        }
+        for (int r = 0; r < some; r++, done++)
+            finish(product, rows, first, done, sums[r], panel * PANEL);
     }
 }
 

@@ -79,50 +79,75 @@ INLINE void finish_row(const Product *product, size_t row, float *line, size_t c
     narrow(line, count, product->out_type, product->out + (row * product->outputs + column) * bytes);
 }
 
+/* A panel of numbers, of which `count` are there: the others become `rest`. */
+INLINE void open_panel(const char *line, enum type type, size_t count, float rest, vector *out)
+{
+    float some[PANEL] __attribute__((aligned(64)));
+#ifdef BFLOATS
+    if (type == BFLOAT16 && count == PANEL) {
+#pragma GCC unroll 8
+        for (int i = 0; i < PANEL / LANES; i++)
+            out[i] = (vector)BFLOATS(line + 2 * LANES * i);
+        return;
+    }
+#endif
+    widen(line, type, count, some);
+    for (size_t i = count; i < PANEL; i++)
+        some[i] = rest;
+#pragma GCC unroll 8
+    for (int i = 0; i < PANEL / LANES; i++)
+        out[i] = LOAD(some + LANES * i);
+}
+
 /* Sum of numbers less the mean, or of their squares. */
 INLINE float sum_apart(const char *line, enum type type, size_t count, float mean, bool squared)
 {
-    vector sums = SPLAT(0);
-    float some[PANEL] __attribute__((aligned(64)));
+    vector sums[PANEL / LANES] = {0}, some[PANEL / LANES];
     for (size_t at = 0; at < count; at += PANEL) {
-        size_t now = count - at < PANEL ? count - at : PANEL;
-        widen(line + at * item_bytes[type], type, now, some);
-        for (size_t i = now; i < PANEL; i++)
-            some[i] = mean;
-        for (int i = 0; i < PANEL; i += LANES) {
-            vector apart = LOAD(some + i) - mean;
+        open_panel(line + at * item_bytes[type], type, count - at < PANEL ? count - at : PANEL, mean, some);
+#pragma GCC unroll 8
+        for (int i = 0; i < PANEL / LANES; i++) {
+            vector apart = some[i] - mean;
             if (squared)
                 apart *= apart;
-            sums += apart;
+            sums[i] += apart;
         }
     }
-    float sum = 0;
-    for (int i = 0; i < LANES; i++)
-        sum += sums[i];
-    return sum;
+    for (int i = 1; i < PANEL / LANES; i++)
+        sums[0] += sums[i];
+    return total(sums[0]);
 }
 
-static void normalize(const Product *product, size_t first, size_t count)
+INLINE void normalize_rows(const Product *product, size_t first, size_t count, enum type type)
 {
     const Norm *norm = &product->norm;
-    const enum type type = product->out_type;
     const size_t bytes = item_bytes[type], width = product->outputs;
-    float some[PANEL] __attribute__((aligned(64))), weight[PANEL], bias[PANEL] = {0};
+    vector some[PANEL / LANES], weight[PANEL / LANES], bias[PANEL / LANES] = {0};
+    float result[PANEL] __attribute__((aligned(64)));
     for (size_t row = first; row < first + count; row++) {
         char *line = product->out + row * width * bytes;
         float mean = sum_apart(line, type, width, 0, false) / (float)width;
         float scale = 1 / sqrtf(sum_apart(line, type, width, mean, true) / (float)width + norm->least);
         for (size_t at = 0; at < width; at += PANEL) {
             size_t now = width - at < PANEL ? width - at : PANEL;
-            widen(line + at * bytes, type, now, some);
-            widen(norm->weight + at * bytes, type, now, weight);
+            open_panel(line + at * bytes, type, now, 0, some);
+            open_panel(norm->weight + at * bytes, type, now, 0, weight);
             if (norm->bias)
-                widen(norm->bias + at * bytes, type, now, bias);
-            for (int i = 0; i < PANEL; i += LANES)
-                STORE(some + i) = (LOAD(some + i) - mean) * scale * LOAD(weight + i) + LOAD(bias + i);
-            narrow(some, now, type, line + at * bytes);
+                open_panel(norm->bias + at * bytes, type, now, 0, bias);
+#pragma GCC unroll 8
+            for (int i = 0; i < PANEL / LANES; i++)
+                STORE(result + LANES * i) = (some[i] - mean) * scale * weight[i] + bias[i];
+            narrow(result, now, type, line + at * bytes);
         }
     }
+}
+
+static void normalize(const Product *product, size_t first, size_t count)
+{
+    if (product->out_type == BFLOAT16)
+        normalize_rows(product, first, count, BFLOAT16);
+    else
+        normalize_rows(product, first, count, FLOAT32);
 }
 
 /* How many of `left` rows are next, of ROWS at most, so that all groups are about as large. */

@@ -5,7 +5,8 @@
  * before: LANES (floats in a vector), ROWS x COLUMNS (of a block of sums in registers), QUERIES (queries at a time where
  * keys are not transposed; with KEYS keys they are LANES sums), and, or nothing for plain C: HALVES, BFLOATS, BYTES,
  * NIBBLES (LANES float16, bfloat16, int8 or 4-bit numbers to a vector of floats), ROUND_HALF (a vector rounded to
- * float16), STORE_HALVES, STORE_BFLOATS (the low halves of a vector of integers, which they are with their signs).
+ * float16), STORE_HALVES, STORE_BFLOATS (the low halves of a vector of integers, which they are with their signs),
+ * NARROW_BFLOATS (a vector as bfloat16, for processors that round to it themselves).
  */
 
 #include <math.h>
@@ -217,7 +218,10 @@ static inline void narrow(const float *numbers, size_t count, enum type type, ch
             ((uint16_t *)out)[i] = to_half(numbers[i]);
     } else {
         size_t i = 0;
-#ifdef STORE_BFLOATS
+#if defined(NARROW_BFLOATS)
+        for (; i + LANES <= count; i += LANES)
+            NARROW_BFLOATS(out + 2 * i, LOAD(numbers + i));
+#elif defined(STORE_BFLOATS)
         for (; i + LANES <= count; i += LANES)
             STORE_BFLOATS(out + 2 * i, (integers)round_bfloat16(LOAD(numbers + i)) >> 16);
 #endif

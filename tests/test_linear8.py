@@ -31,8 +31,8 @@ def is_near(seen: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("isa", SETS)
 @settings(max_examples=60, deadline=None)
 @given(
-    count=st.integers(0, 70), inputs=st.integers(1, 200), outputs=st.integers(1, 200), dtype=st.sampled_from(TYPES),
-    activation=st.sampled_from(ACTIVATIONS), biased=st.booleans(), added=st.booleans(), seed=st.integers(0, 99),
+    count=st.integers(0, 70), inputs=st.integers(1, 200) | st.sampled_from([64, 128, 320]),
+    outputs=st.integers(1, 200), dtype=st.sampled_from(TYPES), activation=st.sampled_from(ACTIVATIONS), biased=st.booleans(), added=st.booleans(), seed=st.integers(0, 99),
     threads=st.integers(1, 3),
 )  # fmt: skip
 def test_the_kernel_is_its_oracle(
@@ -105,9 +105,7 @@ def test_two_layers_in_one_call_take_bfloat16_and_any_strides() -> None:
     wide = rows(60, 128, torch.bfloat16)
     x, add = wide[::2, 3:67], wide[:30, ::2]
     seen = first.feed(second, x, add)
-    exact = Linear8.of([up.float()], [bias.float()], "gelu")
-    single = exact.feed(Linear8.of([parts(64, 96, torch.bfloat16)[0].float()], [None]), x.float(), add.float())
-    assert torch.equal(seen, single.bfloat16()), "what lies between is not rounded"
+    assert torch.equal(seen, second(first(x), add))
 
 
 def test_bytes_kept_are_a_quarter_of_the_weights_and_some_for_each_column() -> None:
