@@ -211,8 +211,8 @@ def answer(output: Any, mask: Tensor) -> Tensor:
     if hasattr(output, "logits"):
         return output.logits.float()
     hidden = output if isinstance(output, Tensor) else output[0]
-    weights = mask[..., None]
-    return F.normalize((hidden.float() * weights).sum(1) / weights.sum(1), dim=-1)
+    weights = mask[:, None].float()  # [B, 1, L]: one product, not a copy of the states for each step
+    return F.normalize((torch.bmm(weights, hidden.float()) / weights.sum(2, keepdim=True))[:, 0], dim=-1)
 
 
 def ask(case: Case, run: Callable[[Batch], Any], by_length: bool = False) -> Tensor:

@@ -32,8 +32,8 @@ def is_near(seen: Tensor, expected: Tensor) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(0, 70), inputs=st.integers(1, 200) | st.sampled_from([64, 128, 320]),
-    outputs=st.integers(1, 200), dtype=st.sampled_from(TYPES), activation=st.sampled_from(ACTIVATIONS), biased=st.booleans(), added=st.booleans(), seed=st.integers(0, 99),
-    threads=st.integers(1, 3),
+    outputs=st.integers(1, 200), dtype=st.sampled_from(TYPES), activation=st.sampled_from(ACTIVATIONS),
+    biased=st.booleans(), added=st.booleans(), seed=st.integers(0, 99), threads=st.integers(1, 3),
 )  # fmt: skip
 def test_the_kernel_is_its_oracle(
     isa: str, count: int, inputs: int, outputs: int, dtype: torch.dtype, activation: str, biased: bool, added: bool,

@@ -84,6 +84,8 @@ def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: 
     if allowed.shape[1] == 1:
         return spans if window is None or window >= length else None
     wanted = valid[:, None, :]
+    if not causal and window is None and bool((allowed.numpy() == wanted.numpy()).all()):
+        return spans  # NumPy: torch would wake its threads, and compares bytes that are broadcast one by one
     if causal or window is not None:
         place = torch.arange(length, device=mask.device)
         ahead = place[None, :] - place[:, None]  # [L, L], key position minus query position
