@@ -26,6 +26,8 @@
 #include "numbers.h"
 #include "team.h"
 
+/* Bytes of weights that come from far: threads share them where one chunk has all rows, not the rows. */
+enum { HEAVY = 2 << 20 };
 enum { OVER = 4, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
 
 static const LinearKernel *const kernels[] = { /* best first */
@@ -139,7 +141,8 @@ static bool run(Job *job, size_t threads)
         most = fit < 2 * job->kernel->group ? 2 * job->kernel->group : fit < most ? fit : most;
     }
     job->chunks = (product->rows + most - 1) / most;
-    bool alone = job->feeds || (job->kernel->bytes && product->rows >= 8 * job->kernel->group * threads);
+    bool heavy = job->chunks == 1 && job->panels * product->panel_bytes > HEAVY;
+    bool alone = job->feeds || (job->kernel->bytes && product->rows >= 8 * job->kernel->group * threads && !heavy);
     if (alone) /* as much work for each thread, and no rows are taken twice */
         job->chunks = round_to(job->chunks, threads);
     job->whole = (product->rows + job->kernel->group - 1) / job->kernel->group;

@@ -26,7 +26,7 @@ enum {
     CHUNK = 48, /* rows of a task at most: what is kept of them stays in the processor's cache */
     /* The matrix unit is so fast that it waits for weights if they come for fewer rows than the second cache holds. */
     AMX_CHUNK = 512,
-    AMX_BYTES = 768 << 10, /* of these rows */
+    AMX_BYTES = 1 << 20, /* of these rows */
 };
 
 enum arithmetic { FLOATS, CODES, BFLOATS, ARITHMETICS };
