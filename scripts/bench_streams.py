@@ -3,8 +3,9 @@
     python scripts/bench_streams.py ../shared docs/streams.json                  # four logs, two to three minutes each
     python scripts/bench_streams.py ../shared docs/streams.json OpenSSH HDFS     # some of them; the others stay
     python scripts/bench_streams.py ../shared docs/streams.json --draw           # only the plot, beside the JSON
+    python scripts/bench_streams.py ../shared streams.json --dtype float32       # the model's precision
 
-The first lines of each log, in order of time, nothing stored at first, MiniLM in float32: stock, exact packed, rows
+The first lines of each log, in order of time, nothing stored at first, MiniLM: stock, exact packed, rows
 with the guard, a cache of exact duplicates, and OpenVINO and ONNX Runtime where they are installed. The ways take
 turns on the same batches (`attmemo.profiler.race`), and every answer is compared with the exact one.
 """
@@ -39,9 +40,9 @@ LATE = "last third"
 BARS = {OPENVINO: ORANGE, ONNX: "#9c5a8a", PACKED: GREEN, CACHE: GREY, ROWS: BLUE}
 
 
-def measure(shared: Path, name: str) -> dict[str, Any]:
+def measure(shared: Path, name: str, dtype: str) -> dict[str, Any]:
     """One log."""
-    loaded = load_model(model_path())
+    loaded = load_model(model_path(), dtype)
     loaded.pooling = own_pooling(loaded.name)
     lines = itertools.islice(read_log(shared / "data" / "loghub_2k" / f"{name}_2k.log", LINES), LINES)
     batches = [tokenize(loaded, batch, LONGEST) for batch in in_batches(lines, BATCH)]
@@ -52,7 +53,8 @@ def measure(shared: Path, name: str) -> dict[str, Any]:
         race.run_all(batches, seconds=1e9)
     found = race.result()
     del found["laps"]
-    return found | {"notes": notes, "tokens": sum(map(len, itertools.chain(*batches))), "conditions": conditions()}
+    tokens = sum(map(len, itertools.chain(*batches)))
+    return found | {"notes": notes, "tokens": tokens, "dtype": dtype, "conditions": conditions()}
 
 
 def installed(*names: str) -> dict[str, str]:
@@ -97,7 +99,7 @@ def draw(streams: dict[str, Any]) -> bytes:
         first = streams[names[0]]
         lines, threads = first["parts"]["all"]["texts"], first["conditions"]["threads"]
         axes.set_title(
-            f"{MODEL}, float32, {threads} threads: the first {lines:,} lines of a log, nothing stored before"
+            f"{MODEL}, {first['dtype']}, {threads} threads: the first {lines:,} lines of a log, nothing stored before"
         )
         figure.legend(loc="outside lower center", ncols=3)
         return png(figure)
@@ -122,11 +124,12 @@ def main() -> None:
     parser.add_argument("shared", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("stream", nargs="*", metavar="STREAM")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {"streams": {}}
     for name in [] if args.draw else args.stream or STREAMS:
-        result["streams"][name] = measure(args.shared, name)
+        result["streams"][name] = measure(args.shared, name, args.dtype)
         result |= {
             "model": MODEL, "lines": LINES, "batch": BATCH, "budget": BUDGET,
             "packages": installed("torch", "transformers", "openvino", "onnxruntime"),

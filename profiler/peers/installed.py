@@ -13,26 +13,30 @@ from torch import Tensor
 from attmemo.profiler.models import LoadedModel, Tokens, collate
 from attmemo.profiler.peers import onnx, openvino
 from attmemo.profiler.peers.plain import Asked, output_name
-from attmemo.profiler.peers.ways import Way, way_of
+from attmemo.profiler.peers.ways import Way, another, way_of
 
-OPENVINO: Final = "OpenVINO, float32"
+OPENVINO: Final = "OpenVINO"
 ONNX: Final = "ONNX Runtime, float32"
+_PRECISIONS: Final = {"float32": "f32", "bfloat16": "bf16"}  # as OpenVINO calls them
 _SAMPLE: Final = 4  # texts that a model is traced with
 
 
 def installed_peers(loaded: LoadedModel, texts: Sequence[Tokens], folder: Path) -> tuple[dict[str, Way], list[str]]:
     """Other runtimes that can be imported, ready to be asked, and why one of them takes no part.
 
-    `texts` show the model's inputs, `folder` takes what a runtime wants as a file.
+    `texts` show the model's inputs, `folder` takes what a runtime wants as a file. OpenVINO computes in the model's
+    precision, ONNX Runtime in float32.
     """
     found, notes = {}, []
+    whole = another(loaded)
+    whole.model.float()  # what runtimes convert; OpenVINO rounds it itself
     for name, package, make in ((OPENVINO, "openvino", _openvino), (ONNX, "onnxruntime", _onnxruntime)):
         if find_spec(package) is None:
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of tracing
-                way = way_of(loaded, make(loaded, collate(loaded, texts[:_SAMPLE]), folder))
+                way = way_of(loaded, make(whole, collate(loaded, texts[:_SAMPLE]), folder))
             way(texts[:_SAMPLE])
         except Exception as error:  # whatever another library raises: the others go on without it
             notes.append(f"{name} takes no part: {reason_of(error)}")
@@ -48,7 +52,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def _openvino(loaded: LoadedModel, inputs: Mapping[str, Tensor], folder: Path) -> Asked:
-    return openvino.compiled(openvino.convert(loaded, inputs), output_name(loaded), "f32")
+    converted = openvino.convert(loaded, inputs)
+    return openvino.compiled(converted, output_name(loaded), _PRECISIONS[loaded.dtype])
 
 
 def _onnxruntime(loaded: LoadedModel, inputs: Mapping[str, Tensor], folder: Path) -> Asked:
