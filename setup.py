@@ -29,6 +29,7 @@ SHARED = ["native/amx.h", "native/numbers.h", "native/team.h"]
 ATTENTION = ["plain", "generic", "avx2", "avx512"]
 ATTENTION_PARTS = [
     "attention",
+    "attention_face",
     "attention_amx",
     "attention_kernel",
     "attention_rows",
@@ -39,6 +40,7 @@ ATTENTION_PARTS = [
 LINEAR = ["32_generic", "32_avx2", "32_avx512", "8_generic", "8_avx2", "8_avxvnni", "8_vnni", "8_amx", "16_amx"]
 LINEAR_PARTS = [
     "linear",
+    "linear_face",
     "linear_kernel",
     "linear32_kernel",
     "linear8_kernel",
@@ -48,6 +50,8 @@ LINEAR_PARTS = [
     "attention",
     "vectors",
 ]
+
+CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
 
 
 class Build(build_ext):
@@ -119,6 +123,13 @@ setup(
             extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
             extra_link_args=CHECKS,
             libraries=["dl", "m"],
+        ),
+        Extension(
+            "attmemo.kernels._chain",
+            sources=["native/chain.c"],
+            depends=[*(f"native/{name}.h" for name in CHAIN_PARTS), *SHARED],
+            extra_compile_args=[*STRICT, "-O2", *CHECKS],
+            extra_link_args=CHECKS,
         ),
         *(
             Extension(

@@ -23,12 +23,13 @@
 #include <stdlib.h>
 
 #include "linear.h"
+#include "linear_face.h"
 #include "numbers.h"
 #include "team.h"
 
 /* Bytes of weights that come from far: threads share them where one chunk has all rows, not the rows. */
 enum { HEAVY = 2 << 20 };
-enum { OVER = 4, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
+enum { OVER = 4, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
 
 static const LinearKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
@@ -168,12 +169,11 @@ static bool run(Job *job, size_t threads)
     return true;
 }
 
-/* The layer's weights, each of all columns of all panels. */
-enum { PANELS, SCALES, BIAS, SUMS, PARTS };
-
-static bool is_known(int arithmetic)
+static bool are_known(int arithmetic, int type)
 {
-    return is_fine(arithmetic >= 0 && arithmetic < ARITHMETICS, "there is no such arithmetic");
+    return is_fine(arithmetic >= 0 && arithmetic < ARITHMETICS, "there is no such arithmetic") &&
+           is_fine(type == BFLOAT16 ? arithmetic != FLOATS : type == FLOAT32 && arithmetic != BFLOATS,
+                   "there is no such type");
 }
 
 /* Sizes and weights of a layer; false, with a ValueError, if they do not fit. */
@@ -202,26 +202,34 @@ static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t 
     return is_fine(fits && (uintptr_t)parts[PANELS].buf % 4 == 0, "weights, scales, bias and sums do not fit the sizes");
 }
 
-/* Rows, threads and instructions of a call; then the work. False, with an error set, if it could not be done. */
-static bool begin(Job *job, enum arithmetic arithmetic, Py_ssize_t rows, int type, Py_ssize_t threads, const char *isa)
+static bool compute(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads)
 {
-    job->kernel = choose_kernel(arithmetic, isa);
-    if (!is_fine(job->kernel != NULL, "the processor has no such instructions") ||
-        !is_fine(rows >= 0 && threads > 0, "a size is out of range") ||
-        !is_fine(type == BFLOAT16 ? arithmetic != FLOATS : type == FLOAT32 && arithmetic != BFLOATS,
-                 "there is no such type"))
-        return false;
-    job->product.rows = job->behind.rows = (size_t)rows;
-    job->product.type = job->behind.out_type = (enum type)type;
-    job->behind.type = (enum type)type;
-    job->behind.line = job->behind.inputs * item_bytes[job->behind.type];
-    job->product.out_type = (enum type)type;
-    bool done = true;
-    if (rows > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        done = run(job, threads < 1024 ? (size_t)threads : 1024);
-        Py_END_ALLOW_THREADS
+    Job job = {.product = *product, .kernel = kernel, .feeds = behind != NULL};
+    if (behind) {
+        job.behind = *behind;
+        job.behind.line = behind->inputs * item_bytes[behind->type];
     }
+    return product->rows == 0 || run(&job, threads < MOST_THREADS ? threads : MOST_THREADS);
+}
+
+/* Rows, threads and instructions of a call; then the work. False, with an error set, if it could not be done. */
+static bool begin(Product *product, Product *behind, enum arithmetic arithmetic, Py_ssize_t rows, int type,
+                  Py_ssize_t threads, const char *isa)
+{
+    const LinearKernel *kernel = choose_kernel(arithmetic, isa);
+    if (!is_fine(kernel != NULL, "the processor has no such instructions") ||
+        !is_fine(rows >= 0 && threads > 0, "a size is out of range"))
+        return false;
+    product->rows = (size_t)rows;
+    product->type = product->out_type = (enum type)type;
+    if (behind) {
+        behind->rows = (size_t)rows;
+        behind->type = behind->out_type = (enum type)type;
+    }
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = compute(kernel, product, behind, (size_t)threads);
+    Py_END_ALLOW_THREADS
     if (!done)
         PyErr_NoMemory();
     return done;
@@ -264,13 +272,14 @@ static PyObject *native_multiply(PyObject *Py_UNUSED(module), PyObject *args)
                           &inputs, &outputs, &type, &activation, &parts[PANELS], &parts[SCALES], &parts[BIAS],
                           &parts[SUMS], &norm, &bias, &least, &arithmetic, &threads, &isa))
         return NULL;
-    Job job = {.product = {.x = (const char *)(uintptr_t)x,
-                           .line = (size_t)line,
-                           .add = (const char *)(uintptr_t)add,
-                           .add_line = (size_t)add_line,
-                           .out = (char *)(uintptr_t)out}};
-    bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, outputs, activation, parts) &&
-                take_norm(&job.product, norm, bias, least) && begin(&job, arithmetic, rows, type, threads, isa);
+    Product product = {.x = (const char *)(uintptr_t)x,
+                       .line = (size_t)line,
+                       .add = (const char *)(uintptr_t)add,
+                       .add_line = (size_t)add_line,
+                       .out = (char *)(uintptr_t)out};
+    bool done = are_known(arithmetic, type) && take_layer(&product, arithmetic, inputs, outputs, activation, parts) &&
+                take_norm(&product, norm, bias, least) &&
+                begin(&product, NULL, arithmetic, rows, type, threads, isa);
     return end(parts, PARTS, done);
 }
 
@@ -292,14 +301,12 @@ static PyObject *native_feed(PyObject *Py_UNUSED(module), PyObject *args)
                           &parts[BIAS], &parts[SUMS], &parts[PARTS + PANELS], &parts[PARTS + SCALES],
                           &parts[PARTS + BIAS], &parts[PARTS + SUMS], &norm, &bias, &least, &arithmetic, &threads, &isa))
         return NULL;
-    Job job = {.feeds = true,
-               .product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line},
-               .behind = {.add = (const char *)(uintptr_t)add,
-                          .add_line = (size_t)add_line,
-                          .out = (char *)(uintptr_t)out}};
-    bool done = is_known(arithmetic) && take_layer(&job.product, arithmetic, inputs, inner, activation, parts) &&
-                take_layer(&job.behind, arithmetic, inner, outputs, NONE, parts + PARTS) &&
-                take_norm(&job.behind, norm, bias, least) && begin(&job, arithmetic, rows, type, threads, isa);
+    Product product = {.x = (const char *)(uintptr_t)x, .line = (size_t)line};
+    Product behind = {.add = (const char *)(uintptr_t)add, .add_line = (size_t)add_line, .out = (char *)(uintptr_t)out};
+    bool done = are_known(arithmetic, type) && take_layer(&product, arithmetic, inputs, inner, activation, parts) &&
+                take_layer(&behind, arithmetic, inner, outputs, NONE, parts + PARTS) &&
+                take_norm(&behind, norm, bias, least) &&
+                begin(&product, &behind, arithmetic, rows, type, threads, isa);
     return end(parts, 2 * PARTS, done);
 }
 
@@ -332,12 +339,25 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const LinearFace face = {choose_kernel, are_known, take_layer, take_norm, compute};
+
+static int native_exec(PyObject *module)
+{
+    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)&face, LINEAR_FACE, NULL);
+    int added = PyModule_AddObjectRef(module, "face", capsule);
+    Py_XDECREF(capsule);
+    return added;
+}
+
+static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
+
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "attmemo.kernels._linear",
     .m_doc = "Linear layers in float32, in bfloat16 and in 8 bits. See native/linear.c.",
     .m_size = 0,
     .m_methods = native_methods,
+    .m_slots = native_slots,
 };
 
 PyMODINIT_FUNC PyInit__linear(void)

@@ -34,6 +34,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "attention_face.h"
 #include "numbers.h"
 #include "team.h"
 
@@ -404,10 +405,29 @@ PyDoc_STRVAR(
     "(keys, line, queries, line, rows, buckets, span). flags: (scale, threads, isa).\n\n"
     "Raises ValueError before anything is written, or MemoryError.");
 
-static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    enum { STARTS, KEY_STARTS, POSITIONS, SOURCES, KEYS, VALUES, COUNTS, KEY_SCALES, VALUE_SCALES, BUCKETS, BUFFERS };
+enum { STARTS, KEY_STARTS, POSITIONS, SOURCES, KEYS, VALUES, COUNTS, KEY_SCALES, VALUE_SCALES, BUCKETS, BUFFERS };
+
+struct RowCall {
+    Job job;
+    size_t rows, threads;
+    Distances *distances; /* of each head, or NULL */
     Py_buffer at[BUFFERS];
+};
+
+static void release(RowCall *call)
+{
+    for (size_t i = 0; i < BUFFERS; i++)
+        PyBuffer_Release(&call->at[i]);
+    free(call->distances);
+    free(call);
+}
+
+static RowCall *read_call(PyObject *args)
+{
+    RowCall *call = calloc(1, sizeof *call);
+    if (!call)
+        return (RowCall *)PyErr_NoMemory();
+    Py_buffer *at = call->at;
     unsigned long long data[4], cosine, sine, table, distance_keys, distance_queries;
     Py_ssize_t line[4], rows, keys, heads, width, stored_line, scale_line, turn_span, half, table_span, table_line;
     Py_ssize_t window, key_line, query_line, distance_rows, distance_span, threads;
@@ -421,8 +441,10 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                           &at[VALUES], &at[COUNTS], &at[KEY_SCALES], &at[VALUE_SCALES], &stored_type, &bits,
                           &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table, &table_span,
                           &table_line, &window, &distance_keys, &key_line, &distance_queries, &query_line,
-                          &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa))
+                          &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa)) {
+        free(call); /* what was held is given back already */
         return NULL;
+    }
 
     const Kernel *kernel = choose_kernel(isa);
     const bool records = at[KEYS].len > 0, distant = distance_keys || distance_queries;
@@ -450,7 +472,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                     "stored codes need scales, one address for each sequence") &&
             is_fine(!distant || holds(&at[BUCKETS], 2 * (size_t)distance_span - 1, 4),
                     "buckets are int32 [2 * span - 1]");
-        distances = done && distant ? calloc((size_t)heads, sizeof *distances) : NULL;
+        call->distances = distances = done && distant ? calloc((size_t)heads, sizeof *distances) : NULL;
         if (done && distant && !distances) {
             PyErr_NoMemory();
             done = false;
@@ -465,7 +487,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                 .rows = (size_t)distance_rows,
                 .row = (const int32_t *)at[BUCKETS].buf + distance_span - 1,
                 .reach = (size_t)distance_span};
-        Job job = {.attention = {.stored = {.type = (enum type)type, .width = (size_t)width},
+        call->job = (Job){.attention = {.stored = {.type = (enum type)type, .width = (size_t)width},
                                  .type = (enum type)type,
                                  .root = scale,
                                  .turns = FEW,
@@ -504,26 +526,51 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                    .window = (size_t)window,
                    .distances = distances,
                    .kernel = kernel};
-        const char *fault = done ? find_fault(&job, (size_t)rows, (size_t)keys) : NULL;
+        const char *fault = done ? find_fault(&call->job, (size_t)rows, (size_t)keys) : NULL;
         done = done && is_fine(!fault, fault);
-        if (done && rows > 0) {
-            if (distances) /* those that can occur */
-                for (size_t head = 0; head < (size_t)heads; head++)
-                    distances[head].reach = job.most;
-            Py_BEGIN_ALLOW_THREADS
-            done = run(&job, threads < 1024 ? (size_t)threads : 1024);
-            Py_END_ALLOW_THREADS
-            if (!done)
-                PyErr_NoMemory();
-        }
+        for (size_t head = 0; done && distances && head < (size_t)heads; head++)
+            distances[head].reach = call->job.most; /* those that can occur */
+        call->rows = (size_t)rows;
+        call->threads = threads < 1024 ? (size_t)threads : 1024;
     }
-    free(distances);
-    for (size_t i = 0; i < BUFFERS; i++)
-        PyBuffer_Release(&at[i]);
-    if (!done)
+    if (done)
+        return call;
+    release(call);
+    return NULL;
+}
+
+static bool run_call(const RowCall *call)
+{
+    Job job = call->job; /* a run leaves its mark */
+    return call->rows == 0 || run(&job, call->threads);
+}
+
+static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    RowCall *call = read_call(args);
+    if (!call)
         return NULL;
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = run_call(call);
+    Py_END_ALLOW_THREADS
+    release(call);
+    if (!done)
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
+
+static const AttentionFace face = {read_call, run_call, release};
+
+static int native_exec(PyObject *module)
+{
+    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)&face, ATTENTION_FACE, NULL);
+    int added = PyModule_AddObjectRef(module, "face", capsule);
+    Py_XDECREF(capsule);
+    return added;
+}
+
+static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
 
 static PyMethodDef native_methods[] = {
     {"attend", native_attend, METH_VARARGS, attend_doc},
@@ -538,6 +585,7 @@ static struct PyModuleDef native_module = {
     .m_doc = "Attention of packed sequences over rows read where they lie. See native/row_attention.c.",
     .m_size = 0,
     .m_methods = native_methods,
+    .m_slots = native_slots,
 };
 
 PyMODINIT_FUNC PyInit__row_attention(void)

@@ -71,7 +71,7 @@ def test_two_layers_in_one_call_are_one_behind_the_other(activation: str, monkey
         expected = second(first(x), add)
         assert torch.equal(first.feed(second, x, add), expected)
         with monkeypatch.context() as patch:
-            patch.setattr(Linear16, "_are_two_calls", lambda *_: False)
+            patch.setattr(Linear16, "are_two_calls", lambda *_: False)
             for threads in (1, 2, 7):
                 assert torch.equal(first.feed(second, x, add, threads=threads), expected)
 

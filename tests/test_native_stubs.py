@@ -13,6 +13,7 @@ import attmemo
 EXTENSIONS = [
     "kernels._align",
     "kernels._cache_attention",
+    "kernels._chain",
     "kernels._changes",
     "kernels._linear",
     "kernels._map_product",
@@ -24,13 +25,15 @@ EXTENSIONS = [
 
 
 def told(body: list[ast.stmt]) -> dict[str, dict[str, object] | None]:
-    """Names of functions and properties in a stub; of a class, what it has in turn."""
+    """Names of functions, properties and objects in a stub; of a class, what it has in turn."""
     names: dict[str, dict[str, object] | None] = {}
     for node in body:
         if isinstance(node, ast.ClassDef):
             names[node.name] = dict(told(node.body))
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
             names[node.name] = None
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names[node.target.id] = None
     return names
 
 

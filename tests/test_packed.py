@@ -23,6 +23,7 @@ from attmemo import UnsupportedModelError, memoize, unmemoize
 from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AdapterCheckError, DatabaseNotFoundError
 from attmemo.hooks import Hook
+from attmemo.kernels import chain as chain_module
 from attmemo.kernels.panels import PANEL
 from attmemo.profiler.models import load_model
 from attmemo.reuse import packed as packed_module
@@ -666,6 +667,7 @@ def test_a_broken_call_costs_time_and_never_a_request(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare, model = pair(name)
+    model.attmemo.engine.reuse.packed._chain = None  # a call for each layer
     inputs = batch([9, 2, 12], 60)
     expected = last(bare, inputs)
     own, calls = getattr(packed_module, what), []
@@ -683,6 +685,27 @@ def test_a_broken_call_costs_time_and_never_a_request(
     assert sum(stats["failures"].values()) == 3
     assert "no memory for rows" in next(iter(stats["failures"]))
     assert stats["sequences"] == 0
+    assert "no memory for rows" in caplog.text
+    model.attmemo.reset_stats()
+    assert gap(last(model, inputs), expected, valid(inputs)) <= NEAR, "the next request is served again"
+    assert ran_packed(model)
+
+
+@pytest.mark.parametrize("name", ["BERT", "DeBERTa-v3"])
+def test_blocks_in_one_call_that_fail_cost_time_and_never_a_request(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare, model = pair(name)
+    inputs = batch([9, 2, 12], 60)
+    expected = last(bare, inputs)
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no memory for rows")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "attmemo"):
+        patch.setattr(chain_module.native, "run", broken)
+        assert torch.equal(last(model, inputs), expected)
+    assert sum(model.attmemo.stats()["failures"].values()) == 3
     assert "no memory for rows" in caplog.text
     model.attmemo.reset_stats()
     assert gap(last(model, inputs), expected, valid(inputs)) <= NEAR, "the next request is served again"

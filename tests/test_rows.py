@@ -36,6 +36,7 @@ from attmemo import Database, DatabaseError, StaleDatabaseError, UnsupportedMode
 from attmemo.adapters import Rows, Spans, adapter_for
 from attmemo.handles.rows import UNGUARDED
 from attmemo.handles.stack import blocks_of
+from attmemo.kernels import chain as chain_module
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
 from attmemo.plan import Plan, Reused, RowShare
@@ -623,6 +624,7 @@ class TestThingsThatGoWrong:
             raise MemoryError("no memory for rows")
 
         monkeypatch.setattr(packed_module, "attend", broken)
+        monkeypatch.setattr(chain_module.native, "run", broken)
         self.exact_and_counted(both, model, "no memory for rows")
 
     def test_a_lookup_that_fails(self, both: Case, monkeypatch: pytest.MonkeyPatch) -> None:

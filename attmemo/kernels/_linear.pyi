@@ -6,6 +6,8 @@ Buffer = npt.NDArray[Any] | bytes
 Weights = tuple[Buffer, Buffer, Buffer, Buffer]
 Norm = tuple[int, int, float]
 
+face: object
+
 def multiply(
     x: tuple[int, int],
     add: tuple[int, int],

@@ -5,6 +5,8 @@ import numpy.typing as npt
 Buffer = npt.NDArray[Any] | bytes
 Lines = tuple[int, int]
 
+face: object
+
 def attend(
     tensors: tuple[Lines, Lines, Lines, Lines],
     sizes: tuple[int, int, int, int, int],

@@ -91,7 +91,7 @@ class Linear16(Panels):
             x = sample(layer.inputs, layer.dtype)
             return layer if agrees(layer(x), x, *stacked(weights, biases), activation, None) else None
 
-    def _are_two_calls(self, rows: int, threads: int) -> bool:
+    def are_two_calls(self, rows: int, threads: int) -> bool:
         return rows * self.outputs * self.dtype.itemsize < _MUCH
 
 

@@ -58,12 +58,13 @@ class Panels:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.weights)
 
-    def _are_two_calls(self, rows: int, threads: int) -> bool:
+    def are_two_calls(self, rows: int, threads: int) -> bool:
         """Whether two layers are faster one after the other for so many rows."""
         return rows < _FEW and threads > 1 and self.dtype == torch.float32
 
     @property
-    def _kind(self) -> tuple[int, int]:
+    def kind(self) -> tuple[int, int]:
+        """Type and activation, as native code has them."""
         return _TYPES[self.dtype], ACTIVATIONS.index(self.activation)
 
     def takes(self, norm: Any) -> bool:
@@ -78,12 +79,18 @@ class Panels:
             and part.is_contiguous() and part.device.type == "cpu"
         )  # fmt: skip
 
-    def _norm(self, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
+    def norm_of(self, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
+        """A norm that a call ends with, as native code has it. ValueError: this layer does not take it."""
         if norm is None:
             return 0, 0, 0.0
         if not self.takes(norm):
             raise ValueError(f"the norm must be a LayerNorm of {self.outputs} numbers of {self.dtype}, not {norm}")
         return norm.weight.data_ptr(), 0 if norm.bias is None else norm.bias.data_ptr(), norm.eps
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """`x`, or a copy whose rows have no gaps inside; ValueError if `x` is not ``[N, inputs]`` for this layer."""
+        check_rows(x, self.inputs, self.dtype, None, self.outputs)
+        return _in_lines(x)
 
     def __call__(
         self, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *, threads: int | None = None,
@@ -103,7 +110,7 @@ class Panels:
         add = None if add is None else _in_lines(add)
         native.multiply(
             _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
-            (len(x), self.inputs, self.outputs, *self._kind), self.weights, self._norm(norm),
+            (len(x), self.inputs, self.outputs, *self.kind), self.weights, self.norm_of(norm),
             (self.arithmetic, torch.get_num_threads() if threads is None else threads, isa),
         )  # fmt: skip
         return out
@@ -125,15 +132,15 @@ class Panels:
             raise ValueError(f"the second layer must have no activation, not {behind.activation!r}")
         check_rows(x, self.inputs, self.dtype, add, behind.outputs)
         threads = torch.get_num_threads() if threads is None else threads
-        if self._are_two_calls(len(x), threads):
+        if self.are_two_calls(len(x), threads):
             return behind(self(x, threads=threads, isa=isa), add, norm, threads=threads, isa=isa)
         out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
         x = _in_lines(x)
         add = None if add is None else _in_lines(add)
         native.feed(
             _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
-            (len(x), self.inputs, self.outputs, behind.outputs, *self._kind), self.weights, behind.weights,
-            behind._norm(norm), (self.arithmetic, threads, isa),
+            (len(x), self.inputs, self.outputs, behind.outputs, *self.kind), self.weights, behind.weights,
+            behind.norm_of(norm), (self.arithmetic, threads, isa),
         )  # fmt: skip
         return out
 

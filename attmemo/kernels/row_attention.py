@@ -158,34 +158,54 @@ def attend(
     MemoryError
         There is no memory for some hundred rows a thread.
     """
-    _check(queries, keys, values, heads, out)
-    if len(layout.key_starts) == 0:
-        raise ValueError("starts and key_starts are int64 [B + 1]")
     if out is None:
         out = torch.empty(queries.shape, dtype=queries.dtype)
-    rows, columns = queries.shape
-    item = queries.element_size()
-    # Native code gets addresses: these references keep the tensors alive until the call has returned.
-    turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
-    added = None if table is None else table.contiguous()
-    relative, distances = _distances(disentangled, queries)
-    native.attend(
-        tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),  # type: ignore[arg-type]
-        (_TYPES[queries.dtype], rows, int(layout.key_starts[-1]), heads, columns // heads),
-        (
-            _array(layout.starts, np.int64),
-            _array(layout.key_starts, np.int64),
-            _array(layout.positions, np.int32),
-            _array(layout.sources, np.int32),
-        ),
-        _NOT_STORED if stored is None else _records(stored, columns, heads),
-        _NOT_TURNED if turns is None else _turns(turns),
-        _table(added, window, heads),
-        distances,
-        (scale, torch.get_num_threads() if threads is None else threads, isa),
-    )
-    del relative
+    call = Attend(
+        queries, keys, values, heads, layout, scale=scale, stored=stored, turn=turn, table=table, window=window,
+        disentangled=disentangled, out=out, threads=threads, isa=isa,
+    )  # fmt: skip
+    native.attend(*call.arguments)
     return out
+
+
+class Attend:
+    """A call of `attend` that is still to be done. The parameters, and what is raised, are those of `attend`.
+
+    Attributes
+    ----------
+    arguments
+        Of `attmemo.kernels._row_attention.attend`; they hold addresses, good as long as this object lives.
+    """
+
+    def __init__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, heads: int, layout: Layout, *, scale: float, out: Tensor,
+        stored: Stored | None = None, turn: Turn | None = None, table: Tensor | None = None,
+        window: int | None = None, disentangled: Disentangled | None = None, threads: int | None = None, isa: str = "",
+    ) -> None:  # fmt: skip
+        _check(queries, keys, values, heads, out)
+        if len(layout.key_starts) == 0:
+            raise ValueError("starts and key_starts are int64 [B + 1]")
+        rows, columns = queries.shape
+        item = queries.element_size()
+        turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
+        added = None if table is None else table.contiguous()
+        relative, distances = _distances(disentangled, queries)
+        self._alive = (queries, keys, values, out, layout, stored, turns, added, relative)
+        self.arguments: Any = (
+            tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),
+            (_TYPES[queries.dtype], rows, int(layout.key_starts[-1]), heads, columns // heads),
+            (
+                _array(layout.starts, np.int64),
+                _array(layout.key_starts, np.int64),
+                _array(layout.positions, np.int32),
+                _array(layout.sources, np.int32),
+            ),
+            _NOT_STORED if stored is None else _records(stored, columns, heads),
+            _NOT_TURNED if turns is None else _turns(turns),
+            _table(added, window, heads),
+            distances,
+            (scale, torch.get_num_threads() if threads is None else threads, isa),
+        )
 
 
 def instruction_sets() -> list[str]:

@@ -24,6 +24,7 @@ from torch.nn.functional import layer_norm
 
 from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
+from attmemo.kernels.chain import Chain, Link
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.linear16 import Linear16
@@ -60,6 +61,9 @@ class Packed:
         self._layers = [_Layer(block, linear) for block in blocks.blocks]
         self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)
         self._spans: dict[int, Positions] = {}
+        links = [link for layer in self._layers if (link := layer.link) is not None]
+        whole = not blocks.rotary and len(links) == len(self._layers)
+        self._chain = Chain(links, blocks.heads, blocks.width) if whole else None  # all blocks in one call
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +101,12 @@ class Packed:
         rows = len(hidden)
         if not rows:  # records supply everything
             return hidden
+        if self._chain is not None and added is None:
+            known = self.positions(longest)
+            return self._chain(
+                hidden, layout, scale=self.blocks.scale, table=known.table, stored=fetch, keep=keep,
+                disentangled=known.disentangled if known.is_disentangled else None,
+            )  # fmt: skip
         run = grid_rows(rows) if self._on_grid else rows
         if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
             hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
@@ -169,6 +179,20 @@ class _Layer:
             self.feed = _normed(partial(self.up.feed, self.down), block.behind_feed, self.down)
 
     @property
+    def link(self) -> Link | None:
+        """The block as a part of a chain, if nothing is between its five calls that is not in them."""
+        block, norms = self.block, (self.block.behind, self.block.behind_feed)
+        if self.feed is None or block.kind or block.window or block.before or block.before_feed:
+            return None
+        kind = type(self.up)
+        parts = [part for part in (self.qkv, self.out, self.up, self.down) if isinstance(part, Panels)]
+        if any(type(part) is not kind for part in parts) or len(parts) != 4:
+            return None
+        qkv, out, up, down = parts
+        taken = [norm for norm in norms if isinstance(norm, nn.LayerNorm) and down.takes(norm)]
+        return Link(qkv, out, taken[0], up, down, taken[1]) if len(taken) == 2 else None
+
+    @property
     def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
         block = self.block
         return [(self.qkv, block.qkv), (self.out, (block.out,)), (self.up, block.up), (self.down, (block.down,))]
@@ -221,6 +245,11 @@ class Positions:
             self.table = blocks.table(span)
             self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
         self._turns: dict[str, Turn] = {}
+
+    @property
+    def is_disentangled(self) -> bool:
+        """Whether some layer has `disentangled` terms."""
+        return any(terms is not None for terms in self._terms)
 
     def disentangled(self, layer: int) -> Disentangled | None:
         return self._terms[layer]

@@ -145,7 +145,7 @@ class Stack:
         starts = np.concatenate([[0], np.cumsum(lengths[twins.own])])
         places = places_of(lengths.tolist(), call.hidden.shape[1])
         kept: list[tuple[Tensor, Tensor]] = []
-        keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys.clone(), values.clone()))
+        keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys, values))
         found = self.compute(call, places, Layout(starts, starts), max(spans.lengths), keep=keep)
         if self.keep is not None:
             self.keep(spans.lengths, kept, found)

@@ -1,0 +1,124 @@
+"""Blocks with norms behind them, one behind the other, in one native call: `native/chain.c`.
+
+Its oracle is the same blocks as calls of their layers and of `attend`: the numbers are the same, bit by bit.
+
+WHAT IT GAINS.  The five calls of a block take 0.2 ms to ask for, whatever they compute, and each of them waits for the
+interpreter lock. docs/decisions.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.kernels import _chain as native
+from attmemo.kernels.panels import Panels
+from attmemo.kernels.row_attention import Attend, Disentangled, Layout, Stored
+
+Keep = Callable[[int, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One block. All layers are of one kind; of the norms each stands behind the layer before it."""
+
+    qkv: Panels
+    out: Panels
+    norm: nn.LayerNorm
+    up: Panels
+    down: Panels
+    last_norm: nn.LayerNorm
+
+    @property
+    def layers(self) -> tuple[tuple[Panels, nn.LayerNorm | None], ...]:
+        return (self.qkv, None), (self.out, self.norm), (self.up, None), (self.down, self.last_norm)
+
+
+class Chain:
+    """Blocks of an encoder, for inference. Several threads may call one instance.
+
+    Parameters
+    ----------
+    links : sequence of Link
+        Weights of norms are read at each call, where they lie now.
+    heads, width : int
+        Heads of the attention, and numbers of each.
+    isa : str
+        Of the linear layers, as in `Panels`.
+
+    Raises
+    ------
+    ValueError
+        The layers do not fit each other.
+    """
+
+    def __init__(self, links: Sequence[Link], heads: int, width: int, isa: str = "") -> None:
+        layers = [pair for link in links for pair in link.layers]
+        first = links[0].up
+        if len({(type(layer), layer.dtype) for layer, _ in layers}) != 1:
+            raise ValueError("all layers must be of one kind and type")
+        if links[0].out.inputs != heads * width:
+            raise ValueError(f"{heads} heads of {width} numbers do not fit a layer with {links[0].out.inputs} inputs")
+        self._links, self._up, self._heads = tuple(links), first, heads
+        self._alive = [(norm.weight, norm.bias) for _, norm in layers if norm is not None]
+        self._native = native.prepare(
+            tuple(
+                (layer.inputs, layer.outputs, layer.kind[1], layer.weights, layer.norm_of(norm))
+                for layer, norm in layers
+            ),
+            (first.arithmetic, first.kind[0], isa),
+        )
+
+    def __call__(
+        self, hidden: Tensor, layout: Layout, *, scale: float, table: Tensor | None = None,
+        stored: Callable[[int], Stored | None] | None = None,
+        disentangled: Callable[[int], Disentangled | None] | None = None, keep: Keep | None = None,
+        threads: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states ``[N, H]`` of packed rows ``[N, H]``, any strides.
+
+        Parameters
+        ----------
+        layout, scale, table
+            As in `attend`, of all blocks.
+        stored, disentangled : callable
+            Give for the number of a block what `attend` gets. None: nothing.
+        keep : callable
+            Gets for each block its number, and K and V ``[N, heads * width]``.
+        threads : int, optional
+            None: as many as torch uses.
+
+        Raises
+        ------
+        ValueError, MemoryError
+            As `Panels` and `attend` do.
+        """
+        up, threads = self._up, torch.get_num_threads() if threads is None else threads
+        hidden = up.rows_of(hidden)
+        rows, size = len(hidden), self._links[0].out.inputs
+        count = 1 if stored is None and disentangled is None and keep is None else len(self._links)
+        parts: list[Tensor] = [hidden.new_empty(rows, 3 * size) for _ in range(1 if keep is None else count)]
+        parts *= count // len(parts)  # if they are not kept, all blocks write to the same rows
+        context, mixed, last = (hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs))
+        middle = hidden.new_empty(rows, up.outputs) if up.are_two_calls(rows, threads) else None
+        calls: list[Attend] = []
+        for number, part in enumerate(parts):
+            queries, keys, values = part[:, :size], part[:, size : 2 * size], part[:, 2 * size :]
+            calls.append(Attend(
+                queries, keys, values, self._heads, layout, scale=scale, table=table, out=context, threads=threads,
+                stored=None if stored is None else stored(number),
+                disentangled=None if disentangled is None else disentangled(number),
+            ))  # fmt: skip
+        ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, last))
+        native.run(
+            self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows),
+            tuple(part.data_ptr() for part in parts), tuple(call.arguments for call in calls), ways, threads,
+        )  # fmt: skip
+        if keep is not None:
+            for number, part in enumerate(parts):
+                keep(number, part[:, size : 2 * size], part[:, 2 * size :])
+        return last

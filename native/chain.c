@@ -1,0 +1,277 @@
+/*
+ * chain.c: blocks of an encoder, one behind the other, in one call. Module attmemo.kernels._chain.
+ *
+ * A block is five calls from Python: Q, K and V, attention, the layer behind it, two layers of the feed-forward part.
+ * Each takes 40 microseconds to ask for, as long as the work itself where rows are few, and waits for the interpreter
+ * lock, which a thread beside it may hold. Here the blocks of a forward are asked for once.
+ *
+ * The arithmetic is that of linear.c and row_attention.c, and so are the rules: see linear_face.h and attention_face.h.
+ * Norms stand behind the layers, which end with them.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdlib.h>
+
+#include "attention_face.h"
+#include "linear_face.h"
+#include "numbers.h"
+
+enum { QKV, OUT, UP, DOWN, LAYERS };
+
+typedef struct {
+    Product layers[LAYERS];
+    Py_buffer parts[LAYERS][PARTS];
+} Link;
+
+typedef struct {
+    const LinearKernel *kernel;
+    size_t count, item; /* item: bytes of a number */
+    size_t held;        /* layers that hold their weights */
+    Link links[];
+} Chain;
+
+/* Where the rows of one call lie, without gaps. */
+typedef struct {
+    const char *hidden;
+    size_t line, rows, threads;
+    char *context, *mixed, *middle, *after; /* middle: NULL if it does not leave the processor */
+} Ways;
+
+#define CHAIN "attmemo.kernels._chain.chain"
+
+static const LinearFace *linear;
+static const AttentionFace *attention;
+
+static void release_chain(Chain *chain)
+{
+    for (size_t i = 0; i < chain->held; i++)
+        for (size_t part = 0; part < PARTS; part++)
+            PyBuffer_Release(&chain->links[i / LAYERS].parts[i % LAYERS][part]);
+    free(chain);
+}
+
+static void drop(PyObject *capsule)
+{
+    release_chain(PyCapsule_GetPointer(capsule, CHAIN));
+}
+
+/* The next layer, from (inputs, outputs, activation, weights, norm). False, with an error set, if there is none such. */
+static bool add_layer(Chain *chain, PyObject *given, enum arithmetic arithmetic, int type)
+{
+    Py_ssize_t inputs, outputs;
+    int activation;
+    unsigned long long weight, bias;
+    double least;
+    Link *link = &chain->links[chain->held / LAYERS];
+    Product *product = &link->layers[chain->held % LAYERS];
+    Py_buffer *parts = link->parts[chain->held % LAYERS];
+    if (!PyArg_ParseTuple(given, "nni(y*y*y*y*)(KKd):prepare", &inputs, &outputs, &activation, &parts[PANELS],
+                          &parts[SCALES], &parts[BIAS], &parts[SUMS], &weight, &bias, &least))
+        return false;
+    chain->held++;
+    product->type = product->out_type = (enum type)type;
+    return linear->take_layer(product, arithmetic, inputs, outputs, activation, parts) &&
+           linear->take_norm(product, weight, bias, least);
+}
+
+/* What does not fit, or NULL: then all layers of a block give what the next one reads. */
+static const char *find_fault(const Chain *chain)
+{
+    size_t hidden = chain->links[0].layers[QKV].inputs;
+    for (size_t i = 0; i < chain->count; i++) {
+        const Product *layers = chain->links[i].layers;
+        size_t size = layers[OUT].inputs;
+        if (layers[QKV].inputs != hidden || layers[QKV].outputs != 3 * size || layers[OUT].outputs != hidden ||
+            size != chain->links[0].layers[OUT].inputs)
+            return "Q, K and V and the layer behind attention do not fit each other";
+        if (layers[UP].inputs != hidden || layers[DOWN].inputs != layers[UP].outputs || layers[DOWN].outputs != hidden)
+            return "the feed-forward layers do not fit each other";
+        if (layers[DOWN].activation != NONE)
+            return "the last layer has an activation";
+    }
+    return NULL;
+}
+
+PyDoc_STRVAR(prepare_doc,
+             "prepare($module, layers, flags, /)\n--\n\n"
+             "layers: four for each block, those for Q, K and V, behind attention, up and down, each (inputs, outputs,\n"
+             "activation, weights, norm) as in `attmemo.kernels._linear.multiply`. flags: (arithmetic, type, isa). The\n"
+             "caller keeps the norms alive. Returns what `run` takes.");
+
+static PyObject *native_prepare(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *layers;
+    int arithmetic, type;
+    const char *isa;
+    if (!PyArg_ParseTuple(args, "O!(iis):prepare", &PyTuple_Type, &layers, &arithmetic, &type, &isa))
+        return NULL;
+    size_t count = (size_t)PyTuple_GET_SIZE(layers);
+    if (!linear->are_known(arithmetic, type))
+        return NULL;
+    const LinearKernel *kernel = linear->choose_kernel((enum arithmetic)arithmetic, isa);
+    if (!kernel || count == 0 || count % LAYERS) {
+        PyErr_SetString(PyExc_ValueError, kernel ? "there must be four layers for each block"
+                                                 : "the processor has no such instructions");
+        return NULL;
+    }
+    Chain *chain = calloc(1, sizeof *chain + count / LAYERS * sizeof(Link));
+    if (!chain)
+        return PyErr_NoMemory();
+    chain->kernel = kernel;
+    chain->count = count / LAYERS;
+    chain->item = item_bytes[type];
+    bool done = true;
+    for (size_t i = 0; done && i < count; i++)
+        done = add_layer(chain, PyTuple_GET_ITEM(layers, (Py_ssize_t)i), (enum arithmetic)arithmetic, type);
+    const char *fault = done ? find_fault(chain) : NULL;
+    if (fault)
+        PyErr_SetString(PyExc_ValueError, fault);
+    PyObject *capsule = done && !fault ? PyCapsule_New(chain, CHAIN, drop) : NULL;
+    if (!capsule)
+        release_chain(chain);
+    return capsule;
+}
+
+/* One layer: rows at x, a residual at add or none. */
+static Product ready(const Chain *chain, size_t block, size_t layer, const Ways *ways, const char *x, const char *add,
+                     char *out)
+{
+    Product product = chain->links[block].layers[layer];
+    product.rows = ways->rows;
+    product.x = x;
+    product.line = product.inputs * chain->item;
+    product.add = add;
+    product.add_line = product.outputs * chain->item;
+    product.out = out;
+    return product;
+}
+
+static bool run_block(const Chain *chain, size_t block, const Ways *ways, char *projected, const RowCall *call)
+{
+    const LinearKernel *kernel = chain->kernel;
+    Product qkv = ready(chain, block, QKV, ways, ways->hidden, NULL, projected);
+    Product out = ready(chain, block, OUT, ways, ways->context, ways->hidden, ways->mixed);
+    Product up = ready(chain, block, UP, ways, ways->mixed, NULL, ways->middle);
+    Product down = ready(chain, block, DOWN, ways, ways->middle, ways->mixed, ways->after);
+    qkv.line = out.add_line = ways->line;
+    if (!linear->compute(kernel, &qkv, NULL, ways->threads) || !attention->run(call) ||
+        !linear->compute(kernel, &out, NULL, ways->threads))
+        return false;
+    if (!ways->middle)
+        return linear->compute(kernel, &up, &down, ways->threads);
+    return linear->compute(kernel, &up, NULL, ways->threads) && linear->compute(kernel, &down, NULL, ways->threads);
+}
+
+/* False: there is no memory. */
+static bool run_blocks(const Chain *chain, Ways ways, char *const *projected, RowCall *const *calls, bool shared)
+{
+    for (size_t i = 0; i < chain->count; i++) {
+        size_t own = shared ? 0 : i;
+        if (!run_block(chain, i, &ways, projected[own], calls[own]))
+            return false;
+        ways.hidden = ways.after;
+        ways.line = chain->links[0].layers[QKV].inputs * chain->item;
+    }
+    return true;
+}
+
+PyDoc_STRVAR(run_doc,
+             "run($module, chain, hidden, projected, calls, ways, threads, /)\n--\n\n"
+             "All blocks of a chain on some rows. hidden: (address, bytes from a row to the next, rows). projected: where Q, K\n"
+             "and V go, an address for each block or one for all. calls: as many, arguments of\n"
+             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. ways: addresses of\n"
+             "what attention gives, of what the layer behind it gives, of what lies between the feed-forward layers (0:\n"
+             "they are one call), of the result. The caller vouches for the addresses.\n\n"
+             "Raises ValueError before anything is written, or MemoryError.");
+
+static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *capsule, *projected, *given;
+    unsigned long long hidden, context, mixed, middle, after;
+    Py_ssize_t line, rows, threads;
+    if (!PyArg_ParseTuple(args, "O(Knn)O!O!(KKKK)n:run", &capsule, &hidden, &line, &rows, &PyTuple_Type, &projected,
+                          &PyTuple_Type, &given, &context, &mixed, &middle, &after, &threads))
+        return NULL;
+    Chain *chain = PyCapsule_GetPointer(capsule, CHAIN);
+    if (!chain)
+        return NULL;
+    size_t count = (size_t)PyTuple_GET_SIZE(projected);
+    if (rows < 0 || threads < 1 || (count != 1 && count != chain->count) ||
+        count != (size_t)PyTuple_GET_SIZE(given)) {
+        PyErr_SetString(PyExc_ValueError, "a size is out of range");
+        return NULL;
+    }
+    RowCall **calls = calloc(count, sizeof *calls);
+    char **places = calloc(count, sizeof *places);
+    bool fine = calls && places, done = false;
+    if (!fine)
+        PyErr_NoMemory();
+    for (size_t i = 0; fine && i < count; i++) {
+        places[i] = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(projected, (Py_ssize_t)i));
+        fine = !PyErr_Occurred() && (calls[i] = attention->read(PyTuple_GET_ITEM(given, (Py_ssize_t)i)));
+    }
+    if (fine) {
+        Ways ways = {.hidden = (const char *)(uintptr_t)hidden,
+                     .line = (size_t)line,
+                     .rows = (size_t)rows,
+                     .threads = (size_t)threads,
+                     .context = (char *)(uintptr_t)context,
+                     .mixed = (char *)(uintptr_t)mixed,
+                     .middle = (char *)(uintptr_t)middle,
+                     .after = (char *)(uintptr_t)after};
+        Py_BEGIN_ALLOW_THREADS
+        done = run_blocks(chain, ways, places, calls, count == 1);
+        Py_END_ALLOW_THREADS
+        if (!done)
+            PyErr_NoMemory();
+    }
+    for (size_t i = 0; calls && i < count; i++)
+        if (calls[i])
+            attention->release(calls[i]);
+    free(calls);
+    free(places);
+    if (!done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef native_methods[] = {
+    {"prepare", native_prepare, METH_VARARGS, prepare_doc},
+    {"run", native_run, METH_VARARGS, run_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+/* PyCapsule_Import does not import a module inside of a package. The module stays: what it has is never freed. */
+static const void *face_of(const char *name, const char *capsule_name)
+{
+    PyObject *module = PyImport_ImportModule(name), *capsule = module ? PyObject_GetAttrString(module, "face") : NULL;
+    const void *found = capsule ? PyCapsule_GetPointer(capsule, capsule_name) : NULL;
+    Py_XDECREF(capsule);
+    Py_XDECREF(module);
+    return found;
+}
+
+static int native_exec(PyObject *Py_UNUSED(module))
+{
+    linear = face_of("attmemo.kernels._linear", LINEAR_FACE);
+    attention = linear ? face_of("attmemo.kernels._row_attention", ATTENTION_FACE) : NULL;
+    return attention ? 0 : -1;
+}
+
+static PyModuleDef_Slot native_slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
+
+static struct PyModuleDef native_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "attmemo.kernels._chain",
+    .m_doc = "Blocks of an encoder, one behind the other, in one call. See native/chain.c.",
+    .m_size = 0,
+    .m_methods = native_methods,
+    .m_slots = native_slots,
+};
+
+PyMODINIT_FUNC PyInit__chain(void)
+{
+    return PyModuleDef_Init(&native_module);
+}

@@ -1,0 +1,33 @@
+/*
+ * linear_face.h: what linear.c offers to chain.c, in a capsule of its module.
+ *
+ * Each extension keeps its instruction sets, its threads and its rules to itself. Another one gets these functions.
+ */
+
+#ifndef ATTMEMO_LINEAR_FACE_H
+#define ATTMEMO_LINEAR_FACE_H
+
+#include <Python.h>
+
+#include "linear.h"
+
+/* The layer's weights, each of all columns of all panels. */
+enum { PANELS, SCALES, BIAS, SUMS, PARTS };
+
+typedef struct {
+    /* The kernel of this name, or the best one for ''; NULL if the processor has no such instructions. */
+    const LinearKernel *(*choose_kernel)(enum arithmetic arithmetic, const char *isa);
+    /* Arithmetic and type of rows; false, with a ValueError, if there are no such layers. */
+    bool (*are_known)(int arithmetic, int type);
+    /* Sizes and weights of a layer; false, with a ValueError, if they do not fit. */
+    bool (*take_layer)(Product *product, enum arithmetic arithmetic, Py_ssize_t inputs, Py_ssize_t outputs,
+                       int activation, const Py_buffer *parts);
+    /* The norm that a product ends with; false, with a ValueError, if there is no such norm. */
+    bool (*take_norm)(Product *product, unsigned long long weight, unsigned long long bias, double least);
+    /* A layer, or two of them (behind: or NULL). Needs no GIL. False: there is no memory. */
+    bool (*compute)(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads);
+} LinearFace;
+
+#define LINEAR_FACE "attmemo.kernels._linear.face"
+
+#endif
