@@ -25,7 +25,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
 CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", "").split(",") if name]
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-SHARED = ["native/amx.h", "native/numbers.h", "native/team.h"]
+SHARED = ["native/amx.h", "native/fine.h", "native/numbers.h", "native/team.h"]
 ATTENTION = ["plain", "generic", "avx2", "avx512"]
 ATTENTION_PARTS = [
     "attention",
@@ -51,6 +51,8 @@ LINEAR_PARTS = [
     "vectors",
 ]
 
+ROWS = ["generic", "avx2", "avx512"]
+ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "vectors"]
 CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
 
 
@@ -125,6 +127,14 @@ setup(
             libraries=["dl", "m"],
         ),
         Extension(
+            "attmemo.kernels._rows",
+            sources=["native/rows.c", *(f"native/rows_{name}.c" for name in ROWS)],
+            depends=[f"native/{name}.h" for name in ROWS_PARTS] + SHARED,
+            extra_compile_args=[*STRICT, "-O3", "-ffp-contract=fast", *CHECKS],
+            extra_link_args=CHECKS,
+            libraries=["dl", "m"],
+        ),
+        Extension(
             "attmemo.kernels._chain",
             sources=["native/chain.c"],
             depends=[*(f"native/{name}.h" for name in CHAIN_PARTS), *SHARED],
@@ -135,11 +145,11 @@ setup(
             Extension(
                 f"attmemo.kernels._{name}",
                 sources=[f"native/{name}.c"],
-                depends=["native/arrays.h", "native/numbers.h"],
+                depends=["native/arrays.h", "native/fine.h", "native/numbers.h"],
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
             )
-            for name in ("ngram", "align", "changes", "rows")
+            for name in ("ngram", "align", "changes")
         ),
     ],
 )

@@ -484,7 +484,7 @@ static void choose_nearest(const float *scores, Py_ssize_t columns, int64_t *nea
 static bool nearest_views(const Py_buffer *views)
 {
     const Py_buffer *scores = &views[0], *nearest = &views[1];
-    if (!is_fine(is_array(scores, 2, FLOAT32), "scores must be a contiguous matrix of float32") ||
+    if (!is_fine(is_array(scores, 2, SINGLE), "scores must be a contiguous matrix of float32") ||
         !is_fine(is_array(nearest, 2, INT64), "nearest must be a contiguous matrix of int64") ||
         !is_fine(scores->shape[0] == nearest->shape[0], "scores and nearest must have as many rows") ||
         !is_fine(nearest->shape[1] > 0, "at least one column is asked for"))

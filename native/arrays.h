@@ -11,19 +11,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "fine.h"
+
 /* Types: bytes, and the letters that Python may have for them. */
 #define UINT8 "1B"
 #define INT32 "4il"
 #define INT64 "8lq"
 #define UINT64 "8LQ"
-#define FLOAT32 "4f"
-
-static inline bool is_fine(bool rule, const char *text)
-{
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
-}
+#define SINGLE "4f"
 
 static inline bool has_type(const Py_buffer *view, const char *type)
 {

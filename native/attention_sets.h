@@ -27,21 +27,17 @@ static const Kernel *choose_kernel(const char *isa)
     return NULL;
 }
 
+static const char *name_of(size_t kernel)
+{
+    return kernels[kernel]->name;
+}
+
 PyDoc_STRVAR(instruction_sets_doc,
              "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
 
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < KERNELS; i++) {
-        if (!has_instructions(kernels[i]->name))
-            continue;
-        PyObject *name = PyUnicode_FromString(kernels[i]->name);
-        if (!name || PyList_Append(list, name) != 0)
-            Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
-    return list;
+    return list_sets(name_of, KERNELS);
 }
 
 #endif

@@ -16,6 +16,7 @@ enum {
     GROUP = 2 * SIDE,                /* rows at a time: two tiles, with two tiles of columns four of sums */
     STEP_INPUTS = LINE / ITEM_BYTES, /* inputs of a tile */
     HALF = PANEL / 2,
+    AHEAD = 2, /* steps: weights come from far, and once; the first group of rows asks for them */
 };
 
 /*
@@ -97,17 +98,25 @@ static inline void finish_behind(const Product *product, size_t first, const Row
         finish(product, rows, first, behind->at + behind->done, behind->sums[behind->done], behind->panel);
 }
 
+/* Lines of two tiles of weights, for the second cache; they need not be there. */
+static inline void ask_ahead(const char *left, const char *right)
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < SIDE; i++) {
+        _mm_prefetch(left + i * WEIGHT_LINE, _MM_HINT_T1);
+        _mm_prefetch(right + i * WEIGHT_LINE, _MM_HINT_T1);
+    }
+}
+
 static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
 {
     const size_t steps = (product->inputs + STEP_INPUTS - 1) / STEP_INPUTS, often = (SIDE + steps - 1) / steps;
-    const size_t groups = (count + GROUP - 1) / GROUP, lines = (GROUP + groups - 1) / groups;
     SUM sums[2][GROUP][PANEL] __attribute__((aligned(LINE)));
     Behind behind = {0};
     _tile_loadconfig(&tile_shapes);
     AMX_SEES_MEMORY;
     for (size_t turn = 0; panel < end; panel++) {
         const char *weights = product->weights + panel * product->panel_bytes;
-        const char *ahead = weights + product->panel_bytes, *last = ahead + (panel + 1 < end ? product->panel_bytes : 0);
         for (size_t at = 0; at < count; at += GROUP, turn ^= 1) {
             const size_t now = count - at < GROUP ? count - at : GROUP;
             for (size_t half = 0; half < 2; half++) {
@@ -127,8 +136,9 @@ static void multiply(const Product *product, size_t first, size_t count, const R
                         TILE(2, 5, 6);
                         TILE(3, 5, 7);
                     }
-                    for (size_t i = 0; i < lines && ahead < last; i++, ahead += LINE)
-                        _mm_prefetch(ahead, _MM_HINT_T1);
+                    if (at == 0)
+                        ask_ahead(TILE_OF(weights, steps, step + AHEAD, 2 * half),
+                                  TILE_OF(weights, steps, step + AHEAD, 2 * half + 1));
                     finish_behind(product, first, rows, &behind, often);
                 }
                 SUM *to = &sums[turn][0][half * HALF];

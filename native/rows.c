@@ -1,121 +1,171 @@
 /*
- * rows.c: rows that lie anywhere, copied to places of a tensor.   Module attmemo.kernels._rows.
+ * rows.c: rows of records, put where a batch wants them.   Module attmemo.kernels._rows.
  *
- * Last hidden states of records lie in many files, a few rows in each. One call copies all of them, where torch would
- * need some calls for each sequence. A row is read once and written once: that is the limit, and a loop reaches it.
+ * Last hidden states of records lie in many files, a few rows in each, and move a little before they serve. One call
+ * does this for a batch, where torch and NumPy would need some calls for each sequence, and memory between them. A row is
+ * read once from far and written once: that is the limit.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
+#include <stdlib.h>
 
+#include "arrays.h"
 #include "numbers.h"
+#include "rows.h"
+#include "team.h"
 
-enum type { FLOAT32, FLOAT16, BFLOAT16, TYPES };
+static const RowsKernel *const kernels[] = { /* best first */
+#if defined(__x86_64__)
+    &rows_avx512,
+    &rows_avx2,
+#endif
+    &rows_generic,
+};
 
-static const size_t item_bytes[TYPES] = {4, 2, 2};
+enum { KERNELS = sizeof kernels / sizeof kernels[0], MOST_THREADS = 1024 };
 
-static float read_number(const char *source, enum type from, size_t i)
+typedef struct {
+    const Supply shared; /* what all sequences have in common */
+    const int32_t *source;
+    const int64_t *starts, *places;
+    const uint64_t *begins;
+    char *out;
+    size_t count;
+    const RowsKernel *kernel;
+    float *scratch;
+    size_t scratch_floats;
+    atomic_size_t next, threads;
+} Job;
+
+static void work(void *argument)
 {
-    if (from == FLOAT32) {
-        float number;
-        memcpy(&number, source + 4 * i, 4);
-        return number;
+    Job *job = argument;
+    float *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_floats;
+    const size_t line = job->shared.width * item_bytes[job->shared.to];
+    for (size_t i; (i = atomic_fetch_add(&job->next, 1)) < job->count;) {
+        if (!job->begins[i])
+            continue;
+        Supply supply = job->shared;
+        supply.source = job->source + job->starts[i];
+        supply.tokens = (size_t)(job->starts[i + 1] - job->starts[i]);
+        supply.record = (const char *)(uintptr_t)job->begins[i];
+        supply.out = job->out + (size_t)job->places[i] * line;
+        job->kernel->supply(&supply, scratch);
     }
-    uint16_t bits;
-    memcpy(&bits, source + 2 * i, 2);
-    return from == FLOAT16 ? from_half(bits) : from_bfloat16(bits);
 }
 
-static void write_number(char *out, enum type to, size_t i, float number)
+/* The rule that the arrays break, or NULL. */
+static const char *find_fault(const Job *job, size_t tokens, size_t rows)
 {
-    if (to == FLOAT32) {
-        memcpy(out + 4 * i, &number, 4);
-        return;
+    if (job->starts[0] != 0 || job->starts[job->count] != (int64_t)tokens)
+        return "starts must rise from 0 to the number of tokens";
+    for (size_t i = 0; i < job->count; i++) {
+        const int64_t begin = job->starts[i], end = job->starts[i + 1];
+        if (end < begin || end > (int64_t)tokens)
+            return "starts must rise from 0 to the number of tokens";
+        if (job->places[i] < 0 || (uint64_t)job->places[i] > rows || (uint64_t)(end - begin) > rows - (uint64_t)job->places[i])
+            return "a place is beyond the result";
+        for (int64_t token = begin; !job->begins[i] && token < end; token++)
+            if (job->source[token] != -1)
+                return "a sequence takes rows, but has no record";
     }
-    const uint16_t bits = to == FLOAT16 ? to_half(number) : to_bfloat16(number);
-    memcpy(out + 2 * i, &bits, 2);
+    return NULL;
 }
 
-/* `step` is NULL if nothing is added. */
-static void convert(const char *source, enum type from, const float *step, char *out, enum type to, size_t width)
-{
-    if (!step && from == to)
-        memcpy(out, source, width * item_bytes[from]);
-    else if (!step)
-        for (size_t i = 0; i < width; i++)
-            write_number(out, to, i, read_number(source, from, i));
-    else
-        for (size_t i = 0; i < width; i++)
-            write_number(out, to, i, read_number(source, from, i) + step[i]);
-}
+PyDoc_STRVAR(supply_doc,
+             "supply($module, source, starts, places, begins, out, share, threads, isa, /)\n--\n\n"
+             "source: int32 of each token, as `Supply` in rows.h has it; starts: int64, where each sequence starts, and the\n"
+             "end. places: int64, the row of the result of each sequence's first token. begins: uint64, where the last\n"
+             "hidden states of its record begin, 0: it has none. out: (address, rows, width, type of the records, type of\n"
+             "the result), types as `enum type` has them. share: of the expected move. The caller vouches for addresses\n"
+             "and rows of records.\n\n"
+             "Raises ValueError before anything is written, or MemoryError.");
 
-PyDoc_STRVAR(copy_doc,
-             "copy($module, addresses, places, out, steps, which, /)\n--\n\n"
-             "addresses: uint64 of each row; places: int64, the row of the result that it becomes. out: (address, rows,\n"
-             "width, type of the rows, type of the result), types as `enum type` has them. steps: float32 of this width,\n"
-             "and which, int64, the step that is added to each row; both may be empty. The caller vouches for the\n"
-             "addresses.");
-
-static PyObject *native_copy(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *native_supply(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer addresses, places, steps, which;
+    enum { SOURCE, STARTS, PLACES, BEGINS, GIVEN };
+    static const char *const types[GIVEN] = {INT32, INT64, INT64, UINT64};
+    PyObject *objects[GIVEN];
+    Py_buffer views[GIVEN];
     unsigned long long out;
-    Py_ssize_t rows, width;
+    Py_ssize_t rows, width, threads;
     int from, to;
-    if (!PyArg_ParseTuple(args, "y*y*(Knnii)y*y*:copy", &addresses, &places, &out, &rows, &width, &from, &to, &steps,
-                          &which))
+    float share_of;
+    const char *isa;
+    if (!PyArg_ParseTuple(args, "OOOO(Knnii)fns:supply", &objects[SOURCE], &objects[STARTS], &objects[PLACES],
+                          &objects[BEGINS], &out, &rows, &width, &from, &to, &share_of, &threads, &isa))
         return NULL;
-    const char *fault = NULL;
-    const size_t count = (size_t)addresses.len / 8;
-    if (addresses.len % 8 || places.len != addresses.len || (uintptr_t)addresses.buf % 8 || (uintptr_t)places.buf % 8)
-        fault = "one place for each address";
-    else if (from < 0 || from >= TYPES || to < 0 || to >= TYPES)
-        fault = "there is no such type";
-    else if (rows < 0 || width < 0)
-        fault = "a size is out of range";
-    else if ((which.len && which.len != addresses.len) || (uintptr_t)which.buf % 8 || (uintptr_t)steps.buf % 4)
-        fault = "one step for each address, or none";
-    const int64_t *where = places.buf, *step = which.len ? which.buf : NULL;
-    const uint64_t *source = addresses.buf;
-    const size_t step_bytes = fault ? 0 : (size_t)width * 4, known = step_bytes ? (size_t)steps.len / step_bytes : 0;
-    for (size_t i = 0; i < count && !fault; i++)
-        if (where[i] < 0 || where[i] >= rows || !source[i])
-            fault = "a place is beyond the result, or an address is missing";
-        else if (step && (step[i] < 0 || (size_t)step[i] >= known))
-            fault = "there is no such step";
-    if (!fault) {
-        Py_BEGIN_ALLOW_THREADS
-        const size_t bytes = (size_t)width * item_bytes[to];
-        for (size_t i = 0; i < count; i++)
-            convert((const char *)(uintptr_t)source[i], (enum type)from,
-                    step ? (const float *)steps.buf + (size_t)step[i] * (size_t)width : NULL,
-                    (char *)(uintptr_t)out + (size_t)where[i] * bytes, (enum type)to, (size_t)width);
-        Py_END_ALLOW_THREADS
+    const RowsKernel *kernel = NULL;
+    for (size_t i = 0; i < KERNELS && !kernel; i++)
+        if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && has_instructions(kernels[i]->name))
+            kernel = kernels[i];
+    int held = hold(objects, views, GIVEN, 0);
+    bool done = held == GIVEN;
+    for (int i = 0; done && i < GIVEN; i++)
+        done = is_fine(is_array(&views[i], 1, types[i]), "arrays must be int32, int64, int64 and uint64, without gaps");
+    done = done && is_fine(kernel != NULL, "the processor has no such instructions") &&
+           is_fine(from >= 0 && from < TYPES && to >= 0 && to < TYPES, "there is no such type") &&
+           is_fine(rows >= 0 && width > 0 && threads > 0, "a size is out of range") &&
+           is_fine(views[STARTS].shape[0] == views[PLACES].shape[0] + 1 &&
+                       views[BEGINS].shape[0] == views[PLACES].shape[0],
+                   "each sequence must have a start, a place and a record");
+    if (done) {
+        const size_t line = round_to((size_t)width, SCRATCH_LANES);
+        Job job = {.shared = {.width = (size_t)width, .from = (enum type)from, .to = (enum type)to, .share = share_of},
+                   .source = views[SOURCE].buf,
+                   .starts = views[STARTS].buf,
+                   .places = views[PLACES].buf,
+                   .begins = views[BEGINS].buf,
+                   .out = (char *)(uintptr_t)out,
+                   .count = (size_t)views[PLACES].shape[0],
+                   .kernel = kernel,
+                   .scratch_floats = SCRATCH_ROWS * line};
+        size_t team = (size_t)threads < job.count ? (size_t)threads : job.count;
+        team = team < MOST_THREADS ? team : MOST_THREADS;
+        void *scratch = NULL;
+        const char *fault = find_fault(&job, (size_t)views[SOURCE].shape[0], (size_t)rows);
+        done = is_fine(fault == NULL, fault ? fault : "");
+        if (done && job.count && posix_memalign(&scratch, LINE, team * job.scratch_floats * sizeof(float)) != 0) {
+            PyErr_NoMemory();
+            done = false;
+        }
+        if (done && job.count) {
+            job.scratch = scratch;
+            Py_BEGIN_ALLOW_THREADS
+            share(work, &job, team);
+            Py_END_ALLOW_THREADS
+        }
+        free(scratch);
     }
-    PyBuffer_Release(&addresses);
-    PyBuffer_Release(&places);
-    PyBuffer_Release(&steps);
-    PyBuffer_Release(&which);
-    if (fault) {
-        PyErr_SetString(PyExc_ValueError, fault);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return finish(views, held, done);
+}
+
+static const char *name_of(size_t kernel)
+{
+    return kernels[kernel]->name;
+}
+
+PyDoc_STRVAR(instruction_sets_doc,
+             "instruction_sets($module, /)\n--\n\nWhat this processor has of what was compiled, best first.");
+
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return list_sets(name_of, KERNELS);
 }
 
 static PyMethodDef native_methods[] = {
-    {"copy", native_copy, METH_VARARGS, copy_doc},
+    {"supply", native_supply, METH_VARARGS, supply_doc},
+    {"use_team", native_use_team, METH_VARARGS, use_team_doc},
+    {"instruction_sets", native_instruction_sets, METH_NOARGS, instruction_sets_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef native_module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "attmemo.kernels._rows",
-    .m_doc = "Rows that lie anywhere, copied to places of a tensor. See native/rows.c.",
+    .m_doc = "Rows of records, put where a batch wants them. See native/rows.c.",
     .m_size = 0,
     .m_methods = native_methods,
 };

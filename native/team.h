@@ -1,6 +1,6 @@
 /*
- * team.h: what the kernels share: the instruction sets they are compiled for, the threads that do the work, and how a
- * rule that is broken becomes a ValueError. Included once by each extension, after Python.h.
+ * team.h: what the kernels share: the instruction sets they are compiled for, and the threads that do the work.
+ * Included once by each extension, after Python.h.
  *
  * THREADS.  Work is shared among the OpenMP team that torch computes with, called through a pointer (use_team): a
  * second pool would fight with the first for the cores, and linking libgomp would load a second copy beside the one in
@@ -17,6 +17,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
+
+#include "fine.h"
 
 #if defined(__x86_64__)
 #include <sys/syscall.h>
@@ -80,11 +82,19 @@ static PyObject *native_use_team(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(found != NULL);
 }
 
-static bool is_fine(bool rule, const char *text)
+/* Those of `count` names that this processor has instructions for, as a list. */
+static inline PyObject *list_sets(const char *(*name_of)(size_t), size_t count)
 {
-    if (!rule)
-        PyErr_SetString(PyExc_ValueError, text);
-    return rule;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < count; i++) {
+        if (!has_instructions(name_of(i)))
+            continue;
+        PyObject *name = PyUnicode_FromString(name_of(i));
+        if (!name || PyList_Append(list, name) != 0)
+            Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
 }
 
 #endif

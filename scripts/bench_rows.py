@@ -366,7 +366,7 @@ def table(name: str, result: dict[str, Any]) -> str:
         rows.append(f"| {path} | {found['ms']:.2f} | {stock / found['ms']:.2f} | {close} |")
     if "rows" in paths:
         stats = paths["rows"]["stats"]
-        parts = stats["ms_plan"] + stats["ms_fetch"]
+        parts = stats["ms_lookup"] + stats["ms_plan"] + stats["ms_fetch"]
         share = parts / (parts + stats["ms_blocks"])
         exact = parts / stats["sequences"] / paths["packed"]["ms"]
         rows.append("")

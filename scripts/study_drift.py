@@ -1,4 +1,4 @@
-"""How far answers are from the exact ones if reused rows follow the computed ones: `attmemo.reuse.drift`.
+"""How far answers are from the exact ones if reused rows follow the computed ones: `attmemo.kernels.rows`.
 
     python scripts/study_drift.py SHARED OUT.json [LOG…]
 
@@ -19,7 +19,7 @@ import torch
 from bench_filling import every_line
 from bench_guard import Served, Unguarded
 
-from attmemo.reuse import drift
+from attmemo.reuse import rows
 
 SHARES: Final = (0.0, 1.0)
 LOGS: Final = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
@@ -33,7 +33,7 @@ def cosines(shared: Path, log: str, share: float) -> list[float]:
     found = []
     for line in every_line(shared, log)[:LINES]:
         inputs = served.tokenizer(line, truncation=True, max_length=256, return_tensors="pt")
-        drift.SHARE = share  # type: ignore[misc]  # the study is about this number
+        rows.DRIFT = share  # type: ignore[misc]  # the study is about this number
         with torch.inference_mode(), handle.observe() as seen:
             own = served.model(**inputs)[0].mean(1)
             exact = served.exact(**inputs)[0].mean(1)

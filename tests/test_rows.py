@@ -41,7 +41,6 @@ from attmemo.kernels.align import Rule
 from attmemo.perfmodel.row_gate import LEARNED, RARELY, RowGate
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.profiler.models import load_model
-from attmemo.reuse import drift
 from attmemo.reuse import packed as packed_module
 from attmemo.reuse import rows as rows_module
 
@@ -203,7 +202,7 @@ def edited(record: Tensor, seed: int) -> Tensor:
 @pytest.fixture(name="still")
 def _still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reused rows are the record's own: `test_drift` has how they move."""
-    monkeypatch.setattr(drift, "SHARE", 0.0)
+    monkeypatch.setattr(rows_module, "DRIFT", 0.0)
 
 
 @pytest.mark.usefixtures("still")

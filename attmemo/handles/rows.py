@@ -36,12 +36,11 @@ from attmemo.kernels.linear8 import LinearName
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
 from attmemo.planner.rows import THRESHOLD
-from attmemo.reuse.drift import SHARE as DRIFT
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import DatabaseRows
-from attmemo.reuse.rows import Rows
+from attmemo.reuse.rows import DRIFT, Rows
 from attmemo.selfchecks.answers import check_answers
 from attmemo.selfchecks.blocks import check_stack
 from attmemo.selfchecks.rows import check_rows

@@ -1,9 +1,11 @@
-"""Rows that lie anywhere, copied to places of a tensor. See native/rows.c."""
+"""Rows of records, put where a batch wants them. See native/rows.c."""
 
 import numpy as np
 import numpy.typing as npt
 
-def copy(
-    addresses: npt.NDArray[np.uint64], places: npt.NDArray[np.int64], out: tuple[int, int, int, int, int],
-    steps: npt.NDArray[np.float32], which: npt.NDArray[np.int64], /,
+def supply(
+    source: npt.NDArray[np.int32], starts: npt.NDArray[np.int64], places: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.uint64], out: tuple[int, int, int, int, int], share: float, threads: int, isa: str, /,
 ) -> None: ...
+def use_team(path: str, /) -> bool: ...
+def instruction_sets() -> list[str]: ...

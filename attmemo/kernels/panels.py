@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attmemo.kernels import _linear as native
 from attmemo.kernels.linear import ACTIVATIONS, check_rows
+from attmemo.kernels.pages import Slab
 from attmemo.kernels.team import join_torch
 
 PANEL: Final = 64  # columns of a panel, as native/linear.h has them
@@ -57,6 +58,16 @@ class Panels:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.weights)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes that its weights take in a slab."""
+        return sum(map(Slab.size_of, self.weights))
+
+    def move(self, slab: Slab) -> None:
+        """Keep the weights in a slab from now on. Before the first call: another one may read them where they were."""
+        panels, scales, bias, sums = map(slab.keep, self.weights)
+        self.weights = panels, scales, bias, sums
 
     def are_two_calls(self, rows: int, threads: int) -> bool:
         """Whether two layers are faster one after the other for so many rows."""

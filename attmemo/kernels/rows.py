@@ -1,59 +1,120 @@
-"""Rows that lie anywhere, copied to places of a tensor: `native/rows.c` and its oracle in torch."""
+"""Rows of records, put where a batch wants them and moved a little: `native/rows.c` and its oracle in torch.
+
+THE DRIFT.  A reused row has not seen the tokens that changed. Some of the computed rows are those of tokens that the
+record has too: the first and the last one, and neighbours of what changed. How far these moved from the record's rows
+tells how far the others would have moved. A share of the mean of these moves is added to the reused rows: the
+intraclass correlation of the moves, which is what one move tells of another. It is 1 if the moves are equal, and 0 if
+they are as different as moves without a common part. With m moves, c the squared length of their mean, and w the sum
+of squares of what is left, divided by m - 1, it is ``d / (d + w)`` with ``d = max(c - w / m, 0)``.
+
+Means of the last hidden states are then nearer to the exact ones (docs/rows.md). A class that is read from the first
+token is what it was: its row is computed.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.kernels import _rows
+from attmemo.kernels import _rows as native
+from attmemo.kernels.team import join_torch
 
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
+_TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
+_MANY: Final = 1 << 17  # numbers to read: less is faster done than another thread is told of
+
+Ints = npt.NDArray[np.int64]
+
+join_torch(native.use_team)
 
 
-Floats = npt.NDArray[np.float32]
-Steps = tuple[Floats, npt.NDArray[np.int64]]  # ``[B, H]``, and for each row which of them
-
-
-def copy_rows(
-    addresses: npt.NDArray[np.uint64], dtype: torch.dtype, places: npt.NDArray[np.int64], out: Tensor,
-    steps: Steps | None = None,
+def supply_rows(
+    out: Tensor, source: npt.NDArray[np.int32], starts: Ints, places: Ints, begins: npt.NDArray[np.uint64],
+    dtype: torch.dtype, share: float = 1.0, *, threads: int | None = None, isa: str = "",
 ) -> None:  # fmt: skip
-    """Copy row i, ``H`` numbers of `dtype` at ``addresses[i]``, to ``out[places[i]]``, rounded to the type of `out`.
+    """Put the rows that records supply to their places, moved by what the computed ones have in common.
 
-    With `steps` the row ``steps[0][steps[1][i]]`` is added first, in float32.
+    Parameters
+    ----------
+    out : Tensor [R, H]
+        Last hidden states, those of computed rows are there; float32, float16 or bfloat16, contiguous on the CPU.
+    source : int32 [N]
+        For each token the row of its record that supplies it. Below 0: computed. -2 - r: row r of the record is.
+    starts : int64 [B + 1]
+        Where the tokens of each sequence begin, and N.
+    places : int64 [B]
+        The row of `out` of each sequence's first token; the others stand behind.
+    begins : uint64 [B]
+        Where the last hidden states of each sequence's record begin in memory; 0: it has none. The caller vouches for
+        the addresses and for the rows of records, and keeps the memory alive.
+    dtype : torch.dtype
+        Of the records.
+    share : float
+        Of the expected move. 0 leaves reused rows as they are in the record.
+    threads : int, optional
+        None: as many as torch uses.
+    isa : str
+        One of `instruction_sets`, empty for the best.
 
-    `out` is ``[R, H]``, contiguous on the CPU; types are float32, float16 or bfloat16. The caller vouches for the
-    addresses, and keeps the memory alive. Raises ValueError if anything else does not fit; nothing was written.
+    Raises
+    ------
+    ValueError
+        Anything does not fit; nothing was written.
+    MemoryError
+        There is no memory for a few rows.
     """
+    _check(out, dtype)
+    if threads is None:
+        threads = torch.get_num_threads() if len(source) * out.shape[1] > _MANY else 1
+    native.supply(
+        source, starts, places, begins, (out.data_ptr(), out.shape[0], out.shape[1], _TYPES[dtype], _TYPES[out.dtype]),
+        share, threads, isa,
+    )  # fmt: skip
+
+
+def supply_rows_in_torch(
+    out: Tensor, source: npt.NDArray[np.int32], starts: Ints, places: Ints, begins: npt.NDArray[np.uint64],
+    dtype: torch.dtype, share: float = 1.0,
+) -> None:  # fmt: skip
+    """The same, row by row."""
+    _check(out, dtype)
+    for (start, stop), place, begin in zip(pairwise(starts.tolist()), places.tolist(), begins.tolist(), strict=True):
+        own = source[start:stop].tolist()
+
+        def stored(row: int, begin: int = begin) -> Tensor:
+            memory = (ctypes.c_char * (out.shape[1] * dtype.itemsize)).from_address(
+                begin + row * out.shape[1] * dtype.itemsize
+            )
+            return torch.frombuffer(bytearray(memory), dtype=dtype)
+
+        moves = [
+            out[place + token].float() - stored(-2 - row).to(out.dtype).float()
+            for token, row in enumerate(own) if row < -1
+        ]  # fmt: skip
+        step = torch.zeros(out.shape[1])
+        if len(moves) > 1:  # one move alone has no variance, and tells nothing
+            every = torch.stack(moves)
+            within = float(every.var(0).sum())
+            common = max(float(every.mean(0).square().sum()) - within / len(moves), 0.0)
+            if common > 0:
+                step = share * common / (common + within) * every.mean(0)
+        for token, row in enumerate(own):
+            if row >= 0:
+                out[place + token] = (stored(row).float() + step).to(out.dtype)
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets of this processor that the kernel was built for, best first."""
+    return native.instruction_sets()
+
+
+def _check(out: Tensor, dtype: torch.dtype) -> None:
     if out.dim() != 2 or not out.is_contiguous() or out.device.type != "cpu":
         raise ValueError(f"out must be contiguous, [R, H] on the CPU, not {tuple(out.shape)} on {out.device.type}")
     if dtype not in _TYPES or out.dtype not in _TYPES:
         raise ValueError(f"rows are float32, float16 or bfloat16, not {dtype} and {out.dtype}")
-    where = np.ascontiguousarray(places, np.int64)
-    sources = np.ascontiguousarray(addresses, np.uint64)
-    if steps is None:
-        steps = np.empty(0, np.float32), np.empty(0, np.int64)
-    elif steps[0].ndim != 2 or steps[0].shape[1] != out.shape[1] or len(steps[1]) != len(where):
-        shapes = f"{steps[0].shape} and {steps[1].shape}"
-        raise ValueError(f"steps must be [B, {out.shape[1]}] and [{len(where)}], not {shapes}")
-    _rows.copy(
-        sources, where, (out.data_ptr(), out.shape[0], out.shape[1], _TYPES[dtype], _TYPES[out.dtype]),
-        np.ascontiguousarray(steps[0], np.float32), np.ascontiguousarray(steps[1], np.int64),
-    )  # fmt: skip
-
-
-def copy_rows_in_torch(
-    addresses: npt.NDArray[np.uint64], dtype: torch.dtype, places: npt.NDArray[np.int64], out: Tensor,
-    steps: Steps | None = None,
-) -> None:  # fmt: skip
-    """The same, row by row."""
-    for number, (address, place) in enumerate(zip(addresses.tolist(), places.tolist(), strict=True)):
-        memory = (ctypes.c_char * (out.shape[1] * dtype.itemsize)).from_address(address)
-        row = torch.frombuffer(bytearray(memory), dtype=dtype).float()
-        if steps is not None:
-            row = row + torch.from_numpy(steps[0][steps[1][number]])
-        out[place] = row.to(out.dtype)

@@ -29,6 +29,7 @@ from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.pages import Slab
 from attmemo.kernels.panels import Panels
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
 
@@ -61,6 +62,10 @@ class Packed:
         self._layers = [_Layer(block, linear) for block in blocks.blocks]
         self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)
         self._spans: dict[int, Positions] = {}
+        panels = [ready for _, ready, _ in self.linears if isinstance(ready, Panels)]
+        slab = Slab(sum(ready.slab_bytes for ready in panels))
+        for ready in panels:  # one by one: weights are never in memory three times
+            ready.move(slab)
         links = [link for layer in self._layers if (link := layer.link) is not None]
         whole = not blocks.rotary and len(links) == len(self._layers)
         self._chain = Chain(links, blocks.heads, blocks.width) if whole else None  # all blocks in one call

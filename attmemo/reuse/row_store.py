@@ -23,6 +23,7 @@ from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.row_attention import Stored
 
 Ints = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Fetched(Protocol):
     def layer(self, number: int) -> Stored:
         """K and V of one layer."""
 
-    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+    def last(self) -> tuple[Addresses, torch.dtype]:
         """Where the last hidden states of each record begin, ``[B]`` (0: no record), and their type."""
 
 
@@ -120,6 +121,9 @@ class DatabaseRows(RowStore):
     def __init__(self, database: Database) -> None:
         self._database = database
         self._kinds = {kind.name: kind for kind in database.manifest.known_kinds}
+        self._slots: dict[str, _Slots] = {
+            kind: _Slots(database, kind) for kind in (KIND_ROWS, KIND_LAST, KIND_SCALES) if kind in self._kinds
+        }
         self.index = TokenIndex()
         for record in range(len(database)):
             self.index.add(database.view(KIND_TOKENS, 0, record).numpy())
@@ -130,55 +134,72 @@ class DatabaseRows(RowStore):
         return TYPES[self._kinds[KIND_ROWS].dtype], TYPES[self._kinds[KIND_LAST].dtype]
 
     def fetch(self, records: Ints) -> _Mapped:
-        return _Mapped(self._database, self._kinds, records)
+        return _Mapped(self._database, self._slots, self._kinds, records)
 
     def close(self) -> None:
         """Nothing is held: the database is its owner's."""
 
 
-class _Mapped:
-    """Rows in arenas: addresses of layer 0, and the bytes from one layer's slot to the next."""
+class _Slots:
+    """Where the slots of one kind lie: found out for all records of a length when one of them is first asked for."""
 
-    def __init__(self, database: Database, kinds: dict[str, Any], records: Ints) -> None:
-        self._database, self._records = database, records
-        self._lengths = np.where(records < 0, 0, database.records.lengths[records])
-        present = np.unique(self._lengths[records >= 0]).tolist()
-        self._groups = [(length, np.flatnonzero(self._lengths == length)) for length in present]
-        self._held: list[Any] = []
-        self._rows, self._row_steps = self._find(KIND_ROWS)
+    def __init__(self, database: Database, kind: str) -> None:
+        self._database, self._kind = database, kind
+        self._known: dict[int, Any] = {}  # mappings by length
+        self._begins = np.zeros(len(database), np.uint64)  # addresses of layer 0
+        self._steps = np.zeros(len(database), np.uint64)  # bytes to the next layer's
+
+    def of(self, records: Ints, lengths: Sequence[int]) -> tuple[Addresses, Addresses, list[Any]]:
+        """Addresses and steps of records that have these lengths, ``[B]``, and the mappings to be held meanwhile."""
+        held = []
+        for length in lengths:
+            mapping = self._database.arena(self._kind, length).mapping
+            mapping.check_whole()
+            if self._known.get(length) is not mapping:
+                self._learn(length, mapping)
+            held.append(mapping)
+        there = records >= 0
+        return self._begins[records] * there, self._steps[records] * there, held
+
+    def _learn(self, length: int, mapping: Any) -> None:
+        there = np.flatnonzero(self._database.records.lengths == length)
+        slots = mapping.indices(self._database.slots_of(self._kind, 0, there))
+        self._begins[there] = (mapping.address + mapping.offsets(slots)).astype(np.uint64)
+        self._steps[there] = mapping.layout.stride
+        self._known[length] = mapping
+
+
+class _Mapped:
+    """Rows in arenas."""
+
+    def __init__(self, database: Database, slots: dict[str, _Slots], kinds: dict[str, Any], records: Ints) -> None:
         self._kinds, self._kind = kinds, kinds[KIND_ROWS]
+        self._lengths = np.where(records < 0, 0, database.records.lengths[records])
+        lengths = np.unique(self._lengths[records >= 0]).tolist()
+        self._found = {kind: own.of(records, lengths) for kind, own in slots.items()}
         self._dtype = TYPES[self._kind.dtype]
         self._coded = KIND_SCALES in kinds
-        if self._coded:
-            self._scales, self._scale_steps = self._find(KIND_SCALES)
-            self._heads = int(kinds[KIND_SCALES].shape[-1])
+        self._heads = int(kinds[KIND_SCALES].shape[-1]) if self._coded else 0
+        self._size = int(self._kind.shape[-1]) * self._dtype.itemsize
+        self._to_values = (self._lengths * self._size).astype(np.uint64)
+        self._to_value_scales = (self._lengths * 4 * self._heads).astype(np.uint64)
 
-    def _find(self, kind: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        addresses, steps = np.zeros((2, len(self._records)), np.uint64)
-        for length, there in self._groups:
-            mapping = self._database.arena(kind, length).mapping
-            mapping.check_whole()
-            self._held.append(mapping)
-            slots = mapping.indices(self._database.slots_of(kind, 0, self._records[there]))
-            addresses[there] = (mapping.address + mapping.offsets(slots)).astype(np.uint64)
-            steps[there] = mapping.layout.stride
-        return addresses, steps
+    def _planes(self, kind: str, number: int, to_values: Addresses) -> tuple[Addresses, Addresses]:
+        """Where K and V of a layer begin."""
+        begins, steps, _ = self._found[kind]
+        keys: Addresses = begins + np.uint64(number) * steps
+        values: Addresses = keys + to_values
+        return keys, values
 
     def layer(self, number: int) -> Stored:
-        size = int(self._kind.shape[-1]) * self._dtype.itemsize
-        keys = self._rows + np.uint64(number) * self._row_steps
-        values = keys + (self._lengths * size).astype(np.uint64)
-        key_scales = value_scales = None
+        keys, values = self._planes(KIND_ROWS, number, self._to_values)
+        scales: tuple[Any, Any] = None, None
         if self._coded:
-            key_scales = self._scales + np.uint64(number) * self._scale_steps
-            value_scales = key_scales + (self._lengths * 4 * self._heads).astype(np.uint64)
-        return Stored(
-            keys, values, self._lengths.astype(np.int64), self._dtype, size, key_scales, value_scales,
-            4 * self._heads if self._coded else 0,
-        )  # fmt: skip
+            scales = self._planes(KIND_SCALES, number, self._to_value_scales)
+        return Stored(keys, values, self._lengths, self._dtype, self._size, *scales, 4 * self._heads)
 
-    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
-        return self._find(KIND_LAST)[0], TYPES[self._kinds[KIND_LAST].dtype]
+    def last(self) -> tuple[Addresses, torch.dtype]:
+        return self._found[KIND_LAST][0], TYPES[self._kinds[KIND_LAST].dtype]
 
 
 class HeldRows(RowStore):
@@ -201,7 +222,7 @@ class Held:
         self._records = records
 
     def layer(self, number: int) -> Stored:
-        def addresses(name: str, plane: int) -> npt.NDArray[np.uint64]:
+        def addresses(name: str, plane: int) -> Addresses:
             found = [None if record is None else getattr(record, name)[number, plane] for record in self._records]
             return np.array([0 if part is None else part.data_ptr() for part in found], np.uint64)
 
@@ -215,6 +236,6 @@ class Held:
             some.scales.shape[-1] * 4 if some.scales is not None else 0,
         )  # fmt: skip
 
-    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+    def last(self) -> tuple[Addresses, torch.dtype]:
         addresses = [0 if record is None else record.last.data_ptr() for record in self._records]
         return np.array(addresses, np.uint64), next(r for r in self._records if r is not None).last.dtype

@@ -4,7 +4,7 @@ Only the other tokens are computed, in every layer, and attend to all keys: fres
 where they lie. Sequences without a record are computed whole in the same packed batch.
 
 A reused row is the row of another input: it has not seen the tokens that changed. So its output is an approximation;
-`drift.py` moves it with the rows that were computed.
+`attmemo.kernels.rows` moves it with the rows that were computed.
 Rows that are computed are exact arithmetic over approximate keys.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from time import perf_counter
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,8 @@ from attmemo.adapters.blocks import Blocks
 from attmemo.counters import Counters
 from attmemo.errors import AttmemoError
 from attmemo.kernels.row_attention import Layout
-from attmemo.kernels.rows import copy_rows
+from attmemo.kernels.rows import supply_rows
 from attmemo.plan import RowShare, Share
-from attmemo.reuse.drift import steps_of
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
@@ -35,6 +34,9 @@ from attmemo.reuse.stack import Stack, Thread, put_back
 from attmemo.reuse.twins import Twins
 
 _LOG = logging.getLogger("attmemo")
+
+DRIFT: Final = 1.0
+"""How far reused rows follow the computed ones: the share of `attmemo.kernels.rows.supply_rows`."""
 
 # A file that went away, a closed database: they cost time, not requests.
 _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
@@ -98,7 +100,8 @@ class Rows(Stack):
         start = perf_counter()
         batch, padded = call.hidden.shape[:2]
         every = np.asarray(spans.lengths, np.int64)
-        parts = np.split(share.source, np.cumsum(every)[:-1])
+        ends = np.cumsum(every).tolist()
+        parts = [share.source[end - n : end] for end, n in zip(ends, spans.lengths, strict=True)]
         kinds = list(zip(share.record.tolist(), (part.tobytes() for part in parts), strict=True))
         twins = Twins.of(call.hidden, spans.lengths, kinds)
         own = np.flatnonzero(twins.own)
@@ -131,14 +134,15 @@ class Rows(Stack):
         self.thread.admitted = kept.offers(found)
         output = put_back(found, torch.from_numpy(there[fresh]), (batch + len(beside)) * padded)
         if read is not None:
-            _copy_reused(output, read, source, lengths, there)
+            _, begins, dtype = read
+            supply_rows(output, source, layout.key_starts, slot * padded, begins, dtype, DRIFT)
         output = output.view(-1, padded, output.shape[1])
         twins.spread(output)
         fetching = planned - start + perf_counter() - done
         computed, reused = np.diff(layout.starts), records >= 0
-        rows = np.zeros(batch, np.int64)
-        rows[own] = computed[: len(own)]
-        self.thread.served = set(np.flatnonzero(np.isin(twins.firsts, own[reused[: len(own)]])).tolist())
+        rows, served = np.zeros(batch, np.int64), np.zeros(batch, np.bool_)
+        rows[own], served[own] = computed[: len(own)], reused[: len(own)]
+        self.thread.served = set(np.flatnonzero(served[twins.firsts]).tolist())
         self.thread.beside = {int(sequence[number]): output[slot[number]]
                               for number in range(len(own), len(sequence)) if reused[number]}  # fmt: skip
         self._count(
@@ -183,19 +187,6 @@ class Rows(Stack):
 
     def close(self) -> None:
         self.store.close()
-
-
-def _copy_reused(
-    output: Tensor, read: _Read, source: npt.NDArray[np.int32], lengths: Ints, there: Ints
-) -> None:
-    """Put the rows that records supply to their places in the output, moved as `drift.py` says."""
-    _, begins, dtype = read
-    supplied = np.flatnonzero(source >= 0)
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    row_bytes = np.uint64(output.shape[1] * dtype.itemsize)
-    addresses = begins[sequence[supplied]] + source[supplied].astype(np.uint64) * row_bytes
-    steps = steps_of(output, source, sequence, there, begins, dtype)
-    copy_rows(addresses, dtype, there[supplied], output, None if steps is None else (steps, sequence[supplied]))
 
 
 class _Kept:

@@ -54,11 +54,12 @@ class Twins:
         """
         found = cls.none(len(lengths))
         firsts: dict[Hashable, list[int]] = {}
-        marks = hidden[:, :, :_LOOKED_AT].contiguous().view(torch.uint8).numpy()
+        whole = (hidden if hidden.stride(-1) == 1 else hidden.contiguous()).view(torch.uint8).numpy()
+        marks = np.ascontiguousarray(whole[:, :, : _LOOKED_AT * hidden.itemsize])
         for place, n in enumerate(lengths):
             kind = None if kinds is None else kinds[place]
             alike = firsts.setdefault((marks[place, :n].tobytes(), kind), [])
-            same = (first for first in alike if torch.equal(hidden[place, :n], hidden[first, :n]))
+            same = (first for first in alike if whole[place, :n].tobytes() == whole[first, :n].tobytes())
             found.firsts[place] = first = next(same, place)
             found.own[place] = first == place
             if first == place:
@@ -67,5 +68,6 @@ class Twins:
 
     def spread(self, output: Tensor) -> None:
         """Give each sequence of ``[B, L, H]`` the rows of the first of its twins."""
-        for place in np.flatnonzero(~self.own).tolist():
-            output[place] = output[int(self.firsts[place])]
+        places = np.flatnonzero(~self.own)
+        if len(places):
+            output[torch.from_numpy(places)] = output[torch.from_numpy(self.firsts[places])]

@@ -1,0 +1,23 @@
+/* rows_avx2.c: reused rows for processors with AVX2. */
+
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+
+#include <immintrin.h>
+
+#define LANES 8
+#define HALVES(source) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source)))
+#define BFLOATS(source)                                                                                                \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
+#define ROUND_HALF(v) _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define STORE_HALVES(to, v) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define STORE_BFLOATS(to, v)                                                                                           \
+    _mm_storeu_si128((__m128i *)(to), _mm_packs_epi32(_mm256_castsi256_si128((__m256i)(v)),                            \
+                                                      _mm256_extracti128_si256((__m256i)(v), 1)))
+#include "vectors.h"
+
+#include "rows_kernel.h"
+
+const RowsKernel rows_avx2 = {"avx2", supply_rows};
+
+#endif
