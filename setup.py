@@ -148,6 +148,7 @@ setup(
                 depends=["native/arrays.h", "native/fine.h", "native/numbers.h"],
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
+                libraries=["m"],
             )
             for name in ("ngram", "align", "changes")
         ),

@@ -19,7 +19,7 @@
  *      blocks and never makes more of them.
  *
  * SKETCHES.  Each token and each pair of neighbours stands for a vector of signs, which are bits of a hash; a sketch is
- * their sum. Signs are added eight at a time from a table that has them for each byte. The records nearest to an input
+ * their sum, with length 1. Signs are added eight at a time from a table that has them for each byte. The records nearest to an input
  * are those with the largest products of sketches.
  *
  * WHAT IT PROMISES
@@ -37,10 +37,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <math.h>
+
 #include "arrays.h"
 #include "numbers.h"
 
-enum { WORD = 64, LONGEST = 8192, MOST_TOKENS = 1 << 29 };
+enum { WORD = 64, LONGEST = 8192, MOST_TOKENS = 1 << 29, NEIGHBOURS = 64 };
 
 /* Whether `count` + 1 starts cut exactly `tokens` tokens into sequences that are not too long. */
 static bool are_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t tokens)
@@ -261,12 +263,33 @@ typedef struct {
     Py_ssize_t batch, tried;
 } Job;
 
+/* An input before this one that has the same tokens and the same candidates; -1: none. They often come together. */
+static Py_ssize_t twin_of(const Job *job, Py_ssize_t b)
+{
+    const int32_t *own = job->tokens + job->starts[b];
+    const int64_t *candidates = job->candidates + b * job->tried;
+    const size_t length = (size_t)(job->starts[b + 1] - job->starts[b]);
+    for (Py_ssize_t other = b > NEIGHBOURS ? b - NEIGHBOURS : 0; other < b; other++)
+        if ((size_t)(job->starts[other + 1] - job->starts[other]) == length &&
+            memcmp(own, job->tokens + job->starts[other], length * sizeof *own) == 0 &&
+            memcmp(candidates, job->candidates + other * job->tried, (size_t)job->tried * sizeof *candidates) == 0)
+            return other;
+    return -1;
+}
+
 static void align_batch(const Job *job, Work *work, const Rule *rule)
 {
     for (Py_ssize_t b = 0; b < job->batch; b++) {
         Sequence input = {job->tokens + job->starts[b], job->starts[b + 1] - job->starts[b]};
         int32_t *source = job->source + job->starts[b];
         int64_t best = -1, fewest = input.length;
+        Py_ssize_t twin = twin_of(job, b);
+        if (twin >= 0) {
+            memcpy(source, job->source + job->starts[twin], (size_t)input.length * sizeof *source);
+            job->record[b] = job->record[twin];
+            job->computed[b] = job->computed[twin];
+            continue;
+        }
         work->known = false;
         memset(source, 0xff, (size_t)input.length * sizeof *source);
         for (Py_ssize_t c = b * job->tried; c < (b + 1) * job->tried; c++) {
@@ -415,8 +438,9 @@ static inline void add_signs(Signs *sums, Py_ssize_t words, uint64_t feature, in
     }
 }
 
-static void sketch_one(const int32_t *tokens, Py_ssize_t length, int32_t *sketch, Py_ssize_t dimensions)
+static void sketch_one(const int32_t *tokens, Py_ssize_t length, float *vector, Py_ssize_t dimensions)
 {
+    int32_t sketch[MOST_DIMENSIONS];
     Signs sums[MOST_DIMENSIONS / LANES]; /* narrow sums are fast, and emptied before they can overflow */
     memset(sketch, 0, (size_t)dimensions * sizeof *sketch);
     for (Py_ssize_t start = 0; start < length; start += FLUSH) {
@@ -431,6 +455,12 @@ static void sketch_one(const int32_t *tokens, Py_ssize_t length, int32_t *sketch
         for (Py_ssize_t d = 0; d < dimensions; d++)
             sketch[d] += sums[d / LANES][d % LANES];
     }
+    double square = 0; /* of whole numbers: exact, whatever the order */
+    for (Py_ssize_t d = 0; d < dimensions; d++)
+        square += (double)sketch[d] * sketch[d];
+    const float scale = square > 0 ? (float)(1 / sqrt(square)) : 0;
+    for (Py_ssize_t d = 0; d < dimensions; d++)
+        vector[d] = (float)sketch[d] * scale;
 }
 
 static bool sketch_views(const Py_buffer *views)
@@ -438,7 +468,7 @@ static bool sketch_views(const Py_buffer *views)
     const Py_buffer *tokens = &views[0], *given = &views[1], *sums = &views[2];
     if (!is_fine(is_array(tokens, 1, INT32), "tokens must be a contiguous row of int32") ||
         !is_fine(is_array(given, 1, INT64), "starts must be a contiguous row of int64") ||
-        !is_fine(is_array(sums, 2, INT32), "sums must be a contiguous matrix of int32") ||
+        !is_fine(is_array(sums, 2, SINGLE), "vectors must be a contiguous matrix of float32") ||
         !is_fine(given->shape[0] == sums->shape[0] + 1, "there must be one more start than sequences") ||
         !is_fine(sums->shape[1] > 0 && sums->shape[1] % WORD == 0 && sums->shape[1] <= MOST_DIMENSIONS,
                  "dimensions must be a multiple of 64, at most 1024"))
@@ -455,7 +485,7 @@ static bool sketch_views(const Py_buffer *views)
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t b = 0; b < batch; b++)
             sketch_one((const int32_t *)tokens->buf + starts[b], starts[b + 1] - starts[b],
-                       (int32_t *)sums->buf + b * sums->shape[1], sums->shape[1]);
+                       (float *)sums->buf + b * sums->shape[1], sums->shape[1]);
         Py_END_ALLOW_THREADS
     }
     PyMem_RawFree(starts);
@@ -522,9 +552,9 @@ static PyObject *native_align(PyObject *Py_UNUSED(module), PyObject *args)
     return finish(views, held, held == VIEWS && check_align(views, &rule) && align_views(views, &rule));
 }
 
-PyDoc_STRVAR(sketch_doc, "sketch($module, tokens, starts, sums, /)\n--\n\n"
-                         "Write the sums of signs of each sequence's tokens and pairs of neighbours (times two).\n\n"
-                         "`sums` int32 [B, D] is written. Raises ValueError before anything is written.");
+PyDoc_STRVAR(sketch_doc, "sketch($module, tokens, starts, vectors, /)\n--\n\n"
+                         "Write the sums of signs of each sequence's tokens and pairs of neighbours (times two), with\n"
+                         "length 1, or 0 if there are none. `vectors` float32 [B, D] is written. Raises ValueError before anything is written.");
 
 static PyObject *native_sketch(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -29,8 +29,9 @@ enum { KERNELS = sizeof kernels / sizeof kernels[0], MOST_THREADS = 1024 };
 typedef struct {
     const Supply shared; /* what all sequences have in common */
     const int32_t *source;
-    const int64_t *starts, *places;
+    const int64_t *starts, *firsts, *places;
     const uint64_t *begins;
+    const char *fresh;
     char *out;
     size_t count;
     const RowsKernel *kernel;
@@ -45,11 +46,10 @@ static void work(void *argument)
     float *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_floats;
     const size_t line = job->shared.width * item_bytes[job->shared.to];
     for (size_t i; (i = atomic_fetch_add(&job->next, 1)) < job->count;) {
-        if (!job->begins[i])
-            continue;
         Supply supply = job->shared;
         supply.source = job->source + job->starts[i];
         supply.tokens = (size_t)(job->starts[i + 1] - job->starts[i]);
+        supply.fresh = job->fresh + (size_t)job->firsts[i] * line;
         supply.record = (const char *)(uintptr_t)job->begins[i];
         supply.out = job->out + (size_t)job->places[i] * line;
         job->kernel->supply(&supply, scratch);
@@ -57,45 +57,55 @@ static void work(void *argument)
 }
 
 /* The rule that the arrays break, or NULL. */
-static const char *find_fault(const Job *job, size_t tokens, size_t rows)
+static const char *find_fault(const Job *job, size_t tokens, size_t fresh, size_t rows)
 {
     if (job->starts[0] != 0 || job->starts[job->count] != (int64_t)tokens)
         return "starts must rise from 0 to the number of tokens";
+    for (size_t i = 0; i < job->count; i++)
+        if (job->starts[i + 1] < job->starts[i])
+            return "starts must rise from 0 to the number of tokens";
     for (size_t i = 0; i < job->count; i++) {
         const int64_t begin = job->starts[i], end = job->starts[i + 1];
-        if (end < begin || end > (int64_t)tokens)
-            return "starts must rise from 0 to the number of tokens";
-        if (job->places[i] < 0 || (uint64_t)job->places[i] > rows || (uint64_t)(end - begin) > rows - (uint64_t)job->places[i])
+        if (job->places[i] < 0 || (uint64_t)job->places[i] > rows || job->shared.padded > rows - (uint64_t)job->places[i])
             return "a place is beyond the result";
-        for (int64_t token = begin; !job->begins[i] && token < end; token++)
-            if (job->source[token] != -1)
+        if ((uint64_t)(end - begin) > job->shared.padded)
+            return "a sequence has more tokens than rows";
+        int64_t computed = 0;
+        for (int64_t token = begin; token < end; token++) {
+            if (!job->begins[i] && job->source[token] != -1)
                 return "a sequence takes rows, but has no record";
+            computed += job->source[token] < 0;
+        }
+        if (job->firsts[i + 1] - job->firsts[i] != computed)
+            return "computed rows must be as many as tokens that need them";
     }
-    return NULL;
+    return job->firsts[0] != 0 || job->firsts[job->count] != (int64_t)fresh ? "starts of computed rows must rise to their number"
+                                                                            : NULL;
 }
 
 PyDoc_STRVAR(supply_doc,
-             "supply($module, source, starts, places, begins, out, share, threads, isa, /)\n--\n\n"
+             "supply($module, source, starts, firsts, places, begins, fresh, out, share, threads, isa, /)\n--\n\n"
              "source: int32 of each token, as `Supply` in rows.h has it; starts: int64, where each sequence starts, and the\n"
-             "end. places: int64, the row of the result of each sequence's first token. begins: uint64, where the last\n"
-             "hidden states of its record begin, 0: it has none. out: (address, rows, width, type of the records, type of\n"
-             "the result), types as `enum type` has them. share: of the expected move. The caller vouches for addresses\n"
-             "and rows of records.\n\n"
+             "end; firsts: the same of computed rows. places: int64, the row of the result of each sequence's first token.\n"
+             "begins: uint64, where the last hidden states of its record begin, 0: it has none. fresh: (address, rows).\n"
+             "out: (address, rows, width, rows of a sequence, type of the records, type of the result and of fresh), types\n"
+             "as `enum type` has them. share: of the expected move. The caller vouches for addresses and rows of records.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_supply(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    enum { SOURCE, STARTS, PLACES, BEGINS, GIVEN };
-    static const char *const types[GIVEN] = {INT32, INT64, INT64, UINT64};
+    enum { SOURCE, STARTS, FIRSTS, PLACES, BEGINS, GIVEN };
+    static const char *const types[GIVEN] = {INT32, INT64, INT64, INT64, UINT64};
     PyObject *objects[GIVEN];
     Py_buffer views[GIVEN];
-    unsigned long long out;
-    Py_ssize_t rows, width, threads;
+    unsigned long long fresh, out;
+    Py_ssize_t computed, rows, width, padded, threads;
     int from, to;
     float share_of;
     const char *isa;
-    if (!PyArg_ParseTuple(args, "OOOO(Knnii)fns:supply", &objects[SOURCE], &objects[STARTS], &objects[PLACES],
-                          &objects[BEGINS], &out, &rows, &width, &from, &to, &share_of, &threads, &isa))
+    if (!PyArg_ParseTuple(args, "OOOOO(Kn)(Knnnii)fns:supply", &objects[SOURCE], &objects[STARTS], &objects[FIRSTS],
+                          &objects[PLACES], &objects[BEGINS], &fresh, &computed, &out, &rows, &width, &padded, &from,
+                          &to, &share_of, &threads, &isa))
         return NULL;
     const RowsKernel *kernel = NULL;
     for (size_t i = 0; i < KERNELS && !kernel; i++)
@@ -104,20 +114,27 @@ static PyObject *native_supply(PyObject *Py_UNUSED(module), PyObject *args)
     int held = hold(objects, views, GIVEN, 0);
     bool done = held == GIVEN;
     for (int i = 0; done && i < GIVEN; i++)
-        done = is_fine(is_array(&views[i], 1, types[i]), "arrays must be int32, int64, int64 and uint64, without gaps");
+        done = is_fine(is_array(&views[i], 1, types[i]), "arrays must be int32, int64 (three) and uint64, without gaps");
     done = done && is_fine(kernel != NULL, "the processor has no such instructions") &&
            is_fine(from >= 0 && from < TYPES && to >= 0 && to < TYPES, "there is no such type") &&
-           is_fine(rows >= 0 && width > 0 && threads > 0, "a size is out of range") &&
+           is_fine(rows >= 0 && computed >= 0 && width > 0 && padded >= 0 && threads > 0, "a size is out of range") &&
            is_fine(views[STARTS].shape[0] == views[PLACES].shape[0] + 1 &&
+                       views[FIRSTS].shape[0] == views[STARTS].shape[0] &&
                        views[BEGINS].shape[0] == views[PLACES].shape[0],
                    "each sequence must have a start, a place and a record");
     if (done) {
         const size_t line = round_to((size_t)width, SCRATCH_LANES);
-        Job job = {.shared = {.width = (size_t)width, .from = (enum type)from, .to = (enum type)to, .share = share_of},
+        Job job = {.shared = {.width = (size_t)width,
+                              .padded = (size_t)padded,
+                              .from = (enum type)from,
+                              .to = (enum type)to,
+                              .share = share_of},
                    .source = views[SOURCE].buf,
                    .starts = views[STARTS].buf,
+                   .firsts = views[FIRSTS].buf,
                    .places = views[PLACES].buf,
                    .begins = views[BEGINS].buf,
+                   .fresh = (const char *)(uintptr_t)fresh,
                    .out = (char *)(uintptr_t)out,
                    .count = (size_t)views[PLACES].shape[0],
                    .kernel = kernel,
@@ -125,7 +142,7 @@ static PyObject *native_supply(PyObject *Py_UNUSED(module), PyObject *args)
         size_t team = (size_t)threads < job.count ? (size_t)threads : job.count;
         team = team < MOST_THREADS ? team : MOST_THREADS;
         void *scratch = NULL;
-        const char *fault = find_fault(&job, (size_t)views[SOURCE].shape[0], (size_t)rows);
+        const char *fault = find_fault(&job, (size_t)views[SOURCE].shape[0], (size_t)computed, (size_t)rows);
         done = is_fine(fault == NULL, fault ? fault : "");
         if (done && job.count && posix_memalign(&scratch, LINE, team * job.scratch_floats * sizeof(float)) != 0) {
             PyErr_NoMemory();

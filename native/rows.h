@@ -8,9 +8,10 @@
 /* One sequence, and the last hidden states of its record. */
 typedef struct {
     const int32_t *source; /* of each token the record's row that supplies it; -2 - r: row r is computed anew; -1: none */
-    const char *record;    /* row 0 */
+    const char *fresh;     /* computed rows, one behind the other, of the type of out */
+    const char *record;    /* row 0; NULL: none supplies anything */
     char *out;             /* row of the first token */
-    size_t tokens;
+    size_t tokens, padded; /* rows of out: of tokens, and in all */
     size_t width;        /* numbers of a row */
     enum type from, to;  /* of the record; of out */
     float share;         /* of the expected move */
@@ -18,7 +19,7 @@ typedef struct {
 
 typedef struct {
     const char *name;
-    /* The rows that the record supplies, moved by what the computed ones have in common. See rows_kernel.h. */
+    /* All rows of out: computed ones, those of the record, moved by what these have in common, and zeros. */
     void (*supply)(const Supply *supply, float *scratch);
 } RowsKernel;
 

@@ -60,8 +60,24 @@ static bool step_of(const Supply *supply, size_t lanes, float *step, float *move
     return part != 0;
 }
 
+/* Computed rows to their places, and zeros behind the tokens. */
+static void place_rows(const Supply *supply)
+{
+    const size_t bytes = supply->width * item_bytes[supply->to];
+    const char *fresh = supply->fresh;
+    for (size_t token = 0; token < supply->tokens; token++)
+        if (supply->source[token] < 0) {
+            memcpy(supply->out + token * bytes, fresh, bytes);
+            fresh += bytes;
+        }
+    memset(supply->out + supply->tokens * bytes, 0, (supply->padded - supply->tokens) * bytes);
+}
+
 static void supply_rows(const Supply *supply, float *scratch)
 {
+    place_rows(supply);
+    if (!supply->record)
+        return;
     const size_t lanes = round_to(supply->width, LANES);
     const size_t from_bytes = supply->width * item_bytes[supply->from], to_bytes = supply->width * item_bytes[supply->to];
     float *step = scratch, *row = scratch + round_to(supply->width, SCRATCH_LANES);

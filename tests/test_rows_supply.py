@@ -1,6 +1,8 @@
-"""Rows of records, put where a batch wants them: the kernel and its oracle."""
+"""Computed rows and rows of records, put where a batch wants them: the kernel and its oracle."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attmemo.kernels.rows import instruction_sets, supply_rows, supply_rows_in_torch
+from attmemo.kernels.rows import Supply, instruction_sets, supply_rows, supply_rows_in_torch
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -26,38 +28,47 @@ types = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
 class Batch:
-    """Rows of a batch with gaps between sequences, and rows of their records."""
+    """Computed rows of a batch, and rows of their records. The result has a gap behind each second sequence."""
+
+    padded = 10
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, width: int = 37) -> None:
         random = torch.Generator().manual_seed(0)
-        lengths = [len(source) for source in SOURCES]
-        self.out = torch.randn(sum(lengths) + 2 * len(lengths), width, generator=random).to(dtype)
+        computed = [sum(row < 0 for row in source) for source in SOURCES]
+        self.fresh = torch.randn(sum(computed), width, generator=random).to(dtype)
         self.records = [(1.0 + torch.randn(12, width, generator=random)).to(stored) for _ in SOURCES]
-        self.source = np.concatenate(SOURCES).astype(np.int32)
-        self.starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self.places = self.starts[:-1] + 2 * np.arange(len(lengths))
-        self.begins = np.array([record.data_ptr() for record in self.records], np.uint64)
-        self.begins[3] = 0
+        begins = np.array([record.data_ptr() for record in self.records], np.uint64)
+        begins[3] = 0
+        starts = np.concatenate([[0], np.cumsum([len(source) for source in SOURCES])]).astype(np.int64)
+        firsts = np.concatenate([[0], np.cumsum(computed)]).astype(np.int64)
+        self.places = np.array([0, 10, 25, 35, 50, 60])
+        source = np.concatenate(SOURCES).astype(np.int32)
+        self.supply = Supply(source, starts, firsts, self.places, begins, stored)
+
+    def empty(self) -> Tensor:
+        return torch.full((75, self.fresh.shape[1]), 9.0, dtype=self.fresh.dtype)
 
     def run(self, share: float = 1.0, **asked: object) -> Tensor:
-        found = self.out.clone()
-        supply_rows(found, *self.arguments, share, **asked)  # type: ignore[arg-type]
+        found = self.empty()
+        supply_rows(found, self.fresh, self.supply, self.padded, share, **asked)  # type: ignore[arg-type]
         return found
 
     def oracle(self, share: float = 1.0) -> Tensor:
-        found = self.out.clone()
-        supply_rows_in_torch(found, *self.arguments, share)
+        found = self.empty()
+        supply_rows_in_torch(found, self.fresh, self.supply, self.padded, share)
         return found
 
-    @property
-    def arguments(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64],
-                                 npt.NDArray[np.uint64], torch.dtype]:  # fmt: skip
-        return self.source, self.starts, self.places, self.begins, self.records[0].dtype
+    def anew(self, number: int) -> Tensor:
+        """Which of the computed rows the record of a sequence has too, `bool [M]`."""
+        found = torch.zeros(len(self.fresh), dtype=torch.bool)
+        own = [row for row in SOURCES[number] if row < 0]
+        found[self.supply.firsts[number] : self.supply.firsts[number + 1]] = torch.tensor(own) < -1
+        return found
 
-    def places_of(self, number: int, reused: bool = True) -> npt.NDArray[np.int64]:
-        """Rows of the result of one sequence: those that its record supplies, or those that are computed anew."""
-        own = np.array(SOURCES[number])
-        return self.places[number] + np.flatnonzero(own >= 0 if reused else own < -1)
+    def reused(self, number: int) -> npt.NDArray[np.int64]:
+        """Rows of the result that the record of a sequence supplies."""
+        found: npt.NDArray[np.int64] = self.places[number] + np.flatnonzero(np.array(SOURCES[number]) >= 0)
+        return found
 
 
 @sets
@@ -77,12 +88,14 @@ def test_reused_rows_are_those_of_the_oracle(
 @sets
 @types
 @stored_types
-def test_only_reused_rows_are_written(isa: str, dtype: torch.dtype, stored: torch.dtype) -> None:
+def test_computed_rows_are_copied_and_zeros_stand_behind(isa: str, dtype: torch.dtype, stored: torch.dtype) -> None:
     batch = Batch(dtype, stored)
-    found, still = batch.run(isa=isa), torch.ones(len(batch.out), dtype=torch.bool)
-    for number in range(len(SOURCES)):
-        still[batch.places_of(number)] = False
-    assert torch.equal(found[still], batch.out[still])
+    found, gaps, computed = batch.run(isa=isa), torch.ones(75, dtype=torch.bool), iter(batch.fresh)
+    for source, place in zip(SOURCES, batch.places.tolist(), strict=True):
+        gaps[place : place + batch.padded] = False
+        assert not found[place + len(source) : place + batch.padded].any()
+        assert all(torch.equal(found[place + i], next(computed)) for i, row in enumerate(source) if row < 0)
+    assert bool((found[gaps] == 9.0).all()), "what belongs to no sequence stays"
 
 
 @sets
@@ -95,7 +108,7 @@ def test_rows_with_nothing_to_follow_are_the_record_s_rounded_once(
     found = batch.run(isa=isa)
     for number in (1, 5):
         rows = [row for row in SOURCES[number] if row >= 0]
-        assert torch.equal(found[batch.places_of(number)], batch.records[number][rows].to(dtype))
+        assert torch.equal(found[batch.reused(number)], batch.records[number][rows].to(dtype))
 
 
 @sets
@@ -104,7 +117,7 @@ def test_moves_without_a_common_part_move_nothing(isa: str) -> None:
     for number in (0, 4):
         rows = [-2 - row for row in SOURCES[number] if row < -1]
         signs = torch.tensor([1.0, -1.0, 1.0, -1.0])[: len(rows), None]
-        batch.out[batch.places_of(number, reused=False)] = batch.records[number][rows] + signs
+        batch.fresh[batch.anew(number)] = batch.records[number][rows] + signs
     torch.testing.assert_close(batch.run(isa=isa), batch.run(0.0, isa=isa), rtol=0, atol=1e-6)
 
 
@@ -114,7 +127,7 @@ def test_rows_that_are_computed_as_before_move_nothing(isa: str, dtype: torch.dt
     batch = Batch(dtype, dtype)
     for number in range(len(SOURCES)):
         rows = [-2 - row for row in SOURCES[number] if row < -1]
-        batch.out[batch.places_of(number, reused=False)] = batch.records[number][rows]
+        batch.fresh[batch.anew(number)] = batch.records[number][rows]
     assert torch.equal(batch.run(isa=isa), batch.run(0.0, isa=isa))
 
 
@@ -122,9 +135,9 @@ def test_rows_that_are_computed_as_before_move_nothing(isa: str, dtype: torch.dt
 def test_moves_that_are_equal_are_taken_over_whole(isa: str) -> None:
     batch = Batch(torch.float32, torch.float32)
     rows = [-2 - row for row in SOURCES[0] if row < -1]
-    batch.out[batch.places_of(0, reused=False)] = batch.records[0][rows] + 0.25
+    batch.fresh[batch.anew(0)] = batch.records[0][rows] + 0.25
     kept = [row for row in SOURCES[0] if row >= 0]
-    torch.testing.assert_close(batch.run(isa=isa)[batch.places_of(0)], batch.records[0][kept] + 0.25)
+    torch.testing.assert_close(batch.run(isa=isa)[batch.reused(0)], batch.records[0][kept] + 0.25)
 
 
 @pytest.mark.parametrize(
@@ -134,35 +147,46 @@ def test_moves_that_are_equal_are_taken_over_whole(isa: str) -> None:
         ("starts", [1, 8, 12, 15, 17, 21, 24], "starts must rise"),
         ("starts", [0, 12, 8, 15, 17, 21, 24], "starts must rise"),
         ("starts", [0, 8, 12], "each sequence must have"),
-        ("places", [0, 8, 12, 15, 17, 34], "beyond the result"),
-        ("places", [-1, 8, 12, 15, 17, 21], "beyond the result"),
-        ("places", [0, 8, 12, 15, 17], "each sequence must have"),
+        ("firsts", [0, 5, 6, 9, 11, 13, 15], "computed rows must be"),
+        ("firsts", [1, 6, 7, 10, 12, 14, 15], "starts of computed rows"),
+        ("firsts", [0, 5, 6], "each sequence must have"),
+        ("places", [0, 10, 25, 35, 50, 66], "beyond the result"),
+        ("places", [-1, 10, 25, 35, 50, 60], "beyond the result"),
+        ("places", [0, 10, 25, 35, 50], "each sequence must have"),
         ("begins", [0] * 6, "has no record"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(name: str, value: list[int], message: str) -> None:
     batch = Batch(torch.float32, torch.float32)
-    setattr(batch, name, np.array(value, getattr(batch, name).dtype))
-    found = batch.out.clone()
+    batch.supply = replace(batch.supply, **{name: np.array(value, getattr(batch.supply, name).dtype)})
+    found = batch.empty()
     with pytest.raises(ValueError, match=message):
-        supply_rows(found, *batch.arguments)
-    assert torch.equal(found, batch.out)
+        supply_rows(found, batch.fresh, batch.supply, batch.padded)
+    assert bool((found == 9.0).all())
 
 
 def test_other_types_shapes_and_arrays_are_refused() -> None:
     batch = Batch(torch.float32, torch.float32)
-    source, starts, places, begins, dtype = batch.arguments
+    out, fresh, supply = batch.empty(), batch.fresh, batch.supply
     with pytest.raises(ValueError, match="int8"):
-        supply_rows(batch.out, source, starts, places, begins, torch.int8)
-    with pytest.raises(ValueError, match="contiguous"):
-        supply_rows(batch.out.T, source, starts, places, begins, dtype)
+        supply_rows(out, fresh, replace(supply, dtype=torch.int8), batch.padded)
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        supply_rows(out.T, fresh, supply, batch.padded)
+    with pytest.raises(ValueError, match="fresh must be contiguous"):
+        supply_rows(out, fresh[:, ::2], supply, batch.padded)
+    with pytest.raises(ValueError, match="must fit"):
+        supply_rows(out, fresh.bfloat16(), supply, batch.padded)
+    with pytest.raises(ValueError, match="more tokens than rows"):
+        supply_rows(out, fresh, supply, 7)
+    with pytest.raises(ValueError, match="starts of computed rows"):
+        supply_rows(out, fresh[:-1], supply, batch.padded)
     with pytest.raises(ValueError, match="int32"):
-        supply_rows(batch.out, source.astype(np.int64), starts, places, begins, dtype)  # type: ignore[arg-type]
+        supply_rows(out, fresh, replace(supply, source=supply.source.astype(np.int64)), batch.padded)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="instructions"):
-        supply_rows(batch.out, source, starts, places, begins, dtype, isa="abacus")
+        supply_rows(out, fresh, supply, batch.padded, isa="abacus")
 
 
 def test_an_empty_batch_is_nothing_to_do() -> None:
-    none = np.empty(0, np.int64)
-    begins, source = none.astype(np.uint64), none.astype(np.int32)
-    supply_rows(torch.empty(0, 5), source, np.zeros(1, np.int64), none, begins, TYPES[0])
+    none, start = np.empty(0, np.int64), np.zeros(1, np.int64)
+    supply = Supply(none.astype(np.int32), start, start, none, none.astype(np.uint64), TYPES[0])
+    supply_rows(torch.empty(0, 5), torch.empty(0, 5), supply, 4)

@@ -43,8 +43,4 @@ class Sketch:
 
         `tokens` is int32 ``[n]``, `starts` int64 ``[B + 1]``: where each sequence starts, and n. ValueError if not.
         """
-        sums = sketch(tokens, starts, self.dimensions).astype(np.float32)
-        # The squares of whole numbers: their sum is exact in float64, so the order of adding does not matter.
-        lengths = np.sqrt(np.einsum("bd,bd->b", sums, sums, dtype=np.float64))
-        sums *= np.where(lengths > 0, 1.0 / np.maximum(lengths, 1.0), 0.0).astype(np.float32)[:, None]
-        return sums
+        return sketch(tokens, starts, self.dimensions)

@@ -214,16 +214,16 @@ def _ruled(partner: list[int], rule: Rule) -> list[int]:
     return [-2 - own if j in computed and own >= 0 else own for j, own in enumerate(partner)]
 
 
-def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
-    """Sums of random signs, int32 ``[B, dimensions]``: for each token of a sequence its signs, for each pair of
-    neighbours two times its signs.
+def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> npt.NDArray[np.float32]:
+    """Sums of random signs as vectors of length 1, or 0 if there is nothing to add: float32 ``[B, dimensions]``.
 
-    Signs are bits of a hash: they need no table and are the same on every machine. `tokens` and `starts` are those of
-    `align`, `dimensions` is a multiple of 64, at most 1024. ValueError: other arrays or dimensions.
+    For each token of a sequence its signs are added, for each pair of neighbours two times its signs. Signs are bits
+    of a hash: they need no table and are the same on every machine. `tokens` and `starts` are those of `align`,
+    `dimensions` is a multiple of 64, at most 1024. ValueError: other arrays or dimensions.
     """
-    sums = np.empty((len(starts) - 1, dimensions), np.int32)
-    _align.sketch(tokens, starts, sums)
-    return sums
+    vectors = np.empty((len(starts) - 1, dimensions), np.float32)
+    _align.sketch(tokens, starts, vectors)
+    return vectors
 
 
 def nearest(scores: npt.NDArray[np.float32], k: int) -> Ints:
@@ -246,7 +246,7 @@ def nearest_in_numpy(scores: npt.NDArray[np.float32], k: int) -> Ints:
     return padded
 
 
-def sketch_in_numpy(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
+def sketch_in_numpy(tokens: Tokens, starts: Ints, dimensions: int) -> npt.NDArray[np.float32]:
     """What `sketch` returns."""
     ids = tokens.astype(np.uint32).astype(np.uint64)
     sums = np.zeros((len(starts) - 1, dimensions), np.int32)
@@ -254,7 +254,11 @@ def sketch_in_numpy(tokens: Tokens, starts: Ints, dimensions: int) -> Tokens:
         own = ids[start:stop]
         couples = ~(own[:-1] << np.uint64(32) | own[1:])
         sums[b] = _signs(own + np.uint64(1), dimensions) + 2 * _signs(couples, dimensions)
-    return sums
+    # The squares of whole numbers: their sum is exact in float64, so the order of adding does not matter.
+    lengths = np.sqrt(np.einsum("bd,bd->b", sums, sums, dtype=np.float64))
+    vectors: npt.NDArray[np.float32] = sums.astype(np.float32)
+    vectors *= np.where(lengths > 0, 1.0 / np.maximum(lengths, 1.0), 0.0).astype(np.float32)[:, None]
+    return vectors
 
 
 def _signs(features: npt.NDArray[np.uint64], dimensions: int) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Rows of records, put where a batch wants them and moved a little: `native/rows.c` and its oracle in torch.
+"""Computed rows and rows of records, put where a batch wants them: `native/rows.c` and its oracle in torch.
 
 THE DRIFT.  A reused row has not seen the tokens that changed. Some of the computed rows are those of tokens that the
 record has too: the first and the last one, and neighbours of what changed. How far these moved from the record's rows
@@ -14,6 +14,7 @@ token is what it was: its row is computed.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -26,34 +27,58 @@ from attmemo.kernels import _rows as native
 from attmemo.kernels.team import join_torch
 
 _TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
-_MANY: Final = 1 << 17  # numbers to read: less is faster done than another thread is told of
+_MANY: Final = 1 << 17  # numbers of the result: less is faster done than another thread is told of
 
 Ints = npt.NDArray[np.int64]
 
 join_torch(native.use_team)
 
 
-def supply_rows(
-    out: Tensor, source: npt.NDArray[np.int32], starts: Ints, places: Ints, begins: npt.NDArray[np.uint64],
-    dtype: torch.dtype, share: float = 1.0, *, threads: int | None = None, isa: str = "",
-) -> None:  # fmt: skip
-    """Put the rows that records supply to their places, moved by what the computed ones have in common.
+@dataclass(frozen=True)
+class Supply:
+    """What a batch takes from records.
 
-    Parameters
+    Attributes
     ----------
-    out : Tensor [R, H]
-        Last hidden states, those of computed rows are there; float32, float16 or bfloat16, contiguous on the CPU.
     source : int32 [N]
         For each token the row of its record that supplies it. Below 0: computed. -2 - r: row r of the record is.
     starts : int64 [B + 1]
         Where the tokens of each sequence begin, and N.
+    firsts : int64 [B + 1]
+        Where the computed rows of each sequence begin, and M.
     places : int64 [B]
-        The row of `out` of each sequence's first token; the others stand behind.
+        The row of the result of each sequence's first token; the others stand behind.
     begins : uint64 [B]
         Where the last hidden states of each sequence's record begin in memory; 0: it has none. The caller vouches for
         the addresses and for the rows of records, and keeps the memory alive.
     dtype : torch.dtype
         Of the records.
+    """
+
+    source: npt.NDArray[np.int32]
+    starts: Ints
+    firsts: Ints
+    places: Ints
+    begins: npt.NDArray[np.uint64]
+    dtype: torch.dtype
+
+
+def supply_rows(
+    out: Tensor, fresh: Tensor, supply: Supply, padded: int, share: float = 1.0, *, threads: int | None = None,
+    isa: str = "",
+) -> None:  # fmt: skip
+    """Put computed rows, and those that records supply, to their places; zeros behind the tokens of a sequence.
+
+    Parameters
+    ----------
+    out : Tensor [R, H]
+        The result; float32, float16 or bfloat16, contiguous on the CPU.
+    fresh : Tensor [M, H]
+        Computed rows, one behind the other, of the same type.
+    supply : Supply
+        Rows of records move by what the computed ones have in common.
+    padded : int
+        Rows of each sequence in the result, with those behind its tokens.
     share : float
         Of the expected move. 0 leaves reused rows as they are in the record.
     threads : int, optional
@@ -68,23 +93,30 @@ def supply_rows(
     MemoryError
         There is no memory for a few rows.
     """
-    _check(out, dtype)
+    _check(out, fresh, supply.dtype)
     if threads is None:
-        threads = torch.get_num_threads() if len(source) * out.shape[1] > _MANY else 1
+        threads = torch.get_num_threads() if out.numel() > _MANY else 1
     native.supply(
-        source, starts, places, begins, (out.data_ptr(), out.shape[0], out.shape[1], _TYPES[dtype], _TYPES[out.dtype]),
-        share, threads, isa,
+        supply.source, supply.starts, supply.firsts, supply.places, supply.begins, (fresh.data_ptr(), len(fresh)),
+        (out.data_ptr(), *out.shape, padded, _TYPES[supply.dtype], _TYPES[out.dtype]), share, threads, isa,
     )  # fmt: skip
 
 
 def supply_rows_in_torch(
-    out: Tensor, source: npt.NDArray[np.int32], starts: Ints, places: Ints, begins: npt.NDArray[np.uint64],
-    dtype: torch.dtype, share: float = 1.0,
+    out: Tensor, fresh: Tensor, supply: Supply, padded: int, share: float = 1.0
 ) -> None:  # fmt: skip
     """The same, row by row."""
-    _check(out, dtype)
-    for (start, stop), place, begin in zip(pairwise(starts.tolist()), places.tolist(), begins.tolist(), strict=True):
-        own = source[start:stop].tolist()
+    _check(out, fresh, supply.dtype)
+    dtype, ends = supply.dtype, pairwise(supply.starts.tolist())
+    for number, ((start, stop), place, begin) in enumerate(
+        zip(ends, supply.places.tolist(), supply.begins.tolist(), strict=True)
+    ):
+        own = supply.source[start:stop].tolist()
+        computed = iter(fresh[supply.firsts[number] : supply.firsts[number + 1]])
+        for token, row in enumerate(own):
+            if row < 0:
+                out[place + token] = next(computed)
+        out[place + len(own) : place + padded] = 0
 
         def stored(row: int, begin: int = begin) -> Tensor:
             memory = (ctypes.c_char * (out.shape[1] * dtype.itemsize)).from_address(
@@ -113,8 +145,12 @@ def instruction_sets() -> list[str]:
     return native.instruction_sets()
 
 
-def _check(out: Tensor, dtype: torch.dtype) -> None:
-    if out.dim() != 2 or not out.is_contiguous() or out.device.type != "cpu":
-        raise ValueError(f"out must be contiguous, [R, H] on the CPU, not {tuple(out.shape)} on {out.device.type}")
+def _check(out: Tensor, fresh: Tensor, dtype: torch.dtype) -> None:
+    for name, rows in (("out", out), ("fresh", fresh)):
+        if rows.dim() != 2 or not rows.is_contiguous() or rows.device.type != "cpu":
+            shape = tuple(rows.shape)
+            raise ValueError(f"{name} must be contiguous, [R, H] on the CPU, not {shape} on {rows.device.type}")
+    if out.dtype != fresh.dtype or out.shape[1] != fresh.shape[1]:
+        raise ValueError(f"out and fresh must fit, not {out.dtype} {out.shape} and {fresh.dtype} {fresh.shape}")
     if dtype not in _TYPES or out.dtype not in _TYPES:
         raise ValueError(f"rows are float32, float16 or bfloat16, not {dtype} and {out.dtype}")

@@ -25,12 +25,12 @@ from attmemo.adapters.blocks import Blocks
 from attmemo.counters import Counters
 from attmemo.errors import AttmemoError
 from attmemo.kernels.row_attention import Layout
-from attmemo.kernels.rows import supply_rows
+from attmemo.kernels.rows import Supply, supply_rows
 from attmemo.plan import RowShare, Share
 from attmemo.reuse.growing import Offer
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
-from attmemo.reuse.stack import Stack, Thread, put_back
+from attmemo.reuse.stack import Stack, Thread
 from attmemo.reuse.twins import Twins
 
 _LOG = logging.getLogger("attmemo")
@@ -118,7 +118,6 @@ class Rows(Stack):
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
         fresh, layout = source < 0, layout_of(lengths, source)
         position = np.arange(len(source)) - np.repeat(layout.key_starts[:-1], lengths)
-        there = np.repeat(slot * padded, lengths) + position  # rows of the output
         embedded = np.repeat(sequence * padded, lengths) + position
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
@@ -132,10 +131,10 @@ class Rows(Stack):
         )  # fmt: skip
         done = perf_counter()
         self.thread.admitted = kept.offers(found)
-        output = put_back(found, torch.from_numpy(there[fresh]), (batch + len(beside)) * padded)
-        if read is not None:
-            _, begins, dtype = read
-            supply_rows(output, source, layout.key_starts, slot * padded, begins, dtype, DRIFT)
+        output = found.new_empty((batch + len(beside)) * padded, found.shape[1])
+        begins, dtype = (np.zeros(len(slot), np.uint64), found.dtype) if read is None else read[1:]
+        supply = Supply(source, layout.key_starts, layout.starts, slot * padded, begins, dtype)
+        supply_rows(output, found, supply, padded, DRIFT)
         output = output.view(-1, padded, output.shape[1])
         twins.spread(output)
         fetching = planned - start + perf_counter() - done

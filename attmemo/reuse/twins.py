@@ -68,6 +68,6 @@ class Twins:
 
     def spread(self, output: Tensor) -> None:
         """Give each sequence of ``[B, L, H]`` the rows of the first of its twins."""
-        places = np.flatnonzero(~self.own)
-        if len(places):
-            output[torch.from_numpy(places)] = output[torch.from_numpy(self.firsts[places])]
+        rows = output.view(torch.uint8).numpy()  # NumPy: an operator of torch for each twin takes as long as the copy
+        for place in np.flatnonzero(~self.own).tolist():
+            rows[place] = rows[self.firsts[place]]
