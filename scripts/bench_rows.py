@@ -145,11 +145,13 @@ def shape_case(name: str, batch: int, length: int, batches: int, share: float = 
     for _ in range(batches * batch):
         record = [draw.randrange(1000, 29000) for _ in range(length)]
         request = list(record)
-        # Runs of changed tokens; each computes its neighbours too. The first and the last row are always computed.
-        runs = max(1, round((share * length - 2) / 8))
+        # Runs of six changed tokens, and one of what is left; each computes its neighbours too. The first and the last
+        # row are always computed.
+        rows = max(3, round(share * length) - 2)
+        runs = -(-rows // 8)
         for run in range(runs):
-            at = 4 + run * (length - 8) // runs
-            request[at : at + 6] = [draw.randrange(1000, 29000) for _ in request[at : at + 6]]
+            at, changed = 4 + run * (length - 8) // runs, min(8, rows - 8 * run) - 2
+            request[at : at + changed] = [draw.randrange(1000, 29000) for _ in request[at : at + changed]]
         stored.append(record)
         requests.append(request)
     return Case(shaped(name), requests, batch, stored if name == "bert" else [], int8=False)
@@ -183,10 +185,10 @@ def _unique(items: Sequence[Tokens]) -> list[Tokens]:
 def cases(shared: Path) -> dict[str, Callable[[], Case]]:
     """All cases by name."""
     found: dict[str, Callable[[], Case]] = {f"lines-{n}": lambda n=n: lines_case(shared, n) for n in LINES}  # type: ignore[misc]
-    found["lines-HDFS-near2"] = lambda: lines_case(shared, "HDFS", 2, 0.4)
+    found["lines-HDFS-threshold52"] = lambda: lines_case(shared, "HDFS", threshold=0.52)
     for name in ("imdb", "banking77"):
         found[f"text-{name}"] = lambda name=name: other_text_case(shared, name)  # type: ignore[misc]
-    for batch, length, batches in ((8, 128, 4), (32, 128, 1), (8, 512, 1), (1, 128, 16)):
+    for batch, length, batches in ((8, 128, 4), (32, 128, 1), (8, 512, 1), (1, 128, 48)):
         found[f"bert-{batch}x{length}"] = lambda b=batch, n=length, k=batches: shape_case("bert", b, n, k)  # type: ignore[misc]
     found["deberta-base-8x512"] = lambda: shape_case("deberta", 8, 512, 1)
     found["deberta-windows"] = lambda: windows_case(shared)

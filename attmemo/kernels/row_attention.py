@@ -7,6 +7,7 @@ Shapes: B sequences, N fresh rows in all, H heads of D numbers, n_b keys of sequ
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _NONE = b""
 _NOT_STORED = (_NONE, _NONE, _NONE, _NONE, _NONE, 0, 0, 0, 0)
 _NOT_TURNED = (0, 0, 0, 0)
 _NOT_DISTANT = (0, 0, 0, 0, 0, _NONE, 0)
+_RECORDS = 3  # which of the arguments are records
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,8 @@ class Attend:
         turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
         added = None if table is None else table.contiguous()
         relative, distances = _distances(disentangled, queries)
-        self._alive = (queries, keys, values, out, layout, stored, turns, added, relative)
+        self._columns, self._heads = columns, heads
+        self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, relative)
         self.arguments: Any = (
             tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),
             (_TYPES[queries.dtype], rows, int(layout.key_starts[-1]), heads, columns // heads),
@@ -206,6 +209,14 @@ class Attend:
             distances,
             (scale, torch.get_num_threads() if threads is None else threads, isa),
         )
+
+    def of_records(self, stored: Stored) -> Attend:
+        """The same call beside rows of other records: all other arguments need no second look."""
+        other = copy.copy(self)
+        other._alive = self._alive, stored
+        records = _records(stored, self._columns, self._heads)
+        other.arguments = (*self.arguments[:_RECORDS], records, *self.arguments[_RECORDS + 1 :])
+        return other
 
 
 def instruction_sets() -> list[str]:
