@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -70,6 +71,7 @@ class Guarded:
         inputs = _shallow((args, kwargs))
         thread = self._rows.thread
         thread.forget()
+        start = perf_counter()
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
         offers, beside = thread.admitted, thread.beside
@@ -81,6 +83,7 @@ class Guarded:
             return self._checked(forward, inputs, output, _mask(given), offers, beside, asking, counters)
         finally:
             self._offer(offers, asking)
+            self.planner.took(asking, perf_counter() - start)
 
     def _checked(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],

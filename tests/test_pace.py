@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attmemo.reuse import pace
-from attmemo.reuse.pace import EARNED, FAST_SHARE, FIRST, FREE, SHARE, Pace
+from attmemo.reuse.pace import DEAR, DEAR_SHARE, EARNED, FAST_SHARE, FIRST, FREE, SHARE, Pace
 
 
 class Clock:
@@ -45,6 +45,17 @@ def test_the_first_work_is_done_faster(clock: Clock) -> None:
     own = Pace()
     assert share_of(own, FIRST / 2) == pytest.approx(FAST_SHARE)
     assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
+
+
+def test_dear_records_are_stored_slowly_from_the_first_on(clock: Clock) -> None:
+    own = Pace()
+    own.weigh(1.1 * DEAR, 1.0)
+    assert share_of(own) == pytest.approx(DEAR_SHARE)
+    own.weigh(0.9 * DEAR, 1.0)
+    assert share_of(own) == pytest.approx(FAST_SHARE)
+    own.rest(FIRST)
+    own.weigh(1.1 * DEAR, 1.0)
+    assert share_of(own) == pytest.approx(SHARE)
 
 
 def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:

@@ -113,7 +113,7 @@ class Guard:
         self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
         self._dirty = False
         self._since = time.time()
-        self._saved = SAVED
+        self._saved = self._patience = SAVED
         self._random = random.Random(seed)
         self._done: Counter[str] = Counter()
         self._lock = ThreadLock()
@@ -176,6 +176,7 @@ class Guard:
         if self._saved < 1.0:
             return Verdict.LEAVE
         self._saved -= 1.0
+        self._patience -= 1.0
         return verdict
 
     def is_low(self, margin: float | None, cover: Cover) -> bool:
@@ -264,7 +265,15 @@ class Guard:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self.margin.rise()
         self.certificate.restart()
-        self._saved = max(self._saved, self._price())
+        self._saved = self._patience = max(self._saved, self._price())
+
+    @property
+    def invests(self) -> bool:
+        """Whether it still learns what a certificate needs: verifications are an investment, and reuse is slow.
+
+        Not once it is certified, and not for ever: after as many verifications as are paid at first.
+        """
+        return not self.certified and self._patience >= 1.0
 
     @property
     def certified(self) -> bool:

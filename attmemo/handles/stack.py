@@ -107,8 +107,9 @@ class StackMemoization(Memoization):
             ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
             ``weight_bytes`` (of weights made ready, beside the model's own),
             ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
-            served), ``offered`` (sequences that could have become records, by what became of them), and ``guard`` (see
-            docs/guard.md; None without a budget).
+            served), ``offered`` (sequences that could have become records, by what became of them), ``guard`` (see
+            docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
+            than without; None: not known).
         """
         counters = self.engine.counters.copy()
         done = counters.done
@@ -134,6 +135,7 @@ class StackMemoization(Memoization):
             "weight_bytes": self.packed.nbytes,
             **self._growth(),
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
+            "pays": None if self.guarded is None else self.guarded.planner.times.pays,
         }
 
     @contextmanager

@@ -18,6 +18,7 @@ from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.kernels.align import Alignment, Rule
 from attmemo.kernels.changes import Changes, Kinds, Tokens
+from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
 from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
@@ -52,6 +53,7 @@ class Asking:
 
     def __init__(self, *, again: bool = False, last: Tensor | None = None) -> None:
         self.again, self.last, self.planned, self.batch = again, last, False, 0
+        self.tokens, self.looked = 0, False  # tokens of the forward; whether records were looked up
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.chosen: dict[int, Chosen] = {}  # by sequence
         self.changed: set[int] = set()  # sequences whose answer a record changed
@@ -98,6 +100,7 @@ class GuardedPlanner(RowPlanner):
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
+        self.times = ForwardTimes(always=not gated)
         self._thread = _Thread()
 
     @contextmanager
@@ -113,6 +116,8 @@ class GuardedPlanner(RowPlanner):
         asking, batch = self._thread.asking, len(spans.lengths)
         if given is None:
             return BY_HAND
+        if asking is not None:
+            asking.tokens += sum(spans.lengths)
         if self._wishes.whole:
             counters.skip(ASKED_WHOLE, batch)
             return Whole.plan(self, layer, call, spans, given, counters)
@@ -128,6 +133,7 @@ class GuardedPlanner(RowPlanner):
             return Plan(spans=spans, layers={layer: RowShare.computed(asking.last)})
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
+        asking.looked = asked is not None
         if asked is None:
             return Whole.plan(self, layer, call, spans, given, counters)
         candidates = self.index.candidates(asked.tokens, asked.starts)
@@ -161,6 +167,14 @@ class GuardedPlanner(RowPlanner):
         served = [covers[place] if verdicts[firsts[place]] is Verdict.SERVE else None for place in later]
         verdicts |= zip(later, self.guard.decide(served), strict=True)
         return [verdicts[place] for place in range(len(tokens))]
+
+    def _pays(self, tokens: int, seconds_per_row: float | None) -> bool:
+        return super()._pays(tokens, seconds_per_row) and (self.guard.invests or self.times.ask(tokens))
+
+    def took(self, asking: Asking, seconds: float) -> None:
+        """A forward took so long, with all that the guard did about it. What is learned at first is no judgement."""
+        if not asking.twice and not (asking.looked and self.guard.invests):
+            self.times.record(asking.tokens, seconds, asking.looked)
 
     def _needs(self, asked: Asked) -> Ints:
         found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))

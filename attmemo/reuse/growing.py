@@ -45,6 +45,7 @@ _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
+_KEPT = 0.8  # of what was stored earlier, in the price of a token
 _MEMORY = 8 << 20  # bytes that are kept to put records together
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
@@ -117,6 +118,7 @@ class GrowingRows(RowStore):
         self._records: dict[int, int] = {}  # the other way
         self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
         self._since = 0.0  # when the first of them was written
+        self._stored = 0.0, 0.0  # tokens stored lately, and processor time for them
         self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
         self._memory = np.empty(0, np.uint8)  # where records are put together
         self._sound: dict[int, int] = {}  # records that were compared with their checksum, and in which segment
@@ -192,12 +194,15 @@ class GrowingRows(RowStore):
             if not offers:
                 self.index.link(_LINKED)
             chosen = self._chosen(offers)
-            lost = len(chosen)
+            lost, begin = len(chosen), time.thread_time()
             rest = [entry for entry in self._entries(chosen) if not self._write(entry)]
             lost = len(rest) + len(self._ahead)
             if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
                 self._publish(rest)
                 self.kept["kept"] += lost
+            tokens, seconds = self._stored
+            new = sum(len(one.tokens) for one in chosen), time.thread_time() - begin
+            self._stored = _KEPT * tokens + new[0], _KEPT * seconds + new[1]
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
@@ -253,7 +258,10 @@ class GrowingRows(RowStore):
         if before is not None:
             new = seen.since(before[0])
             saved = max(0, new.tokens - new.rows)  # below 0: verifications
-            self._filler.pace.earn((used - before[1]) * saved / max(new.rows, 1))
+            row, (tokens, seconds) = (used - before[1]) / max(new.rows, 1), self._stored
+            self._filler.pace.earn(row * saved)
+            if tokens and new.rows:
+                self._filler.pace.weigh(seconds / tokens, row)
 
     def note(self, seconds: float = 0.0) -> None:
         """Keep what requests did since the last time, if that is so long ago. It raises nothing."""

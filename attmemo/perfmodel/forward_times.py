@@ -1,0 +1,105 @@
+"""Does reuse pay? Whole forwards, timed with and without it as this process runs them.
+
+What a lookup saves in the blocks says little of a small model on a fast processor: planning, verifications, and the
+part of the model behind the blocks, which runs again for them, take as long. So forwards themselves are compared, by
+the number of their tokens. Where reuse takes longer, the model runs as if there were no records, but for a few tries;
+where it pays, a forward now and then runs without, so that both are known.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from attmemo.locking import ThreadLock
+
+KNOWN: Final = 6
+"""Forwards of each kind before the first judgement."""
+LAST: Final = 32
+"""Forwards of each kind that count."""
+OFTEN: Final = 8
+"""While forwards without reuse are not known, one of so many runs without."""
+SELDOM: Final = 64
+"""Where reuse pays, one forward of so many runs without."""
+TRIED: Final = 4
+"""Where it does not pay, so many forwards of each `PERIOD` use it, one behind the other."""
+PERIOD: Final = 256
+SLOWER: Final = 1.02
+"""Reuse ends where it takes so many times as long."""
+_WILD: Final = 3.0  # times the median: what takes longer was not this process
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Forwards with reuse, or without."""
+
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))  # seconds a token
+    mean: float = 0.0
+
+    def record(self, seconds: float) -> None:
+        self.last.append(seconds)
+        most = _WILD * statistics.median(self.last)
+        self.mean = statistics.fmean(min(one, most) for one in self.last)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self.last) >= KNOWN
+
+
+@dataclass(slots=True)
+class _Size:
+    """Forwards of about as many tokens."""
+
+    reused: _Kind = field(default_factory=_Kind)
+    whole: _Kind = field(default_factory=_Kind)
+    pays: bool = True
+    forwards: int = 0  # since reuse last began, or ended, to pay
+
+
+class ForwardTimes:
+    """Decides whether a forward is to reuse anything.
+
+    Parameters
+    ----------
+    always : bool
+        Always reuse.
+    """
+
+    def __init__(self, always: bool = False) -> None:
+        self._always = always
+        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
+        self._lock = ThreadLock()
+
+    def ask(self, tokens: int) -> bool:
+        """Whether a forward of so many tokens is to reuse records. Changes nothing."""
+        with self._lock:
+            size = self._sizes.get(tokens.bit_length())
+            if self._always or size is None or not size.reused.is_known:
+                return True
+            if not size.whole.is_known:
+                return size.forwards % OFTEN != 0
+            return size.forwards % SELDOM != 0 if size.pays else size.forwards % PERIOD < TRIED
+
+    def record(self, tokens: int, seconds: float, reused: bool) -> None:
+        """A forward of so many tokens took so long."""
+        if not tokens:
+            return
+        with self._lock:
+            size = self._sizes[tokens.bit_length()]
+            (size.reused if reused else size.whole).record(seconds / tokens)
+            size.forwards += 1
+            if not (size.reused.is_known and size.whole.is_known):
+                return
+            ratio = size.reused.mean / size.whole.mean
+            pays = ratio <= (SLOWER if size.pays else 1.0)
+            if pays != size.pays:
+                size.pays, size.forwards = pays, TRIED  # the next try, or the next forward without, comes later
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether reuse pays for forwards of the size that was seen most; None: not known yet."""
+        with self._lock:
+            known = [size for size in self._sizes.values() if size.reused.is_known and size.whole.is_known]
+            return max(known, key=lambda size: size.forwards).pays if known else None
