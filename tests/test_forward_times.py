@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from attmemo.perfmodel.forward_times import KNOWN, LAST, OFTEN, PERIOD, SELDOM, TRIED, ForwardTimes
+from attmemo.perfmodel.forward_times import (
+    INVESTED,
+    KNOWN,
+    LAST,
+    OFTEN,
+    PERIOD,
+    SELDOM,
+    TRIED,
+    ForwardTimes,
+)
 
 TOKENS = 700
 
 
-def run(times: ForwardTimes, forwards: int, reused: float, whole: float, tokens: int = TOKENS) -> int:
-    """Forwards that take so many seconds with reuse and without; how many of them reused."""
+def run(
+    times: ForwardTimes, forwards: int, reused: float, whole: float, tokens: int = TOKENS, learns: bool = False
+) -> int:
+    """Forwards of two sequences that take so many seconds with reuse and without; how many of them reused."""
     count = 0
     for _ in range(forwards):
-        asked = times.ask(tokens)
-        times.record(tokens, reused if asked else whole, asked)
+        asked = times.ask(tokens, learns=learns)
+        times.record(tokens, 2, reused if asked else whole, asked, learns=learns)
         count += asked
     return count
 
@@ -57,7 +68,7 @@ def test_about_the_same_time_changes_nothing() -> None:
 def test_one_forward_that_took_very_long_changes_nothing() -> None:
     times = ForwardTimes()
     run(times, KNOWN + OFTEN * KNOWN, 0.8, 1.0)
-    times.record(TOKENS, 1000.0, True)
+    times.record(TOKENS, 2, 1000.0, True)
     assert times.pays is True
 
 
@@ -80,3 +91,20 @@ def test_asking_changes_nothing() -> None:
     run(times, KNOWN + OFTEN * KNOWN, 1.1, 1.0)
     before = [times.ask(TOKENS) for _ in range(2 * PERIOD)]
     assert len(set(before)) == 1
+
+
+def test_learning_is_not_judged_until_it_has_cost_its_share() -> None:
+    times = ForwardTimes()
+    begun = run(times, OFTEN * KNOWN, 3.0, 1.0, learns=True)
+    assert begun == (OFTEN - 1) * KNOWN, "one of so many runs without: what learning costs is to be known"
+    left = int(INVESTED * 0.5 / 2.0)  # a sequence takes half a second, and learning costs two for a forward
+    assert run(times, left, 3.0, 1.0, learns=True) > 0.97 * left
+    assert times.pays is None
+    run(times, left, 3.0, 1.0, learns=True)
+    assert times.pays is False
+    assert run(times, PERIOD, 3.0, 1.0, learns=True) == TRIED
+
+
+def test_learning_that_costs_nothing_goes_on() -> None:
+    times = ForwardTimes()
+    assert run(times, 4000, 0.9, 1.0, learns=True) > 0.97 * 4000

@@ -268,7 +268,7 @@ class Guard:
         self._saved = self._patience = max(self._saved, self._price())
 
     @property
-    def invests(self) -> bool:
+    def learns(self) -> bool:
         """Whether it still learns what a certificate needs: verifications are an investment, and reuse is slow.
 
         Not once it is certified, and not for ever: after as many verifications as are paid at first.

@@ -4,6 +4,9 @@ What a lookup saves in the blocks says little of a small model on a fast process
 part of the model behind the blocks, which runs again for them, take as long. So forwards themselves are compared, by
 the number of their tokens. Where reuse takes longer, the model runs as if there were no records, but for a few tries;
 where it pays, a forward now and then runs without, so that both are known.
+
+LEARNING takes longer at first, and pays later or never. So what it costs is an investment, and it ends: forwards that
+learn may take longer than those without reuse by as much as so many requests take.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ SELDOM: Final = 64
 TRIED: Final = 4
 """Where it does not pay, so many forwards of each `PERIOD` use it, one behind the other."""
 PERIOD: Final = 256
+INVESTED: Final = 1000.0
+"""Requests without reuse whose time learning may cost."""
 SLOWER: Final = 1.02
 """Reuse ends where it takes so many times as long."""
 _WILD: Final = 3.0  # times the median: what takes longer was not this process
@@ -69,27 +74,40 @@ class ForwardTimes:
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
+        self._request = _Kind()  # seconds a sequence, of forwards without reuse
+        self._lost = 0.0  # seconds that learning cost
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
         self._lock = ThreadLock()
 
-    def ask(self, tokens: int) -> bool:
-        """Whether a forward of so many tokens is to reuse records. Changes nothing."""
+    def ask(self, tokens: int, *, learns: bool = False) -> bool:
+        """Whether a forward of so many tokens is to reuse records. Changes nothing.
+
+        `learns`: it is not known yet what records may serve.
+        """
         with self._lock:
             size = self._sizes.get(tokens.bit_length())
-            if self._always or size is None or not size.reused.is_known:
+            if self._always or size is None:
+                return True
+            learns = learns and self._lost <= INVESTED * self._request.mean
+            if not (size.reused.is_known or learns):
                 return True
             if not size.whole.is_known:
-                return size.forwards % OFTEN != 0
-            return size.forwards % SELDOM != 0 if size.pays else size.forwards % PERIOD < TRIED
+                return size.forwards % OFTEN != OFTEN - 1
+            return size.forwards % SELDOM != 0 if size.pays or learns else size.forwards % PERIOD < TRIED
 
-    def record(self, tokens: int, seconds: float, reused: bool) -> None:
-        """A forward of so many tokens took so long."""
+    def record(self, tokens: int, sequences: int, seconds: float, reused: bool, *, learns: bool = False) -> None:
+        """A forward of so many tokens and sequences took so long. While it `learns`, reuse is not judged."""
         if not tokens:
             return
         with self._lock:
             size = self._sizes[tokens.bit_length()]
-            (size.reused if reused else size.whole).record(seconds / tokens)
             size.forwards += 1
+            if reused and learns and self._lost <= INVESTED * self._request.mean:
+                self._lost += seconds - tokens * size.whole.mean if size.whole.is_known else 0.0
+                return
+            (size.reused if reused else size.whole).record(seconds / tokens)
+            if not reused:
+                self._request.record(seconds / sequences)
             if not (size.reused.is_known and size.whole.is_known):
                 return
             ratio = size.reused.mean / size.whole.mean

@@ -169,12 +169,12 @@ class GuardedPlanner(RowPlanner):
         return [verdicts[place] for place in range(len(tokens))]
 
     def _pays(self, tokens: int, seconds_per_row: float | None) -> bool:
-        return super()._pays(tokens, seconds_per_row) and (self.guard.invests or self.times.ask(tokens))
+        return super()._pays(tokens, seconds_per_row) and self.times.ask(tokens, learns=self.guard.learns)
 
     def took(self, asking: Asking, seconds: float) -> None:
-        """A forward took so long, with all that the guard did about it. What is learned at first is no judgement."""
-        if not asking.twice and not (asking.looked and self.guard.invests):
-            self.times.record(asking.tokens, seconds, asking.looked)
+        """A forward took so long, with all that the guard did about it."""
+        if not asking.twice:
+            self.times.record(asking.tokens, asking.batch, seconds, asking.looked, learns=self.guard.learns)
 
     def _needs(self, asked: Asked) -> Ints:
         found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))
