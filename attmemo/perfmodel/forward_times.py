@@ -29,7 +29,7 @@ SELDOM: Final = 64
 TRIED: Final = 4
 """Where it does not pay, so many forwards of each `PERIOD` use it, one behind the other."""
 PERIOD: Final = 256
-INVESTED: Final = 1000.0
+INVESTED: Final = 500.0
 """Requests without reuse whose time learning may cost."""
 SLOWER: Final = 1.02
 """Reuse ends where it takes so many times as long."""
@@ -97,7 +97,7 @@ class ForwardTimes:
 
     def record(self, tokens: int, sequences: int, seconds: float, reused: bool, *, learns: bool = False) -> None:
         """A forward of so many tokens and sequences took so long. While it `learns`, reuse is not judged."""
-        if not tokens:
+        if not tokens or not sequences:
             return
         with self._lock:
             size = self._sizes[tokens.bit_length()]

@@ -53,7 +53,8 @@ class Asking:
 
     def __init__(self, *, again: bool = False, last: Tensor | None = None) -> None:
         self.again, self.last, self.planned, self.batch = again, last, False, 0
-        self.tokens, self.looked = 0, False  # tokens of the forward; whether records were looked up
+        self.tokens = self.sequences = 0  # of the forward
+        self.looked = False  # whether records were looked up
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.chosen: dict[int, Chosen] = {}  # by sequence
         self.changed: set[int] = set()  # sequences whose answer a record changed
@@ -117,7 +118,7 @@ class GuardedPlanner(RowPlanner):
         if given is None:
             return BY_HAND
         if asking is not None:
-            asking.tokens += sum(spans.lengths)
+            asking.tokens, asking.sequences = sum(spans.lengths), batch
         if self._wishes.whole:
             counters.skip(ASKED_WHOLE, batch)
             return Whole.plan(self, layer, call, spans, given, counters)
@@ -174,7 +175,7 @@ class GuardedPlanner(RowPlanner):
     def took(self, asking: Asking, seconds: float) -> None:
         """A forward took so long, with all that the guard did about it."""
         if not asking.twice:
-            self.times.record(asking.tokens, asking.batch, seconds, asking.looked, learns=self.guard.learns)
+            self.times.record(asking.tokens, asking.sequences, seconds, asking.looked, learns=self.guard.learns)
 
     def _needs(self, asked: Asked) -> Ints:
         found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))
