@@ -15,8 +15,8 @@ other, on two cores, how many times as fast as `attmemo.kernels.linear.Linear`:
     width 768      1.2    1.1    1.0    1.2    1.6    1.6    1.2
 
 ROADS NOT TAKEN: rows read where they lie (16 rows from 16 places at each step: 1.4e12 in place of 2.2e12 operations a
-second); asking for tiles some steps before they are needed, into the first cache (slower), or a panel ahead (of 32 rows
-6.3 in place of 4.8 ms for 170 MiB of weights: docs/decisions.md).
+second); asking for tiles some steps before they are needed, into the first cache (slower), or a panel ahead (with 32
+rows 6.3 in place of 4.8 ms for 170 MiB of weights: docs/decisions.md).
 """
 
 from __future__ import annotations

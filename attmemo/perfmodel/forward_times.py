@@ -2,8 +2,8 @@
 
 What a lookup saves in the blocks says little of a small model on a fast processor: planning, verifications, and the
 part of the model behind the blocks, which runs again for them, take as long. So forwards themselves are compared, by
-the number of their tokens. Where reuse takes longer, the model runs as if there were no records, and tries again now and
-then. Where it pays, a forward now and then runs without, so that both are known.
+the number of their tokens. Where reuse takes longer, the model runs as if there were no records, and tries again now
+and then. Where it pays, a forward now and then runs without, so that both are known.
 
 LEARNING takes longer at first, and pays later or never. So what it costs is an investment, and it ends: forwards that
 learn may take longer than those without reuse by as much as so many requests take.
