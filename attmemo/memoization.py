@@ -115,7 +115,8 @@ def memoize(
         For maps: a lookup in every layer, or one for each sequence, whose record serves all layers. Default: the tuned
         one, else ``"sequence"``.
     gate : bool
-        Leave out lookups that do not pay; False always tries. For maps the performance model (Eq. 3) is asked.
+        Leave out lookups that do not pay, and under a guard all reuse where forwards take longer with it; False always
+        tries. For maps the performance model (Eq. 3) is asked.
     fetch : {"auto", "direct", "map", "view", "copy"}
         How maps are read from the arena; results are the same but for the order of sums.
     residency : {"page-cache", "hugepages"}

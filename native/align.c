@@ -19,8 +19,8 @@
  *      blocks and never makes more of them.
  *
  * SKETCHES.  Each token and each pair of neighbours stands for a vector of signs, which are bits of a hash; a sketch is
- * their sum, with length 1. Signs are added eight at a time from a table that has them for each byte. The records nearest to an input
- * are those with the largest products of sketches.
+ * their sum, with length 1. Signs are added eight at a time from a table that has them for each byte. The records nearest
+ * to an input are those with the largest products of sketches.
  *
  * WHAT IT PROMISES
  *   - Arguments are checked before anything is written. What leads into memory (starts, candidates) is copied before
@@ -554,7 +554,8 @@ static PyObject *native_align(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyDoc_STRVAR(sketch_doc, "sketch($module, tokens, starts, vectors, /)\n--\n\n"
                          "Write the sums of signs of each sequence's tokens and pairs of neighbours (times two), with\n"
-                         "length 1, or 0 if there are none. `vectors` float32 [B, D] is written. Raises ValueError before anything is written.");
+                         "length 1, or 0 if there are none. `vectors` float32 [B, D] is written. Raises ValueError\n"
+                         "before anything is written.");
 
 static PyObject *native_sketch(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -66,7 +66,8 @@ static const char *find_fault(const Job *job, size_t tokens, size_t fresh, size_
             return "starts must rise from 0 to the number of tokens";
     for (size_t i = 0; i < job->count; i++) {
         const int64_t begin = job->starts[i], end = job->starts[i + 1];
-        if (job->places[i] < 0 || (uint64_t)job->places[i] > rows || job->shared.padded > rows - (uint64_t)job->places[i])
+        if (job->places[i] < 0 || (uint64_t)job->places[i] > rows ||
+            job->shared.padded > rows - (uint64_t)job->places[i])
             return "a place is beyond the result";
         if ((uint64_t)(end - begin) > job->shared.padded)
             return "a sequence has more tokens than rows";
@@ -79,8 +80,9 @@ static const char *find_fault(const Job *job, size_t tokens, size_t fresh, size_
         if (job->firsts[i + 1] - job->firsts[i] != computed)
             return "computed rows must be as many as tokens that need them";
     }
-    return job->firsts[0] != 0 || job->firsts[job->count] != (int64_t)fresh ? "starts of computed rows must rise to their number"
-                                                                            : NULL;
+    if (job->firsts[0] != 0 || job->firsts[job->count] != (int64_t)fresh)
+        return "starts of computed rows must rise to their number";
+    return NULL;
 }
 
 PyDoc_STRVAR(supply_doc,

@@ -12,9 +12,9 @@ typedef struct {
     const char *record;    /* row 0; NULL: none supplies anything */
     char *out;             /* row of the first token */
     size_t tokens, padded; /* rows of out: of tokens, and in all */
-    size_t width;        /* numbers of a row */
-    enum type from, to;  /* of the record; of out */
-    float share;         /* of the expected move */
+    size_t width;          /* numbers of a row */
+    enum type from, to;    /* of the record; of out */
+    float share;           /* of the expected move */
 } Supply;
 
 typedef struct {

@@ -43,8 +43,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
-from attmemo.fastseq.serving.ops.allocation import zeros
 from attmemo.kernels import cache_attention
+from attmemo.kernels.pages import zeros
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 FORMS: dict[str, dict[str, Any]] = {  # what the cache holds

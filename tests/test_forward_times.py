@@ -108,3 +108,15 @@ def test_learning_is_not_judged_until_it_has_cost_its_share() -> None:
 def test_learning_that_costs_nothing_goes_on() -> None:
     times = ForwardTimes()
     assert run(times, 4000, 0.9, 1.0, learns=True) > 0.97 * 4000
+
+
+def test_one_long_stop_is_no_cost_of_learning_and_an_alarm_pays_anew() -> None:
+    times = ForwardTimes()
+    run(times, OFTEN * KNOWN, 1.1, 1.0, learns=True)
+    times.record(TOKENS, 2, 1e6, True, learns=True)
+    assert run(times, 100, 1.1, 1.0, learns=True) > 90
+    run(times, 8000, 2.0, 1.0, learns=True)
+    assert times.pays is False
+    assert times.ended
+    times.invest()
+    assert run(times, 50, 2.0, 1.0, learns=True) > 45

@@ -16,7 +16,10 @@ from packed_tools import NEAR, Inputs, batch, gap, rows_database, valid
 from torch import Tensor
 
 from attmemo import memoize
+from attmemo.guard import Guard
 from attmemo.guard.certificate import Counts
+from attmemo.perfmodel.forward_times import ForwardTimes
+from attmemo.planner.rows import LONGER
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
 FIRST, SECOND = 4, 10
@@ -420,3 +423,55 @@ class TestVerification:
             counts = guard.certificate.counts
             assert done(model)["sampled"] == 6
             assert (counts.changed, counts.same) == (changed, 6 - changed)
+
+
+class Times(ForwardTimes):
+    """Times that a test has decided."""
+
+    def __init__(self, reuse: bool) -> None:
+        super().__init__()
+        self.reuse = reuse
+        self.recorded: list[tuple[int, int, bool]] = []
+
+    def ask(self, tokens: int, *, learns: bool = False) -> bool:
+        return self.reuse
+
+    def record(self, tokens: int, sequences: int, seconds: float, reused: bool, *, learns: bool = False) -> None:
+        assert seconds > 0.0
+        self.recorded.append((tokens, sequences, reused))
+
+
+class TestWhetherForwardsTakeLonger:
+    def test_where_they_do_nothing_is_looked_up_verified_or_kept(self, classifier: Case) -> None:
+        model, exact = taught(classifier.bare, gate=True), memoize(copy.deepcopy(classifier.bare), reuse="none")
+        records, before = model.attmemo.stats()["records"], done(model)
+        model.attmemo.planner.times = times = Times(reuse=False)
+        seen = run(model, variant(FIRST))
+        assert worst(seen, run(exact, variant(FIRST)), BASE) <= NEAR
+        stats = model.attmemo.stats()
+        assert done(model) == before
+        assert stats["records"] == records
+        assert stats["not_looked_up"][LONGER] == len(BASE["input_ids"])
+        assert [reused for _, _, reused in times.recorded] == [False]
+
+    def test_where_they_do_not_records_serve(self, classifier: Case) -> None:
+        model = taught(classifier.bare, gate=True)
+        model.attmemo.planner.times = times = Times(reuse=True)
+        run(model, variant(FIRST))
+        assert done(model).get("served", 0) > 0
+        tokens = int(BASE["attention_mask"].sum())
+        assert times.recorded == [(tokens, len(BASE["input_ids"]), True)]
+
+    def test_a_forward_that_is_asked_for_without_reuse_is_timed_too(self, classifier: Case) -> None:
+        model = taught(classifier.bare, gate=True)
+        model.attmemo.planner.times = times = Times(reuse=True)
+        with model.attmemo.observe(reuse=False):
+            run(model, variant(FIRST))
+        assert [reused for _, _, reused in times.recorded] == [False]
+
+    def test_a_guard_that_begins_anew_times_anew(self, classifier: Case) -> None:
+        model = taught(classifier.bare, gate=True)
+        before = model.attmemo.planner.times
+        model.attmemo.guard_anew(Guard(0.01, 0.95))
+        assert model.attmemo.planner.times is not before
+        assert model.attmemo.stats()["pays"] is None

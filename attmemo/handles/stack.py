@@ -69,7 +69,8 @@ class StackMemoization(Memoization):
         assert isinstance(self.planner, GuardedPlanner)
         if self.guarded.answers.are_vectors:
             guard.compare_vectors()
-        self.planner.guard = self.guarded.guard = guard
+        self.guarded.guard = guard
+        self.planner.begin_anew(guard)
 
     def undo(self) -> None:
         """Disable for good, give windows back, and keep what the guard has learned."""

@@ -41,7 +41,8 @@ class Supply:
     Attributes
     ----------
     source : int32 [N]
-        For each token the row of its record that supplies it. Below 0: computed. -2 - r: row r of the record is.
+        For each token the row of its record that supplies it. Below 0: computed. -2 - r: computed, although row r of
+        the record is of the same token. Without a record all are -1.
     starts : int64 [B + 1]
         Where the tokens of each sequence begin, and N.
     firsts : int64 [B + 1]

@@ -6,7 +6,7 @@ the number of their tokens. Where reuse takes longer, the model runs as if there
 and then. Where it pays, a forward now and then runs without, so that both are known.
 
 LEARNING takes longer at first, and pays later or never. So what it costs is an investment, and it ends: forwards that
-learn may take longer than those without reuse by as much as so many requests take.
+learn may take longer than those without reuse by as much as so many requests take, anew after each alarm.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class _Size:
     whole: _Kind = field(default_factory=_Kind)
     pays: bool = True
     forwards: int = 0  # since reuse last began, or ended, to pay
+    seen: int = 0  # forwards in all
 
 
 class ForwardTimes:
@@ -73,7 +74,7 @@ class ForwardTimes:
     """
 
     def __init__(self, always: bool = False) -> None:
-        self._always = always
+        self.always = always
         self._request = _Kind()  # seconds a sequence, of forwards without reuse
         self._lost = 0.0  # seconds that learning cost
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
@@ -86,7 +87,7 @@ class ForwardTimes:
         """
         with self._lock:
             size = self._sizes.get(tokens.bit_length())
-            if self._always or size is None:
+            if self.always or size is None:
                 return True
             learns = learns and self._lost <= INVESTED * self._request.mean
             if not (size.reused.is_known or learns):
@@ -102,8 +103,12 @@ class ForwardTimes:
         with self._lock:
             size = self._sizes[tokens.bit_length()]
             size.forwards += 1
+            size.seen += 1
             if reused and learns and self._lost <= INVESTED * self._request.mean:
-                self._lost += seconds - tokens * size.whole.mean if size.whole.is_known else 0.0
+                if size.whole.is_known:
+                    whole = tokens * size.whole.mean
+                    lost = self._lost + min(seconds, _WILD * whole) - whole
+                    self._lost = max(lost, -INVESTED * self._request.mean)
                 return
             (size.reused if reused else size.whole).record(seconds / tokens)
             if not reused:
@@ -115,9 +120,20 @@ class ForwardTimes:
             if pays != size.pays:
                 size.pays, size.forwards = pays, TRIED  # the next try, or the next forward without, comes later
 
+    def invest(self) -> None:
+        """Learning begins anew, and may cost as much again."""
+        with self._lock:
+            self._lost = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether reuse takes longer for forwards of some size."""
+        with self._lock:
+            return not self.always and any(not size.pays for size in self._sizes.values())
+
     @property
     def pays(self) -> bool | None:
         """Whether reuse pays for forwards of the size that was seen most; None: not known yet."""
         with self._lock:
             known = [size for size in self._sizes.values() if size.reused.is_known and size.whole.is_known]
-            return max(known, key=lambda size: size.forwards).pays if known else None
+            return max(known, key=lambda size: size.seen).pays if known else None

@@ -101,7 +101,7 @@ class GuardedPlanner(RowPlanner):
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
-        self.times = ForwardTimes(always=not gated)
+        self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
         self._thread = _Thread()
 
     @contextmanager
@@ -169,13 +169,23 @@ class GuardedPlanner(RowPlanner):
         verdicts |= zip(later, self.guard.decide(served), strict=True)
         return [verdicts[place] for place in range(len(tokens))]
 
-    def _pays(self, tokens: int, seconds_per_row: float | None) -> bool:
-        return super()._pays(tokens, seconds_per_row) and self.times.ask(tokens, learns=self.guard.learns)
+    def _pays(self, tokens: int) -> bool:
+        return self.times.ask(tokens, learns=self.guard.learns)
+
+    def _may_pay(self, seconds_per_row: float | None) -> bool:
+        return super()._may_pay(seconds_per_row) and not self.times.ended
 
     def took(self, asking: Asking, seconds: float) -> None:
         """A forward took so long, with all that the guard did about it."""
-        if not asking.twice:
-            self.times.record(asking.tokens, asking.sequences, seconds, asking.looked, learns=self.guard.learns)
+        if self.guard.epoch != self._epoch:
+            self._epoch = self.guard.epoch
+            self.times.invest()
+        self.times.record(asking.tokens, asking.sequences, seconds, asking.looked, learns=self.guard.learns)
+
+    def begin_anew(self, guard: Guard) -> None:
+        """Ask this guard from now on, and time forwards anew."""
+        self.guard, self._epoch = guard, guard.epoch
+        self.times = ForwardTimes(self.times.always)
 
     def _needs(self, asked: Asked) -> Ints:
         found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))

@@ -30,6 +30,7 @@ THRESHOLD: Final = 0.5
 """Share of its tokens that a record must supply by default."""
 ASKED_WHOLE: Final = "asked for without reuse"
 DOES_NOT_PAY: Final = "a lookup does not pay"
+LONGER: Final = "run without records, which is faster, or to time it"
 TYPES_FROM: Final = 1 << 24
 """Token types are kept above the ids."""
 
@@ -91,7 +92,7 @@ class RowPlanner(Whole):
     ) -> list[int]:
         """Rows that each of these sequences of tokens would need now, verifications left out. Only asks."""
         lengths = np.array([len(tokens) for tokens in sequences], np.int64)
-        if not lengths.all() or not len(self.index) or not self._pays(int(lengths.sum()), seconds_per_row):
+        if not lengths.all() or not len(self.index) or not self._may_pay(seconds_per_row):
             return [int(n) for n in lengths]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         return self._needs(Asked(np.concatenate(sequences), starts, lengths, None)).tolist()  # type: ignore[no-any-return]
@@ -130,15 +131,22 @@ class RowPlanner(Whole):
             counters.skip("there is no record yet", batch)
             return None
         seconds_per_row = counters.done.seconds_per_row
-        if not self._pays(sum(spans.lengths), seconds_per_row):
+        if not self.gate.ask(seconds_per_row):
             self.gate.leave()
             counters.skip(DOES_NOT_PAY, batch)
+            return None
+        if not self._pays(sum(spans.lengths)):
+            counters.skip(LONGER, batch)
             return None
         lengths = np.asarray(spans.lengths, np.int64)
         return Asked(tokens, np.concatenate([[0], np.cumsum(lengths)]), lengths, seconds_per_row)
 
-    def _pays(self, tokens: int, seconds_per_row: float | None) -> bool:
-        """Whether to look up a batch of so many tokens, if blocks take so long for a row. Changes nothing."""
+    def _pays(self, tokens: int) -> bool:
+        """Whether forwards of so many tokens take no longer with records than without. Changes nothing."""
+        return True
+
+    def _may_pay(self, seconds_per_row: float | None) -> bool:
+        """Whether forwards of any size are looked up, if blocks take so long for a row. Changes nothing."""
         return self.gate.ask(seconds_per_row)
 
     def _suffices(self, found: Alignment, lengths: Ints) -> Flags:

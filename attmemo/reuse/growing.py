@@ -200,9 +200,10 @@ class GrowingRows(RowStore):
             if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
                 self._publish(rest)
                 self.kept["kept"] += lost
-            tokens, seconds = self._stored
-            new = sum(len(one.tokens) for one in chosen), time.thread_time() - begin
-            self._stored = _KEPT * tokens + new[0], _KEPT * seconds + new[1]
+            if chosen:
+                tokens, seconds = self._stored
+                new = sum(len(one.tokens) for one in chosen), time.thread_time() - begin
+                self._stored = _KEPT * tokens + new[0], _KEPT * seconds + new[1]
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
@@ -253,7 +254,7 @@ class GrowingRows(RowStore):
         """Let what records saved pay for more of them: seconds of the process for a computed row, times rows saved."""
         if self._work is None:
             return
-        seen, used = self._work(), time.process_time()
+        seen, used = self._work(), time.process_time() - time.thread_time()  # this thread is no request
         before, self._earned = self._earned, (seen, used)
         if before is not None:
             new = seen.since(before[0])

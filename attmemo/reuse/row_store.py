@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +146,7 @@ class _Slots:
 
     def __init__(self, database: Database, kind: str) -> None:
         self._database, self._kind = database, kind
-        self._known: dict[int, Any] = {}  # mappings by length
+        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # mappings by length
         self._begins = np.zeros(len(database), np.uint64)  # addresses of layer 0
         self._steps = np.zeros(len(database), np.uint64)  # bytes to the next layer's
 
