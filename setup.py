@@ -35,6 +35,8 @@ ATTENTION_PARTS = [
     "attention_rows",
     "attention_sets",
     "attention_x86",
+    "types_avx2",
+    "types_avx512",
     "vectors",
 ]
 LINEAR = ["32_generic", "32_avx2", "32_avx512", "8_generic", "8_avx2", "8_avxvnni", "8_vnni", "8_amx", "16_amx"]
@@ -52,7 +54,7 @@ LINEAR_PARTS = [
 ]
 
 ROWS = ["generic", "avx2", "avx512"]
-ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "vectors"]
+ROWS_PARTS = ["rows", "rows_kernel", "arrays", "attention", "types_avx2", "types_avx512", "vectors"]
 CHAIN_PARTS = ["attention", "attention_face", "linear", "linear_face"]
 
 
