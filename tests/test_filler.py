@@ -165,6 +165,19 @@ class TestFull:
         assert not store.filler.admit(2)
         assert store.filler.skipped == {TOO_MANY: 5, "closed": 2}
 
+    def test_after_a_refusal_half_of_what_waits_is_stored_before_more_is_admitted(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MOST_WAITING", 100)
+        store.block()
+        assert store.filler.offer([1], 90)
+        assert store.filler.admit(1), "there is room, if not for much"
+        assert not store.filler.offer([2], 20)
+        assert not store.filler.admit(1)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.filler.admit(1)
+
 
 class TestRest:
     """The thread works in slices. Here a rest has no end, but for those who wait."""

@@ -102,7 +102,9 @@ class Segment:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            write_all(fd, _HEAD.pack(MAGIC, number, nbytes, marks_for(nbytes)), 0)
+            head = _HEAD.pack(MAGIC, number, nbytes, marks_for(nbytes))
+            # with all marks: a page that was never written is read with many behind it, and all are filled with zeros
+            write_all(fd, head.ljust(start_of(marks_for(nbytes)), b"\0"), 0)
             return cls(number, nbytes, mmap.mmap(fd, nbytes), path, marked=True)
         except BaseException:
             with suppress(OSError):

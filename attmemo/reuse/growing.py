@@ -232,6 +232,7 @@ class GrowingRows(RowStore):
         if not self._ahead:
             self._since = time.monotonic()
         self._ahead[self.index.next] = kept
+        self._sound[self.index.next] = kept.segment.number  # the checksum was made of what was written just now
         self._index([kept])
         return True
 
