@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from attmemo.errors import AttmemoError, DataError
-from attmemo.machine import conditions
+from attmemo.machine import conditions, processor
 from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
@@ -56,6 +56,11 @@ def prepare_folder(output: Path) -> None:
         raise AttmemoError(what, "name another directory: --output DIR") from error
 
 
+def usual_dtype() -> str:
+    """The precision in which this processor is fastest: bfloat16 with a matrix unit (AMX), else float32."""
+    return "bfloat16" if "amx_bf16" in processor()[1] else "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where the demo's lines come from.
@@ -88,7 +93,7 @@ class Source:
 
 def run_demo(
     source: Source, output: Path, seconds: float = SECONDS, tell: Callable[[str], None] | None = None,
-    after: Callable[[Race], None] | None = None,
+    after: Callable[[Race], None] | None = None, dtype: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
     """Ask the packaged model about a stream, in all ways, until it ends or the time is over.
 
@@ -104,6 +109,8 @@ def run_demo(
         Told what is being done before the stream begins.
     after : callable, optional
         Called after each batch.
+    dtype : {"auto", "float32", "bfloat16"}
+        What all ways compute in; "auto" is bfloat16 where the processor has a matrix unit for it.
 
     Returns
     -------
@@ -114,7 +121,8 @@ def run_demo(
     name, batches = model_path(), source.batches()
     prepare_folder(output)
     tell("loading the model")
-    loaded = load_model(name)
+    dtype = usual_dtype() if dtype == "auto" else dtype
+    loaded = load_model(name, dtype)
     loaded.pooling = own_pooling(name)
     longest = min(LONGEST, greatest_length(loaded, None))
     first = next(batches, None)
@@ -132,7 +140,7 @@ def run_demo(
     ended = time.monotonic()
     result = race.result() | {
         "source": source.name, "invented": source.log is None and source.descriptor is None, "model": MODEL,
-        "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
+        "dtype": dtype, "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
         "loading_seconds": begun - start, "stream_seconds": ended - begun, "conditions": conditions(),
         "plot": str(output / "demo.png"),
     }  # fmt: skip

@@ -46,7 +46,7 @@ def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "_INVENTED", 320)
         patch.setattr(demo, "model_path", lambda: tiny_bert)
-        result = run("--output", output, "--json", output.parent / "result.json")
+        result = run("--dtype", "float32", "--output", output, "--json", output.parent / "result.json")
     assert result.exit_code == 0, result.output
     return output, result.stdout, json.loads((output.parent / "result.json").read_text())
 
@@ -96,7 +96,7 @@ class TestRun:
 
     @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
-        found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0)
+        found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0, dtype="float32")
         assert len(found["laps"]) == 1
 
 

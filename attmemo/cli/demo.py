@@ -6,7 +6,7 @@ import shlex
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,6 +39,9 @@ def demo(
     seconds: Annotated[float, typer.Option(
         metavar="S", min=20.0, help="How long it may take in all. The stream ends then."
     )] = 75.0,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(
+        help="What all ways compute in; auto is bfloat16 where the processor has a matrix unit (AMX)."
+    )] = "auto",
     maps: Annotated[bool, typer.Option(
         "--maps", help="The long way in place of that: build, train, tune and evaluate a database of attention maps."
     )] = False,
@@ -66,7 +69,7 @@ def demo(
 
             source = Source(log, sys.stdin.fileno() if stdin else None)
             _say(out, f"Up to {seconds:.0f} seconds of {source.name}, through a model with six layers (MiniLM).")
-            found = run_demo(source, destination, seconds, live.show, lambda race: live.show(_live(race)))
+            found = run_demo(source, destination, seconds, live.show, lambda race: live.show(_live(race)), dtype)
         finally:
             live.close()
         summary = "\n".join(summarize(found))
@@ -85,8 +88,8 @@ def summarize(found: dict[str, Any]) -> list[str]:
     guard = found["guard"]
     seconds, what = found["stream_seconds"], "invented" if found["invented"] else "given"
     lines = _wrapped(
-        f"{whole['texts']:,} {what} lines in {seconds:.0f} s, {found['batch']} at once, {found['model']}, float32, "
-        f"{found['conditions']['threads']} threads. The time ends the stream: --seconds gives more."
+        f"{whole['texts']:,} {what} lines in {seconds:.0f} s, {found['batch']} at once, {found['model']}, "
+        f"{found['dtype']}, {found['conditions']['threads']} threads. The time ends the stream: --seconds gives more."
     )
     lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{name:>12}{'changed':>12}"]
     for way, ms in sorted(whole["ms"].items(), key=lambda item: -item[1]):
@@ -131,10 +134,13 @@ def verdict(found: dict[str, Any]) -> str:
         return f"Reuse of rows pays on these lines: {numbers}."
     if then > PAYS:
         return f"Reuse of rows pays on these lines once the guard has learned: {numbers}."
+    exact = (
+        f"What pays is exact, from the first line on: memoize(model, reuse='none'), {whole['speed'][PACKED]:.2f}x the "
+        "stock model. "
+    )
     return (
-        f"Reuse of rows does not pay on these lines, or not yet: {numbers}. What is exact and pays from the first "
-        f"line on: memoize(model, reuse='none'), {whole['speed'][PACKED]:.2f}x the stock model. "
-        "attmemo advise MODEL FILE looks at your own lines."
+        f"{exact if whole['speed'][PACKED] > PAYS else ''}Reuse of rows does not pay on these lines, or not yet: "
+        f"{numbers}. attmemo advise MODEL FILE looks at your own lines."
     )
 
 
