@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attmemo.counters import Counters
 from attmemo.guard import Answers, Guard, Verdict
-from attmemo.guard.answers import Read, cosine
+from attmemo.guard.answers import Read, cosines
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows, Offer
 from attmemo.reuse.rows import Rows
@@ -33,6 +33,8 @@ _LOG = logging.getLogger("attmemo")
 
 Forward = Callable[..., Any]
 
+BOTH_WAYS: Final = 32
+"""Verifications of pooled answers that run the model too: so many at first, and one in so many later."""
 KEY: Final = 8
 """Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
 
@@ -59,6 +61,7 @@ class Guarded:
     ) -> None:  # fmt: skip
         self.guard, self.answers, self.planner = guard, answers, planner
         self._rows, self._store, self._key = rows, store, key
+        self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -82,6 +85,7 @@ class Guarded:
         try:
             return self._checked(forward, inputs, output, _mask(given), offers, beside, asking, counters)
         finally:
+            thread.last = None
             self._offer(offers, asking)
             self.planner.took(asking, perf_counter() - start)
 
@@ -108,7 +112,7 @@ class Guarded:
             self._failed(counters, "an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
-            self._verify(forward, inputs, mask, seen, beside, asking)
+            self._verify(forward, inputs, output, mask, seen, beside, asking)
         except Exception as error:
             self._failed(counters, "an answer could not be verified", error)
         return output
@@ -117,7 +121,8 @@ class Guarded:
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
     ) -> Any:
         """The output, with answers below the margin computed whole."""
-        low = [place for place in asking.where(Verdict.SERVE) if self._is_low(seen, place, asking)]
+        margins = self._margins(seen, {place: asking.chosen[place] for place in asking.where(Verdict.SERVE)})
+        low = [place for place, margin in margins.items() if self.guard.is_low(margin, asking.chosen[place].cover)]
         if not low:
             return output
         again = self._run(forward, inputs, len(seen.values), low)
@@ -125,22 +130,20 @@ class Guarded:
         for number, place in enumerate(low):
             changed = self.answers.differ(seen, place, exact, number)
             chosen = asking.chosen[place]
-            margin = self._margin(seen, place, chosen)
-            self.guard.compared(Verdict.SERVE, chosen.gaps, chosen.cover, margin, changed)
+            self.guard.compared(Verdict.SERVE, chosen.gaps, chosen.cover, margins[place], changed)
         return _put(output, again, torch.tensor(low), len(seen.values))
 
-    def _is_low(self, seen: Read, place: int, asking: Asking) -> bool:
-        chosen = asking.chosen[place]
-        return self.guard.is_low(self._margin(seen, place, chosen), chosen.cover)
-
-    def _margin(self, seen: Read, place: int, chosen: Chosen) -> float | None:
-        """How sure an answer from a record is: ahead of the second best class, or near the record's own answer."""
+    def _margins(self, seen: Read, chosen: Mapping[int, Chosen]) -> dict[int, float | None]:
+        """How sure answers from records are: ahead of the second best class, or near the record's own answer."""
         if not seen.are_vectors:
-            return seen.margin(place)
-        note = b"" if self._store is None else self._store.note_of(chosen.reused.record)
-        if note[:KEY] != self._key or len(note) != KEY + 4 * seen.values.shape[1]:
-            return None
-        return cosine(seen.values[place], torch.frombuffer(bytearray(note[KEY:]), dtype=torch.float32))
+            return {place: seen.margin(place) for place in chosen}
+        own: dict[int, Tensor] = {}
+        for place, one in chosen.items():
+            note = b"" if self._store is None else self._store.note_of(one.reused.record)
+            if note[:KEY] == self._key and len(note) == KEY + 4 * seen.values.shape[1]:
+                own[place] = torch.frombuffer(bytearray(note[KEY:]), dtype=torch.float32)
+        known = cosines(seen.values[list(own)], torch.stack(list(own.values()))) if own else []
+        return dict.fromkeys(chosen) | dict(zip(own, known, strict=True))
 
     def _note(self, seen: Read, offers: Mapping[int, Offer]) -> None:
         """Have the answers of sequences that may become records kept with them."""
@@ -158,27 +161,50 @@ class Guarded:
         self._store.offer(list(offers.values()))
 
     def _verify(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
+        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read,
         beside: Mapping[int, Tensor], asking: Asking,
     ) -> None:  # fmt: skip
         """Compare exact answers with those from records; of these the blocks are computed, `beside`, by place."""
         places = sorted(beside)
         if not places:
             return
-        thread = self._rows.thread
-        thread.forget()
-        again = self._run(forward, inputs, len(seen.values), places, torch.stack([beside[place] for place in places]))
-        if not thread.served:  # the blocks were computed anew, and exactly: that proves nothing
+        reused = self._from_records(forward, inputs, output, mask, len(seen.values), beside)
+        if reused is None:
             return
-        reused = self.answers.read(again, None if mask is None else mask[places])
+        margins = self._margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
         for number, place in enumerate(places):
             one = asking.chosen[place]
             changed = self.answers.differ(seen, place, reused, number)
-            margin = self._margin(reused, number, one)
             if changed:
                 asking.changed.add(place)
-            if self.guard.compared(one.verdict, one.gaps, one.cover, margin, changed):
+            if self.guard.compared(one.verdict, one.gaps, one.cover, margins[number], changed):
                 _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
+
+    def _from_records(
+        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, batch: int,
+        beside: Mapping[int, Tensor],
+    ) -> Read | None:  # fmt: skip
+        """Answers from last hidden states of records, `beside`, in the order of places; None: they cannot be had.
+
+        Where a model gives out the hidden states of its blocks as they are, and answers are pooled from those, they
+        are pooled here: to run the model for that takes longer than all else that the guard does. The first of these
+        verifications, and one in so many later, run the model too. If that gives other answers, all later ones do.
+        """
+        places, thread = sorted(beside), self._rows.thread
+        last, mask = torch.stack([beside[place] for place in places]), None if mask is None else mask[places]
+        hidden, pooled = self.answers.pooled_from(output), None
+        if self._pools and hidden is not None and thread.last is not None and _are_same(hidden, thread.last):
+            pooled = self.answers.read({"last_hidden_state": last}, mask)
+            self._pooled += 1
+            if self._pooled > BOTH_WAYS and self._pooled % BOTH_WAYS:
+                return pooled
+        thread.forget()
+        again = self._run(forward, inputs, batch, places, last)
+        if not thread.served:  # the blocks were computed anew, and exactly: that proves nothing
+            return None
+        found = self.answers.read(again, mask)
+        self._pools &= pooled is None or torch.equal(pooled.values, found.values)
+        return found
 
     def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, served: list[int]) -> Any:
         """The output of a batch whose answers cannot be checked: nothing is served."""
@@ -208,6 +234,11 @@ def _mask(given: Mapping[str, Any]) -> Tensor | None:
         if found is None and isinstance(value, Mapping):
             found = value.get("attention_mask")
     return found if isinstance(found, Tensor) else None
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same numbers in memory."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _shallow(value: Any) -> Any:

@@ -15,6 +15,7 @@ from families import FAMILIES
 from packed_tools import NEAR, Inputs, batch, gap, rows_database, valid
 from torch import Tensor
 
+from attmemo import guarded as guarded_module
 from attmemo import memoize
 from attmemo.guard import Guard
 from attmemo.guard.certificate import Counts
@@ -346,6 +347,15 @@ class Named(_Fields):
 OutputOf = {"output": _Output, "dict": _Dict, "tuple in output": _Nested}
 
 
+class Shifted(hf.BertModel):  # type: ignore[misc]
+    """Alters its output where it lies."""
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        found = super().forward(*given, **more)
+        found.last_hidden_state.add_(0.5)
+        return found
+
+
 class TestVerification:
     def head(self, case: Case, database: Path, harmful: bool) -> Any:
         """A classifier that gives other classes to what is exact and what is served, or the same to everything."""
@@ -400,6 +410,40 @@ class TestVerification:
         assert done(model)["learned"] == len(LENGTHS)
         assert len(rows) == 1
         assert sum(LENGTHS) < rows[0] < 2 * sum(LENGTHS), "whole, and the changed rows"
+
+    def forwards(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How often the model runs in each of some requests that are verified; a verification in two runs it too."""
+        monkeypatch.setattr(guarded_module, "BOTH_WAYS", 2)
+        run(model, BASE)
+        calls: list[int] = []
+        model.embeddings.register_forward_hook(lambda *_: calls.append(1))
+        counts = []
+        for by in range(1, 6):
+            calls.clear()
+            run(model, variant(FIRST, by=by))
+            counts.append(len(calls))
+        assert done(model)["learned"] == 5 * len(LENGTHS)
+        return counts
+
+    def test_answers_pooled_from_the_blocks_are_verified_without_running_the_model_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bare = FAMILIES["BERT"].make()
+        seen: dict[str, list[Any]] = {}
+        for rule in ("mean", "cls", lambda output: output.last_hidden_state.mean(1)):
+            model = guarded(bare, answer=rule)
+            guard, own = model.attmemo.guarded.guard, model.attmemo.guarded.guard.compared
+            monkeypatch.setattr(
+                guard, "compared", lambda *given, own=own, rule=rule: seen.setdefault(str(rule), []).append(given) or own(*given)
+            )
+            expected = [2, 2, 2, 2, 2] if callable(rule) else [2, 2, 1, 2, 1]
+            assert self.forwards(model, monkeypatch) == expected
+        assert {len(given) for given in seen.values()} == {5 * len(LENGTHS)}
+
+    def test_a_model_that_alters_what_its_blocks_gave_is_run_for_each_verification(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.forwards(guarded(Shifted(FAMILIES["BERT"].make().config).eval(), answer="mean"), monkeypatch) == [2] * 5
 
     def test_a_change_that_alters_the_answer_is_never_served(self, case: Case) -> None:
         kind = (lambda output: field(output).flatten(1)) if case.bare.__class__.__name__ != "BertModel" else "mean"

@@ -88,23 +88,16 @@ class Answers:
             if values.is_floating_point() and values.dim() != 2:
                 raise ValueError(f"answer={self.name} returned one number a sequence: vectors [B, H] or whole numbers")
             return Read(values.detach().clone(), None)
-        if self.rule in ("auto", "class"):
-            logits = _get(output, "logits")
-            if logits is None and isinstance(output, tuple) and output and _is_matrix(output[0]):
-                logits = output[0]  # return_dict=False
-            if logits is not None:
+        hidden = self.pooled_from(output)
+        if hidden is None:
+            logits = _logits(output)
+            if logits is not None and self.rule in ("auto", "class"):
                 return _classes(logits)
             if self.rule == "class":
                 raise ValueError("answer='class' needs a model with logits; this output has none")
-            pooled = _get(output, "sentence_embedding")
+            pooled = _get(output, "sentence_embedding") if self.rule == "auto" else None
             if pooled is not None:
                 return Read(pooled.detach().float().clone(), None)
-        hidden = _get(output, "last_hidden_state")
-        if hidden is None and isinstance(output, Mapping):
-            hidden = output.get("token_embeddings")
-        if hidden is None and isinstance(output, tuple) and output:
-            hidden = output[0]
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             raise ValueError(f"an output of type {type(output).__name__} holds no hidden states to pool: give {_PASS}")
         hidden = hidden.detach().float()
         if self.rule == "cls":
@@ -113,6 +106,19 @@ class Answers:
             return Read(hidden.mean(1), None)
         valid = mask.to(hidden.dtype)[:, :, None]
         return Read((hidden * valid).sum(1) / valid.sum(1).clamp(min=1.0), None)
+
+    def pooled_from(self, output: Any) -> Tensor | None:
+        """The hidden states ``[B, L, H]`` that the answers are pooled from; None if answers are something else."""
+        if callable(self.rule) or self.rule == "class":
+            return None
+        if self.rule == "auto" and (_logits(output) is not None or _get(output, "sentence_embedding") is not None):
+            return None
+        hidden = _get(output, "last_hidden_state")
+        if hidden is None and isinstance(output, Mapping):
+            hidden = output.get("token_embeddings")
+        if hidden is None and isinstance(output, tuple) and output:
+            hidden = output[0]
+        return hidden if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
 
     def differ(self, a: Read, place: int, b: Read, other: int) -> bool:
         """Whether one answer of `a` is another answer than one of `b`."""
@@ -127,6 +133,20 @@ class Answers:
 def cosine(one: Tensor, other: Tensor) -> float:
     """The cosine of two vectors ``[H]``."""
     return float(torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0))
+
+
+def cosines(some: Tensor, others: Tensor) -> list[float]:
+    """The cosines of pairs of vectors ``[N, H]``."""
+    found: list[float] = torch.nn.functional.cosine_similarity(some.double(), others.double(), dim=1).tolist()
+    return found
+
+
+def _logits(output: Any) -> Tensor | None:
+    """The logits of an output, also with return_dict=False."""
+    found = _get(output, "logits")
+    if found is None and isinstance(output, tuple) and output and _is_matrix(output[0]):
+        found = output[0]
+    return found
 
 
 def _get(output: Any, name: str) -> Tensor | None:

@@ -2,8 +2,10 @@
 
 What a lookup saves in the blocks says little of a small model on a fast processor: planning, verifications, and the
 part of the model behind the blocks, which runs again for them, take as long. So forwards themselves are compared, by
-the number of their tokens. Where reuse takes longer, the model runs as if there were no records, and tries again now
-and then. Where it pays, a forward now and then runs without, so that both are known.
+the number of their tokens. Where reuse takes longer, the model runs as if there were no records, and tries again, soon
+at first and then more and more seldom: the first forwards with reuse may have run while many records were stored, and
+what they took is not what later ones take. Where reuse pays, a forward now and then runs without, so that both are
+known.
 
 LEARNING takes longer at first, and pays later or never. So what it costs is an investment, and it ends: forwards that
 learn may take longer than those without reuse by as much as so many requests take, anew after each alarm.
@@ -19,16 +21,17 @@ from typing import Final
 from attmemo.locking import ThreadLock
 
 KNOWN: Final = 6
-"""Forwards of each kind before the first judgement."""
+"""Forwards of each kind before a judgement; where reuse does not pay, a try has so many."""
 LAST: Final = 32
 """Forwards of each kind that count."""
 OFTEN: Final = 8
 """While forwards without reuse are not known, one of so many runs without."""
 SELDOM: Final = 64
 """Where reuse pays, one forward of so many runs without."""
-TRIED: Final = 4
-"""Where it does not pay, so many forwards of each `PERIOD` use it, one behind the other."""
-PERIOD: Final = 256
+SOONEST: Final = 12
+"""Where it does not pay, so many forwards run without before the first try; before each later try twice as many."""
+PERIOD: Final = 384
+"""The most that run without before a try."""
 INVESTED: Final = 500.0
 """Requests without reuse whose time learning may cost."""
 SLOWER: Final = 1.02
@@ -60,7 +63,8 @@ class _Size:
     reused: _Kind = field(default_factory=_Kind)
     whole: _Kind = field(default_factory=_Kind)
     pays: bool = True
-    forwards: int = 0  # since reuse last began, or ended, to pay
+    forwards: int = 0  # since reuse last began to pay, ended, or was tried
+    wait: int = SOONEST  # forwards before the next try
     seen: int = 0  # forwards in all
 
 
@@ -94,7 +98,7 @@ class ForwardTimes:
                 return True
             if not size.whole.is_known:
                 return size.forwards % OFTEN != OFTEN - 1
-            return size.forwards % SELDOM != 0 if size.pays or learns else size.forwards % PERIOD < TRIED
+            return size.forwards % SELDOM != 0 if size.pays or learns else size.forwards >= size.wait
 
     def record(self, tokens: int, sequences: int, seconds: float, reused: bool, *, learns: bool = False) -> None:
         """A forward of so many tokens and sequences took so long. While it `learns`, reuse is not judged."""
@@ -110,6 +114,8 @@ class ForwardTimes:
                     lost = self._lost + min(seconds, _WILD * whole) - whole
                     self._lost = max(lost, -INVESTED * self._request.mean)
                 return
+            if reused and not size.pays and size.reused.is_known:  # a try begins: what earlier ones took is over
+                size.reused = _Kind()
             (size.reused if reused else size.whole).record(seconds / tokens)
             if not reused:
                 self._request.record(seconds / sequences)
@@ -118,7 +124,9 @@ class ForwardTimes:
             ratio = size.reused.mean / size.whole.mean
             pays = ratio <= (SLOWER if size.pays else 1.0)
             if pays != size.pays:
-                size.pays, size.forwards = pays, TRIED  # the next try, or the next forward without, comes later
+                size.pays, size.forwards, size.wait = pays, 1, SOONEST
+            elif reused and not pays:
+                size.forwards, size.wait = 0, min(2 * size.wait, PERIOD)
 
     def invest(self) -> None:
         """Learning begins anew, and may cost as much again."""

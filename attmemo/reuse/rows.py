@@ -55,6 +55,8 @@ class RowThread(Thread):
         What its sequences offer to become records, by place in the batch.
     beside : dict of int to Tensor
         Last hidden states ``[L, H]`` from records, of sequences that were computed whole too.
+    last : Tensor or None
+        The last hidden states ``[B, L, H]`` of the last forward with any of these.
     """
 
     def __init__(self) -> None:  # called anew in every thread
@@ -65,6 +67,7 @@ class RowThread(Thread):
         self.served: set[int] = set()
         self.admitted: dict[int, Offer] = {}
         self.beside: dict[int, Tensor] = {}
+        self.last: Tensor | None = None
 
 
 class Rows(Stack):
@@ -148,6 +151,7 @@ class Rows(Stack):
             spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
             served=len(self.thread.served), beside=int(computed[len(own) :].sum()),
         )  # fmt: skip
+        self.thread.last = output[:batch]
         return output[:batch]
 
     def _computed(self, last: Tensor, call: Call) -> Tensor:
