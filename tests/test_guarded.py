@@ -432,10 +432,13 @@ class TestVerification:
         seen: dict[str, list[Any]] = {}
         for rule in ("mean", "cls", lambda output: output.last_hidden_state.mean(1)):
             model = guarded(bare, answer=rule)
-            guard, own = model.attmemo.guarded.guard, model.attmemo.guarded.guard.compared
-            monkeypatch.setattr(
-                guard, "compared", lambda *given, own=own, rule=rule: seen.setdefault(str(rule), []).append(given) or own(*given)
-            )
+            guard = model.attmemo.guarded.guard
+
+            def compared(*given: Any, rule: Any = rule, own: Any = guard.compared) -> bool:
+                seen.setdefault(str(rule), []).append(given)
+                return bool(own(*given))
+
+            monkeypatch.setattr(guard, "compared", compared)
             expected = [2, 2, 2, 2, 2] if callable(rule) else [2, 2, 1, 2, 1]
             assert self.forwards(model, monkeypatch) == expected
         assert {len(given) for given in seen.values()} == {5 * len(LENGTHS)}
@@ -443,7 +446,8 @@ class TestVerification:
     def test_a_model_that_alters_what_its_blocks_gave_is_run_for_each_verification(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert self.forwards(guarded(Shifted(FAMILIES["BERT"].make().config).eval(), answer="mean"), monkeypatch) == [2] * 5
+        model = guarded(Shifted(FAMILIES["BERT"].make().config).eval(), answer="mean")
+        assert self.forwards(model, monkeypatch) == [2] * 5
 
     def test_a_change_that_alters_the_answer_is_never_served(self, case: Case) -> None:
         kind = (lambda output: field(output).flatten(1)) if case.bare.__class__.__name__ != "BertModel" else "mean"
