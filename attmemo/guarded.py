@@ -9,7 +9,8 @@
                                   the answers are compared, not given
 
 The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
-what is verified is what would be served. A verification that fails costs time, never an answer.
+what is verified is what would be served. Answers that are pooled from what the blocks gave need no second run. A
+verification that fails costs time, never an answer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOG = logging.getLogger("attmemo")
 Forward = Callable[..., Any]
 
 BOTH_WAYS: Final = 32
-"""Verifications of pooled answers that run the model too: so many at first, and one in so many later."""
+"""Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
 KEY: Final = 8
 """Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
 
@@ -78,22 +79,26 @@ class Guarded:
         with self.planner.asking() as asking:
             output = forward(*args, **kwargs)
         offers, beside = thread.admitted, thread.beside
-        thread.admitted, thread.beside = {}, {}
+        hidden = self.answers.pooled_from(output) if beside else None
+        gives_out = hidden is not None and thread.last is not None and _are_same(hidden, thread.last)
+        thread.admitted, thread.beside, thread.last = {}, {}, None
         if asking.twice:  # no answer has a margin, and none can be verified
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         asking.leave_only(Verdict.SERVE, thread.served)  # a record could not be read: an exact answer proves nothing
         try:
-            return self._checked(forward, inputs, output, _mask(given), offers, beside, asking, counters)
+            return self._checked(forward, inputs, output, _mask(given), offers, beside, gives_out, asking, counters)
         finally:
-            thread.last = None
             self._offer(offers, asking)
             self.planner.took(asking, perf_counter() - start)
 
     def _checked(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],
-        beside: Mapping[int, Tensor], asking: Asking, counters: Counters,
+        beside: Mapping[int, Tensor], gives_out: bool, asking: Asking, counters: Counters,
     ) -> Any:  # fmt: skip
-        """The output, with all that the guard does about it."""
+        """The output, with all that the guard does about it.
+
+        `gives_out`: the hidden states that answers are pooled from are those of the blocks, where the blocks put them.
+        """
         if not asking.chosen and not (offers and self.answers.are_vectors):
             return output
         if _has_loss(output):
@@ -112,7 +117,7 @@ class Guarded:
             self._failed(counters, "an answer below the margin could not be computed alone", error)
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
         try:
-            self._verify(forward, inputs, output, mask, seen, beside, asking)
+            self._verify(forward, inputs, gives_out, mask, seen, beside, asking)
         except Exception as error:
             self._failed(counters, "an answer could not be verified", error)
         return output
@@ -161,14 +166,14 @@ class Guarded:
         self._store.offer(list(offers.values()))
 
     def _verify(
-        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read,
+        self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, seen: Read,
         beside: Mapping[int, Tensor], asking: Asking,
     ) -> None:  # fmt: skip
         """Compare exact answers with those from records; of these the blocks are computed, `beside`, by place."""
         places = sorted(beside)
         if not places:
             return
-        reused = self._from_records(forward, inputs, output, mask, len(seen.values), beside)
+        reused = self._from_records(forward, inputs, gives_out, mask, len(seen.values), beside)
         if reused is None:
             return
         margins = self._margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
@@ -181,19 +186,19 @@ class Guarded:
                 _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 
     def _from_records(
-        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, batch: int,
+        self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
         beside: Mapping[int, Tensor],
     ) -> Read | None:  # fmt: skip
         """Answers from last hidden states of records, `beside`, in the order of places; None: they cannot be had.
 
         Where a model gives out the hidden states of its blocks as they are, and answers are pooled from those, they
-        are pooled here: to run the model for that takes longer than all else that the guard does. The first of these
-        verifications, and one in so many later, run the model too. If that gives other answers, all later ones do.
+        are pooled here: to run the model for that takes longer than all else that the guard does. The first batches
+        that are verified so, and one in so many later, run the model too. If that gives other answers, all later do.
         """
         places, thread = sorted(beside), self._rows.thread
         last, mask = torch.stack([beside[place] for place in places]), None if mask is None else mask[places]
-        hidden, pooled = self.answers.pooled_from(output), None
-        if self._pools and hidden is not None and thread.last is not None and _are_same(hidden, thread.last):
+        pooled = None
+        if self._pools and gives_out:
             pooled = self.answers.read({"last_hidden_state": last}, mask)
             self._pooled += 1
             if self._pooled > BOTH_WAYS and self._pooled % BOTH_WAYS:
@@ -203,7 +208,8 @@ class Guarded:
         if not thread.served:  # the blocks were computed anew, and exactly: that proves nothing
             return None
         found = self.answers.read(again, mask)
-        self._pools &= pooled is None or torch.equal(pooled.values, found.values)
+        if pooled is not None and not torch.equal(pooled.values, found.values):
+            self._pools = False
         return found
 
     def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, served: list[int]) -> Any:

@@ -246,6 +246,14 @@ class TestRace:
         assert (cache.texts, cache.found) == (6, 3)
 
 
+@pytest.mark.parametrize(("features", "dtype"), [(["avx2", "amx_bf16"], "bfloat16"), (["avx512_bf16"], "float32")])
+def test_bfloat16_is_taken_where_there_is_a_matrix_unit(
+    features: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "processor", lambda: ("a processor", features))
+    assert demo.usual_dtype() == dtype
+
+
 class TestVerdict:
     def result(self, rows_ms: float, late_ms: float, certified: bool) -> dict[str, Any]:
         def part(ms: float) -> dict[str, Any]:

@@ -165,18 +165,22 @@ class TestFull:
         assert not store.filler.admit(2)
         assert store.filler.skipped == {TOO_MANY: 5, "closed": 2}
 
-    def test_after_a_refusal_half_of_what_waits_is_stored_before_more_is_admitted(
+    def test_after_a_refusal_nothing_is_admitted_until_there_is_room_for_as_much(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
-        store.block()
-        assert store.filler.offer([1], 90)
-        assert store.filler.admit(1), "there is room, if not for much"
-        assert not store.filler.offer([2], 20)
-        assert not store.filler.admit(1)
-        store.may_go.set()
-        assert store.filler.flush(LONG)
-        assert store.filler.admit(1)
+        for refused, least in ((20, 50), (70, 30), (200, 0)):
+            filler = Filler(store.work, lambda: None)
+            filler._asleep = False  # no thread: what is taken is taken here
+            assert filler.offer(range(9), 90)
+            assert filler.admit(1), "there is room, if not for much"
+            assert not filler.offer([9], refused)
+            monkeypatch.setattr(module, "SLICE", 10)
+            filler._polled = time.monotonic() + 1e6
+            while filler._bytes > least:
+                assert not filler.admit(1)
+                filler._take()
+            assert filler.admit(1)
 
 
 class TestRest:

@@ -430,18 +430,29 @@ class TestVerification:
     ) -> None:
         bare = FAMILIES["BERT"].make()
         seen: dict[str, list[Any]] = {}
-        for rule in ("mean", "cls", lambda output: output.last_hidden_state.mean(1)):
+        mask = BASE["attention_mask"][:, :, None]
+
+        def mean(output: Any) -> Tensor:
+            hidden = output.last_hidden_state
+            own = mask if hidden.shape[:2] == mask.shape[:2] else torch.ones(*hidden.shape[:2], 1)  # of the check
+            found: Tensor = (hidden * own).sum(1) / own.sum(1)
+            return found
+
+        for rule in ("mean", "cls", mean):
             model = guarded(bare, answer=rule)
             guard = model.attmemo.guarded.guard
 
             def compared(*given: Any, rule: Any = rule, own: Any = guard.compared) -> bool:
-                seen.setdefault(str(rule), []).append(given)
+                seen.setdefault(rule if isinstance(rule, str) else "function", []).append(given[3:])
                 return bool(own(*given))
 
             monkeypatch.setattr(guard, "compared", compared)
             expected = [2, 2, 2, 2, 2] if callable(rule) else [2, 2, 1, 2, 1]
             assert self.forwards(model, monkeypatch) == expected
-        assert {len(given) for given in seen.values()} == {5 * len(LENGTHS)}
+        assert len(seen["mean"]) == len(seen["function"]) == 5 * len(LENGTHS)
+        for (margin, changed), (expected_margin, expected_change) in zip(seen["mean"], seen["function"], strict=True):
+            assert margin == pytest.approx(expected_margin, abs=1e-6)
+            assert changed == expected_change
 
     def test_a_model_that_alters_what_its_blocks_gave_is_run_for_each_verification(
         self, monkeypatch: pytest.MonkeyPatch

@@ -135,8 +135,8 @@ def verdict(found: dict[str, Any]) -> str:
     if then > PAYS:
         return f"Reuse of rows pays on these lines once the guard has learned: {numbers}."
     exact = (
-        f"What pays is exact, from the first line on: memoize(model, reuse='none'), {whole['speed'][PACKED]:.2f}x the "
-        "stock model. "
+        f"Packed blocks pay from the first line on, and are exact: memoize(model, reuse='none'), "
+        f"{whole['speed'][PACKED]:.2f}x the stock model. "
     )
     return (
         f"{exact if whole['speed'][PACKED] > PAYS else ''}Reuse of rows does not pay on these lines, or not yet: "

@@ -103,7 +103,7 @@ class Segment:
         try:
             os.posix_fallocate(fd, 0, nbytes)
             head = _HEAD.pack(MAGIC, number, nbytes, marks_for(nbytes))
-            # with all marks: a page that was never written is read with many behind it, and all are filled with zeros
+            # Marks too: else the first read of one fills many pages behind it with zeros.
             write_all(fd, head.ljust(start_of(marks_for(nbytes)), b"\0"), 0)
             return cls(number, nbytes, mmap.mmap(fd, nbytes), path, marked=True)
         except BaseException:

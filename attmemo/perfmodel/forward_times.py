@@ -1,11 +1,10 @@
 """Does reuse pay? Whole forwards, timed with and without it as this process runs them.
 
-What a lookup saves in the blocks says little of a small model on a fast processor: planning, verifications, and the
-part of the model behind the blocks, which runs again for them, take as long. So forwards themselves are compared, by
-the number of their tokens. Where reuse takes longer, the model runs as if there were no records, and tries again, soon
-at first and then more and more seldom: the first forwards with reuse may have run while many records were stored, and
-what they took is not what later ones take. Where reuse pays, a forward now and then runs without, so that both are
-known.
+What a lookup saves in the blocks says little of a small model on a fast processor: planning, verifications, and what
+the model runs again for them take as long. So forwards themselves are compared, by the number of their tokens. Where
+reuse takes longer, the model runs as if there were no records, and tries again: soon at first, then more and more
+seldom. The first forwards with reuse may have run while many records were stored, and later ones are faster. Where
+reuse pays, a forward now and then runs without, so that both are known.
 
 LEARNING takes longer at first, and pays later or never. So what it costs is an investment, and it ends: forwards that
 learn may take longer than those without reuse by as much as so many requests take, anew after each alarm.
@@ -35,7 +34,7 @@ PERIOD: Final = 384
 INVESTED: Final = 500.0
 """Requests without reuse whose time learning may cost."""
 SLOWER: Final = 1.02
-"""Reuse ends where it takes so many times as long."""
+"""Reuse ends where it takes so many times as long, and begins again where a try is as much faster."""
 _WILD: Final = 3.0  # times the median: what takes longer was not this process
 
 
@@ -114,19 +113,23 @@ class ForwardTimes:
                     lost = self._lost + min(seconds, _WILD * whole) - whole
                     self._lost = max(lost, -INVESTED * self._request.mean)
                 return
-            if reused and not size.pays and size.reused.is_known:  # a try begins: what earlier ones took is over
-                size.reused = _Kind()
+            if reused and not size.pays and size.reused.is_known:
+                if size.forwards <= size.wait:  # it began before the judgement, in another thread
+                    return
+                size.reused = _Kind()  # a try begins: what earlier ones took is over
             (size.reused if reused else size.whole).record(seconds / tokens)
             if not reused:
                 self._request.record(seconds / sequences)
             if not (size.reused.is_known and size.whole.is_known):
                 return
             ratio = size.reused.mean / size.whole.mean
-            pays = ratio <= (SLOWER if size.pays else 1.0)
-            if pays != size.pays:
-                size.pays, size.forwards, size.wait = pays, 1, SOONEST
-            elif reused and not pays:
-                size.forwards, size.wait = 0, min(2 * size.wait, PERIOD)
+            if size.pays and not ratio <= SLOWER:
+                size.pays, size.forwards = False, 0
+            elif not size.pays and reused:  # the end of a try
+                size.pays, size.forwards = ratio <= 1 / SLOWER, 0
+                size.wait = min(2 * size.wait, PERIOD)
+            elif size.pays and len(size.reused.last) == LAST:
+                size.wait = SOONEST
 
     def invest(self) -> None:
         """Learning begins anew, and may cost as much again."""

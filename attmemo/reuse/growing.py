@@ -121,7 +121,7 @@ class GrowingRows(RowStore):
         self._stored = 0.0, 0.0  # tokens stored lately, and processor time for them
         self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
         self._memory = np.empty(0, np.uint8)  # where records are put together
-        self._sound: dict[int, int] = {}  # records that were compared with their checksum, and in which segment
+        self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
         self._work: Callable[[], Work] | None = None
@@ -231,9 +231,10 @@ class GrowingRows(RowStore):
             return False
         if not self._ahead:
             self._since = time.monotonic()
-        self._ahead[self.index.next] = kept
-        self._sound[self.index.next] = kept.segment.number  # the checksum was made of what was written just now
+        record = self.index.next
+        self._ahead[record] = kept
         self._index([kept])
+        self._sound[record] = kept.segment.number  # the checksum was made of what was written just now
         return True
 
     def _publish(self, rest: Sequence[Entry]) -> None:

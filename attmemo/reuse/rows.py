@@ -56,7 +56,7 @@ class RowThread(Thread):
     beside : dict of int to Tensor
         Last hidden states ``[L, H]`` from records, of sequences that were computed whole too.
     last : Tensor or None
-        The last hidden states ``[B, L, H]`` of the last forward with any of these.
+        The last hidden states ``[B, L, H]`` of the last forward, if some sequences are in `beside`.
     """
 
     def __init__(self) -> None:  # called anew in every thread
@@ -151,7 +151,7 @@ class Rows(Stack):
             spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
             served=len(self.thread.served), beside=int(computed[len(own) :].sum()),
         )  # fmt: skip
-        self.thread.last = output[:batch]
+        self.thread.last = output[:batch] if share.beside else None
         return output[:batch]
 
     def _computed(self, last: Tensor, call: Call) -> Tensor:

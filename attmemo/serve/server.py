@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -77,10 +78,13 @@ def serve(service: Service, place: socket.socket) -> None:
     """Answer requests until a signal ends it; the service is closed afterwards."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
+    gc.collect()
+    gc.freeze()  # a collection looks at half a million objects of libraries and of the model, and no request goes on
     try:
         make_server(service).run(sockets=[place])
     finally:
         sys.setswitchinterval(before)
+        gc.unfreeze()
         service.draining = True
         service.close()
         place.close()
