@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import socket
@@ -11,12 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
 import pytest
 from serve_tools import WORDS, Live, Reply, living, tiny
+
+from attmemo.serve import server
 
 LIMIT = 16
 
@@ -179,3 +183,22 @@ def test_the_database_is_closed_with_the_service(model: str, tmp_path: Path) -> 
     with living(model, database=str(tmp_path / "db")) as live:
         reply = live.post("/embed", {"inputs": text_of(3)})
         assert int(reply.headers["x-attmemo-rows-computed"]) < int(reply.headers["x-attmemo-rows-total"])
+
+
+def test_what_is_there_when_requests_begin_is_left_out_of_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Ended:
+        def __init__(self, service: Any) -> None: ...
+
+        def run(self, sockets: Any) -> None:
+            seen.append(gc.get_freeze_count())
+            raise KeyboardInterrupt
+
+    service, place = SimpleNamespace(draining=False, close=lambda: None), SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(server, "make_server", Ended)
+    with pytest.raises(KeyboardInterrupt):
+        server.serve(service, place)  # type: ignore[arg-type]
+    assert seen[0] > 10_000
+    assert gc.get_freeze_count() == 0
+    assert service.draining
