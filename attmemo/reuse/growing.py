@@ -403,9 +403,7 @@ class GrowingRows(RowStore):
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
-        self._same = None
-        self._earned = None
-        self._worked = None  # no lock may be taken here: a thread of the parent may hold it
+        self._same = self._earned = self._worked = None  # no lock may be taken: a thread of the parent may hold it
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
