@@ -50,6 +50,8 @@ LINEAR_PARTS = [
     "linear8_x86",
     "linear_amx",
     "attention",
+    "types_avx2",
+    "types_avx512",
     "vectors",
 ]
 

@@ -1,14 +1,8 @@
 /* linear8_x86.h: what linear8_avx2.c and linear8_avxvnni.c have in common: vectors of eight lanes. */
 
-#include <immintrin.h>
-
 #define LANES 8
 #define COLUMNS 2
-#define BFLOATS(source)                                                                                                \
-    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
-#define STORE_BFLOATS(to, v)                                                                                           \
-    _mm_storeu_si128((__m128i *)(to), _mm_packs_epi32(_mm256_castsi256_si128((__m256i)(v)),                            \
-                                                      _mm256_extracti128_si256((__m256i)(v), 1)))
+#include "types_avx2.h"
 #include "vectors.h"
 
 #define LEAST(a, b) ((vector)_mm256_min_ps((__m256)(a), (__m256)(b)))
