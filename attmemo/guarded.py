@@ -80,7 +80,7 @@ class Guarded:
             output = forward(*args, **kwargs)
         offers, beside = thread.admitted, thread.beside
         hidden = self.answers.pooled_from(output) if beside else None
-        gives_out = hidden is not None and thread.last is not None and _are_same(hidden, thread.last)
+        gives_out = hidden is not None and thread.last is not None and hidden.is_set_to(thread.last)
         thread.admitted, thread.beside, thread.last = {}, {}, None
         if asking.twice:  # no answer has a margin, and none can be verified
             return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
@@ -240,11 +240,6 @@ def _mask(given: Mapping[str, Any]) -> Tensor | None:
         if found is None and isinstance(value, Mapping):
             found = value.get("attention_mask")
     return found if isinstance(found, Tensor) else None
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same numbers in memory."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _shallow(value: Any) -> Any:

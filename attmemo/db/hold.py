@@ -59,9 +59,8 @@ class Hold:
         body = bytes_of(entry)
         offset, place = self._next.end, self._next.count
         write_all(self._fd, body.data, offset)
-        marks = self.segment.marks
-        if marks is not None and marks[place]:  # of a process that was killed before it published a record there
-            marks[place] = 0  # only then: the first write to a page since the last sync takes as long as the record
+        if self.segment.marks is not None:
+            self.segment.marks[place] = 0  # of a process that was killed before it published a record there
         made = time.time() if entry.made is None else entry.made
         kept = Kept(
             UNNAMED, entry.tokens, self.segment, place, offset, len(body), checksum_of(body), made, entry.carried,

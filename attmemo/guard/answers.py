@@ -127,12 +127,7 @@ class Answers:
             return not torch.equal(first, second)
         if torch.equal(first, second) and bool(first.isfinite().all()):
             return False  # also for zeros, which have no cosine
-        return not cosine(first, second) >= self.min_cosine
-
-
-def cosine(one: Tensor, other: Tensor) -> float:
-    """The cosine of two vectors ``[H]``."""
-    return float(torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0))
+        return not cosines(first[None], second[None])[0] >= self.min_cosine
 
 
 def cosines(some: Tensor, others: Tensor) -> list[float]:
@@ -144,18 +139,14 @@ def cosines(some: Tensor, others: Tensor) -> list[float]:
 def _logits(output: Any) -> Tensor | None:
     """The logits of an output, also with return_dict=False."""
     found = _get(output, "logits")
-    if found is None and isinstance(output, tuple) and output and _is_matrix(output[0]):
-        found = output[0]
+    if found is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        found = output[0] if output[0].dim() == 2 else None
     return found
 
 
 def _get(output: Any, name: str) -> Tensor | None:
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return found if isinstance(found, Tensor) else None
-
-
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2
 
 
 def _classes(logits: Tensor) -> Read:

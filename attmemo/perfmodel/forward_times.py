@@ -66,6 +66,21 @@ class _Size:
     wait: int = SOONEST  # forwards before the next try
     seen: int = 0  # forwards in all
 
+    @property
+    def are_known(self) -> bool:
+        return self.reused.is_known and self.whole.is_known
+
+    def judge(self, *, tried: bool) -> None:
+        """Whether reuse pays from now on. `tried`: the last forward reused; where reuse does not pay, a try ends."""
+        ratio = self.reused.mean / self.whole.mean
+        if not self.pays:
+            if tried:
+                self.pays, self.forwards, self.wait = ratio <= 1 / SLOWER, 0, min(2 * self.wait, PERIOD)
+        elif not ratio <= SLOWER:
+            self.pays, self.forwards = False, 0
+        elif len(self.reused.last) == LAST:
+            self.wait = SOONEST
+
 
 class ForwardTimes:
     """Decides whether a forward is to reuse anything.
@@ -92,7 +107,7 @@ class ForwardTimes:
             size = self._sizes.get(tokens.bit_length())
             if self.always or size is None:
                 return True
-            learns = learns and self._lost <= INVESTED * self._request.mean
+            learns = learns and self._may_learn
             if not (size.reused.is_known or learns):
                 return True
             if not size.whole.is_known:
@@ -107,7 +122,7 @@ class ForwardTimes:
             size = self._sizes[tokens.bit_length()]
             size.forwards += 1
             size.seen += 1
-            if reused and learns and self._lost <= INVESTED * self._request.mean:
+            if reused and learns and self._may_learn:
                 if size.whole.is_known:
                     whole = tokens * size.whole.mean
                     lost = self._lost + min(seconds, _WILD * whole) - whole
@@ -120,16 +135,13 @@ class ForwardTimes:
             (size.reused if reused else size.whole).record(seconds / tokens)
             if not reused:
                 self._request.record(seconds / sequences)
-            if not (size.reused.is_known and size.whole.is_known):
-                return
-            ratio = size.reused.mean / size.whole.mean
-            if size.pays and not ratio <= SLOWER:
-                size.pays, size.forwards = False, 0
-            elif not size.pays and reused:  # the end of a try
-                size.pays, size.forwards = ratio <= 1 / SLOWER, 0
-                size.wait = min(2 * size.wait, PERIOD)
-            elif size.pays and len(size.reused.last) == LAST:
-                size.wait = SOONEST
+            if size.are_known:
+                size.judge(tried=reused)
+
+    @property
+    def _may_learn(self) -> bool:
+        """Whether learning has not cost its share yet."""
+        return self._lost <= INVESTED * self._request.mean
 
     def invest(self) -> None:
         """Learning begins anew, and may cost as much again."""
@@ -146,5 +158,5 @@ class ForwardTimes:
     def pays(self) -> bool | None:
         """Whether reuse pays for forwards of the size that was seen most; None: not known yet."""
         with self._lock:
-            known = [size for size in self._sizes.values() if size.reused.is_known and size.whole.is_known]
+            known = [size for size in self._sizes.values() if size.are_known]
             return max(known, key=lambda size: size.seen).pays if known else None

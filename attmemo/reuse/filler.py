@@ -52,7 +52,7 @@ class Filler(Generic[Item]):
     def _begin(self) -> None:
         self._waiting: deque[tuple[Item, int]] = deque()
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
-        self._full, self._least = False, 0  # items were left out, until no more bytes than these wait
+        self._free = 1  # bytes that must be free before items are admitted
         self._rests_until, self._hurry = 0.0, False  # a flush waits
         self._polled = 0.0  # when it was called with nothing
         self._changed = threading.Condition()
@@ -72,7 +72,7 @@ class Filler(Generic[Item]):
         what may wait: to keep what a forward computed takes a tenth of its time, for nothing if there is no room at
         its end.
         """
-        if self._bytes < MOST_WAITING and not self._full and not self._closed:
+        if self._bytes + self._free <= MOST_WAITING and not self._closed:
             return True
         with self._changed:
             self.skipped["closed" if self._closed else TOO_MANY] += items
@@ -85,7 +85,7 @@ class Filler(Generic[Item]):
             full = bool(self._waiting) and self._bytes + nbytes > MOST_WAITING
             if self._closed or full:
                 self.skipped[TOO_MANY if full else "closed"] += len(items)
-                self._full, self._least = full, max(0, min(MOST_WAITING // 2, MOST_WAITING - nbytes))
+                self._free = min(max(nbytes, MOST_WAITING // 2), MOST_WAITING)
                 return False
             each = nbytes // max(len(items), 1)
             self._waiting.extend((item, each) for item in items)
@@ -128,7 +128,8 @@ class Filler(Generic[Item]):
         if not found:
             self._polled = now
         self._bytes -= taken
-        self._full = self._full and bool(self._waiting) and self._bytes > self._least
+        if self._bytes + self._free <= MOST_WAITING:
+            self._free = 1
         self._busy, self._hurry = True, False
         return found, hurry
 
