@@ -27,7 +27,8 @@ from attmemo.counters import Counters
 from attmemo.guard import Answers, Guard, Verdict
 from attmemo.guard.answers import Read, cosines
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
-from attmemo.reuse.growing import GrowingRows, Offer
+from attmemo.reuse.growing import GrowingRows
+from attmemo.reuse.offer import Offer
 from attmemo.reuse.rows import Rows
 
 _LOG = logging.getLogger("attmemo")
@@ -153,8 +154,9 @@ class Guarded:
     def _note(self, seen: Read, offers: Mapping[int, Offer]) -> None:
         """Have the answers of sequences that may become records kept with them."""
         if seen.are_vectors:
+            values = seen.values.float().numpy()
             for place, offer in offers.items():
-                offer.note = self._key + seen.values[place].float().numpy().tobytes()
+                offer.note = self._key + values[place].tobytes()
 
     def _offer(self, offers: Mapping[int, Offer], asking: Asking) -> None:
         """Have sequences kept, those that a record could have served only while there is room for them."""

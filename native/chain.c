@@ -12,7 +12,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "attention_face.h"
 #include "linear_face.h"
@@ -32,12 +38,27 @@ typedef struct {
     Link links[];
 } Chain;
 
+/* Rows of a call that are copied: of each block K, and V behind it, one block behind the other, and the result. */
+typedef struct {
+    size_t first, rows;
+    char *to, *last; /* last: where the result goes, or NULL */
+} Copy;
+
 /* Where the rows of one call lie, without gaps. */
 typedef struct {
     const char *hidden;
     size_t line, rows, threads;
-    char *context, *mixed, *middle, *after; /* middle: NULL if it does not leave the processor */
+    char *projected, *context, *mixed, *middle, *after; /* middle: NULL if it does not leave the processor */
+    const Copy *copies;
+    size_t copied; /* how many */
 } Ways;
+
+/* K and V of one block on their way. */
+typedef struct {
+    const Ways *ways;
+    size_t block, size; /* size: bytes of a row of K */
+    atomic_size_t next; /* K and V of each copy are two tasks */
+} Copying;
 
 #define CHAIN "attmemo.kernels._chain.chain"
 
@@ -148,16 +169,58 @@ static Product ready(const Chain *chain, size_t block, size_t layer, const Ways 
     return product;
 }
 
-static bool run_block(const Chain *chain, size_t block, const Ways *ways, char *projected, const RowCall *call)
+/* Rows of so many bytes, one behind the other; from: bytes `line` apart. They go past the caches: what is copied is read
+ * much later, and weights would have to make room for it. */
+static void copy_away(char *to, const char *from, size_t rows, size_t size, size_t line)
+{
+    for (size_t row = 0; row < rows; row++, to += size, from += line) {
+#if defined(__SSE2__)
+        if (size % 16 == 0 && (uintptr_t)to % 16 == 0) {
+            for (size_t i = 0; i < size; i += 16)
+                _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+            continue;
+        }
+#endif
+        memcpy(to, from, size);
+    }
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+static void copy_block(void *given)
+{
+    Copying *job = given;
+    size_t size = job->size, task;
+    while ((task = atomic_fetch_add(&job->next, 1)) < 2 * job->ways->copied) {
+        const Copy *copy = &job->ways->copies[task / 2];
+        copy_away(copy->to + (2 * job->block + task % 2) * copy->rows * size,
+                  job->ways->projected + (3 * copy->first + 1 + task % 2) * size, copy->rows, size, 3 * size);
+    }
+}
+
+static void copy_result(const Ways *ways, size_t size)
+{
+    for (size_t i = 0; i < ways->copied; i++)
+        if (ways->copies[i].last)
+            copy_away(ways->copies[i].last, ways->after + ways->copies[i].first * size, ways->copies[i].rows, size, size);
+}
+
+static bool run_block(const Chain *chain, size_t block, const Ways *ways, const RowCall *call)
 {
     const LinearKernel *kernel = chain->kernel;
-    Product qkv = ready(chain, block, QKV, ways, ways->hidden, NULL, projected);
+    Product qkv = ready(chain, block, QKV, ways, ways->hidden, NULL, ways->projected);
     Product out = ready(chain, block, OUT, ways, ways->context, ways->hidden, ways->mixed);
     Product up = ready(chain, block, UP, ways, ways->mixed, NULL, ways->middle);
     Product down = ready(chain, block, DOWN, ways, ways->middle, ways->mixed, ways->after);
     qkv.line = out.add_line = ways->line;
-    if (!linear->compute(kernel, &qkv, NULL, ways->threads) || !attention->run(call) ||
-        !linear->compute(kernel, &out, NULL, ways->threads))
+    if (!linear->compute(kernel, &qkv, NULL, ways->threads))
+        return false;
+    if (ways->copied) {
+        Copying job = {.ways = ways, .block = block, .size = out.inputs * chain->item};
+        linear->share(copy_block, &job, ways->threads);
+    }
+    if (!attention->run(call) || !linear->compute(kernel, &out, NULL, ways->threads))
         return false;
     if (!ways->middle)
         return linear->compute(kernel, &up, &down, ways->threads);
@@ -165,64 +228,85 @@ static bool run_block(const Chain *chain, size_t block, const Ways *ways, char *
 }
 
 /* False: there is no memory. */
-static bool run_blocks(const Chain *chain, Ways ways, char *const *projected, RowCall *const *calls, bool shared)
+static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, bool shared)
 {
     for (size_t i = 0; i < chain->count; i++) {
-        size_t own = shared ? 0 : i;
-        if (!run_block(chain, i, &ways, projected[own], calls[own]))
+        if (!run_block(chain, i, &ways, calls[shared ? 0 : i]))
             return false;
         ways.hidden = ways.after;
         ways.line = chain->links[0].layers[QKV].inputs * chain->item;
     }
+    copy_result(&ways, ways.line);
+    return true;
+}
+
+/* Reads (first row, rows, address, address of the result or 0). False, with an error set, if they are not rows of the call. */
+static bool read_copy(PyObject *given, Py_ssize_t rows, Copy *copy)
+{
+    Py_ssize_t first, count;
+    unsigned long long to, last;
+    if (!PyArg_ParseTuple(given, "nnKK:run", &first, &count, &to, &last))
+        return false;
+    if (first < 0 || count < 0 || first > rows - count) {
+        PyErr_SetString(PyExc_ValueError, "rows to copy are not among those of the call");
+        return false;
+    }
+    *copy = (Copy){.first = (size_t)first,
+                   .rows = (size_t)count,
+                   .to = (char *)(uintptr_t)to,
+                   .last = (char *)(uintptr_t)last};
     return true;
 }
 
 PyDoc_STRVAR(run_doc,
-             "run($module, chain, hidden, projected, calls, ways, threads, /)\n--\n\n"
+             "run($module, chain, hidden, projected, calls, copies, ways, threads, /)\n--\n\n"
              "All blocks of a chain on some rows. hidden: (address, bytes from a row to the next, rows). projected: where Q, K\n"
-             "and V go, an address for each block or one for all. calls: as many, arguments of\n"
-             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. ways: addresses of\n"
-             "what attention gives, of what the layer behind it gives, of what lies between the feed-forward layers (0:\n"
+             "and V of a block go. calls: of each block, or one for all, arguments of\n"
+             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. copies: of some rows\n"
+             "(first, how many, address, address or 0): to the first go K and V of each block, K of all rows first, to the\n"
+             "second the result. ways: addresses of what attention gives, of what the layer behind it gives, of what lies between the feed-forward layers (0:\n"
              "they are one call), of the result. The caller vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *projected, *given;
-    unsigned long long hidden, context, mixed, middle, after;
+    PyObject *capsule, *given, *kept;
+    unsigned long long hidden, projected, context, mixed, middle, after;
     Py_ssize_t line, rows, threads;
-    if (!PyArg_ParseTuple(args, "O(Knn)O!O!(KKKK)n:run", &capsule, &hidden, &line, &rows, &PyTuple_Type, &projected,
-                          &PyTuple_Type, &given, &context, &mixed, &middle, &after, &threads))
+    if (!PyArg_ParseTuple(args, "O(Knn)KO!O!(KKKK)n:run", &capsule, &hidden, &line, &rows, &projected, &PyTuple_Type,
+                          &given, &PyTuple_Type, &kept, &context, &mixed, &middle, &after, &threads))
         return NULL;
     Chain *chain = PyCapsule_GetPointer(capsule, CHAIN);
     if (!chain)
         return NULL;
-    size_t count = (size_t)PyTuple_GET_SIZE(projected);
-    if (rows < 0 || threads < 1 || (count != 1 && count != chain->count) ||
-        count != (size_t)PyTuple_GET_SIZE(given)) {
+    size_t count = (size_t)PyTuple_GET_SIZE(given), copied = (size_t)PyTuple_GET_SIZE(kept);
+    if (rows < 0 || threads < 1 || (count != 1 && count != chain->count)) {
         PyErr_SetString(PyExc_ValueError, "a size is out of range");
         return NULL;
     }
     RowCall **calls = calloc(count, sizeof *calls);
-    char **places = calloc(count, sizeof *places);
-    bool fine = calls && places, done = false;
+    Copy *copies = calloc(copied + 1, sizeof *copies);
+    bool fine = calls && copies, done = false;
     if (!fine)
         PyErr_NoMemory();
-    for (size_t i = 0; fine && i < count; i++) {
-        places[i] = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(projected, (Py_ssize_t)i));
-        fine = !PyErr_Occurred() && (calls[i] = attention->read(PyTuple_GET_ITEM(given, (Py_ssize_t)i)));
-    }
+    for (size_t i = 0; fine && i < copied; i++)
+        fine = read_copy(PyTuple_GET_ITEM(kept, (Py_ssize_t)i), rows, &copies[i]);
+    for (size_t i = 0; fine && i < count; i++)
+        fine = (calls[i] = attention->read(PyTuple_GET_ITEM(given, (Py_ssize_t)i))) != NULL;
     if (fine) {
         Ways ways = {.hidden = (const char *)(uintptr_t)hidden,
                      .line = (size_t)line,
                      .rows = (size_t)rows,
                      .threads = (size_t)threads,
+                     .projected = (char *)(uintptr_t)projected,
                      .context = (char *)(uintptr_t)context,
                      .mixed = (char *)(uintptr_t)mixed,
                      .middle = (char *)(uintptr_t)middle,
-                     .after = (char *)(uintptr_t)after};
+                     .after = (char *)(uintptr_t)after,
+                     .copies = copies,
+                     .copied = copied};
         Py_BEGIN_ALLOW_THREADS
-        done = run_blocks(chain, ways, places, calls, count == 1);
+        done = run_blocks(chain, ways, calls, count == 1);
         Py_END_ALLOW_THREADS
         if (!done)
             PyErr_NoMemory();
@@ -231,7 +315,7 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
         if (calls[i])
             attention->release(calls[i]);
     free(calls);
-    free(places);
+    free(copies);
     if (!done)
         return NULL;
     Py_RETURN_NONE;

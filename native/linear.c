@@ -339,7 +339,7 @@ static PyMethodDef native_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static const LinearFace face = {choose_kernel, are_known, take_layer, take_norm, compute};
+static const LinearFace face = {choose_kernel, are_known, take_layer, take_norm, compute, share};
 
 static int native_exec(PyObject *module)
 {

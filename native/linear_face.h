@@ -26,6 +26,8 @@ typedef struct {
     bool (*take_norm)(Product *product, unsigned long long weight, unsigned long long bias, double least);
     /* A layer, or two of them (behind: or NULL). Needs no GIL. False: there is no memory. */
     bool (*compute)(const LinearKernel *kernel, const Product *product, const Product *behind, size_t threads);
+    /* work(job) on so many threads at once. */
+    void (*share)(void (*work)(void *), void *job, size_t threads);
 } LinearFace;
 
 #define LINEAR_FACE "attmemo.kernels._linear.face"

@@ -52,7 +52,7 @@ class RowRecorder:
         self._heads = blocks_of(model, adapter, "rows").heads
         types = {kind.name: TYPES[kind.dtype] for kind in form.kinds}
         self._types = types[KIND_ROWS], types[KIND_LAST]
-        self._kept: list[tuple[list[int], list[tuple[Tensor, Tensor]], Tensor]] = []
+        self._kept: list[tuple[list[int], Tensor, Tensor]] = []
         self._handle: StackMemoization | None = None
 
     def __enter__(self) -> RowRecorder:

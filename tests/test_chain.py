@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attmemo import memoize
 from attmemo.kernels import _chain
 from attmemo.kernels.chain import Chain, Link
+from attmemo.kernels.copies import Copies, Copy
 from attmemo.kernels.linear8 import Linear8
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
@@ -85,22 +86,32 @@ def test_a_chain_is_its_layers_bit_by_bit(
     blocks, layout = links(kind, dtype), layout_of(*lengths)
     hidden = numbers(77, sum(lengths), HIDDEN, dtype=dtype)
     before = hidden.clone()
-    kept: list[Tensor] = []
-    expected_kept: list[Tensor] = []
+    # Rows of two parts, of which the second one is empty with one row.
+    count = sum(lengths)
+    parts = [(0, -(-count // 2)), (count - count // 3, count)]
+    sizes: Any = [((3, 2), HEADS * WIDTH), ((), HIDDEN)]
+    kept, expected_kept = (
+        [Copy(*part, *(torch.full((*some, part[1] - part[0], wide), 7, dtype=dtype) for some, wide in sizes))
+         for part in parts]
+        for _ in range(2)
+    )
     torch.set_num_threads(threads)
     try:
         found = Chain(blocks, HEADS, WIDTH)(
-            hidden, layout, scale=0.3, keep=lambda *given: kept.extend(given[1:]), threads=threads
+            hidden, layout, scale=0.3, keep=Copies(kept), threads=threads
         )
         expected = plain(
-            blocks, hidden, layout, lambda *given: expected_kept.extend(given[1:]), scale=0.3, threads=threads
+            blocks, hidden, layout, Copies(expected_kept), scale=0.3, threads=threads
         )
     finally:
         torch.set_num_threads(2)
     assert torch.equal(found, expected)
     assert torch.isfinite(found).all()
-    assert all(map(torch.equal, kept, expected_kept))
-    assert len(kept) == len(expected_kept) == 6
+    for one, other in zip(kept, expected_kept, strict=True):
+        assert torch.equal(one.rows, other.rows)
+        assert one.last is not None
+        assert torch.equal(one.last, found[one.first : one.stop])
+    assert not (kept[0].rows == 7).any(2).all()
     assert torch.equal(hidden, before), "what is read stays as it is"
 
 
@@ -161,7 +172,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
 
 def test_calls_that_do_not_fit_are_refused_before_anything_is_written() -> None:
     chain = Chain(links(Linear32, torch.float32), HEADS, WIDTH)
-    hidden = numbers(7, 6, HIDDEN)
+    hidden, size = numbers(7, 6, HIDDEN), HEADS * WIDTH
     for wrong in (hidden[:, :-1], hidden.bfloat16(), hidden[0]):
         with pytest.raises(ValueError, match="x must be"):
             chain(wrong, layout_of(6), scale=0.3)
@@ -169,9 +180,25 @@ def test_calls_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         chain(hidden, layout_of(4), scale=0.3)
     with pytest.raises(ValueError, match="out of range"):
         chain(hidden, layout_of(6), scale=0.3, threads=0)
-    for projected in ((), (0, 0)):
+    for calls in ((), (0, 0)):
         with pytest.raises(ValueError, match="out of range"):
-            _chain.run(chain._native, (0, 0, 0), projected, projected, (0, 0, 0, 0), 1)
+            _chain.run(chain._native, (0, 0, 0), 0, calls, (), (0, 0, 0, 0), 1)
+    for shape, dtype in (((2, 2, 6, size), None), ((3, 2, 6, size + 1), None), ((3, 2, 6, size), torch.half)):
+        with pytest.raises(ValueError, match="copies are"):
+            chain(hidden, layout_of(6), scale=0.3, keep=Copies([Copy(0, 6, torch.empty(shape, dtype=dtype))]))
+    rows = torch.empty(3, 2, 6, size)
+    for wrong in (torch.empty(6, HIDDEN - 1), torch.empty(6, HIDDEN).half()):
+        with pytest.raises(ValueError, match="copies are"):
+            chain(hidden, layout_of(6), scale=0.3, keep=Copies([Copy(0, 6, rows, wrong)]))
+    for first in (1, -1):
+        with pytest.raises(ValueError, match="not among those"):
+            chain(hidden, layout_of(6), scale=0.3, keep=Copies([Copy(first, first + 6, rows)]))
+    for into in (torch.empty(3, 2, 5, size), torch.empty(3, 2, size, 6).transpose(2, 3)):
+        with pytest.raises(ValueError, match="do not fit"):
+            Copy(0, 6, into)
+    for wrong in (torch.empty(5, HIDDEN), torch.empty(HIDDEN, 6).t()):
+        with pytest.raises(ValueError, match="do not fit"):
+            Copy(0, 6, rows, wrong)
     with pytest.raises(ValueError, match="four layers"):
         _chain.prepare((), (0, 0, ""))
     with pytest.raises(ValueError, match="no such"):

@@ -26,7 +26,8 @@ from attmemo.db.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.profiler.row_controls import read_record
-from attmemo.reuse.growing import KNOWN, GrowingRows, Offer
+from attmemo.reuse.growing import KNOWN, GrowingRows
+from attmemo.reuse.offer import Offer
 from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import DatabaseRows, Fetched, Record
 
@@ -47,13 +48,15 @@ def record(seed: int, n: int = 5, layers: int = LAYERS, width: int = WIDTH) -> t
 
 def offers_of(*records: tuple[Tokens, Tensor, Tensor], notes: bytes = b"") -> list[Offer]:
     """What a request hands over that has computed these sequences in one batch."""
-    ends = np.cumsum([0, *(len(tokens) for tokens, _, _ in records)]).tolist()
-    rows, last = torch.cat([rows for _, rows, _ in records], 2), torch.cat([last for _, _, last in records])
-    layers = [(layer[0].clone(), layer[1].clone()) for layer in rows]
-    return [
-        Offer(tokens, slice(start, end), layers, last, notes[place : place + 1])
-        for place, ((tokens, _, _), start, end) in enumerate(zip(records, ends, ends[1:], strict=False))
-    ]
+    found = []
+    for place, (tokens, rows, last) in enumerate(records):
+        own = RowLayout(len(rows), rows.shape[-1], HEADS, (rows.dtype, last.dtype))
+        offer = Offer.of(tokens, own, np.empty(own.nbytes(len(tokens)), np.uint8))
+        offer.rows.copy_(rows)
+        offer.last.copy_(last)
+        offer.note = notes[place : place + 1]
+        found.append(offer)
+    return found
 
 
 def keep(store: GrowingRows, *records: tuple[Tokens, Tensor, Tensor], notes: bytes = b"") -> None:
@@ -157,8 +160,8 @@ class TestAlone:
         offers = offers_of(record(0), record(1))
         store.offer(offers)
         assert store.flush()
-        for part in (offers[0].last, *(part for pair in offers[0].layers for part in pair)):
-            part.zero_()
+        for offer in offers:
+            offer.body[:] = 0
         for seed in (0, 1):
             rows, last = fetched(store.fetch(numbers(seed)), 0)
             assert torch.equal(rows, record(seed)[1])
@@ -237,8 +240,7 @@ class TestChosen:
     def test_what_is_not_finite_is_left_out_and_others_are_kept(self, value: float, part: str) -> None:
         store = store_for(8)
         offers = offers_of(record(0), record(1), record(2))
-        broken = {"last": offers[0].last, "keys": offers[0].layers[-1][0], "values": offers[0].layers[-1][1]}[part]
-        broken[6, 3] = value
+        {"last": offers[1].last, "keys": offers[1].rows[-1, 0], "values": offers[1].rows[-1, 1]}[part][2, 3] = value
         store.offer(offers)
         assert store.flush()
         assert held(store, 3) == [0, 2]
@@ -280,7 +282,7 @@ class TestFailure:
         assert store.flush()
         keep(store, record(1))
         assert held(store, 3) == [1]
-        assert store.done == {"kept": 1, "RuntimeError": 1}
+        assert store.done == {"kept": 1, "ValueError": 1}
         assert agree(store)
 
     def test_a_damaged_record_is_not_served_and_never_found_again(self, caplog: pytest.LogCaptureFixture) -> None:

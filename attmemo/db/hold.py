@@ -7,7 +7,7 @@ import time
 from typing import Final
 
 from attmemo.db.files import write_all
-from attmemo.db.pool import Entry, Kept, Tail, bytes_of, checksum_of
+from attmemo.db.pool import Entry, Kept, Tail, checksum_of
 from attmemo.db.segment import BYTES_PER_MARK, Segment, rounded
 
 UNNAMED: Final = -1
@@ -56,7 +56,7 @@ class Hold:
         if self._next.end + rounded(len(entry.body)) > self.end.end or self._next.count >= self.end.count:
             self.is_short = True
             return None
-        body = bytes_of(entry)
+        body = entry.body
         offset, place = self._next.end, self._next.count
         write_all(self._fd, body.data, offset)
         if self.segment.marks is not None:

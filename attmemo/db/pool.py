@@ -41,31 +41,13 @@ CARRIED: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """The bytes of a record that are made only when they are written: many records can be made in the same memory.
-
-    Parameters
-    ----------
-    nbytes : int
-    make : function
-        Returns the bytes. They are valid until it, or that of another record, is called.
-    """
-
-    nbytes: int
-    make: Callable[[], Bytes]
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """What becomes a record.
 
     Parameters
     ----------
     tokens : int32 [n]
-    body : uint8 [bytes], or Late
+    body : uint8 [bytes]
         What the record keeps, opaque to the pool.
     note : bytes
         A few bytes more that readers hold in memory.
@@ -76,7 +58,7 @@ class Entry:
     """
 
     tokens: Tokens
-    body: Bytes | Late
+    body: Bytes
     note: bytes = b""
     made: float | None = None
     carried: int = 0
@@ -115,11 +97,6 @@ class Kept(NamedTuple):  # a frozen dataclass takes five times as long to make, 
     def is_sound(self) -> bool:
         """Whether its bytes are those that were written."""
         return checksum_of(self.body) == self.checksum
-
-
-def bytes_of(entry: Entry) -> Bytes:
-    """What the record keeps; made now, if it is made late."""
-    return entry.body.make() if isinstance(entry.body, Late) else entry.body
 
 
 def checksum_of(body: Bytes) -> int:
@@ -315,8 +292,7 @@ class Pool:
             if not self.fits(len(entry.body)):
                 continue
             segment, place, offset = self._room(draft, len(entry.body))
-            body = bytes_of(entry)
-            checksum, nbytes = checksum_of(body), len(body)
+            body, checksum, nbytes = entry.body, checksum_of(entry.body), len(entry.body)
             made = time.time() if entry.made is None else entry.made
             kept = Kept(
                 draft.next, entry.tokens, segment, place, offset, nbytes, checksum, made, entry.carried, entry.note

@@ -8,8 +8,9 @@ def prepare(layers: tuple[Layer, ...], flags: tuple[int, int, str], /) -> object
 def run(
     chain: object,
     hidden: tuple[int, int, int],
-    projected: tuple[int, ...],
+    projected: int,
     calls: tuple[Any, ...],
+    copies: tuple[tuple[int, int, int, int], ...],
     ways: tuple[int, int, int, int],
     threads: int,
     /,

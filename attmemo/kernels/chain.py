@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.kernels import _chain as native
+from attmemo.kernels.copies import Copies
 from attmemo.kernels.panels import Panels
 from attmemo.kernels.row_attention import Attend, Disentangled, Layout, Stored
-
-Keep = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Chain:
     def __call__(
         self, hidden: Tensor, layout: Layout, *, scale: float, table: Tensor | None = None,
         stored: Callable[[int], Stored | None] | None = None,
-        disentangled: Callable[[int], Disentangled | None] | None = None, keep: Keep | None = None,
+        disentangled: Callable[[int], Disentangled | None] | None = None, keep: Copies | None = None,
         threads: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of packed rows ``[N, H]``, any strides.
@@ -87,8 +86,8 @@ class Chain:
             As in `attend`, of all blocks.
         stored, disentangled : callable
             Give for the number of a block what `attend` gets. None: nothing.
-        keep : callable
-            Gets for each block its number, and K and V ``[N, heads * width]``.
+        keep : Copies
+            Gets K and V ``[N, heads * width]`` of each block, and the result.
         threads : int, optional
             None: as many as torch uses.
 
@@ -100,29 +99,26 @@ class Chain:
         up, threads = self._up, torch.get_num_threads() if threads is None else threads
         hidden = up.rows_of(hidden)
         rows, size = len(hidden), self._links[0].out.inputs
-        count = 1 if stored is None and disentangled is None and keep is None else len(self._links)
-        parts: list[Tensor] = [hidden.new_empty(rows, 3 * size) for _ in range(1 if keep is None else count)]
-        parts *= count // len(parts)  # if they are not kept, all blocks write to the same rows
+        count = 1 if stored is None and disentangled is None else len(self._links)
+        part = hidden.new_empty(rows, 3 * size)  # Q, K and V of one block after the other
+        queries, keys, values = part[:, :size], part[:, size : 2 * size], part[:, 2 * size :]
         context, mixed, last = (hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs))
         middle = hidden.new_empty(rows, up.outputs) if up.are_two_calls(rows, threads) else None
         calls: list[Attend] = []
-        alike = stored is not None and disentangled is None and keep is None
-        for number, part in enumerate(parts):
-            if calls and alike and stored is not None and (records := stored(number)) is not None:
+        for number in range(count):
+            records = None if stored is None else stored(number)
+            if calls and disentangled is None and records is not None:
                 calls.append(calls[0].of_records(records))
                 continue
-            queries, keys, values = part[:, :size], part[:, size : 2 * size], part[:, 2 * size :]
             calls.append(Attend(
                 queries, keys, values, self._heads, layout, scale=scale, table=table, out=context, threads=threads,
-                stored=None if stored is None else stored(number),
+                stored=records,
                 disentangled=None if disentangled is None else disentangled(number),
             ))  # fmt: skip
+        copies = () if keep is None else keep.addresses(len(self._links), size, last)
         ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, last))
         native.run(
-            self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows),
-            tuple(part.data_ptr() for part in parts), tuple(call.arguments for call in calls), ways, threads,
+            self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows), part.data_ptr(),
+            tuple(call.arguments for call in calls), copies, ways, threads,
         )  # fmt: skip
-        if keep is not None:
-            for number, part in enumerate(parts):
-                keep(number, part[:, size : 2 * size], part[:, 2 * size :])
         return last

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -23,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from torch import Tensor
 
 from attmemo.db.history import Work
-from attmemo.db.pool import Entry, Kept, Late, News, Pool
+from attmemo.db.pool import Entry, Kept, News, Pool
 from attmemo.embed.tokens import TokenIndex
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
+from attmemo.reuse.offer import Offer
 from attmemo.reuse.row_layout import Placed, RowLayout
 from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, RowStore
 
@@ -46,45 +44,7 @@ _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
 _KEPT = 0.8  # of what was stored earlier, in the price of a token
-_MEMORY = 8 << 20  # bytes that are kept to put records together
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
-
-
-@dataclass(slots=True)
-class Offer:
-    """A sequence that was computed whole, as its request hands it over.
-
-    Parameters
-    ----------
-    tokens : int32 [n]
-    part : slice
-        Its rows in the tensors of the batch.
-    layers : list of (keys, values)
-        Of the whole batch, ``[N, H]`` each.
-    last : Tensor [N, H]
-        Last hidden states of the whole batch.
-    note : bytes
-        Kept with the record.
-    spare : bool
-        A record could have served the sequence: keep it only if nothing has to go for it.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    part: slice
-    layers: list[tuple[Tensor, Tensor]]
-    last: Tensor
-    note: bytes = b""
-    spare: bool = False
-
-    def written(self, layout: RowLayout, into: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """The bytes of the record in the types of a layout, at the beginning of `into`."""
-        return layout.write(into, self.part, self.layers, self.last)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether it can be kept: one number that is not finite has no finite sum."""
-        parts = (self.last, *self.layers[-1])
-        return all(math.isfinite(float(part[self.part].sum(dtype=torch.float32))) for part in parts)
 
 
 class GrowingRows(RowStore):
@@ -120,7 +80,6 @@ class GrowingRows(RowStore):
         self._since = 0.0  # when the first of them was written
         self._stored = 0.0, 0.0  # tokens stored lately, and processor time for them
         self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
-        self._memory = np.empty(0, np.uint8)  # where records are put together
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
@@ -152,8 +111,7 @@ class GrowingRows(RowStore):
         """Have these sequences of one batch kept; returns at once."""
         self._filler.wake()
         if self.fills and offers:
-            held = [offers[0].last, *(keys for keys, _ in offers[0].layers)]  # values lie beside their keys
-            self._filler.offer(offers, sum(part.untyped_storage().nbytes() for part in held))
+            self._filler.offer(offers, sum(len(one.body) for one in offers))
 
     def admit(self, sequences: int) -> bool:
         """Whether so many sequences of a batch may be offered now; if not, they are counted."""
@@ -195,7 +153,8 @@ class GrowingRows(RowStore):
                 self.index.link(_LINKED)
             chosen = self._chosen(offers)
             lost, begin = len(chosen), time.thread_time()
-            rest = [entry for entry in self._entries(chosen) if not self._write(entry)]
+            entries = (Entry(one.tokens.copy(), one.as_record(self.layout), one.note) for one in chosen)
+            rest = [entry for entry in entries if not self._write(entry)]  # a copy: the tokens are of the whole batch
             lost = len(rest) + len(self._ahead)
             if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
                 self._publish(rest)
@@ -208,18 +167,6 @@ class GrowingRows(RowStore):
             self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
         self.note(_NOTED)
-
-    def _entries(self, offers: Sequence[Offer]) -> list[Entry]:
-        """What becomes records. All are written in the same memory: to ask for new pages takes as long as the rest."""
-        sizes = [self.layout.nbytes(len(one.tokens)) for one in offers]
-        memory, most = self._memory, max(sizes, default=0)
-        if len(memory) < most:
-            memory = np.empty(most, np.uint8)
-            self._memory = memory if most <= _MEMORY else self._memory
-        return [
-            Entry(one.tokens.copy(), Late(size, partial(one.written, self.layout, memory)), one.note)
-            for one, size in zip(offers, sizes, strict=True)
-        ]  # a copy: the tokens of the whole batch would be held
 
     def _write(self, entry: Entry) -> bool:
         """Write a record ahead and let it be found; False: it has to be added."""

@@ -24,9 +24,8 @@ DEAR_SHARE: Final = 0.15
 """The same, where records are dear."""
 DEAR: Final = 0.5
 """Records are dear if a token takes this part of the processor time that a row takes to compute."""
-FIRST: Final = 3.0
-"""Seconds of work that are paid for at the beginning: thousands of records, or hundreds where memory is new to a
-virtual machine and its host has to find it."""
+FIRST: Final = 1.5
+"""Seconds of work that are paid for at the beginning: about a thousand records of a small model."""
 EARNED: Final = 0.25
 """Seconds of work that a second which reuse saved pays for."""
 FREE: Final = 0.25

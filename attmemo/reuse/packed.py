@@ -25,6 +25,7 @@ from torch.nn.functional import layer_norm
 from attmemo.adapters.blocks import Block, Blocks
 from attmemo.adapters.projections import is_plain
 from attmemo.kernels.chain import Chain, Link
+from attmemo.kernels.copies import Copies
 from attmemo.kernels.linear import Linear, grid_rows
 from attmemo.kernels.linear8 import Linear8, LinearName
 from attmemo.kernels.linear16 import Linear16
@@ -41,8 +42,6 @@ _ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActiv
 
 Fetch = Callable[[int], Stored | None]
 """K and V of records in a layer; None if no sequence has a record."""
-Keep = Callable[[int, Tensor, Tensor], None]
-"""Gets the layer's number and K and V ``[N, H]`` of the rows that were computed."""
 
 
 class Packed:
@@ -82,7 +81,7 @@ class Packed:
 
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor, fetch: Fetch | None = None,
-        keep: Keep | None = None, added: Tensor | None = None,
+        keep: Copies | None = None, added: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of packed rows.
 
@@ -98,8 +97,8 @@ class Packed:
             Position of each row as the model counts them, int64 ``[N]``; used by rotary models.
         fetch : Fetch, optional
             Gives the rows of records.
-        keep : Keep, optional
-            Called in each layer.
+        keep : Copies, optional
+            Where K and V ``[N, H]`` of each block go, and the result.
         added : Tensor, optional
             ``[N, H]``, added to what the first block gives.
         """
@@ -123,11 +122,13 @@ class Packed:
             if number == 0 and added is not None:
                 hidden[:rows] += added
                 hidden = _norm(self.blocks.added_norm, hidden)
+        if keep is not None:
+            keep.end(hidden[:rows])
         return hidden[:rows]
 
     def block(
         self, number: int, hidden: Tensor, layout: Layout, known: Positions, angles: Angles,
-        stored: Stored | None = None, keep: Keep | None = None,
+        stored: Stored | None = None, keep: Copies | None = None,
     ) -> Tensor:  # fmt: skip
         """One block: ``[M, H]`` to ``[M, H]``. Only the first N rows are those of `layout`."""
         layer, blocks, rows = self._layers[number], self.blocks, int(layout.starts[-1])

@@ -60,31 +60,20 @@ class RowLayout:
         """Bytes of a record of n tokens."""
         return int(self.last_at(n)) + n * self.hidden * self.storage[1].itemsize
 
-    def write(
-        self, into: npt.NDArray[np.uint8], part: slice, layers: Sequence[tuple[Tensor, Tensor]], last: Tensor
-    ) -> npt.NDArray[np.uint8]:
-        """The bytes of the record of one sequence of a batch, written to the beginning of `into`.
+    def parts_of(self, body: npt.NDArray[np.uint8], n: int) -> tuple[Tensor, Tensor]:
+        """K and V ``[layers, 2, n, H]`` and the last hidden states ``[n, H]`` in the bytes of a record without scales.
 
-        `part` are its rows in K and V of each layer, ``[N, H]``, and in `last`. As `body_of`, without a copy between.
+        To write to these is to write the record; the bytes between them become 0.
         """
-        n = part.stop - part.start
-        if self.coded:
-            record = Record.of(np.zeros(n, np.int32), part, layers, last, self.storage, self.heads)
-            return self.body_of(record, into)
-        body, end = into[: self.nbytes(n)], 2 * self.layers * n * self.row_bytes
-        body[end : int(self.last_at(n))] = 0
+        end, last = 2 * self.layers * n * self.row_bytes, int(self.last_at(n))
+        body[end:last] = 0
         rows = torch.from_numpy(body[:end]).view(self.storage[0]).view(self.layers, 2, n, self.hidden)
-        for own, (keys, values) in zip(rows, layers, strict=True):
-            own[0], own[1] = keys[part], values[part]
-        tail = body[int(self.last_at(n)) :]
-        torch.from_numpy(tail).view(self.storage[1]).view(n, self.hidden).copy_(last[part])
-        return body
+        return rows, torch.from_numpy(body[last:]).view(self.storage[1]).view(n, self.hidden)
 
-    def body_of(self, record: Record, into: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
-        """The bytes of a record, at the beginning of `into` or in memory of their own."""
+    def body_of(self, record: Record) -> npt.NDArray[np.uint8]:
+        """The bytes of a record."""
         n = len(record.tokens)
-        body = np.empty(self.nbytes(n), np.uint8) if into is None else into[: self.nbytes(n)]
-        body[:] = 0
+        body = np.zeros(self.nbytes(n), np.uint8)
         parts: list[tuple[int, Tensor]] = [(0, record.rows), (int(self.last_at(n)), record.last)]
         if record.scales is not None:
             parts.append((int(self.scales_at(n)), record.scales))

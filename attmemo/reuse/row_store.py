@@ -48,15 +48,6 @@ class Record:
             return cls(tokens, codes, scales, last.to(of_last))
         return cls(tokens, rows.to(of_rows), None, last.to(of_last))
 
-    @classmethod
-    def of(
-        cls, tokens: npt.NDArray[np.int32], part: slice, layers: Sequence[tuple[Tensor, Tensor]], last: Tensor,
-        storage: tuple[torch.dtype, torch.dtype], heads: int,
-    ) -> Record:  # fmt: skip
-        """The record of one sequence of a batch: its rows in K and V of each layer, ``[N, H]``, and in `last`."""
-        rows = torch.stack([torch.stack((keys[part], values[part])) for keys, values in layers])
-        return cls.pack(tokens, rows, last[part].clone(), storage, heads)
-
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and last hidden states."""
@@ -73,14 +64,15 @@ class Record:
 
 
 def records_of(
-    lengths: list[int], rows: list[tuple[Tensor, Tensor]], last: Tensor, storage: tuple[torch.dtype, torch.dtype],
-    heads: int, tokens: list[Any] | None = None,
+    lengths: list[int], rows: Tensor, last: Tensor, storage: tuple[torch.dtype, torch.dtype], heads: int,
+    tokens: list[Any] | None = None,
 ) -> list[Record]:  # fmt: skip
     """Records of the sequences of one exactly computed batch, from what `Stack.keep` gets."""
     found, start = [], 0
     for number, n in enumerate(lengths):
         own = np.zeros(n, np.int32) if tokens is None else tokens[number]
-        found.append(Record.of(own, slice(start, start + n), rows, last, storage, heads))
+        part = slice(start, start + n)
+        found.append(Record.pack(own, rows[:, :, part].clone(), last[part].clone(), storage, heads))
         start += n
     return found
 

@@ -24,12 +24,16 @@ from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
 from attmemo.counters import Counters
 from attmemo.errors import AttmemoError
+from attmemo.kernels.copies import Copies
 from attmemo.kernels.row_attention import Layout
 from attmemo.kernels.rows import Supply, supply_rows
 from attmemo.plan import RowShare, Share
-from attmemo.reuse.growing import Offer
+from attmemo.reuse.filler import MOST_WAITING
+from attmemo.reuse.offer import Offer
 from attmemo.reuse.packed import Packed
+from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
+from attmemo.reuse.scratch import Scratch
 from attmemo.reuse.stack import Stack, Thread
 from attmemo.reuse.twins import Twins
 
@@ -40,6 +44,8 @@ DRIFT: Final = 1.0
 
 # A file that went away, a closed database: they cost time, not requests.
 _UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
+
+_SCRATCH: Final = MOST_WAITING + (8 << 20)  # bytes: what waits to be stored, is stored, and is computed
 
 _Read = tuple[Fetched, npt.NDArray[np.uint64], torch.dtype]  # with what `Fetched.last` gives
 
@@ -93,6 +99,9 @@ class Rows(Stack):
         super().__init__(blocks, packed)
         self.store = store
         self.thread = RowThread()
+        size, dtype = blocks.heads * blocks.width, packed.dtype
+        self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
+        self._scratch = Scratch(_SCRATCH)
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
         self.thread.forget()
@@ -100,6 +109,8 @@ class Rows(Stack):
             return self._computed(share.last, call)
         if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted or share.beside):
             return super().serve(site, call, spans, share, counters)
+        if not (len(share.sequences) or share.beside):
+            return self._kept(call, spans, counters, share.admitted)
         start = perf_counter()
         batch, padded = call.hidden.shape[:2]
         every = np.asarray(spans.lengths, np.int64)
@@ -125,15 +136,15 @@ class Rows(Stack):
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
-        admitted = {place: (number, share.admitted[place]) for number, place in enumerate(own.tolist())
-                    if place in share.admitted}  # fmt: skip
-        kept = _Kept(admitted, layout.starts)
+        first = dict(zip(own.tolist(), layout.starts.tolist(), strict=False))  # computed row of each sequence
+        offers = {place: self._offer(tokens) for place, tokens in share.admitted.items() if place in first}
+        copies = Copies([offer.copy_from(first[place]) for place, offer in offers.items()])
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
-            fetch=None if read is None else read[0].layer, keep=kept if admitted else None,
+            fetch=None if read is None else read[0].layer, keep=copies if offers else None,
         )  # fmt: skip
         done = perf_counter()
-        self.thread.admitted = kept.offers(found)
+        self.thread.admitted = offers
         output = found.new_empty((batch + len(beside)) * padded, found.shape[1])
         begins, dtype = (np.zeros(len(slot), np.uint64), found.dtype) if read is None else read[1:]
         supply = Supply(source, layout.key_starts, layout.starts, slot * padded, begins, dtype)
@@ -153,6 +164,25 @@ class Rows(Stack):
         )  # fmt: skip
         self.thread.last = output[:batch] if share.beside else None
         return output[:batch]
+
+    def _kept(
+        self, call: Call, spans: Spans, counters: Counters, admitted: Mapping[int, npt.NDArray[np.int32]]
+    ) -> Tensor:
+        """All sequences computed whole; those of `admitted` may become records."""
+        offers: dict[int, Offer] = {}
+
+        def copied(starts: Ints) -> Copies:
+            own = {place: tokens for place, tokens in admitted.items() if starts[place] < starts[place + 1]}
+            offers.update((place, self._offer(tokens)) for place, tokens in own.items())
+            return Copies([offer.copy_from(int(starts[place])) for place, offer in offers.items()])
+
+        output = self._whole(call, spans, counters, copied)
+        self.thread.admitted = offers
+        return output
+
+    def _offer(self, tokens: npt.NDArray[np.int32]) -> Offer:
+        """Where what is computed for a sequence goes, if it may become a record."""
+        return Offer.of(tokens, self._own, self._scratch.take(self._own.nbytes(len(tokens))))
 
     def _computed(self, last: Tensor, call: Call) -> Tensor:
         """Last hidden states that an earlier forward computed for this call."""
@@ -190,29 +220,6 @@ class Rows(Stack):
 
     def close(self) -> None:
         self.store.close()
-
-
-class _Kept:
-    """What was computed for sequences that may become records: references, no copies.
-
-    `admitted` has, by place in the batch, the number among the computed sequences, and the tokens.
-    """
-
-    def __init__(
-        self, admitted: Mapping[int, tuple[int, npt.NDArray[np.int32]]], starts: npt.NDArray[np.int64]
-    ) -> None:
-        self._admitted, self._starts = admitted, starts
-        self._layers: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self._layers.append((keys, values))
-
-    def offers(self, last: Tensor) -> dict[int, Offer]:
-        """By place in the batch."""
-        return {
-            place: Offer(tokens, slice(int(self._starts[number]), int(self._starts[number + 1])), self._layers, last)
-            for place, (number, tokens) in self._admitted.items()
-        }
 
 
 def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:

@@ -22,19 +22,22 @@ from attmemo.adapters import Call, Site, Spans
 from attmemo.adapters.blocks import Blocks
 from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
+from attmemo.kernels.copies import Copies, Copy
 from attmemo.kernels.row_attention import Layout
 from attmemo.observed import Observed
 from attmemo.plan import Share
 from attmemo.reuse import Exact
 from attmemo.reuse.packed import Fetch, Packed
-from attmemo.reuse.packed import Keep as KeepLayer
 from attmemo.reuse.twins import Twins
 
 _ON_THE_RIGHT = "the mask is not plain padding on the right"
 
 
-Keep = Callable[[list[int], list[tuple[Tensor, Tensor]], Tensor], None]
-"""Gets lengths ``[B]``, K and V ``[N, H]`` of each layer, and the last hidden states ``[N, H]``, all packed."""
+Keep = Callable[[list[int], Tensor, Tensor], None]
+"""Gets lengths ``[B]``, K and V ``[layers, 2, N, H]``, and the last hidden states ``[N, H]``, all packed."""
+
+Copied = Callable[[npt.NDArray[np.int64]], Copies]
+"""Gets where each sequence begins among the computed rows, ``[B + 1]``; a twin of another one has no rows."""
 
 
 class Thread(threading.local):
@@ -138,17 +141,29 @@ class Stack:
 
     def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
         """Last hidden states ``[B, L, H]``."""
+        if self.keep is None:
+            return self._whole(call, spans, counters)
+        blocks, count = self.blocks, sum(spans.lengths)
+        rows = call.hidden.new_empty(len(blocks.blocks), 2, count, blocks.heads * blocks.width)
+        last = call.hidden.new_empty(count, call.hidden.shape[2])
+        every = Copies([Copy(0, count, rows, last)])
+        output = self._whole(call, spans, counters, lambda _: every, Twins.none(len(spans.lengths)))
+        self.keep(spans.lengths, rows, last)
+        return output
+
+    def _whole(
+        self, call: Call, spans: Spans, counters: Counters, copied: Copied | None = None, twins: Twins | None = None
+    ) -> Tensor:
+        """Last hidden states ``[B, L, H]`` of sequences that are all computed whole, each of `twins` once."""
         start = perf_counter()
         batch = len(spans.lengths)
-        twins = Twins.of(call.hidden, spans.lengths) if self.keep is None else Twins.none(batch)
+        twins = Twins.of(call.hidden, spans.lengths) if twins is None else twins
         lengths = np.where(twins.own, spans.lengths, 0)
-        starts = np.concatenate([[0], np.cumsum(lengths[twins.own])])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
         places = places_of(lengths.tolist(), call.hidden.shape[1])
-        kept: list[tuple[Tensor, Tensor]] = []
-        keep = None if self.keep is None else lambda _layer, keys, values: kept.append((keys, values))
-        found = self.compute(call, places, Layout(starts, starts), max(spans.lengths), keep=keep)
-        if self.keep is not None:
-            self.keep(spans.lengths, kept, found)
+        keep = None if copied is None else copied(starts)
+        own = np.append(starts[:-1][twins.own], starts[-1])
+        found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep)
         if places is not None:
             found = put_back(found, places, batch * call.hidden.shape[1])
         output = found.view(call.hidden.shape)
@@ -158,7 +173,7 @@ class Stack:
 
     def compute(
         self, call: Call, places: Tensor | None, layout: Layout, longest: int, *, fetch: Fetch | None = None,
-        keep: KeepLayer | None = None,
+        keep: Copies | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of the tokens at these places of the flat batch; None: of all."""
 

@@ -13,6 +13,7 @@ from attmemo import adapters
 from attmemo.adapters import adapter_for
 from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.handles.stack import blocks_of
+from attmemo.kernels.copies import Copies, Copy
 from attmemo.kernels.row_attention import Layout, attend
 from attmemo.machine import conditions
 from attmemo.profiler.bench import timing
@@ -111,10 +112,10 @@ class _Parts:
         self._stored = []
         starts = np.arange(batch + 1) * length
         for rows in self._hidden:
-            kept: list[tuple[Tensor, Tensor]] = []
+            kept = rows.new_empty(layers, 2, len(rows), hidden)
             last = self._packed.run(
                 rows, Layout(starts, starts), length, self._positions,
-                keep=lambda _, keys, values, kept=kept: kept.append((keys.clone(), values.clone())),  # type: ignore[misc]
+                keep=Copies([Copy(0, len(rows), kept)]),
             )  # fmt: skip
             records = records_of(self._lengths, kept, last, (types[0], types[1]), blocks.heads)
             self._stored.append(HeldRows(records).fetch(np.arange(batch)))

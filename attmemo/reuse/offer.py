@@ -1,0 +1,68 @@
+"""What a request hands over of a sequence that it computed whole, so that a record can be made of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attmemo.kernels.copies import Copy
+from attmemo.reuse.row_layout import RowLayout
+from attmemo.reuse.row_store import Record
+
+
+@dataclass(slots=True)
+class Offer:
+    """A sequence that was computed whole, as its request hands it over.
+
+    Parameters
+    ----------
+    tokens : int32 [n]
+    body : uint8 [bytes]
+        What was computed, as a layout of the model's own types places it. No other sequence uses this memory as long
+        as something refers to it.
+    rows : Tensor [layers, 2, n, H]
+        K and V of each layer, in `body`.
+    last : Tensor [n, H]
+        Last hidden states, in `body`.
+    note : bytes
+        Kept with the record.
+    spare : bool
+        A record could have served the sequence: keep it only if nothing has to go for it.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    body: npt.NDArray[np.uint8]
+    rows: Tensor
+    last: Tensor
+    note: bytes = b""
+    spare: bool = False
+
+    @classmethod
+    def of(cls, tokens: npt.NDArray[np.int32], layout: RowLayout, body: npt.NDArray[np.uint8]) -> Offer:
+        """An offer of what will be written to `rows` and `last`, without scales."""
+        return cls(tokens, body, *layout.parts_of(body, len(tokens)))
+
+    def copy_from(self, row: int) -> Copy:
+        """What a forward has to copy that computes the sequence from this row on."""
+        return Copy(row, row + len(self.last), self.rows, self.last)
+
+    def as_record(self, layout: RowLayout) -> npt.NDArray[np.uint8]:
+        """The bytes of the record in the types of a layout: the same memory if these are the model's.
+
+        ValueError: there are more or fewer tokens than rows.
+        """
+        if len(self.tokens) != len(self.last):
+            raise ValueError(f"{len(self.tokens)} tokens, and {len(self.last)} rows")
+        if layout.storage == (self.rows.dtype, self.last.dtype):
+            return self.body
+        return layout.body_of(Record.pack(self.tokens, self.rows, self.last, layout.storage, layout.heads))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be kept: one number that is not finite has no finite sum."""
+        return all(math.isfinite(float(part.sum(dtype=torch.float32))) for part in (self.last, self.rows[-1]))
