@@ -47,9 +47,9 @@ class Offer:
         """An offer of what will be written to `rows` and `last`, without scales."""
         return cls(tokens, body, *layout.parts_of(body, len(tokens)))
 
-    def copy_from(self, row: int) -> Copy:
-        """What a forward has to copy that computes the sequence from this row on."""
-        return Copy(row, row + len(self.last), self.rows, self.last)
+    def copy_of(self, first: int, stop: int) -> Copy:
+        """What a forward has to copy that computes the sequence in these rows. ValueError: they are more or fewer."""
+        return Copy(first, stop, self.rows, self.last)
 
     def as_record(self, layout: RowLayout) -> npt.NDArray[np.uint8]:
         """The bytes of the record in the types of a layout: the same memory if these are the model's.

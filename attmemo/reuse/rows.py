@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import pairwise
 from time import perf_counter
 from typing import ClassVar, Final
 
@@ -136,9 +137,9 @@ class Rows(Stack):
         planned = perf_counter()
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
-        first = dict(zip(own.tolist(), layout.starts.tolist(), strict=False))  # computed row of each sequence
-        offers = {place: self._offer(tokens) for place, tokens in share.admitted.items() if place in first}
-        copies = Copies([offer.copy_from(first[place]) for place, offer in offers.items()])
+        computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
+        offers = {place: self._offer(tokens) for place, tokens in share.admitted.items() if place in computed_at}
+        copies = Copies([offer.copy_of(*computed_at[place]) for place, offer in offers.items()])
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
             fetch=None if read is None else read[0].layer, keep=copies if offers else None,
@@ -174,7 +175,7 @@ class Rows(Stack):
         def copied(starts: Ints) -> Copies:
             own = {place: tokens for place, tokens in admitted.items() if starts[place] < starts[place + 1]}
             offers.update((place, self._offer(tokens)) for place, tokens in own.items())
-            return Copies([offer.copy_from(int(starts[place])) for place, offer in offers.items()])
+            return Copies([offer.copy_of(*starts[place : place + 2].tolist()) for place, offer in offers.items()])
 
         output = self._whole(call, spans, counters, copied)
         self.thread.admitted = offers
