@@ -169,8 +169,8 @@ static Product ready(const Chain *chain, size_t block, size_t layer, const Ways 
     return product;
 }
 
-/* Rows of so many bytes, one behind the other; from: bytes `line` apart. They go past the caches: what is copied is read
- * much later, and weights would have to make room for it. */
+/* Rows of so many bytes, one behind the other; from: bytes `line` apart. They go past the caches: what is copied is
+ * read much later, and weights would have to make room for it. */
 static void copy_away(char *to, const char *from, size_t rows, size_t size, size_t line)
 {
     for (size_t row = 0; row < rows; row++, to += size, from += line) {
@@ -201,9 +201,11 @@ static void copy_block(void *given)
 
 static void copy_result(const Ways *ways, size_t size)
 {
-    for (size_t i = 0; i < ways->copied; i++)
-        if (ways->copies[i].last)
-            copy_away(ways->copies[i].last, ways->after + ways->copies[i].first * size, ways->copies[i].rows, size, size);
+    for (size_t i = 0; i < ways->copied; i++) {
+        const Copy *copy = &ways->copies[i];
+        if (copy->last)
+            copy_away(copy->last, ways->after + copy->first * size, copy->rows, size, size);
+    }
 }
 
 static bool run_block(const Chain *chain, size_t block, const Ways *ways, const RowCall *call)
@@ -240,7 +242,7 @@ static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, boo
     return true;
 }
 
-/* Reads (first row, rows, address, address of the result or 0). False, with an error set, if they are not rows of the call. */
+/* Reads (first row, rows, address, address of the result or 0). False, with an error set: they are not of the call. */
 static bool read_copy(PyObject *given, Py_ssize_t rows, Copy *copy)
 {
     Py_ssize_t first, count;
@@ -260,12 +262,13 @@ static bool read_copy(PyObject *given, Py_ssize_t rows, Copy *copy)
 
 PyDoc_STRVAR(run_doc,
              "run($module, chain, hidden, projected, calls, copies, ways, threads, /)\n--\n\n"
-             "All blocks of a chain on some rows. hidden: (address, bytes from a row to the next, rows). projected: where Q, K\n"
-             "and V of a block go. calls: of each block, or one for all, arguments of\n"
-             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. copies: of some rows\n"
-             "(first, how many, address, address or 0): to the first go K and V of each block, K of all rows first, to the\n"
-             "second the result. ways: addresses of what attention gives, of what the layer behind it gives, of what lies between the feed-forward layers (0:\n"
-             "they are one call), of the result. The caller vouches for the addresses.\n\n"
+             "All blocks of a chain on some rows. hidden: (address, bytes from a row to the next, rows). projected:\n"
+             "where Q, K and V of a block go. calls: of each block, or one for all, arguments of\n"
+             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. copies: of some\n"
+             "rows (first, how many, address, address or 0): to the first address go K and V of each block, K of all\n"
+             "rows first, to the second the result. ways: addresses of what attention gives, of what the layer behind\n"
+             "it gives, of what lies between the feed-forward layers (0: they are one call), of the result. The caller\n"
+             "vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)

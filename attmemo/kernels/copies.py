@@ -77,5 +77,5 @@ class Copies:
                 )
             if end is not None and (end.shape[1] != last.shape[1] or end.dtype != last.dtype):
                 raise ValueError(f"copies are {tuple(end.shape)} of {end.dtype}, rows are {tuple(last.shape)}")
-            found.append((part.first, len(rows[0, 0]), rows.data_ptr(), 0 if end is None else end.data_ptr()))
+            found.append((part.first, part.stop - part.first, rows.data_ptr(), 0 if end is None else end.data_ptr()))
         return tuple(found)

@@ -138,11 +138,10 @@ class Rows(Stack):
         # A record may be longer than every input: keys of its end move farther than an input is long.
         longest = max(max(spans.lengths), int(source.max()) + 1)
         computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
-        offers = {place: self._offer(tokens) for place, tokens in share.admitted.items() if place in computed_at}
-        copies = Copies([offer.copy_of(*computed_at[place]) for place, offer in offers.items()])
+        offers, copies = self._offers(share.admitted, computed_at)
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
-            fetch=None if read is None else read[0].layer, keep=copies if offers else None,
+            fetch=None if read is None else read[0].layer, keep=copies,
         )  # fmt: skip
         done = perf_counter()
         self.thread.admitted = offers
@@ -173,17 +172,26 @@ class Rows(Stack):
         offers: dict[int, Offer] = {}
 
         def copied(starts: Ints) -> Copies:
-            own = {place: tokens for place, tokens in admitted.items() if starts[place] < starts[place + 1]}
-            offers.update((place, self._offer(tokens)) for place, tokens in own.items())
-            return Copies([offer.copy_of(*starts[place : place + 2].tolist()) for place, offer in offers.items()])
+            rows = enumerate(pairwise(starts.tolist()))
+            made, copies = self._offers(admitted, {place: span for place, span in rows if span[0] < span[1]})
+            offers.update(made)
+            return copies
 
         output = self._whole(call, spans, counters, copied)
         self.thread.admitted = offers
         return output
 
-    def _offer(self, tokens: npt.NDArray[np.int32]) -> Offer:
-        """Where what is computed for a sequence goes, if it may become a record."""
-        return Offer.of(tokens, self._own, self._scratch.take(self._own.nbytes(len(tokens))))
+    def _offers(
+        self, admitted: Mapping[int, npt.NDArray[np.int32]], computed: Mapping[int, tuple[int, int]]
+    ) -> tuple[dict[int, Offer], Copies]:
+        """What is offered once it is computed, and what has to be copied for that: by place in the batch.
+
+        `computed`: first row and the one behind the last, of the sequences that are computed. Others offer nothing.
+        """
+        own, take = self._own, self._scratch.take
+        offers = {place: Offer.of(tokens, own, take(own.nbytes(len(tokens)))) for place, tokens in admitted.items()
+                  if place in computed}  # fmt: skip
+        return offers, Copies([offer.copy_of(*computed[place]) for place, offer in offers.items()])
 
     def _computed(self, last: Tensor, call: Call) -> Tensor:
         """Last hidden states that an earlier forward computed for this call."""

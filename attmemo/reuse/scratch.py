@@ -1,7 +1,7 @@
 """Memory that is used again and again.
 
-The first touch of a page takes a quarter of a microsecond, and ten of them in a virtual machine that gives unused
-memory back to its host: a megabyte takes 2.5 milliseconds there, as long as a small model takes to fill it.
+The first touch of a page takes a quarter of a microsecond, and up to ten of them in a virtual machine that gives
+unused memory back to its host: a megabyte then takes 2.5 milliseconds, as long as a small model takes to fill it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from attmemo.mmap import round_up
 
 ALIGNED: Final = 64
 """Bytes: each part begins at a multiple."""
@@ -38,7 +40,7 @@ class Scratch:
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Bytes ``[nbytes]`` of any content. No other part has them as long as the array, or a view, is there."""
-        size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
+        size = round_up(max(nbytes, 1), ALIGNED)
         if self._lock.acquire(blocking=False):  # in a forked child a thread of the parent may hold it for ever
             try:
                 begin = self._find(size)
