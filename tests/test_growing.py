@@ -246,6 +246,20 @@ class TestChosen:
         assert held(store, 3) == [0, 2]
         assert store.done == {"kept": 2, "not finite": 1}
 
+    @pytest.mark.parametrize("part", ["last", "rows"])
+    def test_what_its_type_cannot_hold_is_left_out_and_the_largest_number_is_kept(self, part: str) -> None:
+        most, storage = torch.finfo(torch.float16).max, (torch.float16, torch.float16)
+        store = GrowingRows(Pool(8 * SMALLEST), layout(storage))
+        offers = offers_of(record(0), record(1), record(2))
+        for offer, value in ((offers[1], -most - 96), (offers[2], -most)):
+            getattr(offer, part).view(-1)[3] = value
+        store.offer(offers)
+        assert store.flush()
+        assert held(store, 3) == [0, 2]
+        assert store.done == {"kept": 2, "not finite": 1}
+        for number in range(2):
+            assert all(tensor.isfinite().all() for tensor in fetched(store.fetch(numbers(number)), 0))
+
     def test_a_store_that_is_only_read_keeps_nothing(self) -> None:
         store = store_for(8, fills=False)
         keep(store, record(0))

@@ -249,7 +249,7 @@ class GrowingRows(RowStore):
         """
         found: dict[bytes, Offer] = {}
         for one, stored in zip(offers, self._are_stored([one.tokens for one in offers]), strict=True):
-            if not one.is_finite:
+            if not one.is_finite_in(self.storage):
                 self.kept["not finite"] += 1
             elif stored or one.tokens.tobytes() in found:
                 self.kept[KNOWN] += 1

@@ -62,7 +62,19 @@ class Offer:
             return self.body
         return layout.body_of(Record.pack(self.tokens, self.rows, self.last, layout.storage, layout.heads))
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether it can be kept: one number that is not finite has no finite sum."""
-        return all(math.isfinite(float(part.sum(dtype=torch.float32))) for part in (self.last, self.rows[-1]))
+    def is_finite_in(self, storage: tuple[torch.dtype, torch.dtype]) -> bool:
+        """Whether it can be kept: one number that is not finite has no finite sum.
+
+        `storage`: types of K and V, and of the last hidden states. A number that is larger than they hold would become
+        infinite.
+        """
+        if not all(math.isfinite(float(part.sum(dtype=torch.float32))) for part in (self.last, self.rows[-1])):
+            return False
+        return all(_fits(part, kept) for part, kept in zip((self.rows, self.last), storage, strict=True))
+
+
+def _fits(part: Tensor, kept: torch.dtype) -> bool:
+    """Whether a type holds all numbers of a tensor. Whole numbers have scales beside them."""
+    if not kept.is_floating_point or torch.finfo(kept).max >= torch.finfo(part.dtype).max:
+        return True
+    return float(part.abs().max()) <= torch.finfo(kept).max
