@@ -110,9 +110,8 @@ def _caution(runs: list[Run]) -> str:
 
 
 def _others(run: Run) -> float:
-    """The greatest share of the processors that other programs took."""
-    found = run["conditions"]
-    return float(max(one["others"] for one in (found["set_up"], *found["runs"])))
+    """The greatest share of the processors that other programs took while a column of cells was measured."""
+    return float(max(one["others"] for one in run["conditions"]["runs"]))
 
 
 def _margin(one: Any) -> str:
@@ -210,7 +209,7 @@ def _conditions(runs: list[Run]) -> str:
     told = dict.fromkeys(_machine(run["conditions"]) for run in runs)
     lines += [f"* {one}" for one in told]
     lines += [
-        "", "*Other work*: the share of all processors that other programs took while the pair was measured. "
+        "", "*Other work*: the share of all processors that other programs took while cells were measured. "
         "*Guard*: its state at the end, with the largest batches; while it learns, it serves little.", "",
         "| model | stream | float type | texts | answered by all | tokens, mean | duplicates | other work | guard |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, DataError
 from attmemo.profiler import cells
 from attmemo.profiler.cells import CellOptions, measure, sentences, title_of, verdicts
+from attmemo.profiler.cells.conditions import _own_seconds
 from attmemo.profiler.cells.paths import PATHS
 from attmemo.profiler.cells.stream import make_stream
 from attmemo.profiler.models import LoadedModel
@@ -55,6 +57,15 @@ def of(found: dict[str, Any], path: str, batch: int, by_length: bool = False) ->
     cell: dict[str, Any]
     (cell,) = [c for c in found["cells"] if (c["path"], c["batch"], c["by_length"]) == (path, batch, by_length)]
     return cell
+
+
+def test_what_ended_descendants_used_is_not_other_work() -> None:
+    """A process of this one that starts a third one, each for a while, and both end."""
+    burn = "import time\nwhile time.process_time() < .2: pass\n"
+    before = _own_seconds()
+    nested = f"import subprocess, sys\n{burn}subprocess.run([sys.executable, '-c', {burn!r}])"
+    subprocess.run([sys.executable, "-c", nested], check=True)
+    assert _own_seconds() - before >= 0.36  # in ticks, of which each count may lose one
 
 
 class TestMeasured:

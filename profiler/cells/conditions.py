@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -33,25 +31,37 @@ def measured_under() -> dict[str, Any]:
 
 
 class Others:
-    """How much of the machine's processor time other work takes.
+    """How much of the machine's processor time other work takes than this process and its descendants."""
 
-    Parameters
-    ----------
-    own : callable
-        Seconds that the child processes of this one have used so far.
-    """
-
-    def __init__(self, own: Callable[[], float]) -> None:
-        self._own = own
-        self._start = self._now()
+    def __init__(self) -> None:
+        self._start = _now()
 
     def share(self) -> float:
         """Seconds that other work used since the beginning, over those of all processors."""
-        wall, busy, own = (now - before for now, before in zip(self._now(), self._start, strict=True))
+        wall, busy, own = (now - before for now, before in zip(_now(), self._start, strict=True))
         return max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
 
-    def _now(self) -> tuple[float, float, float]:
-        use = resource.getrusage(resource.RUSAGE_SELF)
-        fields = [int(field) for field in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
-        busy = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # neither idle nor waiting for a disk
-        return time.monotonic(), busy, use.ru_utime + use.ru_stime + self._own()
+
+def _now() -> tuple[float, float, float]:
+    """Clock, processor seconds of the machine and of this process with its descendants."""
+    fields = [int(field) for field in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    busy = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # neither idle nor waiting for a disk
+    return time.monotonic(), busy, _own_seconds()
+
+
+def _own_seconds() -> float:
+    """Of descendants that have ended too: a server that forks, a compiler. Each counts what it has waited for."""
+    ticks: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for place in _STAT.parent.glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        process = int(place.parent.name)
+        parents[process], ticks[process] = int(fields[1]), sum(map(int, fields[11:15]))
+    own, found = [os.getpid()], 0
+    while own:
+        found += sum(ticks.get(process, 0) for process in own)
+        own = [process for process, parent in parents.items() if parent in own]
+    return found / os.sysconf("SC_CLK_TCK")

@@ -70,14 +70,6 @@ class PathProcess:
         """What a memoized model counts; empty for other paths."""
         return self._call("stats")  # type: ignore[no-any-return]
 
-    def used(self) -> float:
-        """Seconds of processor time so far."""
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         """End the process."""
         self._own.close()

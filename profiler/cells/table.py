@@ -50,7 +50,6 @@ class Table:
         self._cached = CACHE in names
         self._open: dict[str, PathProcess] = {}
         self._made: dict[str, float | PathError] = {}
-        self._used = 0.0  # processor seconds of processes that have ended
         self._exact = torch.zeros(0)
         self._stack = ExitStack()
         self.paths: dict[str, dict[str, Any]] = {}
@@ -66,7 +65,7 @@ class Table:
         """Make everything ready and measure. AttmemoError: the stock model itself fails."""
         conditions = measured_under()
         conditions["runs"] = []
-        begun, others = time.monotonic(), Others(self._processor_seconds)
+        begun, others = time.monotonic(), Others()
         for done, name in enumerate(self._names):
             self._tell("making ready", done, len(self._names))
             self._set_up(name)
@@ -77,7 +76,7 @@ class Table:
                 raise PathError(self.paths[STOCK]["left_out"])
             self._exact = self._reference()
             for size in self._order.batch:
-                begun, others = time.monotonic(), Others(self._processor_seconds)
+                begun, others = time.monotonic(), Others()
                 self._measure(size)
                 run = {"batch": size, "seconds": time.monotonic() - begun, "others": others.share()}
                 conditions["runs"].append(run)
@@ -99,7 +98,7 @@ class Table:
             try:
                 found |= {"converting_s": converting, "loading_s": process.load(route)}
             except PathError:
-                self._end(process)
+                process.close()
                 raise
             self._open[name] = process
         except PathError as error:
@@ -117,7 +116,7 @@ class Table:
             except PathError as error:
                 self._made[file] = error
             finally:
-                self._end(process)
+                process.close()
         made = self._made[file]
         if isinstance(made, PathError):
             raise made
@@ -127,13 +126,6 @@ class Table:
         process = PathProcess(order or self._order, self._order.folder / f"{name}.txt")
         self._stack.callback(process.close)
         return process
-
-    def _end(self, process: PathProcess) -> None:
-        self._used += process.used()
-        process.close()
-
-    def _processor_seconds(self) -> float:
-        return self._used + sum(process.used() for process in self._open.values())
 
     def _reference(self) -> Tensor:
         """Answers of the stock model in float32, one for each text."""
@@ -147,7 +139,7 @@ class Table:
             parts.append(process.ask(ordered[at : at + _WHOLE])[1])
         self._tell("exact answers", len(ordered), len(ordered))
         if process is not self._open[STOCK]:
-            self._end(process)
+            process.close()
         places = torch.tensor([text.row for text in ordered]).argsort()
         return torch.from_numpy(np.concatenate(parts))[places]
 
@@ -155,7 +147,7 @@ class Table:
         """All cells of one batch size."""
         if size != self._order.batch[0]:
             for name in [name for name in self._open if PATHS[name].anew]:
-                self._end(self._open.pop(name))
+                self._open.pop(name).close()
                 self._set_up(name)
         best = self._pilot(size)
         asks: dict[str, Ask] = {name: process.ask for name, process in self._open.items()}
@@ -176,7 +168,7 @@ class Table:
                 self.cells.append(one | found[name])
         for name in failed:  # a process that fails once is not asked again
             if name in self._open:
-                self._end(self._open.pop(name))
+                self._open.pop(name).close()
                 self.paths[name]["left_out"] = failed[name]
 
     def _described(self, cache: Cached | None, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
