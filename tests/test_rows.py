@@ -695,6 +695,24 @@ class TestAttaching:
         with pytest.raises(UnsupportedModelError, match="reuse='rows' cannot run the blocks of "):
             memoize(model, 0.5, path, reuse="rows")
 
+    def test_a_model_without_some_of_its_heads_is_refused_by_name_and_packed_without_records(self) -> None:
+        """Heads were taken out of all layers, equally many: K and V are narrower than the hidden states."""
+        model: Any = FAMILIES["BERT"].make()
+        size, width = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
+        for layer in model.encoder.layer:
+            own = layer.attention.self
+            own.num_attention_heads, own.all_head_size = 1, width
+            own.query, own.key, own.value = (torch.nn.Linear(size, width) for _ in range(3))
+            layer.attention.output.dense = torch.nn.Linear(width, size)
+        inputs = batch([9, 5], 0)
+        with torch.inference_mode():
+            wanted = model(**inputs).last_hidden_state
+            with pytest.raises(UnsupportedModelError, match=f"has {width} and {size}"):
+                memoize(model, database=":memory:", reuse="rows")
+            memoize(model, reuse="none")
+            valid = inputs["attention_mask"].bool()
+            torch.testing.assert_close(model(**inputs).last_hidden_state[valid], wanted[valid])
+
     def test_that_answers_are_not_guarded_is_said(self, case: Case, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "attmemo"):
             case.serve()

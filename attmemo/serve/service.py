@@ -21,6 +21,10 @@ from attmemo.serve.worker import Worker
 
 PIECE: Final = 64
 """Sequences that one thread tokenizes at a time: the threads share a large request."""
+SHORT: Final = 1000
+"""Characters of a single text that is tokenized at once: a way to a thread and back takes longer, 100 microseconds."""
+WATCHED: Final = 0.05
+"""Seconds after which a request that waits is dropped if its client goes away. To watch takes a task each."""
 
 
 @dataclass(slots=True)
@@ -212,6 +216,8 @@ class Service:
         def encode(piece: Sequence[Input]) -> list[Tokens]:
             return [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
 
+        if len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
+            return encode(inputs)
         pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
         parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
         return [tokens for part in parts for tokens in part]
@@ -226,18 +232,15 @@ class Service:
         self._queue.put([
             Waiting(request, place, one.ids, one.types, len(one.ids)) for place, one in enumerate(encoded)
         ])  # fmt: skip
-        watch = None if gone is None else asyncio.ensure_future(gone())
+        watch = None if gone is None else _Watch(loop, gone, request)
         try:
-            if watch is None:
-                await future
-            else:
-                await asyncio.wait((future, watch), return_when=asyncio.FIRST_COMPLETED)
+            await future  # if the client goes away too: sequences count until the model's thread has dropped them
+        except asyncio.CancelledError:
+            request.gone = True
+            raise
         finally:
-            request.gone = not future.done()
             if watch is not None:
-                watch.cancel()
-        if request.gone:
-            await asyncio.shield(future)  # its sequences count until the model's thread has dropped them
+                watch.end()
         if request.error is not None:
             raise request.error
 
@@ -249,6 +252,28 @@ class Service:
             by_loop.setdefault(loop, []).append(future)
         for loop, futures in by_loop.items():
             loop.call_soon_threadsafe(_wake, futures)
+
+
+class _Watch:
+    """Marks a request whose client has gone away, once `gone` returns; it is not asked at first."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], Awaitable[Any]], request: Request) -> None:
+        self._gone, self._request = gone, request
+        self._task: asyncio.Future[Any] | None = None
+        self._timer = loop.call_later(WATCHED, self._begin)
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._gone())
+        self._task.add_done_callback(self._mark)
+
+    def _mark(self, task: asyncio.Future[Any]) -> None:
+        self._request.gone = not task.cancelled()
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:
