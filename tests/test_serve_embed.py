@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from serve_tools import Live, living, minilm
+
+from attmemo.serve.app import make_app
 
 TEXTS = [
     "Failed password for root from 10.0.0.7 port 22 ssh2",
@@ -210,3 +214,54 @@ def test_prompts_and_keys(live: Live, library: Any) -> None:
         assert [guarded.get(path).status for path in ("/health", "/metrics", "/", "/live")] == [200] * 4
         found = guarded.post("/embed", {"inputs": TEXTS}, **key).json
     assert np.abs(np.array(found) - library.encode([f"query: {text}" for text in TEXTS])).max() < CLOSE
+
+
+def _ask(app: Any, inputs: Any, path: str = "/embed", root: str = "") -> tuple[int, Any]:
+    """Status and answer of an application that a server of another kind calls."""
+    sent: list[dict[str, Any]] = []
+    body = json.dumps({"inputs": inputs}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": root + path, "root_path": root, "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "server": ("x", 80), "client": ("x", 1),
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent))
+
+
+def test_the_application_answers_the_same_under_a_prefix_and_behind_middleware(live: Live) -> None:
+    app = make_app(live.service)
+    status, wanted = _ask(app, TEXTS[0])
+    assert status == 200
+    assert _ask(app, TEXTS[0], root="/under") == (200, wanted)
+    seen: list[str] = []
+
+    class Middleware:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            seen.append(scope["path"])
+            await self.app(scope, receive, send)
+
+    app = make_app(live.service)
+    app.add_middleware(Middleware)
+    assert _ask(app, TEXTS[0]) == (200, wanted)
+    assert seen == ["/embed"], "no request passes middleware by"
+    assert _ask(app, "")[0] == 400
+
+
+def test_a_long_text_is_answered_as_a_short_one_is(live: Live, library: Any) -> None:
+    """Short texts are tokenized where they are read, others in threads."""
+    text = " ".join(TEXTS * 8)
+    assert len(text) > 1000
+    for one in (text[:1000], text[:1001]):
+        (found,) = live.post("/embed", {"inputs": one}).json
+        assert np.abs(np.array(found, np.float32) - library.encode(one)).max() < CLOSE

@@ -96,11 +96,13 @@ def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
     found = np.stack([answer.value for answer in done.answers])
     if dimensions is not None:
         found = np.ascontiguousarray(found[:, :dimensions])
-    if not np.isfinite(found).all():
+    exact = found.astype(np.float64)
+    length = np.sqrt(np.einsum("ij,ij->i", exact, exact))  # finite if, and only if, all numbers are
+    if not np.isfinite(length).all():
         raise Refusal("backend", "the embedding is not finite", reason="inference")
     if normalize:
-        length = np.sqrt(np.square(found, dtype=np.float64).sum(1, keepdims=True))
-        found = (found / np.where(length > 0.0, length, 1.0)).astype(np.float32)
+        length[length == 0.0] = 1.0
+        found = (exact / length[:, None]).astype(np.float32)
     return found
 
 
