@@ -11,12 +11,16 @@ from typing import Final
 
 import torch
 
+from attmemo.machine import trim
 from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.queue import Queue, Request, Waiting
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.settings import Settings, split_cores
 
 _LOG = logging.getLogger("attmemo.serve")
+
+TRIM: Final = 10.0
+"""Seconds after which freed memory is given back. Without that a minute of overload took 80 MB more, and kept them."""
 
 Seen = Callable[[int, int, int, int, float], None]
 """Told of each forward: sequences, tokens, rows computed for answers and beside them, seconds."""
@@ -80,8 +84,12 @@ class Worker:
             return
         self._ready.set()
         try:
+            trimmed = perf_counter()
             while (taken := self._queue.take(self._needs)) is not None:
                 self._answer(*taken)
+                if perf_counter() - trimmed > TRIM:  # here, where no forward runs
+                    trim()
+                    trimmed = perf_counter()
         except BaseException:
             _LOG.exception("the model's thread ended")
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from attmemo.machine import trim
 from attmemo.profiler.cells.paths import FILES, Order, Ready, Route
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.peers.installed import reason_of
@@ -142,8 +141,7 @@ class _Worker:
             self.ask(self._order.first[:1])
         seconds = time.perf_counter() - start
         gc.collect()
-        with suppress(AttributeError):  # a C library without it
-            ctypes.CDLL(None).malloc_trim(0)  # what only loading took
+        trim()  # what only loading took
         return seconds
 
     def ask(self, texts: Sequence[Tokens]) -> tuple[float, np.ndarray]:
