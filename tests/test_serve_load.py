@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import json
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ import pytest
 from serve_tools import WORDS, Live, Reply, living, tiny
 
 from attmemo.serve import server
+from attmemo.serve.service import WATCHED
 
 LIMIT = 16
 
@@ -110,6 +113,32 @@ def test_what_a_client_that_went_away_asked_for_is_not_computed(slow: Live) -> N
     assert idle(slow)
     assert slow.service.metrics.counts().get(("attmemo_sequences", ""), 0) - done < 200
     assert slow.service.metrics.counts()["te_request_failure", "gone"] == 1
+
+
+def test_what_a_cancelled_caller_asked_for_is_not_computed(slow: Live) -> None:
+    """Cancelled after the service began to watch whether the client is there."""
+    done = slow.service.metrics.counts().get(("attmemo_sequences", ""), 0)
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def ask() -> None:
+        texts = [text_of(number) for number in range(200)]
+        task = asyncio.ensure_future(slow.service.answer(texts, truncate=True, gone=never))
+        while not slow.service.waiting:
+            await asyncio.sleep(0.005)
+        (request,) = {one.request for one in list(slow.service._queue._waiting)}
+        await asyncio.sleep(2 * WATCHED)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.01)
+        assert request.gone
+
+    asyncio.run(ask())
+    assert idle(slow)
+    assert slow.service.metrics.counts().get(("attmemo_sequences", ""), 0) - done < 200
+    assert slow.service.alive, "the caller's event loop is closed by now"
 
 
 def test_a_sequence_that_fails_alone_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,8 @@ def prepare_rows(
     packed = packed_of(encoder, adapter, "rows", linear)
     blocks, opened = packed.blocks, records.prepared
     config: Any = adapter.host(encoder).config
-    width, size = blocks.heads * blocks.width, config.hidden_size
+    width = blocks.heads * blocks.width
+    size = getattr(config, "hidden_size", width)
     if width != size:  # heads were taken out of every layer
         raise UnsupportedModelError(
             f"reuse='rows' keeps K and hidden states of one width; {type(encoder).__name__} has {width} and {size}.",

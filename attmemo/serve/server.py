@@ -68,8 +68,8 @@ def listen(host: str, port: int) -> socket.socket:
 def make_server(service: Service) -> Server:
     """The server of a service that was started."""
     config = uvicorn.Config(
-        make_app(service), log_config=None, access_log=False, server_header=False, lifespan="off", proxy_headers=False,
-        timeout_graceful_shutdown=max(1, round(service.settings.stop_seconds)), backlog=BACKLOG,
+        make_app(service, direct=True), log_config=None, access_log=False, server_header=False, lifespan="off",
+        proxy_headers=False, timeout_graceful_shutdown=max(1, round(service.settings.stop_seconds)), backlog=BACKLOG,
     )  # fmt: skip
     return Server(config, service)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
@@ -216,7 +217,8 @@ class Service:
         def encode(piece: Sequence[Input]) -> list[Tokens]:
             return [self.texts.encode(one, truncate=truncate, side=side, prompt=prompt) for one in piece]
 
-        if len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
+        at_once = side == "right" or not truncate  # the tokenizer that cuts on the left may have to be made
+        if at_once and len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
             return encode(inputs)
         pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
         parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
@@ -251,7 +253,8 @@ class Service:
             loop, future = self._waiters.pop(request)
             by_loop.setdefault(loop, []).append(future)
         for loop, futures in by_loop.items():
-            loop.call_soon_threadsafe(_wake, futures)
+            with suppress(RuntimeError):  # the loop was closed; the model's thread must live
+                loop.call_soon_threadsafe(_wake, futures)
 
 
 class _Watch:
@@ -273,7 +276,9 @@ class _Watch:
         self._task.add_done_callback(self._mark)
 
     def _mark(self, task: asyncio.Future[Any]) -> None:
-        self._request.gone = not task.cancelled()
+        if not task.cancelled():  # one that is cancelled says nothing: its request may have been marked already
+            task.exception()  # retrieved, or the loop logs it
+            self._request.gone = True
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

@@ -50,12 +50,15 @@ def _now() -> tuple[float, float, float]:
 
 
 def _own_seconds() -> float:
-    """Of descendants that have ended too: a server that forks, a compiler. Each counts what it has waited for."""
+    """Of descendants that have ended too: a server that forks, a compiler. Each counts what it has waited for.
+
+    One that outlives its parent is no descendant any more, and counts as other work.
+    """
     ticks: dict[int, int] = {}
     parents: dict[int, int] = {}
     for place in _STAT.parent.glob("[0-9]*/stat"):
         try:
-            fields = place.read_text().rsplit(")", 1)[1].split()
+            fields = place.read_bytes().rsplit(b")", 1)[1].split()  # names of processes may be no text
         except OSError:  # it has ended
             continue
         process = int(place.parent.name)
