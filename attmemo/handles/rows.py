@@ -24,7 +24,7 @@ from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.db.pool import Pool
 from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
-from attmemo.errors import DatabaseError, UnsupportedModelError
+from attmemo.errors import DatabaseError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
 from attmemo.guard.margin import COSINES, STEPS
@@ -136,14 +136,6 @@ def prepare_rows(
     tokenizer = None if guarding is None else guarding.tokenizer or find_tokenizer(outer) or find_tokenizer(encoder)
     packed = packed_of(encoder, adapter, "rows", linear)
     blocks, opened = packed.blocks, records.prepared
-    config: Any = adapter.host(encoder).config
-    width = blocks.heads * blocks.width
-    size = getattr(config, "hidden_size", width)
-    if width != size:  # heads were taken out of every layer
-        raise UnsupportedModelError(
-            f"reuse='rows' keeps K and hidden states of one width; {type(encoder).__name__} has {width} and {size}.",
-            "reuse='none'",
-        )
     if opened is not None and opened.manifest.layers_kept(KIND_ROWS) != len(blocks.blocks):
         raise DatabaseError(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",

@@ -259,4 +259,11 @@ def blocks_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Blocks:
             "reuse='maps' with a database of maps; attmemo families lists what each family can do",
         )
     assert not isinstance(found, str)
+    width = found.heads * found.width
+    size = getattr(adapter.host(encoder).config, "hidden_size", width)
+    if reuse == "rows" and width != size:  # heads were taken out of every layer
+        raise UnsupportedModelError(
+            f"reuse='rows' keeps K and hidden states of one width; {type(encoder).__name__} has {width} and {size}.",
+            "reuse='none'",
+        )
     return found
