@@ -58,7 +58,7 @@ def memoize(
     tokenizer: Any = None,
     fill: bool | str | os.PathLike[str] = True,
     max_bytes: int | None = None,
-    near: int = 1,
+    near: int | None = None,
     most_moved: int | None = None,
     lookup: LookupName | None = None,
     gate: bool = True,
@@ -106,9 +106,10 @@ def memoize(
     max_bytes : int, optional
         For rows: bytes that such records may take; what is used least goes. Default: an eighth of the free memory,
         and in a folder at most a tenth of the disk's free bytes.
-    near : int
+    near : int, optional
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
-        of them cost time and bring the answers nearer to the exact ones.
+        of them cost time and bring the answers nearer to the exact ones. Default: 1; where answers are classes under
+        a guard and only numbers changed, 0.
     most_moved : int, optional
         For rows: how far a token may have moved between the record and the sequence. Default: any distance.
     lookup : {"layer", "sequence"}, optional
@@ -155,7 +156,7 @@ def memoize(
         raise ValueError(f"linear={linear!r} is a setting of packed blocks; reuse='maps' has none")
     if database == MEMORY and reuse == "auto":
         reuse = "rows"
-    rule = Rule(near=near, most_moved=most_moved)
+    rule = Rule.of(near, most_moved)
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
     if database == MEMORY and (reuse == "maps" or fill is not True):
         raise ValueError("database=':memory:' keeps rows and fills itself: it takes no maps and no other fill=")
@@ -164,7 +165,7 @@ def memoize(
     check_bytes(max_bytes)
     if reuse == "none" and (database is not None or threshold != "auto"):
         raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
-    if reuse in ("none", "maps") and rule != Rule():
+    if reuse in ("none", "maps") and (near not in (None, 1) or most_moved is not None):
         raise ValueError(f"near and most_moved are settings of rows; reuse={reuse!r} has none")
     if reuse in ("none", "rows") and (lookup == "layer" or fetch != "auto"):
         raise ValueError(f"lookup='layer' and fetch are settings of maps; reuse={reuse!r} has none")

@@ -40,6 +40,7 @@
 #include <math.h>
 
 #include "arrays.h"
+#include "kinds.h"
 #include "numbers.h"
 
 enum { WORD = 64, LONGEST = 8192, MOST_TOKENS = 1 << 29, NEIGHBOURS = 64 };
@@ -56,8 +57,9 @@ static bool are_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t token
 /* ---- alignment ---- */
 
 typedef struct {
-    Py_ssize_t near, most_moved, longest; /* most_moved is negative: a pair may move as far as it likes */
+    Py_ssize_t near, near_numbers, most_moved, longest; /* most_moved is negative: a pair may move as far as it likes */
     bool edges, ends;
+    Kinds kinds;
 } Rule;
 
 typedef struct {
@@ -228,11 +230,28 @@ static void pair_tokens(Work *work, Sequence input, Sequence record, const Rule 
     }
 }
 
+/* Whether a token of either that has no partner is a word. */
+static bool words_differ(const int32_t *partner, Sequence input, Sequence record, const Kinds *kinds)
+{
+    Py_ssize_t there = 0; /* behind the last pair, in the record */
+    for (Py_ssize_t j = 0; j < input.length; j++) {
+        bool word = partner[j] < 0 ? is_word(kinds, input.tokens[j])
+                                   : has_word(kinds, record.tokens + there, partner[j] - there);
+        if (word)
+            return true;
+        there = partner[j] < 0 ? there : partner[j] + 1;
+    }
+    return has_word(kinds, record.tokens + there, record.length - there);
+}
+
 /* Tokens that the rule has computed: -1 without a partner, -2 - i beside partner i. Returns how many there are. */
-static Py_ssize_t apply_rule(Work *work, Py_ssize_t length, const Rule *rule)
+static Py_ssize_t apply_rule(Work *work, Sequence input, Sequence record, const Rule *rule)
 {
     int32_t *partner = work->partner, left = -1; /* `left` was the partner of the token before */
-    Py_ssize_t near = rule->near < length ? rule->near : length, since = length, computed = 0;
+    Py_ssize_t length = input.length, near = rule->near, since = length, computed = 0;
+    if (rule->near_numbers != near && !words_differ(partner, input, record, &rule->kinds))
+        near = rule->near_numbers;
+    near = near < length ? near : length;
     /* Tokens since the last one without a partner; `length` and more: there was none. */
     for (Py_ssize_t j = length - 1; j >= 0; j--) {
         since = partner[j] < 0 ? 0 : since + 1;
@@ -296,7 +315,7 @@ static void align_batch(const Job *job, Work *work, const Rule *rule)
             if (job->candidates[c] < 0)
                 continue;
             pair_tokens(work, input, job->records[c], rule);
-            Py_ssize_t computed = apply_rule(work, input.length, rule);
+            Py_ssize_t computed = apply_rule(work, input, job->records[c], rule);
             if (best < 0 || computed < fewest) {
                 best = job->candidates[c];
                 fewest = computed;
@@ -331,7 +350,7 @@ static size_t lay_out(Work *work, char *memory, Py_ssize_t input, Py_ssize_t rec
     return used;
 }
 
-enum { TOKENS, STARTS, CANDIDATES, RECORD_TOKENS, RECORD_STARTS, RECORD, SOURCE, COMPUTED, VIEWS };
+enum { TOKENS, STARTS, CANDIDATES, RECORD_TOKENS, RECORD_STARTS, KINDS, RECORD, SOURCE, COMPUTED, VIEWS };
 
 static bool check_align(const Py_buffer *views, const Rule *rule)
 {
@@ -343,13 +362,14 @@ static bool check_align(const Py_buffer *views, const Rule *rule)
                        is_array(&views[RECORD], 1, INT64) && is_array(&views[COMPUTED], 1, INT64),
                    "starts, records and counts must be contiguous rows of int64") &&
            is_fine(is_array(candidates, 2, INT64), "candidates must be a contiguous matrix of int64") &&
+           is_fine(is_array(&views[KINDS], 1, UINT8), "kinds must be a contiguous row of uint8") &&
            is_fine(views[STARTS].shape[0] == candidates->shape[0] + 1, "there must be one more start than inputs") &&
            is_fine(views[RECORD_STARTS].shape[0] > 0, "there must be one more start than records") &&
            is_fine(views[RECORD].shape[0] == candidates->shape[0] &&
                        views[COMPUTED].shape[0] == candidates->shape[0] &&
                        views[SOURCE].shape[0] == views[TOKENS].shape[0],
                    "results must have a place for each input and each token") &&
-           is_fine(rule->near >= 0, "near must not be negative") &&
+           is_fine(rule->near >= 0 && rule->near_numbers >= 0, "near must not be negative") &&
            is_fine(rule->longest >= 0 && rule->longest <= LONGEST, "longest must be from 0 to 8192");
 }
 
@@ -530,8 +550,8 @@ static bool nearest_views(const Py_buffer *views)
 /* ---- Python ---- */
 
 PyDoc_STRVAR(align_doc,
-             "align($module, tokens, starts, candidates, record_tokens, record_starts, record, source, computed, "
-             "near, most_moved, edges, ends, longest, /)\n--\n\n"
+             "align($module, tokens, starts, candidates, record_tokens, record_starts, kinds, record, source, "
+             "computed, near, near_numbers, most_moved, edges, ends, longest, /)\n--\n\n"
              "Align each input with its candidates and keep the best: see attmemo.kernels.align.\n\n"
              "`record` [B], `source` [tokens] and `computed` [B] are written. most_moved -1: no limit. Raises\n"
              "ValueError before anything is written.");
@@ -542,13 +562,15 @@ static PyObject *native_align(PyObject *Py_UNUSED(module), PyObject *args)
     Py_buffer views[VIEWS];
     Rule rule;
     int edges, ends;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOnnppn:align", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4],
-                          &objects[5], &objects[6], &objects[7], &rule.near, &rule.most_moved, &edges, &ends,
-                          &rule.longest))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOnnnppn:align", &objects[0], &objects[1], &objects[2], &objects[3],
+                          &objects[4], &objects[5], &objects[6], &objects[7], &objects[8], &rule.near,
+                          &rule.near_numbers, &rule.most_moved, &edges, &ends, &rule.longest))
         return NULL;
     rule.edges = edges;
     rule.ends = ends;
     int held = hold(objects, views, VIEWS, RECORD);
+    if (held == VIEWS)
+        rule.kinds = (Kinds){views[KINDS].buf, views[KINDS].shape[0]};
     return finish(views, held, held == VIEWS && check_align(views, &rule) && align_views(views, &rule));
 }
 

@@ -18,11 +18,10 @@
 #include <Python.h>
 
 #include "arrays.h"
+#include "kinds.h"
 #include "numbers.h"
 
 enum { TOKENS, STARTS, ROWS, RECORD_TOKENS, RECORD_STARTS, PARTNER, KINDS, SEQUENCE, SLOT, VALUE, FORMER, CHANGE, IS_WORD, VIEWS };
-
-static const uint32_t IDS = (1u << 24) - 1;
 
 static const char *const TYPES[VIEWS] = {INT32, INT64, INT64, INT32,  INT64,  INT32, UINT8,
                                          INT64, UINT64, UINT64, UINT64, UINT64, UINT8};
@@ -34,25 +33,6 @@ static uint64_t run(const int32_t *tokens, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count; i++)
         found = mix(found * 0x9e3779b97f4a7c15u + (uint32_t)tokens[i]);
     return found;
-}
-
-typedef struct {
-    const uint8_t *kinds;
-    Py_ssize_t known; /* token ids that have a kind; the others are words */
-} Kinds;
-
-static inline bool is_word(const Kinds *kinds, int32_t token)
-{
-    uint32_t id = (uint32_t)token & IDS;
-    return (Py_ssize_t)id >= kinds->known || kinds->kinds[id];
-}
-
-static bool has_word(const Kinds *kinds, const int32_t *tokens, Py_ssize_t count)
-{
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (is_word(kinds, tokens[i]))
-            return true;
-    return false;
 }
 
 typedef struct {

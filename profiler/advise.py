@@ -51,7 +51,7 @@ class AdviseOptions:
         Share of the answers that may change.
     threshold : float
         Share of its tokens that a record must supply.
-    near : int
+    near : int or None
     most_moved : int or None
         As in `memoize`.
     dtype : {"float32", "bfloat16"}
@@ -66,7 +66,7 @@ class AdviseOptions:
     max_length: int | None = None
     budget: float = 0.01
     threshold: float = THRESHOLD
-    near: int = 1
+    near: int | None = None
     most_moved: int | None = None
     dtype: str = "float32"
     text_column: str | None = None
@@ -98,7 +98,8 @@ def advise(
     packed = another(loaded)
     memoize(packed.model, reuse="none")
     texts = tokenize(loaded, [row.text for row in rows], greatest_length(loaded, options.max_length))
-    rule, kinds = Rule(near=options.near, most_moved=options.most_moved), kinds_of(loaded.tokenizer)
+    rule, kinds = Rule.of(options.near, options.most_moved), kinds_of(loaded.tokenizer)
+    rule = rule.for_classes() if loaded.kind == "classifier" else rule
     played = {}
     for done, (kind, guard) in enumerate({"unguarded": None, "guarded": Guard(options.budget, 0.95, seed=0)}.items()):
         tell("playing the stream", done, 2)

@@ -43,7 +43,7 @@ class EvaluateOptions:
     sort: bool = True
     threshold: Threshold = "auto"
     lookup: LookupName | None = None
-    near: int = 1
+    near: int | None = None
     most_moved: int | None = None
     budget: float = 0.01
     confidence: float = 0.95

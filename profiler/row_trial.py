@@ -40,8 +40,8 @@ class RowTrial:
 
     @property
     def settings(self) -> dict[str, Any]:
-        moved = self._options.most_moved
-        return {"near": self._options.near, "most_moved": "any distance" if moved is None else moved}
+        near, moved = self._options.near, self._options.most_moved
+        return {"near": 1 if near is None else near, "most_moved": "any distance" if moved is None else moved}
 
     def serve(self) -> StackMemoization:
         options, log = self._options, logging.getLogger("attmemo")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from attmemo.embed.tokens import TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.kernels.align import Rule
-from attmemo.kernels.changes import Kinds
+from attmemo.kernels.kinds import Kinds
 from attmemo.profiler.models import Tokens
 
 Ints = npt.NDArray[np.int64]
@@ -90,7 +90,7 @@ def _decide(
     tokens, lengths = np.concatenate(own), np.array([len(one) for one in own], np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     near = index.candidates(tokens, starts)
-    found = index.align(tokens, starts, near, rule)
+    found = index.align(tokens, starts, near, rule, kinds)
     enough = (found.record >= 0) & (lengths - found.computed >= threshold * lengths)
     if guard is None:
         verdicts: list[Verdict | None] = [Verdict.SERVE if one else None for one in enough]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,14 +16,13 @@ from attmemo.embed.kinds import kinds_of
 from attmemo.errors import DataError
 from attmemo.guard import Guard
 from attmemo.kernels.align import Rule
+from attmemo.kernels.kinds import NO_KINDS
 from attmemo.memoization import memoize
 from attmemo.profiler.advise import PAYS, AdviseOptions, advise, recommend
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
 from attmemo.profiler.peers import another, way_of
 from attmemo.profiler.simulation import play_tokens
-
-NO_KINDS = np.empty(0, np.uint8)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from attmemo.kernels import _align
 from attmemo.kernels.align import LONGEST, Alignment, Rule, align, align_in_python, nearest, nearest_in_numpy, pairs
+from attmemo.kernels.kinds import NUMBER, WORD
 
 BARE = Rule(near=0, edges=False, ends=False)
 
@@ -85,6 +86,7 @@ def sequences(draw: st.DrawFn) -> tuple[Sequences, Sequences]:
 RULES = st.builds(
     Rule,
     near=st.sampled_from([0, 1, 2, 3, 1000]),
+    near_numbers=st.sampled_from([None, 0, 1, 2]),
     most_moved=st.sampled_from([None, 0, 1, 3, 60, 10**12]),
     edges=st.booleans(),
     ends=st.booleans(),
@@ -99,7 +101,8 @@ class TestAgainstTheOracle:
     ) -> None:
         inputs, records = case
         candidates = np.random.default_rng(seed).integers(-1, len(records), (len(inputs), 3))
-        arrays = (*packed(inputs), candidates, *packed(records), rule, longest)
+        kinds = np.random.default_rng(seed + 1).integers(0, 2, 4).astype(np.uint8)  # others are words
+        arrays = (*packed(inputs), candidates, *packed(records), rule, longest, kinds)
         assert equal(align(*arrays), align_in_python(*arrays))
 
     @pytest.mark.parametrize("period", [1, 2, 3, 7])
@@ -179,6 +182,35 @@ class TestRules:
             partner = sources(own, record, Rule(near=near, ends=False))
             assert [j for j in range(10) if partner[j] < 0] == list(range(5 - near, 6 + near))
 
+    @pytest.mark.parametrize(
+        ("own", "record", "computed"),
+        [
+            ([9, 1, 9, 9], [9, 2, 9, 9], [1]),  # a number for a number
+            ([9, 1, 9, 9], [9, 8, 9, 9], [0, 1, 2]),  # a number for a word
+            ([9, 8, 9, 9], [9, 1, 9, 9], [0, 1, 2]),  # a word for a number
+            ([9, 1, 7, 9], [9, 2, 8, 7, 9], [0, 1, 2]),  # a word of the record is not there
+            ([9, 1, 9, 9], [9, 2, 9, 9, 8], [0, 1, 2]),  # nor at its end
+        ],
+    )
+    def test_where_only_numbers_changed_their_own_neighbours_are_computed(
+        self, own: list[int], record: list[int], computed: list[int]
+    ) -> None:
+        kinds = np.array([WORD, NUMBER, NUMBER], np.uint8)
+        arrays = (*packed([own]), np.array([[0]]), *packed([record]))
+        found = align(*arrays, Rule(near=1, near_numbers=0, ends=False), kinds=kinds).source
+        assert np.flatnonzero(found < 0).tolist() == computed
+
+    def test_token_types_do_not_make_a_number_a_word(self) -> None:
+        own, record = [9, 1 | 1 << 24, 9], [9, 2 | 1 << 24, 9]
+        kinds = np.array([WORD, NUMBER, NUMBER], np.uint8)
+        arrays = (*packed([own]), np.array([[0]]), *packed([record]))
+        assert align(*arrays, Rule(near_numbers=0, ends=False), kinds=kinds).source.tolist() == [0, -1, 2]
+
+    def test_a_rule_that_names_neighbours_has_them_beside_numbers_too(self) -> None:
+        assert Rule.of(2).for_classes().near_where(words=False) == 2
+        assert Rule.of(None).for_classes().near_where(words=False) == 0
+        assert Rule.of(None).near_where(words=False) == Rule.of(None).near_where(words=True) == 1
+
     def test_the_first_token_behind_a_cut_of_the_record_is_computed(self) -> None:
         own, record = [1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 4, 5, 6]
         assert sources(own, record, Rule(ends=False)) == [0, 1, 2, -2 - 4, 5, 6]
@@ -192,14 +224,15 @@ class TestRules:
                 partner = sources(own, record, replace(BARE, most_moved=rule.most_moved))
                 wanted = []
                 for j, i in enumerate(partner):
-                    close = partner[max(0, j - rule.near) : j + rule.near + 1]
+                    near = rule.near  # without kinds all tokens are words
+                    close = partner[max(0, j - near) : j + near + 1]
                     edge = j > 0 and i >= 0 and partner[j - 1] >= 0 and i != partner[j - 1] + 1
                     end = j in (0, len(own) - 1)
                     computed = -1 in close or (edge and rule.edges) or (end and rule.ends)
                     wanted.append(-2 - i if computed and i >= 0 else i)
                 assert sources(own, record, rule) == wanted
 
-    @pytest.mark.parametrize("wrong", [{"near": -1}, {"most_moved": -1}])
+    @pytest.mark.parametrize("wrong", [{"near": -1}, {"near_numbers": -1}, {"most_moved": -1}])
     def test_a_negative_number_is_no_rule(self, wrong: dict[str, int]) -> None:
         with pytest.raises(ValueError, match="must not be negative"):
             Rule(**wrong)
@@ -282,7 +315,7 @@ class TestMemory:
         arrays = (*packed(inputs), every(inputs, records), *packed(records))
         record, source, computed = np.empty(2, np.int64), np.empty(len(arrays[0]), np.int32), np.empty(2, np.int64)
         results = [walled(array) for array in (record, source, computed)]
-        _align.align(*map(walled, arrays), *results, 1, -1, True, True, LONGEST)
+        _align.align(*map(walled, arrays), walled(np.ones(3, np.uint8)), *results, 1, 1, -1, True, True, LONGEST)
         assert equal(Alignment(*results), align_in_python(*arrays, Rule()))
 
     def test_more_tokens_than_the_bits_are_kept_for(self) -> None:
@@ -299,10 +332,11 @@ def broken(change: Callable[[list[Any]], None]) -> list[Any]:
         np.array([[0, 1], [1, -1]]),
         np.arange(6, dtype=np.int32),
         np.array([0, 2, 6]),
+        np.zeros(3, np.uint8),
         np.full(2, 77),
         np.full(5, 77, np.int32),
         np.full(2, 77),
-        *(1, -1, True, True, LONGEST),
+        *(1, 0, -1, True, True, LONGEST),
     ]
     change(arguments)
     return arguments
@@ -322,24 +356,25 @@ class TestRefusals:
             put(1, np.array([0, 2, 5], np.int32)), put(2, np.array([[0, 2], [1, 1]])), put(2, np.array([0, 1])),
             put(2, np.array([[0, 2**62], [1, 1]])), put(2, np.array([[0, 1]])), put(3, np.arange(5, dtype=np.int32)),
             put(4, np.array([0, 2, 7])), put(4, np.array([-1, 2, 6])), put(4, np.array([0, 7, 6])),
-            put(4, np.empty(0, np.int64)), put(5, np.full(3, 77)), put(6, np.full(4, 77, np.int32)),
-            put(6, np.full(5, 77)), put(7, np.full(1, 77)), put(8, -1), put(12, -1), put(12, LONGEST + 1),
+            put(4, np.empty(0, np.int64)), put(5, np.zeros(3)), put(5, np.zeros((1, 3), np.uint8)),
+            put(6, np.full(3, 77)), put(7, np.full(4, 77, np.int32)), put(7, np.full(5, 77)), put(8, np.full(1, 77)),
+            put(9, -1), put(10, -1), put(14, -1), put(14, LONGEST + 1),
         ],
     )  # fmt: skip
     def test_wrong_arguments_are_refused_and_nothing_is_written(self, change: Callable[[list[Any]], None]) -> None:
         arguments = broken(change)
         with pytest.raises(ValueError, match=r"must|lead|is no record"):
             _align.align(*arguments)
-        assert all((arguments[place] == 77).all() for place in (5, 6, 7))
+        assert all((arguments[place] == 77).all() for place in (6, 7, 8))
 
     def test_right_arguments_are_taken(self) -> None:
         arguments = broken(lambda arguments: None)
         _align.align(*arguments)
-        assert not any((arguments[place] == 77).any() for place in (5, 6, 7))
+        assert not any((arguments[place] == 77).any() for place in (6, 7, 8))
 
     def test_read_only_results_are_never_written(self) -> None:
         arguments = broken(lambda arguments: None)
-        arguments[6].flags.writeable = False
+        arguments[7].flags.writeable = False
         with pytest.raises(ValueError, match="read-only"):
             _align.align(*arguments)
 

@@ -15,7 +15,8 @@ from test_align import BARE, Sequences, packed, sequences, walled
 
 from attmemo.kernels import _changes
 from attmemo.kernels.align import Rule, align
-from attmemo.kernels.changes import NUMBER, WORD, Changes, changes, changes_in_python
+from attmemo.kernels.changes import Changes, changes, changes_in_python
+from attmemo.kernels.kinds import NUMBER, WORD
 
 TYPE = 1 << 24
 """The lowest bit of a token's type."""

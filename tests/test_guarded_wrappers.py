@@ -13,7 +13,7 @@ from test_guarded import certify, flush
 
 from attmemo import memoize, unmemoize
 from attmemo.handles.rows import NO_TOKENIZER
-from attmemo.kernels.changes import NUMBER, WORD
+from attmemo.kernels.kinds import NUMBER, WORD
 from attmemo.profiler.models import LoadedModel, load_model
 
 LINES = [f"service {name} closed the session of user {name} on port {{}} after a request" for name in ("a", "b", "c")]
@@ -78,6 +78,20 @@ class TestPipeline:
         pipe(THIRD, **OPTIONS)
         assert done(pipe.model.attmemo)["served"] == before + 3
 
+    @pytest.mark.parametrize(("near", "beside"), [(None, 0), (0, 0), (1, 2), (2, 4)])
+    def test_of_classes_a_number_that_changed_has_no_neighbours_computed_by_default(
+        self, pipe: Any, near: int | None, beside: int
+    ) -> None:
+        memoize(pipe, database=":memory:", reuse="rows", gate=False, near=near, tokenizer=pipe.tokenizer)
+        for part in (FIRST, SECOND):
+            pipe(part, **OPTIONS)
+            flush(pipe.model)
+        tokens = pipe.tokenizer(THIRD[0])["input_ids"]
+        certify(pipe.model)
+        pipe.model.attmemo.guarded.guard.serves = lambda cover: True
+        (rows,) = pipe.model.attmemo.rows_to_compute([np.array(tokens, np.int32)])
+        assert rows == 1 + beside + 2, "the number, its neighbours, the first token and the last"
+
 
 class TestSentenceTransformer:
     @pytest.fixture(params=["mean", "cls"], name="embedder")
@@ -105,6 +119,11 @@ class TestSentenceTransformer:
         assert done(embedder.attmemo)["served"] == 4, "the same texts again"
         assert not embedder.attmemo.stats()["failures"]
         assert len(embedder.attmemo.guarded.guard.verified.state()["harm"]), "no embedding stayed just as it was"
+
+    @pytest.mark.parametrize("near", [None, 1])
+    def test_a_number_that_changed_has_neighbours_computed(self, embedder: Any, near: int | None) -> None:
+        memoize(embedder, database=":memory:", reuse="rows", gate=False, near=near)
+        assert embedder.attmemo.planner.rule.near_where(words=False) == 1
 
     def test_the_answer_is_the_embedding_that_is_given_back(self, embedder: Any) -> None:
         memoize(embedder, database=":memory:", reuse="rows", gate=False)

@@ -11,7 +11,7 @@ from conftest import SPECIAL
 from transformers import PreTrainedTokenizerFast
 
 from attmemo.embed.kinds import find_tokenizer, kinds_of
-from attmemo.kernels.changes import NUMBER, WORD
+from attmemo.kernels.kinds import NUMBER, WORD
 
 
 class Fake:

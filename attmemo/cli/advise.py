@@ -27,7 +27,10 @@ def advise(
     )] = None,
     budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
     threshold: Annotated[float, options.share("Share of its tokens that a record must supply.")] = 0.5,
-    near: Annotated[int, options.count("Neighbours that are computed beside a token that the record lacks.", 0)] = 1,
+    near: Annotated[int | None, options.count(
+        "Neighbours that are computed beside a token that the record lacks.  [default: 1; of classes 0, where only "
+        "numbers changed]", 0
+    )] = None,
     most_moved: Annotated[int | None, options.count(
         "How far a token may have moved.  [default: any distance]", 0
     )] = None,

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.kernels.changes import NUMBER, WORD
+from attmemo.kernels.kinds import NUMBER, WORD
 
 STARTS: Final = ("\u2581", "\u0120")  # marks of tokens that begin a word: SentencePiece, byte-level BPE
 INSIDE: Final = "##"  # mark of tokens inside of a word: WordPiece

@@ -13,7 +13,8 @@ import torch
 
 from attmemo.embed.sketch import Sketch, Vectors
 from attmemo.kernels.align import Alignment, Rule, align, nearest
-from attmemo.kernels.changes import Changes, Kinds, changes
+from attmemo.kernels.changes import Changes, changes
+from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.locking import ThreadLock
 
 Tokens = npt.NDArray[np.int32]
@@ -311,10 +312,12 @@ class TokenIndex:
         shelf = self._shelf
         return Candidates(shelf, self._rows(shelf, tokens, starts, tried))
 
-    def align(self, tokens: Tokens, starts: Ints, candidates: Candidates, rule: Rule = DEFAULT) -> Alignment:
+    def align(
+        self, tokens: Tokens, starts: Ints, candidates: Candidates, rule: Rule = DEFAULT, kinds: Kinds = NO_KINDS
+    ) -> Alignment:
         """The second half of `best`: the one of these candidates with the fewest rows to compute."""
         shelf = candidates.shelf
-        found = align(tokens, starts, candidates.rows, shelf.tokens, shelf.starts, rule)
+        found = align(tokens, starts, candidates.rows, shelf.tokens, shelf.starts, rule, kinds=kinds)
         return replace(found, record=shelf.numbers_of(found.record))
 
     def changes(

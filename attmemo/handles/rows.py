@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,6 +31,7 @@ from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
+from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.linear8 import LinearName
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
@@ -175,6 +175,8 @@ def prepare_rows(
             check_answers(whole, guarding.answers, adapter, encoder)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
+            else:
+                planner.rule = rule = rule.for_classes()
             named = isinstance(guarding.answers.rule, str)  # a function may be another one next time
             answering = {
                 "head": head_of(whole, adapter.host(encoder)), "vectors": guarding.answers.are_vectors,
@@ -191,6 +193,8 @@ def prepare_rows(
                     "dtype": arithmetic(str(packed.dtype), linear),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
+                if rule.near_numbers is not None and rule.near_numbers != rule.near:
+                    settings["near_numbers"] = rule.near_numbers
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))
                 undo.callback(keeper.close)
             key = _digest(answering).digest()[:KEY] if named else os.urandom(KEY)
@@ -302,10 +306,10 @@ def _answering(outer: Any, encoder: nn.Module) -> nn.Module:
     return outer if isinstance(outer, nn.Sequential) and hasattr(outer, "encode") else encoder
 
 
-def _kinds(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _kinds(tokenizer: Any) -> Kinds:
     if tokenizer is None:
         _LOG.warning("attmemo: %s", NO_TOKENIZER)
-        return np.empty(0, np.uint8)
+        return NO_KINDS
     return kinds_of(tokenizer)
 
 

@@ -8,13 +8,14 @@ rows of its partner, the others are computed. `align`, `sketch` and `nearest` ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from attmemo.kernels import _align
+from attmemo.kernels.kinds import NO_KINDS, Kinds, is_word
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -31,6 +32,9 @@ class Rule:
     ----------
     near : int
         So many neighbours of each token without a partner, on both sides.
+    near_numbers : int or None
+        The same, where no word is without a partner, neither of the input nor of the record: only numbers changed.
+        None: `near`.
     most_moved : int or None
         Two tokens whose positions differ by more are no pair. None: any two may be.
     edges : bool
@@ -40,16 +44,36 @@ class Rule:
     """
 
     near: int = 1
+    near_numbers: int | None = None
     most_moved: int | None = None
     edges: bool = True
     ends: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in (("near", self.near), ("most_moved", self.most_moved)):
-            if value is None and name == "most_moved":
+        for name, value in (
+            ("near", self.near), ("near_numbers", self.near_numbers), ("most_moved", self.most_moved)
+        ):  # fmt: skip
+            if value is None and name != "near":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
                 raise ValueError(f"{name} must be a whole number of tokens and must not be negative; got {value!r}")
+
+    @classmethod
+    def of(cls, near: int | None, most_moved: int | None = None) -> Rule:
+        """The rule that `attmemo.memoize` takes for these arguments. ValueError: a number is negative."""
+        return cls(most_moved=most_moved) if near is None else cls(near, near, most_moved)
+
+    def for_classes(self) -> Rule:
+        """The rule where answers are classes, if `near_numbers` is not chosen: numbers have no neighbours.
+
+        A class is read from rows that are always computed, the first one above all: these see the new numbers in
+        every layer. A mean of all rows is read from the neighbours too, and those would not have seen them.
+        """
+        return replace(self, near_numbers=0) if self.near_numbers is None else self
+
+    def near_where(self, words: bool) -> int:
+        """Neighbours that are computed; `words`: a word is without a partner."""
+        return self.near if words or self.near_numbers is None else self.near_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +104,7 @@ def align(
     record_starts: Ints,
     rule: Rule,
     longest: int = LONGEST,
+    kinds: Kinds = NO_KINDS,
 ) -> Alignment:
     """Align each input with its candidates and keep the best.
 
@@ -99,6 +124,8 @@ def align(
         Which rows are computed.
     longest : int
         An input or a record with more tokens shares only its prefix and its suffix; at most `LONGEST`.
+    kinds : uint8 [V]
+        `NUMBER` or `WORD` for each token id; ids from V on are words.
 
     Returns
     -------
@@ -119,10 +146,12 @@ def align(
         candidates,
         record_tokens,
         record_starts,
+        kinds,
         result.record,
         result.source,
         result.computed,
         rule.near,
+        rule.near_where(words=False),
         moved,
         rule.edges,
         rule.ends,
@@ -139,6 +168,7 @@ def align_in_python(
     record_starts: Ints,
     rule: Rule,
     longest: int = LONGEST,
+    kinds: Kinds = NO_KINDS,
 ) -> Alignment:
     """What `align` returns, from a table of all lengths: slow and plain."""
     best = Alignment(np.full(len(starts) - 1, -1), np.full(len(tokens), -1, np.int32), np.diff(starts))
@@ -148,7 +178,9 @@ def align_in_python(
                 continue
             record = record_tokens[record_starts[number] : record_starts[number + 1]].tolist()
             partner = pairs(tokens[start:stop].tolist(), record, rule.most_moved, longest)
-            source = _ruled(partner, rule)
+            left = [own for own, place in zip(tokens[start:stop].tolist(), partner, strict=True) if place < 0]
+            left += [token for place, token in enumerate(record) if place not in partner]
+            source = _ruled(partner, rule, rule.near_where(any(is_word(kinds, token) for token in left)))
             computed = sum(row < 0 for row in source)
             if best.record[b] < 0 or computed < best.computed[b]:
                 best.record[b], best.computed[b], best.source[start:stop] = number, computed, source
@@ -202,11 +234,11 @@ def _pair_middle(partner: list[int], rows: list[int], columns: range, equal: Cal
             r -= 1
 
 
-def _ruled(partner: list[int], rule: Rule) -> list[int]:
+def _ruled(partner: list[int], rule: Rule, near: int) -> list[int]:
     """`partner`, with -2 - partner for those that the rule has computed."""
     n = len(partner)
     single = [j for j in range(n) if partner[j] < 0]
-    computed = {k for j in single for k in range(max(0, j - rule.near), min(n, j + rule.near + 1))}
+    computed = {k for j in single for k in range(max(0, j - near), min(n, j + near + 1))}
     if rule.edges:
         computed |= {j for j in range(1, n) if -1 < partner[j] != partner[j - 1] + 1 > 0}
     if rule.ends and n:

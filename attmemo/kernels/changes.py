@@ -18,16 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.kernels import _changes
+from attmemo.kernels.kinds import IDS, Kinds, is_word
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
-Kinds = npt.NDArray[np.uint8]
-
-NUMBER: Final = 0
-WORD: Final = 1
-IDS: Final = (1 << 24) - 1
-"""The bits of a token that are its id; token types lie above."""
 
 _ALL: Final = (1 << 64) - 1
 
@@ -127,11 +122,6 @@ def changes_in_python(
     kinds: Kinds,
 ) -> Changes:
     """What `changes` returns."""
-
-    def is_word(token: int) -> bool:
-        known = token & IDS
-        return known >= len(kinds) or bool(kinds[known] == WORD)
-
     gaps: list[tuple[int, int, int, int, int, int]] = []
     for b, (start, stop) in enumerate(pairwise(starts.tolist())):
         if rows[b] < 0:
@@ -145,11 +135,11 @@ def changes_in_python(
                 continue
             if j > here or p > there:
                 old, new = record[there:p], own[here:j]
-                word = int(any(map(is_word, old + new)))
+                word = int(any(is_word(kinds, token) for token in old + new))
                 slot = _mix((anchor + 1) * 2 + word)
                 before, after = _mix(_run(old)), _mix(_run(new))
                 gaps.append((b, slot, _mix(slot + after), _mix(slot + before), _mix(slot + before + after), word))
-            if p < len(record) and is_word(record[p]):
+            if p < len(record) and is_word(kinds, record[p]):
                 anchor = record[p] & IDS
             here, there = j + 1, p + 1
     columns: list[Any] = list(zip(*gaps, strict=True)) if gaps else [()] * 6

@@ -17,7 +17,8 @@ from attmemo.counters import Counters
 from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.kernels.align import Alignment, Rule
-from attmemo.kernels.changes import Changes, Kinds, Tokens
+from attmemo.kernels.changes import Changes, Tokens
+from attmemo.kernels.kinds import Kinds
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
@@ -204,7 +205,9 @@ class GuardedPlanner(RowPlanner):
         covers: list[Cover | None] = [None] * len(asked.lengths)
         rows = candidates.rows
         for _ in range(TRIED):
-            found = self.index.align(asked.tokens, asked.starts, replace(candidates, rows=rows), self.rule)
+            found = self.index.align(
+                asked.tokens, asked.starts, replace(candidates, rows=rows), self.rule, self.kinds
+            )
             best = best or found
             enough = self._suffices(found, asked.lengths)
             if not enough.any():
