@@ -149,7 +149,7 @@ setup(
             Extension(
                 f"attmemo.kernels._{name}",
                 sources=[f"native/{name}.c"],
-                depends=["native/arrays.h", "native/fine.h", "native/numbers.h"],
+                depends=["native/arrays.h", "native/fine.h", "native/kinds.h", "native/numbers.h"],
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
                 libraries=["m"],

@@ -57,7 +57,8 @@ static bool are_starts(const int64_t *starts, Py_ssize_t count, Py_ssize_t token
 /* ---- alignment ---- */
 
 typedef struct {
-    Py_ssize_t near, near_numbers, most_moved, longest; /* most_moved is negative: a pair may move as far as it likes */
+    Py_ssize_t near, near_numbers, longest;
+    Py_ssize_t most_moved; /* negative: a pair may move as far as it likes */
     bool edges, ends;
     Kinds kinds;
 } Rule;
@@ -230,7 +231,7 @@ static void pair_tokens(Work *work, Sequence input, Sequence record, const Rule 
     }
 }
 
-/* Whether a token of either that has no partner is a word. */
+/* Whether a word of the input or of the record has no partner. */
 static bool words_differ(const int32_t *partner, Sequence input, Sequence record, const Kinds *kinds)
 {
     Py_ssize_t there = 0; /* behind the last pair, in the record */
@@ -394,8 +395,9 @@ static bool find_records(const Py_buffer *views, const int64_t *candidates, Py_s
     return true;
 }
 
-static bool align_views(const Py_buffer *views, const Rule *rule)
+static bool align_views(const Py_buffer *views, Rule *rule)
 {
+    rule->kinds = (Kinds){views[KINDS].buf, views[KINDS].shape[0]};
     Py_ssize_t batch = views[CANDIDATES].shape[0], tried = views[CANDIDATES].shape[1], count = batch * tried;
     size_t used = 0;
     char *copies = PyMem_RawMalloc((size_t)(batch + 1 + count) * 8 + (size_t)count * sizeof(Sequence));
@@ -569,8 +571,6 @@ static PyObject *native_align(PyObject *Py_UNUSED(module), PyObject *args)
     rule.edges = edges;
     rule.ends = ends;
     int held = hold(objects, views, VIEWS, RECORD);
-    if (held == VIEWS)
-        rule.kinds = (Kinds){views[KINDS].buf, views[KINDS].shape[0]};
     return finish(views, held, held == VIEWS && check_align(views, &rule) && align_views(views, &rule));
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from attmemo.embed.kinds import kinds_of
 from attmemo.errors import DataError
-from attmemo.guard import Guard
+from attmemo.guard import Guard, is_class_of_first_row
 from attmemo.kernels.align import Rule
 from attmemo.machine import conditions
 from attmemo.memoization import memoize
@@ -98,10 +98,14 @@ def advise(
     packed = another(loaded)
     memoize(packed.model, reuse="none")
     texts = tokenize(loaded, [row.text for row in rows], greatest_length(loaded, options.max_length))
-    rule, kinds = Rule.of(options.near, options.most_moved), kinds_of(loaded.tokenizer)
-    rule = rule.for_classes() if loaded.kind == "classifier" else rule
+    free, kinds = Rule.of(options.near, options.most_moved), kinds_of(loaded.tokenizer)
+    classes = loaded.kind == "classifier" and is_class_of_first_row("class", loaded.model.config)
+    ways = {
+        "unguarded": (free, None),
+        "guarded": (free.for_classes() if classes else free, Guard(options.budget, 0.95, seed=0)),
+    }
     played = {}
-    for done, (kind, guard) in enumerate({"unguarded": None, "guarded": Guard(options.budget, 0.95, seed=0)}.items()):
+    for done, (kind, (rule, guard)) in enumerate(ways.items()):
         tell("playing the stream", done, 2)
         played[kind] = play_tokens(texts, options.batch_size, options.threshold, rule, guard, kinds)
     tell("playing the stream", 2, 2)

@@ -16,6 +16,7 @@ from attmemo.db import Database
 from attmemo.guard import AnswerRule, Guard
 from attmemo.handles.stack import StackMemoization
 from attmemo.memoization import memoize, unmemoize
+from attmemo.planner.rows import RowPlanner
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.models import LoadedModel, Progress, Tokens
 
@@ -46,7 +47,9 @@ def play(
         in_order = sorted(tokens, key=lambda item: item.row)
         prepared = prepare(loaded, in_order, options.batch_size, sort=False)
         given = ask(loaded, prepared, progress=lambda done: tell("guarded answers", done, total))
-        stats = handle.stats()
+        planner = handle.planner
+        assert isinstance(planner, RowPlanner)
+        stats, rule = handle.stats(), planner.rule
     finally:
         unmemoize(loaded.model)
     guard = stats["guard"]
@@ -58,4 +61,5 @@ def play(
         "changed": float(differ.float().mean()), "changed_late": float(differ[late].float().mean()),
         "share_computed": stats["rows_computed"] / valid, "verified": guard["verified"], "margin": guard["margin"],
         "state": guard["state"], "done": guard["done"], "says": guard["says"],
+        "near": rule.near, "near_numbers": rule.near_where(words=False),
     }  # fmt: skip

@@ -14,6 +14,7 @@ from attmemo.db import KIND_ROWS, Database
 from attmemo.errors import AttmemoError
 from attmemo.handles.rows import UNGUARDED
 from attmemo.handles.stack import StackMemoization
+from attmemo.kernels.align import Rule
 from attmemo.memoization import memoize
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.planner import Whole
@@ -40,8 +41,9 @@ class RowTrial:
 
     @property
     def settings(self) -> dict[str, Any]:
-        near, moved = self._options.near, self._options.most_moved
-        return {"near": 1 if near is None else near, "most_moved": "any distance" if moved is None else moved}
+        moved = self._options.most_moved
+        near = Rule.of(self._options.near).near
+        return {"near": near, "most_moved": "any distance" if moved is None else moved}
 
     def serve(self) -> StackMemoization:
         options, log = self._options, logging.getLogger("attmemo")

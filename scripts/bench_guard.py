@@ -311,7 +311,7 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     one = dict(SETTINGS)
     yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
     yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
-    yield "windows", lambda: streams(shared, "deberta", LOGS, 1, 4, ("guard", "no guard"), most_moved=3, **one)
+    yield "windows", lambda: streams(shared, "deberta", LOGS, 1, 4, ("guard", "no guard"), **one)
     yield "embeddings", lambda: streams(shared, "minilm", ("OpenSSH", "HDFS", "Apache", "BGL"), 1, **one)
     yield "switch", lambda: switch(shared)
     yield "adversaries", lambda: adversaries(shared)

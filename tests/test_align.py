@@ -357,7 +357,8 @@ class TestRefusals:
             put(2, np.array([[0, 2**62], [1, 1]])), put(2, np.array([[0, 1]])), put(3, np.arange(5, dtype=np.int32)),
             put(4, np.array([0, 2, 7])), put(4, np.array([-1, 2, 6])), put(4, np.array([0, 7, 6])),
             put(4, np.empty(0, np.int64)), put(5, np.zeros(3)), put(5, np.zeros((1, 3), np.uint8)),
-            put(6, np.full(3, 77)), put(7, np.full(4, 77, np.int32)), put(7, np.full(5, 77)), put(8, np.full(1, 77)),
+            put(5, np.array(0, np.uint8)), put(6, np.full(3, 77)), put(7, np.full(4, 77, np.int32)),
+            put(7, np.full(5, 77)), put(8, np.full(1, 77)),
             put(9, -1), put(10, -1), put(14, -1), put(14, LONGEST + 1),
         ],
     )  # fmt: skip

@@ -92,6 +92,16 @@ class TestPipeline:
         (rows,) = pipe.model.attmemo.rows_to_compute([np.array(tokens, np.int32)])
         assert rows == 1 + beside + 2, "the number, its neighbours, the first token and the last"
 
+    @pytest.mark.parametrize("pooled", ["a mean", "a function"])
+    def test_a_class_that_is_read_from_a_mean_keeps_the_neighbours(self, pipe: Any, pooled: str) -> None:
+        options: dict[str, Any] = {}
+        if pooled == "a mean":
+            pipe.model.config.classifier_pooling = "mean"  # as ModernBERT has it
+        else:
+            options["answer"] = lambda output: output.logits.argmax(1)
+        memoize(pipe, database=":memory:", reuse="rows", gate=False, **options)
+        assert pipe.model.attmemo.planner.rule.near_where(words=False) == 1
+
 
 class TestSentenceTransformer:
     @pytest.fixture(params=["mean", "cls"], name="embedder")

@@ -28,7 +28,7 @@ def advise(
     budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
     threshold: Annotated[float, options.share("Share of its tokens that a record must supply.")] = 0.5,
     near: Annotated[int | None, options.count(
-        "Neighbours that are computed beside a token that the record lacks.  [default: 1; of classes 0, where only "
+        "Neighbours that are computed beside a token that the record lacks.  [default: 1; for classes 0 where only "
         "numbers changed]", 0
     )] = None,
     most_moved: Annotated[int | None, options.count(

@@ -115,7 +115,7 @@ def _guards(database: Path) -> list[dict[str, Any]]:
     for settings, learned in all_in(database / GUARDS):
         guard = Guard.of(settings["budget"], settings["confidence"], learned, vectors=bool(settings.get("vectors")))
         found.append(settings | guard.stats())
-    return found
+    return sorted(found, key=lambda guard: float(guard["since"]))  # of guards of one answer, the newest is shown
 
 
 def _hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:

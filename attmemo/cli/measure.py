@@ -80,8 +80,8 @@ def evaluate(
         help="Of maps: one lookup per sequence, or one in every layer.  [default: as tuned, else sequence]"
     )] = None,
     near: Annotated[int | None, options.count(
-        "Of rows: so many neighbours of a token that the record does not supply are computed too.  [default: 1; under "
-        "a guard of classes 0, where only numbers changed]", 0
+        "Of rows: so many neighbours of a token that the record does not supply are computed too.  [default: 1; for "
+        "guarded classes 0 where only numbers changed]", 0
     )] = None,
     most_moved: Annotated[int | None, options.count(
         "Of rows: how far a token may have moved between a record and a text.  [default: any distance]", 0

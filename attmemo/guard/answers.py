@@ -130,6 +130,15 @@ class Answers:
         return not cosines(first[None], second[None])[0] >= self.min_cosine
 
 
+def is_class_of_first_row(rule: AnswerRule, config: Any) -> bool:
+    """Whether an answer that is a class is read from the first row, by the head of a model with this configuration.
+
+    A function may read it from all rows.
+    """
+    pooling = getattr(config, "classifier_pooling", "cls")  # of ModernBERT; other heads take the first row
+    return rule in ("auto", "class") and getattr(config, "num_labels", 2) > 1 and pooling == "cls"
+
+
 def cosines(some: Tensor, others: Tensor) -> list[float]:
     """The cosines of pairs of vectors ``[N, H]``."""
     found: list[float] = torch.nn.functional.cosine_similarity(some.double(), others.double(), dim=1).tolist()

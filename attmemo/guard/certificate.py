@@ -16,7 +16,9 @@ import numpy as np
 
 _PARTS: Final = np.geomspace(0.01, 0.95, 24)
 """p as a share of t. Logarithmic steps favour small rates, at little cost for others."""
-_SPREAD: Final = np.full(len(_PARTS), 1.0 / len(_PARTS))
+_SPREAD: Final = _PARTS**-0.5 / (_PARTS**-0.5).sum()
+"""Shares of the stake, one for each part. Small parts get more: 1 % at 95 % takes 321 samples if no answer changed,
+where equal shares take 347; 661 if one did, where equal shares take 646. Every such test needs at least 299."""
 _HALVINGS: Final = 40
 
 EARNINGS: Final = 1000

@@ -34,7 +34,7 @@ from attmemo.locking import ThreadLock
 DRAWN: Final = 0.02
 """Share of the answers to be served that are verified instead."""
 SAVED: Final = 500.0
-"""Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 351."""
+"""Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 321."""
 EARNED: Final = 0.1
 """Verifications that each request pays for."""
 RETURNED: Final = 0.2

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from attmemo.locking import locked
 
-VERSION: Final = "3"
+VERSION: Final = "4"
 HASHES: Final[dict[str, tuple[int, ...]]] = {"changes": (), "harmful": (), "values": (3,), "harm": (2,)}
 """Arrays of a file, and the numbers of one entry."""
 

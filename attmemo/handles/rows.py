@@ -25,7 +25,7 @@ from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
-from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger
+from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger, is_class_of_first_row
 from attmemo.guard.margin import COSINES, STEPS
 from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
@@ -175,7 +175,7 @@ def prepare_rows(
             check_answers(whole, guarding.answers, adapter, encoder)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
-            else:
+            elif is_class_of_first_row(guarding.answers.rule, getattr(encoder, "config", None)):
                 planner.rule = rule = rule.for_classes()
             named = isinstance(guarding.answers.rule, str)  # a function may be another one next time
             answering = {

@@ -64,10 +64,10 @@ class Rule:
         return cls(most_moved=most_moved) if near is None else cls(near, near, most_moved)
 
     def for_classes(self) -> Rule:
-        """The rule where answers are classes, if `near_numbers` is not chosen: numbers have no neighbours.
+        """The rule where answers are classes that a model's head reads from the first row, if `near_numbers` is open.
 
-        A class is read from rows that are always computed, the first one above all: these see the new numbers in
-        every layer. A mean of all rows is read from the neighbours too, and those would not have seen them.
+        Then numbers have no neighbours: the first row is always computed, and sees the new numbers in every layer. A
+        mean of all rows is read from the neighbours too, and those would not have seen the numbers.
         """
         return replace(self, near_numbers=0) if self.near_numbers is None else self
 

@@ -1,8 +1,8 @@
 """Computed rows and rows of records, put where a batch wants them: `native/rows.c` and its oracle in torch.
 
 THE DRIFT.  A reused row has not seen the tokens that changed. Some of the computed rows are those of tokens that the
-record has too: the first and the last one, and neighbours of what changed. How far these moved from the record's rows
-tells how far the others would have moved. A share of the mean of these moves is added to the reused rows: the
+record has too: the first and the last one, and most neighbours of what changed. How far these moved from the record's
+rows tells how far the others would have moved. A share of the mean of these moves is added to the reused rows: the
 intraclass correlation of the moves, which is what one move tells of another. It is 1 if the moves are equal, and 0 if
 they are as different as moves without a common part. With m moves, c the squared length of their mean, and w the sum
 of squares of what is left, divided by m - 1, it is ``d / (d + w)`` with ``d = max(c - w / m, 0)``.
