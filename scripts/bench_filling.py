@@ -33,7 +33,8 @@ from attmemo.db.filling import Filling
 from attmemo.db.pool import Entry
 from attmemo.db.segment import rounded
 from attmemo.db.shared_pool import SharedPool
-from attmemo.embed.tokens import TokenIndex
+from attmemo.embed.kinds import kinds_of
+from attmemo.embed.tokens import DEFAULT, TokenIndex
 from attmemo.guard import Guard
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
@@ -52,7 +53,8 @@ def cold(shared: Path, out: Path) -> dict[str, Any]:
             lines = every_line(shared, log)
             encoded = [tokenizer(line, truncation=True, max_length=256, return_tensors="pt") for line in lines]
             asked = [(inputs["input_ids"][0].numpy().astype(np.int32), True) for inputs in encoded]
-            simulated = simulate(asked, Every(), Unbounded(1 << 60))
+            rule, kinds = DEFAULT.for_classes() if which == "deberta" else DEFAULT, kinds_of(tokenizer)
+            simulated = simulate(asked, Every(), Unbounded(1 << 60), rule, kinds)
             one: dict[str, Any] = {"simulated": simulated["rows"] / simulated["tokens"]}
             for name, kind in (("no guard", Unguarded), ("guard", Guard)):
                 memoize(model, database=":memory:", tokenizer=tokenizer, gate=False, threshold=0.5)

@@ -28,7 +28,9 @@ import numpy.typing as npt
 from bench_rows import minilm_folder
 from transformers import AutoTokenizer
 
-from attmemo.embed.tokens import TokenIndex
+from attmemo.embed.tokens import DEFAULT, TokenIndex
+from attmemo.kernels.align import Rule
+from attmemo.kernels.kinds import NO_KINDS, Kinds
 
 Tokens = npt.NDArray[np.int32]
 Requests = list[tuple[Tokens, bool]]  # and whether it is a line of a log
@@ -101,10 +103,11 @@ def stream(shared: Path, kind: str) -> Requests:
 # What is taken in
 
 
-def asked(index: TokenIndex, tokens: Tokens) -> tuple[int, int]:
+def asked(index: TokenIndex, tokens: Tokens, rule: Rule = DEFAULT, kinds: Kinds = NO_KINDS) -> tuple[int, int]:
     """The record that serves an input, and the rows it leaves to compute; -1 and all rows if none does."""
     count = len(tokens)
-    found = index.best(tokens, np.array([0, count], np.int64))
+    starts = np.array([0, count], np.int64)
+    found = index.align(tokens, starts, index.candidates(tokens, starts), rule, kinds)
     record, computed = int(found.record[0]), int(found.computed[0])
     serves = record >= 0 and computed <= THRESHOLD * count and computed < count
     return (record, computed) if serves else (-1, count)
@@ -444,12 +447,14 @@ FEW = ("records: FIFO", "records: LRU", "records: SIEVE", "records: S3-FIFO", *C
 # Simulation
 
 
-def simulate(requests: Requests, admission: Every, policy: Unbounded) -> dict[str, Any]:
+def simulate(
+    requests: Requests, admission: Every, policy: Unbounded, rule: Rule = DEFAULT, kinds: Kinds = NO_KINDS
+) -> dict[str, Any]:
     """One pass."""
     index, records = TokenIndex(), dict[int, Record]()
     served = lines = rows = tokens = admitted = highest = 0
     for own, is_line in requests:
-        number, computed = asked(index, own)
+        number, computed = asked(index, own, rule, kinds)
         rows, tokens, lines = rows + computed, tokens + len(own), lines + is_line
         if number >= 0:
             policy.hit(records[number])
