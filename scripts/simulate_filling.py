@@ -106,8 +106,7 @@ def stream(shared: Path, kind: str) -> Requests:
 def asked(index: TokenIndex, tokens: Tokens, rule: Rule = DEFAULT, kinds: Kinds = NO_KINDS) -> tuple[int, int]:
     """The record that serves an input, and the rows it leaves to compute; -1 and all rows if none does."""
     count = len(tokens)
-    starts = np.array([0, count], np.int64)
-    found = index.align(tokens, starts, index.candidates(tokens, starts), rule, kinds)
+    found = index.best(tokens, np.array([0, count], np.int64), rule, kinds=kinds)
     record, computed = int(found.record[0]), int(found.computed[0])
     serves = record >= 0 and computed <= THRESHOLD * count and computed < count
     return (record, computed) if serves else (-1, count)

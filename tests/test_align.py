@@ -224,8 +224,7 @@ class TestRules:
                 partner = sources(own, record, replace(BARE, most_moved=rule.most_moved))
                 wanted = []
                 for j, i in enumerate(partner):
-                    near = rule.near  # without kinds all tokens are words
-                    close = partner[max(0, j - near) : j + near + 1]
+                    close = partner[max(0, j - rule.near) : j + rule.near + 1]
                     edge = j > 0 and i >= 0 and partner[j - 1] >= 0 and i != partner[j - 1] + 1
                     end = j in (0, len(own) - 1)
                     computed = -1 in close or (edge and rule.edges) or (end and rule.ends)

@@ -297,7 +297,9 @@ class TokenIndex:
         shelf = self._shelf
         return shelf.numbers_of(self._rows(shelf, tokens, starts, k))
 
-    def best(self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = 16) -> Alignment:
+    def best(
+        self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = 16, kinds: Kinds = NO_KINDS
+    ) -> Alignment:
         """Of the `tried` records with the nearest sketches the one with the fewest rows to compute, for each input.
 
         See `attmemo.kernels.align.align`; `record` has numbers of records. ValueError: as `find`.
@@ -305,7 +307,7 @@ class TokenIndex:
         Trying 16 records and not 4 takes 2 to 13 us more for a line of a log and leaves .001 to .011 of its rows less
         to compute; a small model of six layers takes 80 us for a row.
         """
-        return self.align(tokens, starts, self.candidates(tokens, starts, tried), rule)
+        return self.align(tokens, starts, self.candidates(tokens, starts, tried), rule, kinds)
 
     def candidates(self, tokens: Tokens, starts: Ints, tried: int = 16) -> Candidates:
         """The first half of `best`: what is near."""

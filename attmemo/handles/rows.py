@@ -188,13 +188,12 @@ def prepare_rows(
                 settings = answering | {
                     "min_cosine": guarding.answers.min_cosine,
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
-                    "near": rule.near, "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
+                    "near": rule.near, "near_numbers": rule.near_where(words=False),
+                    "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
                     "margins": list(COSINES if guarding.answers.are_vectors else STEPS),
                     "dtype": arithmetic(str(packed.dtype), linear),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
-                if rule.near_numbers is not None and rule.near_numbers != rule.near:
-                    settings["near_numbers"] = rule.near_numbers
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))
                 undo.callback(keeper.close)
             key = _digest(answering).digest()[:KEY] if named else os.urandom(KEY)
