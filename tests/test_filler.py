@@ -175,7 +175,6 @@ class TestFull:
             assert filler.offer(range(9), 90)
             assert filler.admit(1), "there is room, if not for much"
             assert not filler.offer([9], refused)
-            monkeypatch.setattr(module, "SLICE", 10)
             filler._polled = time.monotonic() + 1e6
             while filler._bytes > least:
                 assert not filler.admit(1)
@@ -184,14 +183,13 @@ class TestFull:
 
 
 class TestRest:
-    """The thread works in slices. Here a rest has no end, but for those who wait."""
+    """The thread rests after each item. Here a rest has no end, unless a caller waits."""
 
     @pytest.fixture(autouse=True)
     def endless(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "SLICE", 10)
         monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 1e6 if worked else 0.0)
 
-    def test_it_rests_after_a_slice(self, store: Store) -> None:
+    def test_it_rests_after_an_item(self, store: Store) -> None:
         store.block()
         store.filler.offer([1, 2, 3], 12)
         store.begun.clear()
@@ -200,16 +198,29 @@ class TestRest:
         assert store.filler.flush(LONG)
         assert store.calls == [[0], [1, 2, 3]], "a flush waits for no rest"
 
-    def test_a_slice_has_so_many_bytes_or_one_item(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_works_on_one_item_at_a_time(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 0.0)
         store.block()
-        store.filler.offer([1, 2, 3, 4, 5], 20)
-        store.filler.offer([6, 7], 200)
+        store.filler.offer([1, 2], 20)
+        store.filler.offer([3], 200)
         store.may_go.set()
         until = time.monotonic() + LONG
-        while len(store.stored) < 8 and time.monotonic() < until:
+        while len(store.stored) < 4 and time.monotonic() < until:
             time.sleep(0.001)
-        assert store.calls == [[0], [1, 2], [3, 4], [5], [6], [7]]
+        assert store.calls == [[0], [1], [2], [3]]
+
+    def test_items_get_a_turn_though_looks_for_news_need_long_rests(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "POLL", 0.001)
+        monkeypatch.setattr(module, "_LOOK", 0.0)
+        monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 0.01)
+        assert store.polled.wait(LONG)
+        store.filler.offer(range(5), 5)
+        until = time.monotonic() + LONG
+        while len(store.stored) < 5 and time.monotonic() < until:
+            time.sleep(0.001)
+        assert store.stored == list(range(5))
 
     def test_closing_stores_what_waits_without_a_rest(self, store: Store) -> None:
         store.block()

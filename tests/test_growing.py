@@ -211,7 +211,7 @@ def _all_of(pool: Pool) -> News:
     return News(list(pool.records.values()))
 
 
-class TestChosen:
+class TestWhatIsKept:
     def test_what_is_stored_is_not_stored_again(self) -> None:
         store = store_for(8)
         keep(store, record(0), record(1), record(0))
@@ -234,6 +234,42 @@ class TestChosen:
         other[7] += 1
         keep(store, (tokens, rows, last), (other, rows, last), (tokens[:-1], rows[:, :, :-1], last[:-1]))
         assert store.done == {"kept": 3}
+
+    def test_all_that_an_error_costs_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = store_for(8)
+        offers = offers_of(record(0), record(1), record(2), record(3))
+        bad, as_record = offers[2], Offer.as_record
+
+        def fails_once(offer: Offer, own: RowLayout) -> npt.NDArray[np.uint8]:
+            if offer is bad:
+                raise MemoryError("no memory")
+            return as_record(offer, own)
+
+        monkeypatch.setattr(Offer, "as_record", fails_once)
+        store._fill(offers, True)
+        assert sum(store.done.values()) == len(offers)
+        assert store.done["MemoryError"] == len(offers) - len(held(store, 4))
+        keep(store, record(0))
+        assert 0 in held(store, 4), "and it goes on"
+
+    def test_records_that_are_found_pay_for_more_once_rows_were_computed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, paid, work = store_for(8), [], [Work()]
+        monkeypatch.setattr(store._filler.pace, "earn", paid.append)
+        keep(store, record(0))
+        store.watch(lambda: work[0])
+        assert store.flush()
+        store.fetch(find(store, record(0)[0]))
+        assert store.flush()
+        assert paid == [], "no forward has ended"
+        work[0] = Work(1, 5, 2)
+        assert store.flush()
+        assert len(paid) == 1
+        assert paid[0] > 0
+        work[0] = Work(2, 10, 7)
+        assert store.flush()
+        assert paid[1:] == [0], "nothing was found"
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("part", ["last", "keys", "values"])

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attmemo.reuse import pace
-from attmemo.reuse.pace import DEAR, DEAR_SHARE, EARNED, FAST_SHARE, FIRST, FREE, SHARE, Pace
+from attmemo.reuse.pace import EARNED, FAST_SHARE, FIRST, FREE, MOST, SHARE, Pace
 
 
 class Clock:
@@ -47,17 +47,6 @@ def test_the_first_work_is_done_faster(clock: Clock) -> None:
     assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
 
 
-def test_dear_records_are_stored_slowly_from_the_first_on(clock: Clock) -> None:
-    own = Pace()
-    own.weigh(1.1 * DEAR, 1.0)
-    assert share_of(own) == pytest.approx(DEAR_SHARE)
-    own.weigh(0.9 * DEAR, 1.0)
-    assert share_of(own) == pytest.approx(FAST_SHARE)
-    own.rest(FIRST)
-    own.weigh(1.1 * DEAR, 1.0)
-    assert share_of(own) == pytest.approx(SHARE)
-
-
 def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:
     own = Pace()
     own.rest(FIRST)
@@ -79,12 +68,12 @@ def test_two_looks_shortly_one_behind_the_other_are_one(clock: Clock) -> None:
     assert share_of(own) == pytest.approx(SHARE)
 
 
-def test_what_reuse_saved_pays_for_work_but_not_without_end(clock: Clock) -> None:
+def test_records_that_are_found_pay_for_work_but_not_without_end(clock: Clock) -> None:
     own = Pace()
     own.rest(2 * FIRST)
     own.earn(1.0)
     assert share_of(own, EARNED / 2) == pytest.approx(FAST_SHARE)
     assert share_of(own, EARNED / 2) == pytest.approx(SHARE)
     own.earn(1e9)
-    own.rest(FIRST)
+    own.rest(MOST)
     assert share_of(own) == pytest.approx(SHARE)

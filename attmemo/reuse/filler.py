@@ -3,7 +3,7 @@
 A request hands over references and goes on. If more waits than is allowed, what comes is left out and counted: a
 request never waits. The thread also reads what other processes have added.
 
-The thread works in slices and rests after each (`attmemo.reuse.pace`), so that no request waits for more than a slice.
+The thread rests after each item (`attmemo.reuse.pace`), so that no request waits for more than one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
 """Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
-SLICE: Final = 2 << 20
-"""Bytes that are worked on before a rest; one item may have more."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
 _CLOSING = 5.0  # seconds
 TOO_MANY: Final = "too many waited to be stored"
@@ -37,7 +35,8 @@ class Filler(Generic[Item]):
     Parameters
     ----------
     work : method
-        Gets a list of items, and whether a caller waits for them to be stored; held weakly. It must not raise.
+        Gets one item, or all if a caller waits for them to be stored, and whether one waits; held weakly. It must not
+        raise.
     end : function
         Called once nothing holds the filler any more, if it was not closed.
     """
@@ -121,12 +120,10 @@ class Filler(Generic[Item]):
         found: list[Item] = []
         taken, hurry, now = 0, self._hurry or self._closed, time.monotonic()
         if hurry or now - self._polled < POLL:
-            while self._waiting and (hurry or not found or taken + self._waiting[0][1] <= SLICE):
+            while self._waiting and (hurry or not found):
                 item, nbytes = self._waiting.popleft()
                 found.append(item)
                 taken += nbytes
-        if not found:
-            self._polled = now
         self._bytes -= taken
         if self._bytes + self._free <= MOST_WAITING:
             self._free = 1
@@ -137,10 +134,14 @@ class Filler(Generic[Item]):
         """Seconds until the thread works again."""
         return 0.0 if self._hurry or self._closed else max(0.0, self._rests_until - time.monotonic())
 
-    def _done(self, worked: float) -> None:
+    def _done(self, worked: float, polled: bool) -> None:
         with self._changed:
             self._busy = False
+            if polled and worked <= _LOOK:
+                worked = 0.0
             self._rests_until = time.monotonic() + self.pace.rest(worked)
+            if polled:
+                self._polled = self._rests_until  # items get their turn, however long the rest after a look is
             self._changed.notify_all()
 
 
@@ -175,7 +176,6 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
             if work is not None:
                 work(items, hurry)
         finally:
-            worked = time.thread_time() - begin
-            filler._done(worked if items or worked > _LOOK else 0.0)
+            filler._done(time.thread_time() - begin, not items)
         del filler, items, work
         time.sleep(0)  # let requests go on

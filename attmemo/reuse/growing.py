@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -43,7 +43,6 @@ _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
-_KEPT = 0.8  # of what was stored earlier, in the price of a token
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -78,7 +77,7 @@ class GrowingRows(RowStore):
         self._records: dict[int, int] = {}  # the other way
         self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
         self._since = 0.0  # when the first of them was written
-        self._stored = 0.0, 0.0  # tokens stored lately, and processor time for them
+        self._found = 0  # tokens of the records that were fetched; a count that is lost now and then does no harm
         self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
@@ -86,7 +85,7 @@ class GrowingRows(RowStore):
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
         self._noted = time.monotonic()
-        self._earned: tuple[Work, float] | None = None  # what was done, and processor time, at the last look
+        self._earned: tuple[Work, float, int] | None = None  # work, processor time and tokens found at the last look
         self._learn(pool.news())
         self._filler: Filler[Offer] = Filler(self._fill, pool.close)
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
@@ -145,24 +144,23 @@ class GrowingRows(RowStore):
         A record serves here once it is written. It is published a little later, with others: a transaction takes as
         long as some records. `hurry`: publish now.
         """
-        lost = len(offers)
+        lost, rest = len(offers), dict[bytes, Entry]()
         try:
-            self._learn(self._news())
-            self._earn()
+            if hurry or not offers or self._anew:  # else it was done a moment ago
+                self._learn(self._news())
+                self._earn()
             if not offers:
                 self.index.link(_LINKED)
-            chosen = self._chosen(offers)
-            lost, begin = len(chosen), time.thread_time()
-            entries = (Entry(one.tokens.copy(), one.as_record(self.layout), one.note) for one in chosen)
-            rest = [entry for entry in entries if not self._write(entry)]  # a copy: the tokens are of the whole batch
+            for one in offers:
+                entry = self._entry(one, rest)
+                if entry is None or self._write(entry):
+                    lost -= 1
+                else:
+                    rest[one.tokens.tobytes()] = entry
             lost = len(rest) + len(self._ahead)
             if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
-                self._publish(rest)
+                self._publish(list(rest.values()))
                 self.kept["kept"] += lost
-            if chosen:
-                tokens, seconds = self._stored
-                new = sum(len(one.tokens) for one in chosen), time.thread_time() - begin
-                self._stored = _KEPT * tokens + new[0], _KEPT * seconds + new[1]
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
@@ -200,18 +198,16 @@ class GrowingRows(RowStore):
         self._work, self._worked = work, work()
 
     def _earn(self) -> None:
-        """Let what records saved pay for more of them: seconds of the process for a computed row, times rows saved."""
+        """Let records that were fetched pay for more of them, by what it would take to compute all of their rows."""
         if self._work is None:
             return
-        seen, used = self._work(), time.process_time() - time.thread_time()  # this thread is no request
-        before, self._earned = self._earned, (seen, used)
-        if before is not None:
-            new = seen.since(before[0])
-            saved = max(0, new.tokens - new.rows)  # below 0: verifications
-            row, (tokens, seconds) = (used - before[1]) / max(new.rows, 1), self._stored
-            self._filler.pace.earn(row * saved)
-            if tokens and new.rows:
-                self._filler.pace.weigh(seconds / tokens, row)
+        used = time.process_time() - time.thread_time()  # this thread is no request
+        seen, found, before = self._work(), self._found, self._earned
+        rows = 0 if before is None else seen.since(before[0]).rows
+        if before is not None and rows:
+            self._filler.pace.earn((used - before[1]) / rows * max(0, found - before[2]))
+        if before is None or rows:  # else a forward is on its way: what it found counts with its rows
+            self._earned = seen, used, found
 
     def note(self, seconds: float = 0.0) -> None:
         """Keep what requests did since the last time, if that is so long ago. It raises nothing."""
@@ -241,34 +237,31 @@ class GrowingRows(RowStore):
         known = self._records.keys()
         return News([records[number] for number in sorted(records.keys() - known)], sorted(known - records.keys()))
 
-    def _chosen(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Those that are not stored yet, each once.
+    def _entry(self, one: Offer, rest: Mapping[bytes, Entry]) -> Entry | None:
+        """What is kept of an offer; None: it is not kept, which is counted. `rest` is kept already.
 
         Sequences that are much alike are all kept: of log lines, neighbours of a batch serve .05 more than one of
         them alone (docs/filling.md).
         """
-        found: dict[bytes, Offer] = {}
-        for one, stored in zip(offers, self._are_stored([one.tokens for one in offers]), strict=True):
-            if not one.is_finite_in(self.storage):
-                self.kept["not finite"] += 1
-            elif stored or one.tokens.tobytes() in found:
-                self.kept[KNOWN] += 1
-            elif not self.pool.fits(self.layout.nbytes(len(one.tokens))):
-                self.kept[LARGE] += 1
-            elif one.spare and not self.pool.has_room:
-                self.kept[SPARE] += 1
-            else:
-                found[one.tokens.tobytes()] = one
-        return list(found.values())
-
-    def _are_stored(self, tokens: Sequence[npt.NDArray[np.int32]]) -> list[bool]:
-        """Whether there is a record of just these tokens, for each sequence."""
-        if tokens and self._same is None:
-            self._same = {_hash(one): number for number, one in self.index.items()}
-        return [self._is_stored(one) for one in tokens]
+        why = None
+        if self._is_stored(one.tokens) or one.tokens.tobytes() in rest:
+            why = KNOWN
+        elif not one.is_finite_in(self.storage):
+            why = "not finite"
+        elif not self.pool.fits(self.layout.nbytes(len(one.tokens))):
+            why = LARGE
+        elif one.spare and not self.pool.has_room:
+            why = SPARE
+        if why is not None:
+            self.kept[why] += 1
+            return None
+        return Entry(one.tokens.copy(), one.as_record(self.layout), one.note)  # a copy: tokens are of the whole batch
 
     def _is_stored(self, tokens: npt.NDArray[np.int32]) -> bool:
-        record = (self._same or {}).get(_hash(tokens))
+        """Whether there is a record of just these tokens."""
+        if self._same is None:
+            self._same = {_hash(one): number for number, one in self.index.items()}
+        record = self._same.get(_hash(tokens))
         try:
             return record is not None and np.array_equal(self.index.tokens_of(record), tokens)
         except KeyError:
@@ -338,6 +331,7 @@ class GrowingRows(RowStore):
                 raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
             self._sound[record] = kept.segment.number
         kept.segment.hit(kept.place)
+        self._found += len(kept.tokens)
         return kept
 
     def close(self) -> None:

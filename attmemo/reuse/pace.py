@@ -1,13 +1,9 @@
 """How fast a thread may work beside requests: it rests a multiple of the time that it worked.
 
-A record of 50 tokens of MiniLM is one megabyte. To store it takes a millisecond of one core, a tenth of the time that
-its request took with two. Where every core is busy, a request waits longer than that: its threads wait for each other.
-So of inputs that are never alike only some are stored. The first ones fill an empty database and are stored faster,
-and so are all as long as stored records save more than that takes.
-
-Of a small model on a fast processor a record takes longer to store than its request took: then even the first ones
-are stored slowly. Batches of 16 log lines, MiniLM in bfloat16 with a matrix unit, took 40 milliseconds in place of 24
-while the thread took half of a core.
+A record of 50 tokens of MiniLM is one megabyte. To store it takes one or two milliseconds of one core, a tenth of the
+time that its request took with two. Where every core is busy, requests take longer by all that the thread takes, for
+their threads wait for each other. So the thread takes little, and of inputs that are never alike only some are stored.
+The first ones fill an empty database. Then records that are found again pay for more of them.
 """
 
 from __future__ import annotations
@@ -18,16 +14,14 @@ from typing import Final
 
 SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
-FAST_SHARE: Final = 0.5
+FAST_SHARE: Final = 0.08
 """The same, while there is work left that is paid for."""
-DEAR_SHARE: Final = 0.15
-"""The same, where records are dear."""
-DEAR: Final = 0.5
-"""Records are dear if a token takes this part of the processor time that a row takes to compute."""
-FIRST: Final = 1.5
-"""Seconds of work that are paid for at the beginning: about a thousand records of a small model."""
-EARNED: Final = 0.25
-"""Seconds of work that a second which reuse saved pays for."""
+FIRST: Final = 0.3
+"""Seconds of work that are paid for at the beginning: about two hundred records of a small model."""
+EARNED: Final = 0.15
+"""Seconds of work that are paid for by finding records that would take a second to compute."""
+MOST: Final = 1.5
+"""Most seconds of work that are paid for at one time."""
 FREE: Final = 0.25
 """Share of one core while the process leaves more than half of its cores idle."""
 _LOOK: Final = 0.2
@@ -38,7 +32,7 @@ class Pace:
     """Rests of one thread, by the processor time that it took."""
 
     def __init__(self) -> None:
-        self._paid, self._dear = FIRST, False
+        self._paid = FIRST
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     def look(self) -> None:
@@ -50,17 +44,13 @@ class Pace:
             self._looked, self._used = now, used
 
     def earn(self, seconds: float) -> None:
-        """Reuse saved so many seconds of processor time."""
-        self._paid = min(FIRST, self._paid + EARNED * seconds)
-
-    def weigh(self, stored: float, computed: float) -> None:
-        """Seconds of processor time that a token takes to store, and a row to compute."""
-        self._dear = stored > DEAR * computed
+        """Records were found that would take so many seconds of processor time to compute."""
+        self._paid = min(MOST, self._paid + EARNED * seconds)
 
     def rest(self, worked: float) -> float:
         """Seconds to rest after so many seconds of work."""
         self._paid = max(0.0, self._paid - worked)
-        share = SHARE if not self._paid else DEAR_SHARE if self._dear else FAST_SHARE
+        share = FAST_SHARE if self._paid else SHARE
         if not self._busy:
             share = max(share, FREE)
         return worked * (1.0 / share - 1.0)
