@@ -123,7 +123,7 @@ def cost(shared: Path, _: Path) -> dict[str, Any]:
     np.random.default_rng(0).shuffle(mixed)
     texts["log lines"] = tokenizer(mixed, truncation=True, max_length=256)["input_ids"]
     for name, ids in texts.items():
-        for size, count, block in ((1, 2000, 100), (32, 40, 8)):
+        for size, count, block in ((1, 2000, 50), (32, 40, 8)):
             batches = [tokenizer.pad({"input_ids": ids[i * size : (i + 1) * size]}, return_tensors="pt")
                        for i in range(min(2 * count, len(ids) // size))]  # fmt: skip
             for bound in (None,) if name == "never alike" else (None, BOUND):  # the latter: records go for others
