@@ -14,7 +14,7 @@ from typing import Final
 
 SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
-FAST_SHARE: Final = 0.08
+FAST_SHARE: Final = 0.25
 """The same, while there is work left that is paid for."""
 FIRST: Final = 0.3
 """Seconds of work that are paid for at the beginning: about two hundred records of a small model."""
