@@ -9,6 +9,7 @@ OUT/CASE.json; `cold` draws OUT/cold.png too. Times are ratios of passes that ta
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -118,30 +119,39 @@ def cost(shared: Path, _: Path) -> dict[str, Any]:
     """
     tokenizer, models = load(shared, "minilm")
     found: dict[str, Any] = {}
-    texts = {"never alike": [tokens.tolist() for tokens in other_texts(shared)]}
     mixed = [line for log in LOGS for line in lines_of(shared, log)]
     np.random.default_rng(0).shuffle(mixed)
-    texts["log lines"] = tokenizer(mixed, truncation=True, max_length=256)["input_ids"]
-    for name, ids in texts.items():
-        for size, count, block in ((1, 2000, 50), (32, 40, 8)):
-            batches = [tokenizer.pad({"input_ids": ids[i * size : (i + 1) * size]}, return_tensors="pt")
-                       for i in range(min(2 * count, len(ids) // size))]  # fmt: skip
-            for bound in (None,) if name == "never alike" else (None, BOUND):  # the latter: records go for others
-                options = {"tokenizer": tokenizer, "gate": False, "reuse": "rows", **SETTINGS, "max_bytes": bound}
-                with tempfile.TemporaryDirectory() as folder:
-                    start = Path(folder) / "start"
-                    memoize(models[0], fill=start, **options)
-                    models[0].attmemo.guard_anew(Unguarded(0.01, 0.95, seed=0))
-                    for inputs in batches[:-count]:
-                        run(models[0], inputs)
-                    models[0].attmemo.flush()
-                    unmemoize(models[0])
-                    for kind, fills in (("filling", True), ("control", False))[: 1 if bound else 2]:
-                        entry = rounds(models, start, batches[-count:], block, fills, options)
-                        bytes_ = "256 MiB" if bound else "default bound"
-                        found[f"{name}, {size} at once, {bytes_}, {kind}"] = entry
-                        print(name, size, bytes_, kind, entry, flush=True)
+    texts = {
+        "never alike": [tokens.tolist() for tokens in other_texts(shared)],
+        "log lines": tokenizer(mixed, truncation=True, max_length=256)["input_ids"],
+    }
+    cases = [("never alike", None), ("log lines", None), ("log lines", BOUND)]  # the last: records go for others
+    for (name, bound), (size, count, block) in itertools.product(cases, ((1, 2000, 50), (32, 40, 8))):
+        ids = texts[name]
+        batches = [tokenizer.pad({"input_ids": ids[i * size : (i + 1) * size]}, return_tensors="pt")
+                   for i in range(min(2 * count, len(ids) // size))]  # fmt: skip
+        options = {"tokenizer": tokenizer, "gate": False, "reuse": "rows", **SETTINGS, "max_bytes": bound}
+        case = f"{name}, {size} at once, {'256 MiB' if bound else 'default bound'}"
+        with tempfile.TemporaryDirectory() as folder:
+            start = Path(folder) / "start"
+            handle = unguarded(models[0], fill=start, **options)
+            for inputs in batches[:-count]:
+                run(models[0], inputs)
+            handle.flush()
+            unmemoize(models[0])
+            found[case] = rounds(models, start, batches[-count:], block, True, options)
+            print(case, found[case], flush=True)
+            if bound is None:
+                found[f"{case}, control"] = rounds(models, start, batches[-count:], block, False, options)
+                print(case, "control", found[f"{case}, control"], flush=True)
     return found
+
+
+def unguarded(model: Any, **options: Any) -> Any:
+    """The handle of a model that is memoized with these options, and whose guard serves whatever is found."""
+    memoize(model, **options)
+    model.attmemo.guard_anew(Unguarded(0.01, 0.95, seed=0))
+    return model.attmemo
 
 
 def rounds(
@@ -155,8 +165,7 @@ def rounds(
         with tempfile.TemporaryDirectory() as folder:
             for place in (0, 1) if turn // 2 % 2 else (1, 0):
                 own = shutil.copytree(start, Path(folder) / str(place))
-                memoize(pair[place], database=own, fill=fills and not place, **options)
-                pair[place].attmemo.guard_anew(Unguarded(0.01, 0.95, seed=0))
+                unguarded(pair[place], database=own, fill=fills and not place, **options)
             for first in range(0, len(batches), block):
                 order = (0, 1) if first // block % 2 else (1, 0)
                 for place in order:
@@ -273,9 +282,9 @@ def mixed(shared: Path, _: Path) -> dict[str, Any]:
         )
         torch.manual_seed(0)
         model: Any = BertModel(config, add_pooling_layer=False).eval()
-        memoize(model, database=":memory:", reuse="rows", gate=False, threshold=0.5, max_bytes=bound or 8 << 30)
-        handle: Any = model.attmemo
-        handle.guard_anew(Unguarded(0.01, 0.95, seed=0))
+        handle = unguarded(
+            model, database=":memory:", reuse="rows", gate=False, threshold=0.5, max_bytes=bound or 8 << 30
+        )
         lines = needed = 0
         for tokens, is_line in requests:
             served, records = handle.stats()["served"], handle.stats()["offered"].get("kept", 0)

@@ -240,13 +240,15 @@ class TestWhatIsKept:
         offers = offers_of(record(0), record(1), record(2), record(3))
         bad, as_record = offers[2], Offer.as_record
 
-        def fails_once(offer: Offer, own: RowLayout) -> npt.NDArray[np.uint8]:
+        def fails(offer: Offer, own: RowLayout) -> npt.NDArray[np.uint8]:
             if offer is bad:
                 raise MemoryError("no memory")
             return as_record(offer, own)
 
-        monkeypatch.setattr(Offer, "as_record", fails_once)
-        store._fill(offers, True)
+        monkeypatch.setattr(Offer, "as_record", fails)
+        with store._filler._changed:  # the thread takes all of them at once
+            store.offer(offers)
+            assert store.flush()
         assert sum(store.done.values()) == len(offers)
         assert store.done["MemoryError"] == len(offers) - len(held(store, 4))
         keep(store, record(0))

@@ -202,12 +202,15 @@ class GrowingRows(RowStore):
         if self._work is None:
             return
         used = time.process_time() - time.thread_time()  # this thread is no request
-        seen, found, before = self._work(), self._found, self._earned
-        rows = 0 if before is None else seen.since(before[0]).rows
-        if before is not None and rows:
-            self._filler.pace.earn((used - before[1]) / rows * max(0, found - before[2]))
-        if before is None or rows:  # else a forward is on its way: what it found counts with its rows
-            self._earned = seen, used, found
+        now = self._work(), used, self._found
+        if self._earned is None:
+            self._earned = now
+            return
+        work, before, found = self._earned
+        rows = now[0].since(work).rows
+        if rows:  # else a forward is on its way: what it found counts with its rows
+            self._filler.pace.earn((used - before) / rows * max(0, now[2] - found))
+            self._earned = now
 
     def note(self, seconds: float = 0.0) -> None:
         """Keep what requests did since the last time, if that is so long ago. It raises nothing."""
@@ -238,7 +241,7 @@ class GrowingRows(RowStore):
         return News([records[number] for number in sorted(records.keys() - known)], sorted(known - records.keys()))
 
     def _entry(self, one: Offer, rest: Mapping[bytes, Entry]) -> Entry | None:
-        """What is kept of an offer; None: it is not kept, which is counted. `rest` is kept already.
+        """What is kept of an offer; None: it is not kept, which is counted. `rest`, by tokens: what waits to be added.
 
         Sequences that are much alike are all kept: of log lines, neighbours of a batch serve .05 more than one of
         them alone (docs/filling.md).
