@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from shared_pool_tools import (
+    MODEL,
     check_files,
     entries,
     entry,
@@ -26,8 +27,9 @@ from shared_pool_tools import (
 from test_db_tools import end_of, in_child, memory_directory, start_child
 from test_growing import fetched, find, layout, numbers, offers_of, record
 
-from attmemo.db.pool import Kept
-from attmemo.db.segment import rounded
+from attmemo.db.filling import Filling
+from attmemo.db.pool import Entry, Kept
+from attmemo.db.segment import PIECE, rounded
 from attmemo.db.shared_pool import SharedPool
 from attmemo.errors import DatabaseError, StorageFullError
 from attmemo.reuse import growing
@@ -73,6 +75,21 @@ class TestPool:
             assert [(kept.offset, kept.place) for kept in news.added[:2]] == [(k.offset, k.place) for k in written]
             assert [int(kept.tokens[0]) for kept in other.news().added] == [1, 2, 3]
             assert state_of(pool) == state_of(other) == read_state(folder)
+
+    def test_a_record_is_written_in_pieces_and_is_there_with_the_last_one(self, folder: Path) -> None:
+        pool, paused = SharedPool(folder, 1 << 26, Filling.of(MODEL, "float32")), list[int]()
+        large = Entry(np.arange(9, dtype=np.int32), np.random.default_rng(0).integers(0, 256, 5 * PIECE + 1, np.uint8))
+        assert pool.write(large) is None
+        pool.add([large], lambda: paused.append(0))
+        assert not paused, "others wait for the lease"
+        kept = pool.write(large, lambda: paused.append(len(pool)))
+        assert kept is not None
+        assert paused == [1] * 6
+        assert kept.is_sound
+        assert np.array_equal(kept.body, large.body)
+        pool.add([])
+        assert len(pool) == 2
+        pool.close()
 
     def test_two_that_write_ahead_do_not_write_over_each_other(self, folder: Path) -> None:
         with opened(folder) as one, opened(folder) as other:

@@ -77,6 +77,10 @@ class TestVectors:
         read = Answers("mean", 0.9).read((hidden,), None)
         torch.testing.assert_close(read.values, hidden.mean(1))
 
+    def test_a_mask_without_padding_is_as_none(self, hidden: Tensor) -> None:
+        read = Answers("mean", 0.9).read((hidden,), torch.ones(3, 5, dtype=torch.int64))
+        assert torch.equal(read.values, Answers("mean", 0.9).read((hidden,), None).values)
+
     def test_no_valid_token_is_no_division_by_zero(self, hidden: Tensor) -> None:
         read = Answers("mean", 0.9).read((hidden,), torch.zeros(3, 5))
         assert torch.equal(read.values, torch.zeros(3, 4))

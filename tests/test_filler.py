@@ -209,6 +209,35 @@ class TestRest:
             time.sleep(0.001)
         assert store.calls == [[0], [1], [2], [3]]
 
+    def test_it_rests_within_an_item_until_a_caller_waits(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "PIECE", 0.0)
+        pieces = list[int]()
+
+        def work(items: Sequence[int], hurry: bool) -> None:
+            if items:
+                sum(range(1000))  # some processor time
+                pieces.append(1)
+                store.begun.set()
+                store.filler.breathe()
+                pieces.append(2)
+            Store.work(store, items, hurry)
+
+        monkeypatch.setattr(store.filler, "_work", lambda: work)
+        store.filler.offer([1], 1)
+        assert store.begun.wait(LONG)
+        time.sleep(0.05)
+        assert pieces == [1]
+        assert store.filler.offer([2], 1), "a request waits for no rest"
+        assert store.filler.flush(LONG)
+        assert pieces == [1, 2, 1, 2]
+        assert store.stored == [1, 2]
+
+    def test_little_work_within_an_item_needs_no_rest(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "PIECE", LONG)
+        monkeypatch.setattr(store.filler, "_work", lambda: lambda *_: [store.filler.breathe(), store.polled.set()])
+        assert store.filler.flush(LONG)
+        assert store.polled.is_set()
+
     def test_items_get_a_turn_though_looks_for_news_need_long_rests(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:

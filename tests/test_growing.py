@@ -312,7 +312,7 @@ class TestFailure:
         store = store_for(8)
         keep(store, record(0))
 
-        def fail(entries: Any) -> Any:
+        def fail(*_: Any) -> Any:
             raise error
 
         with monkeypatch.context() as patched:

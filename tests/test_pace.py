@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attmemo.reuse import pace
-from attmemo.reuse.pace import EARNED, FAST_SHARE, FIRST, FREE, MOST, SHARE, Pace
+from attmemo.reuse.pace import EARNED, ENOUGH, FAST_SHARE, FIRST, FREE, MOST, SHARE, Pace
 
 
 class Clock:
@@ -45,6 +45,14 @@ def test_the_first_work_is_done_faster(clock: Clock) -> None:
     own = Pace()
     assert share_of(own, FIRST / 2) == pytest.approx(FAST_SHARE)
     assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
+
+
+def test_records_that_are_there_already_leave_less_first_work(clock: Clock) -> None:
+    own = Pace(ENOUGH // 2)
+    assert share_of(own, FIRST / 4) == pytest.approx(FAST_SHARE)
+    assert share_of(own, FIRST / 4) == pytest.approx(SHARE)
+    for records in (ENOUGH, 100 * ENOUGH):
+        assert share_of(Pace(records)) == pytest.approx(SHARE)
 
 
 def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:

@@ -16,6 +16,7 @@ from attmemo.db.segment import (
     ALIGNED,
     BYTES_PER_MARK,
     FEWEST_MARKS,
+    PIECE,
     Bytes,
     Segment,
     bytes_for,
@@ -83,6 +84,13 @@ class TestBytes:
             assert np.array_equal(found, body(place))
             assert found.ctypes.data == segment.address + offset
         segment.check_whole()
+
+    def test_between_pieces_in_memory_the_caller_may_pause(self) -> None:
+        segment = Segment.in_memory(7, 8 * PIECE)
+        whole, seen = body(3, 2 * PIECE + 1), list[bytes]()
+        segment.write(START, whole, lambda: seen.append(bytes(segment.bytes_at(START, len(whole)))))
+        written = [bytes(whole[:end]) for end in (PIECE, 2 * PIECE, len(whole))]
+        assert seen == [part.ljust(len(whole), b"\0") for part in written]
 
     def test_another_opening_reads_what_was_written_before_and_after(self, file: Path) -> None:
         own = Segment.create(file, 7, SIZE)

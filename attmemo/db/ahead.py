@@ -16,7 +16,7 @@ from pathlib import Path
 from attmemo.db.hold import Hold
 from attmemo.db.lease import Presence
 from attmemo.db.pool import Draft, Entry, Kept, Tail
-from attmemo.db.segment import Segment, rounded
+from attmemo.db.segment import Pause, Segment, rounded
 
 
 class Ahead:
@@ -39,10 +39,10 @@ class Ahead:
         """Whether room is held."""
         return self._hold is not None
 
-    def write(self, entry: Entry) -> Kept | None:
+    def write(self, entry: Entry, pause: Pause) -> Kept | None:
         """Write a record; None: there is no room now. OSError: the disk refuses."""
         self._wanted = True
-        return None if self._hold is None else self._hold.write(entry)
+        return None if self._hold is None else self._hold.write(entry, pause)
 
     def enter(self, draft: Draft, records: Callable[[Segment, Draft], list[Kept]]) -> None:
         """Say that this process fills. Room that a killed one held is used again, if no other process fills.

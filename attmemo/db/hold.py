@@ -8,7 +8,7 @@ from typing import Final
 
 from attmemo.db.files import write_all
 from attmemo.db.pool import Entry, Kept, Tail, checksum_of
-from attmemo.db.segment import BYTES_PER_MARK, Segment, rounded
+from attmemo.db.segment import BYTES_PER_MARK, Pause, Segment, pieces_of, rounded
 
 UNNAMED: Final = -1
 """Number of a record that is not published yet."""
@@ -51,14 +51,16 @@ class Hold:
         """Where the room begins that nothing was written to."""
         return self._next
 
-    def write(self, entry: Entry) -> Kept | None:
+    def write(self, entry: Entry, pause: Pause) -> Kept | None:
         """Write a record. None: there is no room. OSError: the disk refuses."""
         if self._next.end + rounded(len(entry.body)) > self.end.end or self._next.count >= self.end.count:
             self.is_short = True
             return None
         body = entry.body
         offset, place = self._next.end, self._next.count
-        write_all(self._fd, body.data, offset)
+        for place_of, piece in pieces_of(body, offset):
+            write_all(self._fd, piece.data, place_of)
+            pause()
         if self.segment.marks is not None:
             self.segment.marks[place] = 0  # of a process that was killed before it published a record there
         made = time.time() if entry.made is None else entry.made

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from attmemo.db.history import History, Work
-from attmemo.db.segment import Bytes, Segment, bytes_for, rounded
+from attmemo.db.segment import Bytes, Pause, Segment, bytes_for, no_pause, rounded
 
 Tokens = npt.NDArray[np.int32]
 
@@ -219,22 +219,23 @@ class Pool:
         """What requests did since the last call."""
         self.history.add(time.time(), work)
 
-    def add(self, entries: Sequence[Entry]) -> News:
+    def add(self, entries: Sequence[Entry], pause: Pause = no_pause) -> News:
         """Keep these; what has to go for them goes. An entry that is larger than the pool is left out.
 
-        DatabaseError: there is no room on the disk, or another process writes. What was kept before is told by `news`.
+        `pause` is called where the work may rest. DatabaseError: there is no room on the disk, or another process
+        writes. What was kept before is told by `news`.
         """
 
         for part in self._parts(entries):
-            self._change(partial(self._put, part))
+            self._change(partial(self._put, part, pause))
         return self.news()
 
-    def write(self, entry: Entry) -> Kept | None:
+    def write(self, entry: Entry, pause: Pause = no_pause) -> Kept | None:
         """Write a record that `add` publishes later, also an `add` of nothing. None: only `add` can keep it.
 
-        Until then the record has no number, and only this process can read it.
+        Until then the record has no number, and only this process can read it. `pause` is as in `add`.
         """
-        del entry
+        del entry, pause
         return None  # in memory nothing is saved by this
 
     def fits(self, nbytes: int) -> bool:
@@ -287,7 +288,7 @@ class Pool:
     def _draft(self) -> Draft:
         return Draft(self._next, self._next_segment, dict(self._segments), dict(self._tails))
 
-    def _put(self, entries: Sequence[Entry], draft: Draft) -> None:
+    def _put(self, entries: Sequence[Entry], pause: Pause, draft: Draft) -> None:
         for entry in entries:
             if not self.fits(len(entry.body)):
                 continue
@@ -297,7 +298,7 @@ class Pool:
             kept = Kept(
                 draft.next, entry.tokens, segment, place, offset, nbytes, checksum, made, entry.carried, entry.note
             )  # fmt: skip
-            self._write(draft, kept, body)
+            self._write(draft, kept, body, pause)
             draft.next += 1
             draft.counts["added"] += 1
 
@@ -321,8 +322,8 @@ class Pool:
         segment, place, offset = self._room(draft, kept.nbytes, evicting=False)
         self._write(draft, kept._replace(segment=segment, place=place, offset=offset, carried=kept.hits), kept.body)
 
-    def _write(self, draft: Draft, kept: Kept, body: Bytes) -> None:
-        kept.segment.write(kept.offset, body)
+    def _write(self, draft: Draft, kept: Kept, body: Bytes, pause: Pause = no_pause) -> None:
+        kept.segment.write(kept.offset, body, pause)
         draft.kept[kept.number] = kept
         draft.tails[kept.segment.number] = Tail(kept.offset + rounded(kept.nbytes), kept.place + 1)
         draft.touched.add(kept.segment.number)

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import struct
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -26,10 +27,14 @@ from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncate
 from attmemo.mmap import round_up
 
 Bytes = npt.NDArray[np.uint8]
+Pause = Callable[[], object]
+"""Called between two pieces of a record that is written; it may take its time."""
 
 MAGIC: Final = b"attmemo-segment1"
 ALIGNED: Final = 64
 """Records begin at multiples of so many bytes."""
+PIECE: Final = 1 << 16
+"""Bytes that are written at a time: to touch that much new memory may take a fifth of a millisecond."""
 BYTES_PER_MARK: Final = 4096
 """A segment has room for one record in so many bytes."""
 FEWEST_MARKS: Final = 64
@@ -58,6 +63,16 @@ def bytes_for(record: int, usual: int) -> int:
 def rounded(nbytes: int) -> int:
     """Bytes that a record takes."""
     return round_up(nbytes, ALIGNED)
+
+
+def no_pause() -> None:
+    """Go on at once."""
+
+
+def pieces_of(body: Bytes, offset: int) -> Iterator[tuple[int, Bytes]]:
+    """The bytes of a record in pieces, and where each goes."""
+    for first in range(0, len(body), PIECE):
+        yield offset + first, body[first : first + PIECE]
 
 
 class Segment:
@@ -144,10 +159,16 @@ class Segment:
         finally:
             os.close(fd)
 
-    def write(self, offset: int, body: Bytes) -> None:
-        """Put the bytes of a record at an offset where no record is. OSError: the disk refuses."""
+    def write(self, offset: int, body: Bytes, pause: Pause = no_pause) -> None:
+        """Put the bytes of a record at an offset where no record is. OSError: the disk refuses.
+
+        `pause` is for a segment in memory.
+        """
         if self.path is None:
-            np.frombuffer(self._memory, np.uint8)[offset : offset + len(body)] = body
+            own = np.frombuffer(self._memory, np.uint8)
+            for place, piece in pieces_of(body, offset):
+                own[place : place + len(piece)] = piece
+                pause()
             return
         fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # not through the mapping: a full disk would be a signal
         try:

@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +41,7 @@ from attmemo.db.filling import FILLING, Filling, is_filling
 from attmemo.db.history import History, Work
 from attmemo.db.lease import LEASE, PRESENCE, lease
 from attmemo.db.pool import Draft, Entry, Kept, News, Pool, Tail
-from attmemo.db.segment import Segment
+from attmemo.db.segment import Pause, Segment, no_pause
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 SEGMENTS: Final = "segments"
@@ -236,10 +236,15 @@ class SharedPool(Pool):
                 _put(transaction, _HISTORY, json.dumps(history.state()).encode())
             self.history = history
 
-    def write(self, entry: Entry) -> Kept | None:
+    def add(self, entries: Sequence[Entry], pause: Pause = no_pause) -> News:
+        """As `Pool.add`, but without a pause: others wait for the lease."""
+        del pause
+        return super().add(entries)
+
+    def write(self, entry: Entry, pause: Pause = no_pause) -> Kept | None:
         """As `Pool.write`. If the next `add` fails, what was written is lost. DatabaseError: the disk refuses."""
         with self._lock, storing(self.path):
-            return self._ahead.write(entry)
+            return self._ahead.write(entry, pause)
 
     def _change(self, make: Callable[[Draft], object]) -> None:
         with self._filling():

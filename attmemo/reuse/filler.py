@@ -3,7 +3,7 @@
 A request hands over references and goes on. If more waits than is allowed, what comes is left out and counted: a
 request never waits. The thread also reads what other processes have added.
 
-The thread rests after each item (`attmemo.reuse.pace`), so that no request waits for more than one.
+The thread rests after each item, and within it (`attmemo.reuse.pace`): a request waits for a piece of it at most.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
 """Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
+PIECE: Final = 0.0003
+"""Seconds of work, about: after so many the thread rests, also within an item."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
 _CLOSING = 5.0  # seconds
 TOO_MANY: Final = "too many waited to be stored"
@@ -39,12 +41,16 @@ class Filler(Generic[Item]):
         raise.
     end : function
         Called once nothing holds the filler any more, if it was not closed.
+    pace : Pace, optional
+        How long it rests.
     """
 
-    def __init__(self, work: Callable[[Sequence[Item], bool], None], end: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Callable[[Sequence[Item], bool], None], end: Callable[[], None], pace: Pace | None = None
+    ) -> None:
         self._work, self._end = weakref.WeakMethod(work), end
         self.skipped: Counter[str] = Counter()
-        self.pace = Pace()
+        self.pace = pace or Pace()
         self._begin()
         self.wake()
 
@@ -53,7 +59,9 @@ class Filler(Generic[Item]):
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
         self._free = 1  # bytes that must be free before items are admitted
         self._rests_until, self._hurry = 0.0, False  # a flush waits
+        self._hurries = False  # one waits for the work that is done now
         self._polled = 0.0  # when it was called with nothing
+        self._begun = 0.0  # processor time of the thread, when it rested last
         self._changed = threading.Condition()
 
     def wake(self) -> None:
@@ -127,14 +135,25 @@ class Filler(Generic[Item]):
         self._bytes -= taken
         if self._bytes + self._free <= MOST_WAITING:
             self._free = 1
-        self._busy, self._hurry = True, False
+        self._busy, self._hurry, self._hurries = True, False, hurry
         return found, hurry
 
     def _rest(self) -> float:
         """Seconds until the thread works again."""
         return 0.0 if self._hurry or self._closed else max(0.0, self._rests_until - time.monotonic())
 
-    def _done(self, worked: float, polled: bool) -> None:
+    def breathe(self) -> None:
+        """Rest within the work on an item, if it is time for that and no caller waits. In the thread only."""
+        worked = time.thread_time() - self._begun
+        if worked < PIECE or self._hurries:
+            return
+        with self._changed:
+            self.pace.look()
+            self._changed.wait_for(lambda: self._hurry or self._closed, self.pace.rest(worked))
+        self._begun = time.thread_time()
+
+    def _done(self, polled: bool) -> None:
+        worked = time.thread_time() - self._begun
         with self._changed:
             self._busy = False
             if polled and worked <= _LOOK:
@@ -171,11 +190,11 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
                 if filler._changed is not changed or filler._closed:
                     return
             items, hurry = filler._take()
-        work, begin = filler._work(), time.thread_time()
+        work, filler._begun = filler._work(), time.thread_time()
         try:
             if work is not None:
                 work(items, hurry)
         finally:
-            filler._done(time.thread_time() - begin, not items)
+            filler._done(not items)
         del filler, items, work
         time.sleep(0)  # let requests go on

@@ -29,6 +29,7 @@ from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
 from attmemo.reuse.offer import Offer
+from attmemo.reuse.pace import Pace
 from attmemo.reuse.row_layout import Placed, RowLayout
 from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, RowStore
 
@@ -87,7 +88,7 @@ class GrowingRows(RowStore):
         self._noted = time.monotonic()
         self._earned: tuple[Work, float, int] | None = None  # work, processor time and tokens found at the last look
         self._learn(pool.news())
-        self._filler: Filler[Offer] = Filler(self._fill, pool.close)
+        self._filler: Filler[Offer] = Filler(self._fill, pool.close, Pace(len(pool)))
         own = weakref.ref(self)  # neither a fork nor the exit keeps a store alive
         os.register_at_fork(after_in_child=partial(_in_child, own))
         self._leave = partial(_flush, own)
@@ -169,7 +170,7 @@ class GrowingRows(RowStore):
     def _write(self, entry: Entry) -> bool:
         """Write a record ahead and let it be found; False: it has to be added."""
         try:
-            kept = self.pool.write(entry)
+            kept = self.pool.write(entry, self._filler.breathe)
         except DatabaseError:  # to add it says why
             return False
         if kept is None:
@@ -185,7 +186,7 @@ class GrowingRows(RowStore):
     def _publish(self, rest: Sequence[Entry]) -> None:
         """Publish what was written ahead, and add the rest."""
         try:
-            self._learn(self.pool.add(rest))
+            self._learn(self.pool.add(rest, self._filler.breathe))
         except DatabaseError:
             self._learn(self.pool.news())  # some of them may have been kept
             raise

@@ -3,7 +3,7 @@
 A record of 50 tokens of MiniLM is one megabyte. To store it takes one or two milliseconds of one core, a tenth of the
 time that its request took with two. Where every core is busy, requests take longer by all that the thread takes, for
 their threads wait for each other. So the thread takes little, and of inputs that are never alike only some are stored.
-The first ones fill an empty database. Then records that are found again pay for more of them.
+The first ones fill an empty database. Records that are found again pay for more of them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Final
 
 SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
-FAST_SHARE: Final = 0.25
+FAST_SHARE: Final = 0.35
 """The same, while there is work left that is paid for."""
 FIRST: Final = 0.3
-"""Seconds of work that are paid for at the beginning: about two hundred records of a small model."""
+"""Seconds of work that are paid for at the beginning of an empty database: some hundred records of a small model."""
+ENOUGH: Final = 200
+"""Records with which a database begins that pay for what comes next."""
 EARNED: Final = 0.15
 """Seconds of work that are paid for by finding records that would take a second to compute."""
 MOST: Final = 1.5
@@ -29,10 +31,16 @@ _LOOK: Final = 0.2
 
 
 class Pace:
-    """Rests of one thread, by the processor time that it took."""
+    """Rests of one thread, by the processor time that it took.
 
-    def __init__(self) -> None:
-        self._paid = FIRST
+    Parameters
+    ----------
+    records : int
+        How many there are at the beginning.
+    """
+
+    def __init__(self, records: int = 0) -> None:
+        self._paid = FIRST * max(0.0, 1.0 - records / ENOUGH)
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     def look(self) -> None:

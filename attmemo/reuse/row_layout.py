@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.row_store import Record
 
 _ALIGNED = 64  # bytes: each part begins at a multiple
+
+Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +50,43 @@ class RowLayout:
     def row_bytes(self) -> int:
         return self.hidden * self.storage[0].itemsize
 
-    def scales_at(self, n: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+    def scales_at(self, n: Number) -> Number:
         """Where scales begin in a record of n tokens."""
-        return _up(2 * self.layers * np.asarray(n, np.int64) * self.row_bytes)
+        return _up(2 * self.layers * self.row_bytes * n)
 
-    def last_at(self, n: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+    def last_at(self, n: Number) -> Number:
         """Where the last hidden states begin in a record of n tokens."""
-        scales = 8 * self.layers * self.heads * np.asarray(n, np.int64) if self.coded else 0
-        return _up(self.scales_at(n) + scales)
+        return _up(self.scales_at(n) + 8 * self.layers * self.heads * n) if self.coded else self.scales_at(n)
 
     def nbytes(self, n: int) -> int:
         """Bytes of a record of n tokens."""
-        return int(self.last_at(n)) + n * self.hidden * self.storage[1].itemsize
+        return self.last_at(n) + n * self.hidden * self.storage[1].itemsize
 
     def parts_of(self, body: npt.NDArray[np.uint8], n: int) -> tuple[Tensor, Tensor]:
         """K and V ``[layers, 2, n, H]`` and the last hidden states ``[n, H]`` in the bytes of a record without scales.
 
         To write to these is to write the record; the bytes between them become 0.
         """
-        end, last = 2 * self.layers * n * self.row_bytes, int(self.last_at(n))
+        end, last = 2 * self.layers * n * self.row_bytes, self.last_at(n)
         body[end:last] = 0
-        rows = torch.from_numpy(body[:end]).view(self.storage[0]).view(self.layers, 2, n, self.hidden)
-        return rows, torch.from_numpy(body[last:]).view(self.storage[1]).view(n, self.hidden)
+        octets = torch.from_numpy(body)
+        rows = octets[:end].view(self.storage[0]).view(self.layers, 2, n, self.hidden)
+        return rows, octets[last:].view(self.storage[1]).view(n, self.hidden)
 
     def body_of(self, record: Record) -> npt.NDArray[np.uint8]:
         """The bytes of a record."""
         n = len(record.tokens)
         body = np.zeros(self.nbytes(n), np.uint8)
-        parts: list[tuple[int, Tensor]] = [(0, record.rows), (int(self.last_at(n)), record.last)]
+        parts: list[tuple[int, Tensor]] = [(0, record.rows), (self.last_at(n), record.last)]
         if record.scales is not None:
-            parts.append((int(self.scales_at(n)), record.scales))
+            parts.append((self.scales_at(n), record.scales))
         for start, part in parts:
             octets = part.contiguous().view(-1).view(torch.uint8).numpy()
             body[start : start + len(octets)] = octets
         return body
 
 
-def _up(number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _up(number: Number) -> Number:
     return -(-number // _ALIGNED) * _ALIGNED
 
 
