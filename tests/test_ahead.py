@@ -28,12 +28,13 @@ from test_db_tools import end_of, in_child, memory_directory, start_child
 from test_growing import fetched, find, layout, numbers, offers_of, record
 
 from attmemo.db.filling import Filling
-from attmemo.db.pool import Entry, Kept
+from attmemo.db.pool import Entry, Kept, Pool
 from attmemo.db.segment import PIECE, rounded
 from attmemo.db.shared_pool import SharedPool
 from attmemo.errors import DatabaseError, StorageFullError
-from attmemo.reuse import growing
+from attmemo.reuse import filler, growing
 from attmemo.reuse.growing import GrowingRows
+from attmemo.reuse.pace import Pace
 
 EACH = rounded(3000)
 
@@ -82,9 +83,10 @@ class TestPool:
         assert pool.write(large) is None
         pool.add([large], lambda: paused.append(0))
         assert not paused, "others wait for the lease"
-        kept = pool.write(large, lambda: paused.append(len(pool)))
+        (file,) = (folder / "segments").iterdir()
+        kept = pool.write(large, lambda: paused.append(file.read_bytes().count(large.body.tobytes())))
         assert kept is not None
-        assert paused == [1] * 6
+        assert paused == [1] * 5 + [2], "beside the record before"
         assert kept.is_sound
         assert np.array_equal(kept.body, large.body)
         pool.add([])
@@ -252,6 +254,7 @@ class TestStore:
     def _by_hand(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing is published unless a test flushes, and the thread works at once."""
         monkeypatch.setattr(growing, "GATHERED", 1e9)
+        monkeypatch.setattr(growing, "SLOWLY", 1e9)
         monkeypatch.setattr("attmemo.reuse.pace.Pace.rest", lambda *_: 0.0)
 
     def offer(self, store: GrowingRows, seed: int) -> None:
@@ -358,12 +361,81 @@ class TestStore:
             assert torch.equal(fetched(store.fetch(find(store, record(seed)[0])), 0)[0], record(seed)[1])
         store.close()
 
+    @pytest.mark.parametrize("slow", [False, True])
+    def test_what_was_written_waits_longer_while_the_thread_takes_little(
+        self, folder: Path, slow: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = store_in(folder)
+        self.begin(store)
+        monkeypatch.setattr(Pace, "is_slow", slow)
+        monkeypatch.setattr(growing, "GATHERED" if slow else "SLOWLY", 0.0)
+        self.offer(store, 1)
+        self.offer(store, 2)
+        assert len(read_numbers(folder)) == 1
+        monkeypatch.setattr(growing, "SLOWLY" if slow else "GATHERED", 0.0)
+        until = time.monotonic() + 30
+        while len(read_numbers(folder)) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        store.close()
+
     def test_closing_publishes(self, folder: Path) -> None:
         store = store_in(folder)
         self.begin(store)
         self.offer(store, 1)
         store.close()
         assert len(read_numbers(folder)) == 2
+
+
+def test_a_fork_while_a_record_is_half_written_leaves_both_processes_able_to_store(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(folder)
+    store.offer(offers_of(record(0)))
+    assert store.flush()
+    monkeypatch.setattr(filler, "PIECE", 0.0)
+    monkeypatch.setattr(Pace, "rest", lambda _, worked: 1e6 if worked else 0.0)
+    with store._filler._changed:
+        store._filler._rests_until = 0.0
+    store.offer(offers_of(record(1)))
+    until = time.monotonic() + 30
+    while not store._filler._busy or store._filler._rest() < 1e5:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+    def child() -> None:
+        store.offer(offers_of(record(2)))
+        assert store.flush(30)
+        assert numbers_of(store) == [[True, False, True, False]]
+        store.close()
+
+    assert in_child(child) == 0
+    assert store.flush(30)
+    assert numbers_of(store) == [[True, True, True, False]]
+    store.close()
+
+
+def test_a_store_rests_while_it_writes_and_begins_slowly_where_records_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attmemo.reuse.pace.ENOUGH", 2)
+    store, rested = store_in(folder), list[bool]()
+    assert not store._filler.pace.is_slow
+    monkeypatch.setattr(store._filler, "breathe", lambda: rested.append(True))
+    for seed in range(3):
+        store.offer(offers_of(record(seed)))
+        assert store.flush()
+    assert len(rested) >= 2, "the first record is added in a transaction"
+    store.close()
+    store = store_in(folder)
+    assert store._filler.pace.is_slow
+    store.close()
+    in_memory = GrowingRows(Pool(1 << 20), layout())
+    monkeypatch.setattr(in_memory._filler, "breathe", rested.clear)
+    in_memory.offer(offers_of(record(0)))
+    assert in_memory.flush()
+    assert not rested
+    in_memory.close()
 
 
 def read_numbers(folder: Path) -> list[int]:

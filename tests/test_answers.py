@@ -81,6 +81,13 @@ class TestVectors:
         read = Answers("mean", 0.9).read((hidden,), torch.ones(3, 5, dtype=torch.int64))
         assert torch.equal(read.values, Answers("mean", 0.9).read((hidden,), None).values)
 
+    def test_a_mask_of_any_type_weighs_tokens(self, hidden: Tensor) -> None:
+        mask = torch.linspace(0.5, 1.5, 15).reshape(3, 5)
+        for own in (mask, mask.bfloat16(), mask.clone().requires_grad_()):
+            weights = own.detach().float()[:, :, None]
+            read = Answers("mean", 0.9).read((hidden,), own)
+            torch.testing.assert_close(read.values.detach(), (hidden * weights).sum(1) / weights.sum(1))
+
     def test_no_valid_token_is_no_division_by_zero(self, hidden: Tensor) -> None:
         read = Answers("mean", 0.9).read((hidden,), torch.zeros(3, 5))
         assert torch.equal(read.values, torch.zeros(3, 4))

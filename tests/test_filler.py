@@ -234,9 +234,32 @@ class TestRest:
 
     def test_little_work_within_an_item_needs_no_rest(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PIECE", LONG)
-        monkeypatch.setattr(store.filler, "_work", lambda: lambda *_: [store.filler.breathe(), store.polled.set()])
-        assert store.filler.flush(LONG)
-        assert store.polled.is_set()
+        breathed = threading.Event()
+
+        def work(items: Sequence[int], hurry: bool) -> None:
+            if items:
+                assert not hurry
+                store.filler.breathe()
+                breathed.set()
+
+        monkeypatch.setattr(store.filler, "_work", lambda: work)
+        store.filler.offer([1], 1)
+        assert breathed.wait(LONG)
+
+    def test_closing_ends_a_rest_within_an_item(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "PIECE", 0.0)
+
+        def work(items: Sequence[int], hurry: bool) -> None:
+            if items:
+                store.begun.set()
+                store.filler.breathe()
+            Store.work(store, items, hurry)
+
+        monkeypatch.setattr(store.filler, "_work", lambda: work)
+        store.filler.offer([1], 1)
+        assert store.begun.wait(LONG)
+        store.filler.close()
+        assert store.stored == [1]
 
     def test_items_get_a_turn_though_looks_for_news_need_long_rests(
         self, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -223,7 +223,7 @@ class Pool:
         """Keep these; what has to go for them goes. An entry that is larger than the pool is left out.
 
         `pause` is called where the work may rest. DatabaseError: there is no room on the disk, or another process
-        writes. What was kept before is told by `news`.
+        writes; `news` tells what was kept before.
         """
 
         for part in self._parts(entries):

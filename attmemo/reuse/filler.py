@@ -3,7 +3,7 @@
 A request hands over references and goes on. If more waits than is allowed, what comes is left out and counted: a
 request never waits. The thread also reads what other processes have added.
 
-The thread rests after each item, and within it (`attmemo.reuse.pace`): a request waits for a piece of it at most.
+The thread rests after each item, and within it (`attmemo.reuse.pace`). A transaction is done in one go.
 """
 
 from __future__ import annotations
@@ -149,8 +149,10 @@ class Filler(Generic[Item]):
             return
         with self._changed:
             self.pace.look()
-            self._changed.wait_for(lambda: self._hurry or self._closed, self.pace.rest(worked))
-        self._begun = time.thread_time()
+            rest = self.pace.rest(worked)
+            self._rests_until = time.monotonic() + rest  # what is offered meanwhile wakes no thread
+            self._changed.wait_for(lambda: self._hurry or self._closed, rest)
+        self._begun += worked  # to rest takes processor time too: the next piece pays for it
 
     def _done(self, polled: bool) -> None:
         worked = time.thread_time() - self._begun

@@ -17,9 +17,9 @@ SHARE: Final = 0.01
 FAST_SHARE: Final = 0.35
 """The same, while there is work left that is paid for."""
 FIRST: Final = 0.3
-"""Seconds of work that are paid for at the beginning of an empty database: some hundred records of a small model."""
+"""Seconds of work that are paid for at the beginning of an empty database: two hundred records of a small model."""
 ENOUGH: Final = 200
-"""Records with which a database begins that pay for what comes next."""
+"""A database that begins with so many records has no first work."""
 EARNED: Final = 0.15
 """Seconds of work that are paid for by finding records that would take a second to compute."""
 MOST: Final = 1.5
@@ -42,6 +42,11 @@ class Pace:
     def __init__(self, records: int = 0) -> None:
         self._paid = FIRST * max(0.0, 1.0 - records / ENOUGH)
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the thread takes little: no work is paid for, and the cores are busy."""
+        return self._busy and not self._paid
 
     def look(self) -> None:
         """See how busy the process is."""
