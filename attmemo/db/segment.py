@@ -33,8 +33,8 @@ Pause = Callable[[], object]
 MAGIC: Final = b"attmemo-segment1"
 ALIGNED: Final = 64
 """Records begin at multiples of so many bytes."""
-PIECE: Final = 1 << 16
-"""Bytes that are written at a time: to touch that much new memory may take a fifth of a millisecond."""
+PIECE: Final = 1 << 15
+"""Bytes that are written at a time: to touch that much new memory may take a tenth of a millisecond."""
 BYTES_PER_MARK: Final = 4096
 """A segment has room for one record in so many bytes."""
 FEWEST_MARKS: Final = 64

@@ -22,7 +22,7 @@ POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
 """Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
-PIECE: Final = 0.0003
+PIECE: Final = 0.00015
 """Seconds of work, about: after so many the thread rests, also within an item."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
 _CLOSING = 5.0  # seconds
