@@ -44,8 +44,6 @@ _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
-SLOWLY: Final = 2.8
-"""The same while the thread takes little: a transaction takes as long as it takes to write some records."""
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -161,8 +159,7 @@ class GrowingRows(RowStore):
                 else:
                     rest[one.tokens.tobytes()] = entry
             lost = len(rest) + len(self._ahead)
-            waited = time.monotonic() - self._since > (SLOWLY if self._filler.pace.is_slow else GATHERED)
-            if rest or (self._ahead and (hurry or waited)):
+            if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
                 self._publish(list(rest.values()))
                 self.kept["kept"] += lost
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
