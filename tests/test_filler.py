@@ -130,6 +130,30 @@ class TestFull:
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 2]
 
+    def test_while_the_thread_takes_little_only_what_is_stored_soon_waits(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MOST_SLOWLY", 100)
+        store.block()
+        monkeypatch.setattr(module.Pace, "is_slow", True)
+        assert store.filler.admit(1)
+        assert store.filler.offer([1, 2, 3], 150), "two of them"
+        assert not store.filler.offer([4], 1)
+        assert not store.filler.admit(1)
+        assert store.filler.skipped == {TOO_MANY: 3}
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1, 2]
+        store.block(5)
+        assert store.filler.offer([6, 7], 1000), "one at least"
+        assert not store.filler.admit(1)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        assert store.stored == [0, 1, 2, 5, 6]
+        store.block(8)
+        monkeypatch.setattr(module.Pace, "is_slow", False)
+        assert store.filler.offer([9, 10, 11], 150)
+
     def test_afterwards_there_is_room_again(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
         store.block()

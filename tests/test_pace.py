@@ -43,6 +43,7 @@ def test_a_busy_process_gives_a_share_of_one_core(clock: Clock) -> None:
 
 def test_the_first_work_is_done_faster(clock: Clock) -> None:
     own = Pace()
+    assert not own.is_slow
     assert share_of(own, FIRST / 2) == pytest.approx(FAST_SHARE)
     assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
 
@@ -58,9 +59,11 @@ def test_records_that_are_there_already_leave_less_first_work(clock: Clock) -> N
 def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:
     own = Pace()
     own.rest(FIRST)
+    assert own.is_slow
     clock.go_on(1.0, 0.9)
     own.look()
     assert share_of(own) == pytest.approx(FREE)
+    assert not own.is_slow
     clock.go_on(1.0, 1.9)
     own.look()
     assert share_of(own) == pytest.approx(SHARE)

@@ -25,6 +25,8 @@ MOST_WAITING: Final = 16 << 20
 PIECE: Final = 0.00015
 """Seconds of work, about: after so many the thread rests, also within an item."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
+MOST_SLOWLY: Final = 2 << 20
+"""The same while the thread takes little: else what waits would be stored seconds later."""
 _CLOSING = 5.0  # seconds
 TOO_MANY: Final = "too many waited to be stored"
 
@@ -79,24 +81,32 @@ class Filler(Generic[Item]):
         what may wait: to keep what a forward computed takes 4 to 8 % of its time, for nothing if there is no room at
         its end.
         """
-        if self._bytes + self._free <= MOST_WAITING and not self._closed:
+        if self._bytes + self._free <= self._most and not self._closed:
             return True
         with self._changed:
             self.skipped["closed" if self._closed else TOO_MANY] += items
         return False
 
     def offer(self, items: Sequence[Item], nbytes: int) -> bool:
-        """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back."""
+        """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back.
+
+        If nothing waits, all are taken; while the thread takes little, those that may wait, but one at least.
+        """
         self.wake()
         with self._changed:
-            full = bool(self._waiting) and self._bytes + nbytes > MOST_WAITING
+            most = self._most
+            full = bool(self._waiting) and self._bytes + nbytes > most
             if self._closed or full:
                 self.skipped[TOO_MANY if full else "closed"] += len(items)
-                self._free = min(max(nbytes, MOST_WAITING // 2), MOST_WAITING)
+                self._free = min(max(nbytes, most // 2), most)
                 return False
             each = nbytes // max(len(items), 1)
-            self._waiting.extend((item, each) for item in items)
-            self._bytes += each * len(items)
+            taken = items[: max(1, most // max(each, 1))] if self.pace.is_slow else items
+            if len(taken) < len(items):
+                self.skipped[TOO_MANY] += len(items) - len(taken)
+                self._free = most
+            self._waiting.extend((item, each) for item in taken)
+            self._bytes += each * len(taken)
             if not self._rest():
                 self._changed.notify_all()
         return True
@@ -133,10 +143,15 @@ class Filler(Generic[Item]):
                 found.append(item)
                 taken += nbytes
         self._bytes -= taken
-        if self._bytes + self._free <= MOST_WAITING:
+        if self._bytes + self._free <= self._most:
             self._free = 1
         self._busy, self._hurry, self._hurries = True, False, hurry
         return found, hurry
+
+    @property
+    def _most(self) -> int:
+        """Bytes that may wait now."""
+        return min(MOST_SLOWLY, MOST_WAITING) if self.pace.is_slow else MOST_WAITING
 
     def _rest(self) -> float:
         """Seconds until the thread works again."""

@@ -43,6 +43,11 @@ class Pace:
         self._paid = FIRST * max(0.0, 1.0 - records / ENOUGH)
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the thread takes little: no work is paid for, and the cores are busy."""
+        return self._busy and not self._paid
+
     def look(self) -> None:
         """See how busy the process is."""
         now = time.monotonic()
