@@ -222,8 +222,8 @@ class Pool:
     def add(self, entries: Sequence[Entry], pause: Pause = no_pause) -> News:
         """Keep these; what has to go for them goes. An entry that is larger than the pool is left out.
 
-        `pause` is called where the work may rest. DatabaseError: there is no room on the disk, or another process
-        writes; `news` tells what was kept before.
+        `pause` is called between pieces of what is written to memory. DatabaseError: there is no room on the disk, or
+        another process writes; `news` tells what was kept before.
         """
 
         for part in self._parts(entries):
@@ -233,7 +233,7 @@ class Pool:
     def write(self, entry: Entry, pause: Pause = no_pause) -> Kept | None:
         """Write a record that `add` publishes later, also an `add` of nothing. None: only `add` can keep it.
 
-        Until then the record has no number, and only this process can read it. `pause` is as in `add`.
+        Until then the record has no number, and only this process can read it. `pause` is called between pieces.
         """
         del entry, pause
         return None  # in memory nothing is saved by this

@@ -162,7 +162,7 @@ class Segment:
     def write(self, offset: int, body: Bytes, pause: Pause = no_pause) -> None:
         """Put the bytes of a record at an offset where no record is. OSError: the disk refuses.
 
-        `pause` is for a segment in memory.
+        A file is written without a pause: others wait for the lease meanwhile. See `Hold` for what is written before.
         """
         if self.path is None:
             own = np.frombuffer(self._memory, np.uint8)

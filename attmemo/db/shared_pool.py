@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -235,11 +235,6 @@ class SharedPool(Pool):
                 history.add(time.time(), work)
                 _put(transaction, _HISTORY, json.dumps(history.state()).encode())
             self.history = history
-
-    def add(self, entries: Sequence[Entry], pause: Pause = no_pause) -> News:
-        """As `Pool.add`, but without a pause: others wait for the lease."""
-        del pause
-        return super().add(entries)
 
     def write(self, entry: Entry, pause: Pause = no_pause) -> Kept | None:
         """As `Pool.write`. If the next `add` fails, what was written is lost. DatabaseError: the disk refuses."""

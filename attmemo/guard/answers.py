@@ -154,7 +154,7 @@ def _logits(output: Any) -> Tensor | None:
 
 
 def _is_whole(mask: Tensor) -> bool:
-    """Whether there is no padding: then a mean is one operation in place of six. Other masks may say so too."""
+    """Whether a mask of whole numbers has no padding: a mean is one operation then, and six with weights."""
     return not mask.is_floating_point() and mask.device.type == "cpu" and bool(mask.numpy().all())
 
 

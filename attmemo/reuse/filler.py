@@ -22,11 +22,11 @@ POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
 """Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
+MOST_SLOWLY: Final = 2 << 20
+"""The same while the thread takes little: else what waits would be stored seconds later."""
 PIECE: Final = 0.00015
 """Seconds of work, about: after so many the thread rests, also within an item."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
-MOST_SLOWLY: Final = 2 << 20
-"""The same while the thread takes little: else what waits would be stored seconds later."""
 _CLOSING = 5.0  # seconds
 TOO_MANY: Final = "too many waited to be stored"
 
@@ -78,7 +78,7 @@ class Filler(Generic[Item]):
         """Whether items may be handed over now. If too much waits, so many are counted as left out.
 
         After items had to be left out, nothing is admitted until there is room for as many again, and for half of
-        what may wait: to keep what a forward computed takes 4 to 8 % of its time, for nothing if there is no room at
+        what may wait: to keep what a forward computed takes 1 to 3 % of its time, for nothing if there is no room at
         its end.
         """
         if self._bytes + self._free <= self._most and not self._closed:
@@ -151,7 +151,7 @@ class Filler(Generic[Item]):
     @property
     def _most(self) -> int:
         """Bytes that may wait now."""
-        return min(MOST_SLOWLY, MOST_WAITING) if self.pace.is_slow else MOST_WAITING
+        return MOST_SLOWLY if self.pace.is_slow else MOST_WAITING
 
     def _rest(self) -> float:
         """Seconds until the thread works again."""
