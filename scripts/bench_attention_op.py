@@ -1,7 +1,8 @@
 """Measure the attention operator against padded SDPA, and write docs/attention-op.json, two tables and a plot.
 
-    python scripts/bench_attention_op.py docs              # about ten minutes on two cores
-    python scripts/bench_attention_op.py docs --quick      # fewer repetitions, smaller batches
+    python scripts/bench_attention_op.py docs                   # about ten minutes on two cores
+    python scripts/bench_attention_op.py docs --quick           # fewer repetitions, smaller batches
+    python scripts/bench_attention_op.py docs --device cuda     # on a GPU: docs/attention-op-gpu.json, tables printed
 
 Heads as in Llama 3: 32 query heads on 8 key heads of 128 elements; one layer. *Decode*: one new token each.
 *Mixed*: one sequence of the batch is a prompt of 512 tokens, behind 1024 in the cache, the others decode.
@@ -21,6 +22,9 @@ Every time is the median of repetitions that take turns with the others in one r
 transformers and FlexAttention take turns with padded SDPA in a run of their own, because what follows the copying of
 gigabytes is slower for it; their times are given in the other run's measure, by what padded SDPA took in both. What is
 read is the bytes of live keys, values and scales; for GB/s they are divided by the time of the whole call.
+
+On a GPU a time is from the call in Python until the GPU is done, on both sides, and the operator is called with
+`validate=False`, as a server calls it.
 """
 
 from __future__ import annotations
@@ -43,8 +47,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attmemo.fastseq.ops import cache_shape, multi_head_cache_attention, scale_shape
-from attmemo.kernels import cache_attention
-from attmemo.kernels.pages import zeros
+from attmemo.kernels import cache_attention, pages
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 FORMS: dict[str, dict[str, Any]] = {  # what the cache holds
@@ -59,16 +62,29 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of queries, an
 FORMS_OF = {"float32": list(FORMS), "bfloat16": [name for name in FORMS if "float32" not in name]}
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Room on the device that is measured, in huge pages if that is a CPU."""
+    return pages.zeros(shape, dtype, torch.get_default_device())
+
+
+def done() -> None:
+    """A GPU answers before the work is done: this waits."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds(calls: dict[str, Callable[[], Any]], budget: float, clock: Callable[[], float]) -> dict[str, float]:
     """Median of each, taking turns, for about so long together."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
+        done()
     started = time.perf_counter()
     while time.perf_counter() - started < budget or len(next(iter(times.values()))) < 5:
         for name, call in calls.items():
             before = clock()
             call()
+            done()
             times[name].append(clock() - before)
     return {name: median(taken) for name, taken in times.items()}
 
@@ -110,6 +126,7 @@ def operator_call(
     }
     attributes = {"num_heads": HEADS, "head_dim": WIDTH, "num_kv_heads": KV_HEADS, "quant_bit": bits}
     attributes |= {"quant_group": group, "cache_mode": 1, "cache_layout": 3, "page_size": page}
+    attributes["validate"] = torch.get_default_device().type == "cpu"
     item = cache.element_size() * cache[0, 0, 0, 0].numel() + (4 * WIDTH // group if bits else 0)
     return lambda: multi_head_cache_attention(**arguments, **attributes), 2 * KV_HEADS * sum(keys) * item
 
@@ -187,7 +204,7 @@ def flex_call(query: torch.Tensor, cache: torch.Tensor, keys: list[int]) -> Call
     padding = -cache.shape[3] % 128
     key, value = torch.nn.functional.pad(cache, (0, 0, 0, padding))
     blocks = create_block_mask(
-        lambda batch, head, row, column: column < lengths[batch], len(keys), None, 1, key.shape[2], device="cpu"
+        lambda batch, head, row, column: column < lengths[batch], len(keys), None, 1, key.shape[2], device=cache.device
     )
     torch._dynamo.reset()  # else, of the ninth shape, it would no longer be compiled
     compiled = torch.compile(partial(flex_attention, enable_gqa=True), dynamic=False)
@@ -197,7 +214,7 @@ def flex_call(query: torch.Tensor, cache: torch.Tensor, keys: list[int]) -> Call
 def ragged(count: int, seed: int) -> list[int]:
     """Lengths uniform in 128 to 4096."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(128, 4097, (count,), generator=generator).tolist()
+    return torch.randint(128, 4097, (count,), generator=generator, device="cpu").tolist()
 
 
 def cases(quick: bool, largest: int) -> list[dict[str, Any]]:
@@ -250,8 +267,12 @@ def measure(
         },
         "gigabytes_per_second": {name: round(read[name] / times[name] / 1e9, 2) for name in read},
         "bytes": read,
-        "gpu": "not measured",
     }
+
+
+def device_name(device: str) -> str:
+    """The GPU, or the widest vectors that the processor has."""
+    return torch.cuda.get_device_name() if device == "cuda" else cache_attention.instruction_sets()[0]
 
 
 def read_speed() -> float:
@@ -260,8 +281,10 @@ def read_speed() -> float:
     numbers.sum()
     times = []
     for _ in range(5):
+        done()
         before = time.perf_counter()
         numbers.sum()
+        done()
         times.append(time.perf_counter() - before)
     return round(numbers.numel() * 4 / min(times) / 1e9, 2)
 
@@ -301,17 +324,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     others = ("padded SDPA", "one by one", "transformers")
     lines = [
         "| batch | lengths | kind | " + " | ".join(f"{other}, ms" for other in others) + " | " + " | ".join(forms),
-        "|---:|---|---|---:|---:|---:|" + "---:|" * len(forms) + "---|",
+        "|---:|---|---|---:|---:|---:|" + "---:|" * len(forms),
     ]
-    lines[0] += " | GPU |"
+    lines[0] += " |"
     for row in rows:
         cells = []
         for name in forms:
             over = row["speedup over"].get("transformers", {}).get(name)
             cells.append(f"{row['speedup over']['padded SDPA'][name]:.1f}x" + (f" ({over:.1f}x)" if over else ""))
         taken = [row["milliseconds"].get(name) for name in others]
-        times = ["" if one is None else f"{one:.2f}" for one in taken]
-        cells = [str(row["batch"]), row["lengths"], row["kind"], *times, *cells, row["gpu"]]
+        times = ["" if one is None else f"{one:.3g}" if one < 1 else f"{one:.2f}" for one in taken]
+        cells = [str(row["batch"]), row["lengths"], row["kind"], *times, *cells]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -411,10 +434,13 @@ def main() -> None:
         help="processor: time that the threads worked, for a machine that has other things to do, too",
     )
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row of the table")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     if options.largest < 4:
         parser.error("--largest must be 4 or more: smaller batches are not measured at ragged lengths")
     torch.set_num_threads(options.threads)
+    exactness = accuracy()
+    torch.set_default_device(options.device)
     torch.manual_seed(0)
     rows = []
     clock = time.perf_counter if options.clock == "wall" else time.process_time
@@ -435,7 +461,7 @@ def main() -> None:
             "clock": options.clock,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "instruction_set": cache_attention.instruction_sets()[0],
+            "device": device_name(options.device),
             "heads": [HEADS, KV_HEADS, WIDTH],
             "page_size": 128,
             "memory": "huge pages on both sides",
@@ -450,13 +476,14 @@ def main() -> None:
             ],
             "int8 bytes / float32 bytes": round(rows[0]["bytes"]["int8"] / rows[0]["bytes"]["float32"], 4),
         },
-        "accuracy": accuracy(),
+        "accuracy": exactness,
         "rows": rows,
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "attention-op.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(rows, options.output / "attention-op.png")
-    page = options.output / "attention-op.md"
+    name = "attention-op" if options.device == "cpu" else "attention-op-gpu"
+    (options.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(rows, options.output / f"{name}.png")
+    page = options.output / f"{name}.md"
     tables = [table([row for row in rows if row["queries"] == kind]) for kind in TYPES]
     if page.exists():  # the page that explains the tables has them
         left, old = iter(tables), re.compile(r"(?m)(^\| batch \|.*\n)(^\|.*\n)+")

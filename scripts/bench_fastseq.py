@@ -11,7 +11,7 @@ from a folder is timed for itself and added in a column of its own.
 Rungs, each with what is before it: `stock`; `shared` (cross-attention cache or prompt kept once a sample); `+ngram`
 (the kernel that blocks n-grams); `+pipeline` (`attmemo.fastseq.Pipeline` on what `wrap` chooses by itself, as users
 get it); `+batch` (the planner's batch instead of `--batch`). Beside them `el`, EL-Attention whether it pays or not,
-and `ctranslate2`, which needs that package.
+`no cache`, stock with `use_cache=False`, and `ctranslate2`, which needs that package.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from attmemo import fastseq
 from attmemo.fastseq.generate.shape import ModelShape
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "ctranslate2")
+RUNGS = ("stock", "shared", "+ngram", "+pipeline", "+batch", "el", "no cache", "ctranslate2")
 
 
 def bart(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Any:
@@ -197,15 +197,15 @@ class Bench:
                 assert self.peer is not None
                 texts = self.peer(self.lines)
             else:
-                engine = {"stock": self.model, "el": self.el}.get(rung, self.shared)
-                texts = self._plain(engine, swap=rung != "shared")
+                engine = {"stock": self.model, "no cache": self.model, "el": self.el}.get(rung, self.shared)
+                texts = self._plain(engine, swap=rung != "shared", use_cache=rung != "no cache")
             Path(folder, "out.txt").write_text("\n".join(texts) + "\n")
             seconds = time.perf_counter() - start
         self.outputs[rung] = texts
         self.cpu_seconds.setdefault(rung, []).append(time.process_time() - cpu)
         return seconds
 
-    def _plain(self, engine: Any, swap: bool) -> list[str]:
+    def _plain(self, engine: Any, swap: bool, use_cache: bool) -> list[str]:
         from attmemo.fastseq.generate import loop
 
         texts: list[str] = []
@@ -221,7 +221,7 @@ class Bench:
                     return_token_type_ids=False,
                 ).to(self.model.device)
                 prompt = 0 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-                tokens = engine.generate(**inputs, **self.settings)[:, prompt:]
+                tokens = engine.generate(**inputs, **self.settings, use_cache=use_cache)[:, prompt:]
                 texts += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finally:
             loop.swap_ngram_processors = kept
@@ -256,6 +256,10 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 before = os.getloadavg()[0]
                 bench = Bench(options, folder, length, new, beams, model)
                 seconds: dict[str, list[float]] = {rung: [] for rung in rungs}
+                if options.device == "cuda":  # the first work of a shape loads and chooses kernels: seconds
+                    for rung in rungs:
+                        bench.run(rung)
+                    bench.cpu_seconds.clear()
                 for number in range(options.rounds):
                     turn = number % len(rungs)
                     for rung in rungs[turn:] + rungs[:turn]:
@@ -283,7 +287,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     "load": [before, os.getloadavg()[0]],
                     "same_text": {rung: bench.outputs[rung] == bench.outputs[rungs[0]] for rung in rungs},
                     "counts": bench.fast.stats()["counts"],
-                    "cache_bytes": bench.fast.stats()["cache_bytes"],
+                    "cache_bytes": (bench.shared if "shared" in rungs else bench.fast).stats()["cache_bytes"],
                     "el_cache_bytes": bench.el.stats()["cache_bytes"] if bench.el else None,
                     "formula_bytes": {
                         mode: ModelShape.of(model.config, model.dtype).cache_bytes(
@@ -304,6 +308,8 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
     if cpuinfo.exists():
         flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
         name = "x86-64 with AVX-512" if "avx512f" in flags else "x86-64 with AVX2" if "avx2" in flags else name
+    if options.device == "cuda":
+        name = torch.cuda.get_device_name()
     return {
         "processor": name,
         "cores": os.cpu_count(),
@@ -319,11 +325,10 @@ def table(record: dict[str, Any]) -> str:
     """The record as Markdown."""
     facts = record["conditions"]
     lines = [
-        "# fastseq: measured",
+        "# fastseq: measured" + ("" if facts["dtype"] == "float32" else f" in {facts['dtype']}"),
         "",
         f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}, transformers "
-        f"{facts['transformers']}; medians of interleaved rounds; text in to text out. Random weights, n-gram 3. "
-        "GPU: not measured.",
+        f"{facts['transformers']}; medians of interleaved rounds; text in to text out. Random weights, n-gram 3.",
         "",
         "If the load is above the number of threads, the machine was busy with other work. Then CPU seconds say more "
         "than seconds.",

@@ -126,7 +126,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(results: dict[str, dict[str, Any]], file: Path) -> None:
+def draw(results: dict[str, dict[str, Any]], file: Path, device: str) -> None:
     """Bars by case, on a logarithmic scale: they are four orders of magnitude apart."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -139,7 +139,7 @@ def draw(results: dict[str, dict[str, Any]], file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("ms in one generated batch (median), logarithmic")
-    axes.set_title(f"Blocking repeated n-grams, transformers {transformers.__version__}, CPU", fontsize=11)
+    axes.set_title(f"Blocking repeated n-grams, transformers {transformers.__version__}, {device}", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=9)
     figure.savefig(file, dpi=150)
@@ -153,9 +153,11 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {name: measure(name, arguments.repeats, arguments.device) for name in CASES}
     made_on = {name: value for name, value in conditions().items() if name != "kernel"}
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    made_on["device"] = device
     found = {"conditions": {**made_on, "repeats": arguments.repeats}, "cases": results}
     arguments.output.with_suffix(".json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    draw(results, arguments.output.with_suffix(".png"))
+    draw(results, arguments.output.with_suffix(".png"), device)
     print(table(results))
 
 

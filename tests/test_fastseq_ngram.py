@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
+from attmemo import fastseq
 from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram
 from attmemo.fastseq.generate.ngram import ban_ngrams, swap_ngram_processors
 from attmemo.kernels import _ngram
@@ -359,6 +361,39 @@ def test_the_kernel_for_gpus_bans_the_right_tokens_in_the_interpreter(tmp_path: 
     done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100
+
+
+@pytest.mark.parametrize("module", ["generate/ngram_triton.py", "serving/ops/triton_kernels.py"])
+def test_kernels_for_gpus_name_no_type_but_constexpr(module: str) -> None:
+    """Triton's compiler refuses others, and its interpreter does not: so this is told without Triton too."""
+    source = (Path(fastseq.__file__).parent / module).read_text(encoding="utf-8")
+    kernels = [
+        node for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+    ]  # fmt: skip
+    named = {ast.unparse(one.annotation) for kernel in kernels for one in kernel.args.args if one.annotation}
+    assert kernels
+    assert named == {"tl.constexpr"}
+    assert "from __future__ import annotations" not in source
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_kernel_for_gpus_compiles_for_a_gpu_that_is_not_there(dtype: str) -> None:
+    """The interpreter runs what a compiler refuses: names of Python's types in the signature, for one."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    if "nvidia" not in triton.backends.backends:
+        pytest.skip("this Triton has no compiler for NVIDIA GPUs")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        pytest.skip("Triton is interpreting")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from attmemo.fastseq.generate.ngram_triton import BLOCK, _ban
+
+    kinds = {"scores": f"*{dtype}", "tokens": "*i64", "text": "*i64", "SIZE": "constexpr", "BLOCK": "constexpr"}
+    signature = {name: kinds.get(name, "i32") for name in _ban.arg_names}
+    source = ASTSource(fn=_ban, signature=signature, constexprs={"SIZE": 3, "BLOCK": BLOCK})
+    assert triton.compile(source, target=GPUTarget("cuda", 86, 32)).asm["cubin"]
 
 
 def test_it_is_imported_without_triton() -> None:

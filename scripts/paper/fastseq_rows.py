@@ -12,6 +12,12 @@ def bench() -> Found:
     return document("fastseq-bench")
 
 
+def gpu() -> list[Found]:
+    """Rows of docs/fastseq-gpu.json: an H100, float16, batches of 32 and 320."""
+    rows: list[Found] = document("fastseq-gpu")["rows"]
+    return rows
+
+
 def speed(row: Found, rung: str) -> float | None:
     """Times as fast as stock generation."""
     seconds = row["seconds"]

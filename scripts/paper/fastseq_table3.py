@@ -17,11 +17,14 @@ def measure(run: Run) -> Found:
         name: {way: times["median"] for way, times in case["milliseconds"].items()}
         for name, case in record["cases"].items()
     }
-    return {"conditions": record["conditions"], "cases": cases}
+    gpu = {
+        way: times["median"] for way, times in document("ngram-gpu")["cases"][CASE]["milliseconds"].items()
+    }  # fmt: skip
+    return {"conditions": record["conditions"], "cases": cases, "gpu": gpu}
 
 
 def claims(found: Found) -> list[Claim]:
-    ms = found["cases"][CASE]
+    ms, gpu = found["cases"][CASE], found["gpu"]
     loop, stock, kernel = ms["loop (≤ 5.14)"], ms["stock"], ms["kernel, in place"]
     return [
         Claim(
@@ -31,8 +34,9 @@ def claims(found: Found) -> list[Claim]:
         ),
         Claim(
             "the GPU kernel is 75 times as fast as the CPU kernel", "584.9 → 7.8 ms",
-            "`python scripts/bench_ngram.py --device cuda --output ngram-gpu`", "not measured",
-            "needs a GPU; the Triton kernel is tested",
+            f"{kernel:.1f} → {gpu['kernel, in place']:.1f} ms (H100; stock there: {gpu['stock']:.0f} ms)",
+            judge(kernel / gpu["kernel, in place"] >= 75),
+            "the CPU kernel is 300 times as fast as the paper's; a launch from Python takes .05 ms a step",
         ),
     ]  # fmt: skip
 

@@ -23,9 +23,9 @@ python scripts/paper ../shared docs/paper fig03      # one figure, again
 python scripts/paper ../shared docs/paper --page     # this page and its plots, from the JSONs
 ```
 
-Each figure has one JSON with its conditions. The machine has two cores and no GPU; the papers' machines had 48 cores
-and 1.5 TB of memory, or a V100. So absolute times differ, and ratios are compared. Parts that need a GPU are marked
-"not measured".
+Each figure has one JSON with its conditions. The machine has two cores and no GPU; three claims about GPUs were
+measured on an H100. The papers' machines had 48 cores and 1.5 TB of memory, or a V100. So absolute times differ, and
+ratios are compared. What could not be measured is marked "not measured".
 
 """
 

@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# Not Python but Triton: parameters have no types, and an annotation that names a type of Python does not compile.
 """`attmemo.fastseq.generate.ngram.ban_ngrams` on a GPU. Needs Triton; imported only where it is.
 
 A program is a block of n-grams of one row. It compares the first n-1 tokens of each with the row's suffix and stores
@@ -6,10 +8,6 @@ needed. FastSeq's CUDA kernel has a thread for every n-gram in one block, which 
 thousand tokens; a grid of blocks takes any length.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,21 +15,21 @@ from torch import Tensor
 BLOCK = 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _ban(
-    scores: Any,
-    tokens: Any,
-    text: Any,
-    columns: Any,
-    known: Any,
-    windows: Any,
-    group: Any,
-    score_stride: Any,
-    token_stride: Any,
-    text_stride: Any,
+    scores,
+    tokens,
+    text,
+    columns,
+    known,
+    windows,
+    group,
+    score_stride,
+    token_stride,
+    text_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)  # rows times vocabulary may be more than 2^31
     window = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = text + (row // group) * text_stride + window

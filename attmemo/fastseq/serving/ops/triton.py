@@ -84,7 +84,7 @@ def _store(
         a.key, a.value, *a.key.stride(), *a.value.stride(),
         seqstarts, cachestarts, start_pos, a.batch, cachestarts.shape[-1],
         *cache, *scale,
-        float(torch.tensor(EPSILON, dtype=a.query.dtype)),
+        _epsilon(a.query.dtype),
         D=a.head_dim, BITS=a.quant_bit, GROUP=a.quant_group, PAGE=a.page_size, PAGED=a.paged,
         BLOCK_G=_power(a.head_dim // a.quant_group), BLOCK_E=_power(a.quant_group // (2 if a.quant_bit == 4 else 1)),
         BLOCK_D=_power(a.head_dim), num_warps=1,
@@ -140,6 +140,12 @@ def _attend(
         kernels.join[(lines,)](
             *parts, output, lines, splits, D=a.head_dim, BLOCK_S=_power(splits), BLOCK_D=width, num_warps=1
         )  # fmt: skip
+
+
+@cache
+def _epsilon(dtype: torch.dtype) -> float:
+    """The least scale, rounded to a type."""
+    return float(torch.tensor(EPSILON, dtype=dtype, device="cpu"))
 
 
 @cache
