@@ -126,9 +126,9 @@ def cost(shared: Path, _: Path) -> dict[str, Any]:
         "never alike": [tokens.tolist() for tokens in other_texts(shared)],
         "log lines": tokenizer(mixed, truncation=True, max_length=256)["input_ids"],
     }
-    usual, few = ((1, 2000, 50), (32, 40, 8)), ((1, 300, 50), (32, 16, 8))
+    usual, long = ((1, 2000, 50), (32, 40, 8)), ((1, 2000, 50), (32, 120, 8))
     cases = [("never alike", "", usual), ("log lines", "", usual), ("log lines", "256 MiB", usual),
-             ("never alike", "nothing stored before", few)]  # fmt: skip
+             ("never alike", "nothing stored before", long)]  # fmt: skip
     for name, how, size, count, block in ((name, how, *one) for name, how, sizes in cases for one in sizes):
         ids = texts[name]
         batches = [tokenizer.pad({"input_ids": ids[i * size : (i + 1) * size]}, return_tensors="pt")

@@ -401,7 +401,7 @@ def test_a_store_rests_while_it_writes_and_begins_slowly_where_records_are(
 ) -> None:
     monkeypatch.setattr("attmemo.reuse.pace.ENOUGH", 2)
     store, rested = store_in(folder), list[bool]()
-    assert store._filler.pace.rest(1e-6) < 1e-5
+    assert store._filler.pace.rest(1e-6) < 2e-5
     monkeypatch.setattr(store._filler, "breathe", lambda: rested.append(True))
     for seed in range(3):
         store.offer(offers_of(record(seed)))

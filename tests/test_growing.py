@@ -26,7 +26,7 @@ from attmemo.db.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.profiler.row_controls import read_record
-from attmemo.reuse.growing import KNOWN, GrowingRows
+from attmemo.reuse.growing import KNOWN, PAYS, GrowingRows
 from attmemo.reuse.offer import Offer
 from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import DatabaseRows, Fetched, Record
@@ -272,6 +272,27 @@ class TestWhatIsKept:
         work[0] = Work(2, 10, 7)
         assert store.flush()
         assert paid[1:] == [0], "nothing was found"
+
+    def test_a_record_pays_only_for_the_first_times_that_it_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, paid, work = store_for(8), [], [Work()]
+        monkeypatch.setattr(store._filler.pace, "earn", paid.append)
+        keep(store, record(0))
+        store.watch(lambda: work[0])
+        assert store.flush()
+        for turn in range(1, PAYS + 3):
+            store.fetch(find(store, record(0)[0]))
+            work[0] = Work(turn, 5 * turn, 2 * turn)
+            assert store.flush()
+        assert [amount > 0 for amount in paid] == [True] * PAYS + [False] * 2
+
+    def test_nothing_pays_while_something_has_to_go_for_a_new_record(self) -> None:
+        store = store_for(8)
+        keep(store, record(0))
+        assert store._filler.pace.has_room
+        for seed in range(1, 12 * PER_SEGMENT):
+            keep(store, record(seed))
+        assert not store.pool.has_room
+        assert not store._filler.pace.has_room
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("part", ["last", "keys", "values"])

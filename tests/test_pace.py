@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attmemo.reuse import pace
-from attmemo.reuse.pace import EARNED, ENOUGH, FAST_SHARE, FIRST, FREE, MOST, SHARE, Pace
+from attmemo.reuse.pace import EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, MOST, SHARE, Pace
 
 
 class Clock:
@@ -41,16 +41,17 @@ def test_a_busy_process_gives_a_share_of_one_core(clock: Clock) -> None:
     assert share_of(own) == pytest.approx(SHARE)
 
 
-def test_the_first_work_is_done_faster(clock: Clock) -> None:
+def test_the_first_work_is_done_a_little_faster(clock: Clock) -> None:
     own = Pace()
     assert not own.is_slow
-    assert share_of(own, FIRST / 2) == pytest.approx(FAST_SHARE)
+    assert share_of(own, FIRST / 2) == pytest.approx(FIRST_SHARE)
     assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
+    assert own.is_slow
 
 
 def test_records_that_are_there_already_leave_less_first_work(clock: Clock) -> None:
     own = Pace(ENOUGH // 2)
-    assert share_of(own, FIRST / 4) == pytest.approx(FAST_SHARE)
+    assert share_of(own, FIRST / 4) == pytest.approx(FIRST_SHARE)
     assert share_of(own, FIRST / 4) == pytest.approx(SHARE)
     for records in (ENOUGH, 100 * ENOUGH):
         assert share_of(Pace(records)) == pytest.approx(SHARE)
@@ -80,11 +81,30 @@ def test_two_looks_shortly_one_behind_the_other_are_one(clock: Clock) -> None:
 
 
 def test_records_that_are_found_pay_for_work_but_not_without_end(clock: Clock) -> None:
-    own = Pace()
-    own.rest(2 * FIRST)
+    own = Pace(ENOUGH)
     own.earn(1.0)
+    assert not own.is_slow
     assert share_of(own, EARNED / 2) == pytest.approx(FAST_SHARE)
     assert share_of(own, EARNED / 2) == pytest.approx(SHARE)
     own.earn(1e9)
     own.rest(MOST)
     assert share_of(own) == pytest.approx(SHARE)
+
+
+def test_the_first_work_waits_while_found_records_pay(clock: Clock) -> None:
+    own = Pace()
+    own.earn(1.0)
+    assert share_of(own, EARNED / 2) == pytest.approx(FAST_SHARE)
+    own.rest(EARNED / 2)
+    assert share_of(own, FIRST / 2) == pytest.approx(FIRST_SHARE)
+
+
+def test_found_records_do_not_pay_where_something_has_to_go_for_a_new_one(clock: Clock) -> None:
+    own = Pace(ENOUGH)
+    own.earn(1.0)
+    own.has_room = False
+    assert own.is_slow
+    assert share_of(own) == pytest.approx(SHARE)
+    own.has_room = True
+    assert not own.is_slow
+    assert share_of(own) == pytest.approx(FAST_SHARE), "what was earned is still there"

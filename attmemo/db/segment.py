@@ -200,11 +200,13 @@ class Segment:
         self.check_whole()
         return self._bytes[offset : offset + nbytes]
 
-    def hit(self, place: int) -> None:
-        """Record number `place` of the segment was used."""
+    def hit(self, place: int) -> int:
+        """Record number `place` of the segment was used; how often since it was written here, if that can be noted."""
         self.check_whole()
-        if self.marks is not None:
-            self.marks[place] += 1
+        if self.marks is None:
+            return 0
+        self.marks[place] += 1
+        return int(self.marks[place])
 
     def hits(self, place: int) -> int:
         """How often a record was used since it was written here."""

@@ -44,6 +44,8 @@ _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
+PAYS: Final = 4
+"""A record pays for others when it is found, so many times: of a database that serves, few new ones are worth much."""
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -78,7 +80,7 @@ class GrowingRows(RowStore):
         self._records: dict[int, int] = {}  # the other way
         self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
         self._since = 0.0  # when the first of them was written
-        self._found = 0  # tokens of the records that were fetched; a count that is lost now and then does no harm
+        self._found = 0  # tokens of the records that were fetched and pay; a count lost now and then does no harm
         self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
@@ -146,6 +148,7 @@ class GrowingRows(RowStore):
         long as some records. `hurry`: publish now.
         """
         lost, rest = len(offers), dict[bytes, Entry]()
+        self._filler.pace.has_room = self.pool.has_room
         try:
             if hurry or not offers or self._anew:  # else it was done a moment ago
                 self._learn(self._news())
@@ -199,7 +202,7 @@ class GrowingRows(RowStore):
         self._work, self._worked = work, work()
 
     def _earn(self) -> None:
-        """Let records that were fetched pay for more of them, by what it would take to compute all of their rows."""
+        """Let records that were found for the first times pay for more, by what all of their rows take to compute."""
         if self._work is None:
             return
         used = time.process_time() - time.thread_time()  # this thread is no request
@@ -334,8 +337,8 @@ class GrowingRows(RowStore):
                 self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
                 raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
             self._sound[record] = kept.segment.number
-        kept.segment.hit(kept.place)
-        self._found += len(kept.tokens)
+        if kept.carried + kept.segment.hit(kept.place) <= PAYS:
+            self._found += len(kept.tokens)
         return kept
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 A record of 50 tokens of MiniLM is one megabyte. To store it takes one or two milliseconds of one core, a tenth of the
 time that its request took with two. Where every core is busy, requests take longer by all that the thread takes, for
 their threads wait for each other. So the thread takes little, and of inputs that are never alike only some are stored.
-The first ones fill an empty database. Records that are found again pay for more of them.
+The first ones fill an empty database, a little faster. Records that are found pay for more of them, and these are
+stored at once: until nothing can be added without something else having to go.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Final
 SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
 FAST_SHARE: Final = 0.35
-"""The same, while there is work left that is paid for."""
+"""The same, while found records pay and there is room."""
+FIRST_SHARE: Final = 0.05
+"""The same, for the first work of an empty database."""
 FIRST: Final = 0.3
-"""Seconds of work that are paid for at the beginning of an empty database: two hundred records of a small model."""
+"""Seconds of first work: two hundred records of a small model."""
 ENOUGH: Final = 200
 """A database that begins with so many records has no first work."""
-EARNED: Final = 0.15
+EARNED: Final = 0.5
 """Seconds of work that are paid for by finding records that would take a second to compute."""
 MOST: Final = 1.5
 """Most seconds of work that are paid for at one time."""
@@ -37,16 +40,24 @@ class Pace:
     ----------
     records : int
         How many there are at the beginning.
+
+    Attributes
+    ----------
+    has_room : bool
+        Whether records can be added and nothing has to go; to be set. Without room found records do not pay: where
+        each new record costs an old one, to store fast takes more time than it saves.
     """
 
     def __init__(self, records: int = 0) -> None:
-        self._paid = FIRST * max(0.0, 1.0 - records / ENOUGH)
+        self.has_room = True
+        self._first = FIRST * max(0.0, 1.0 - records / ENOUGH)
+        self._paid = 0.0
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     @property
     def is_slow(self) -> bool:
-        """Whether the thread takes little: no work is paid for, and the cores are busy."""
-        return self._busy and not self._paid
+        """Whether the thread takes little: cores are busy, nothing pays for records, and the database is not empty."""
+        return self._busy and not self._first and not (self._paid and self.has_room)
 
     def look(self) -> None:
         """See how busy the process is."""
@@ -62,8 +73,13 @@ class Pace:
 
     def rest(self, worked: float) -> float:
         """Seconds to rest after so many seconds of work."""
-        self._paid = max(0.0, self._paid - worked)
-        share = FAST_SHARE if self._paid else SHARE
+        share = SHARE
+        if self._paid and self.has_room:
+            self._paid = max(0.0, self._paid - worked)
+            share = FAST_SHARE if self._paid else SHARE
+        elif self._first:
+            self._first = max(0.0, self._first - worked)
+            share = FIRST_SHARE if self._first else SHARE
         if not self._busy:
             share = max(share, FREE)
         return worked * (1.0 / share - 1.0)
