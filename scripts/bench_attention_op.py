@@ -94,8 +94,8 @@ def operator_call(
     page: int = 128, query_type: torch.dtype = torch.float32,
 ) -> tuple[Callable[[], Any], int]:
     """A call on a paged cache, pages in random order; and the bytes of the live rows. Scales are float32."""
-    pages = [-(-count // page) for count in keys]
-    rows = sum(pages) * page
+    counts = [-(-count // page) for count in keys]
+    rows = sum(counts) * page
     shape = cache_shape(3, rows, 1, KV_HEADS, WIDTH, bits)
     scale = None
     if bits:
@@ -103,9 +103,9 @@ def operator_call(
         scale = zeros(scale_shape(3, rows, 1, KV_HEADS, WIDTH, group), torch.float32).uniform_(0, 0.02)
     else:
         cache = zeros(shape, dtype).normal_()
-    order, at = torch.randperm(sum(pages)) * page, 0
-    starts = torch.full((len(keys), max(pages)), -1)
-    for b, count in enumerate(pages):
+    order, at = torch.randperm(sum(counts)) * page, 0
+    starts = torch.full((len(keys), max(counts)), -1)
+    for b, count in enumerate(counts):
         starts[b, :count] = order[at : at + count]
         at += count
     new = sum(lengths)
@@ -333,7 +333,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             over = row["speedup over"].get("transformers", {}).get(name)
             cells.append(f"{row['speedup over']['padded SDPA'][name]:.1f}x" + (f" ({over:.1f}x)" if over else ""))
         taken = [row["milliseconds"].get(name) for name in others]
-        times = ["" if one is None else f"{one:.3g}" if one < 1 else f"{one:.2f}" for one in taken]
+        times = ["" if one is None else f"{one:.2f}" for one in taken]
         cells = [str(row["batch"]), row["lengths"], row["kind"], *times, *cells]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -423,7 +423,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="folder for attention-op.json and attention-op.png")
+    parser.add_argument("output", type=Path, help="folder for attention-op.json (attention-op-gpu.json) and a plot")
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--largest", type=int, default=64, help="sequences in a batch; 64 need 6 GB")
@@ -464,7 +464,7 @@ def main() -> None:
             "device": device_name(options.device),
             "heads": [HEADS, KV_HEADS, WIDTH],
             "page_size": 128,
-            "memory": "huge pages on both sides",
+            "memory": "huge pages on both sides" if options.device == "cpu" else "of the GPU",
             "gigabytes_per_second a sum of 1 GiB reads": read_speed(),
             "cache_layout": 3,
             "padded SDPA": "resident, boolean mask of lengths; enable_gqa, packed or FlexAttention, the fastest",

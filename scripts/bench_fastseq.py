@@ -5,8 +5,9 @@ python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a sm
 
 Models have the named shape and random weights, so no sentence ends by itself: `--new` tokens are generated for each
 (min_new_tokens = max_new_tokens). The time is that from lines of text to lines of text: tokenizing, generating,
-decoding, writing. Every round runs every rung once, in turning order; the table has the medians. Loading the weights
-from a folder is timed for itself and added in a column of its own.
+decoding, writing. Every round runs every rung once, in turning order; the table has the medians. On a GPU a round
+that is not counted comes first. Loading the weights from a folder is timed for itself and added in a column of its
+own.
 
 Rungs, each with what is before it: `stock`; `shared` (cross-attention cache or prompt kept once a sample); `+ngram`
 (the kernel that blocks n-grams); `+pipeline` (`attmemo.fastseq.Pipeline` on what `wrap` chooses by itself, as users
@@ -312,7 +313,7 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
         name = torch.cuda.get_device_name()
     return {
         "processor": name,
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "dtype": options.dtype,
         "rounds": options.rounds,

@@ -287,12 +287,24 @@ class TestWhatIsKept:
 
     def test_nothing_pays_while_something_has_to_go_for_a_new_record(self) -> None:
         store = store_for(8)
+        pace = store._filler.pace
+        pace.has_room = False
         keep(store, record(0))
-        assert store._filler.pace.has_room
+        assert pace.has_room
         for seed in range(1, 12 * PER_SEGMENT):
             keep(store, record(seed))
         assert not store.pool.has_room
-        assert not store._filler.pace.has_room
+        pace.earn(1.0)
+        assert pace.is_slow
+        assert not pace.has_room
+
+    def test_there_is_no_room_where_a_record_as_large_as_the_last_would_drop_another(self) -> None:
+        pool = Pool(1 << 20)
+        large = 5 * pool.usual
+        while not pool.counts.get("evicted"):
+            has_room, before = pool.has_room, len(pool)
+            pool.add([Entry(np.arange(before + 1, dtype=np.int32), np.zeros(large, np.uint8))])
+            assert has_room == (len(pool) == before + 1)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("part", ["last", "keys", "values"])

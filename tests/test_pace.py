@@ -105,6 +105,16 @@ def test_found_records_do_not_pay_where_something_has_to_go_for_a_new_one(clock:
     own.has_room = False
     assert own.is_slow
     assert share_of(own) == pytest.approx(SHARE)
+    own.rest(EARNED)
+    own.earn(1e9)
     own.has_room = True
     assert not own.is_slow
-    assert share_of(own) == pytest.approx(FAST_SHARE), "what was earned is still there"
+    assert share_of(own, EARNED / 2) == pytest.approx(FAST_SHARE), "what was earned before is still there"
+    assert share_of(own, EARNED / 2) == pytest.approx(SHARE), "and no more"
+
+
+def test_there_is_no_first_work_where_something_has_to_go(clock: Clock) -> None:
+    own = Pace()
+    own.has_room = False
+    assert own.is_slow
+    assert share_of(own, FIRST) == pytest.approx(SHARE)

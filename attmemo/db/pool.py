@@ -191,8 +191,9 @@ class Pool:
 
     @property
     def has_room(self) -> bool:
-        """Whether another segment can be made and nothing has to go."""
-        return self.nbytes + self.usual <= self._bound
+        """Whether another segment, as large as the newest, can be made and nothing has to go."""
+        newest = max((segment.nbytes for segment in list(self._segments.values())[-1:]), default=0)
+        return self.nbytes + max(self.usual, newest) <= self._bound
 
     @property
     def _bound(self) -> int:

@@ -200,11 +200,11 @@ class Segment:
         self.check_whole()
         return self._bytes[offset : offset + nbytes]
 
-    def hit(self, place: int) -> int:
-        """Record number `place` of the segment was used; how often since it was written here, if that can be noted."""
+    def hit(self, place: int) -> int | None:
+        """Record number `place` of the segment was used; how often since it was written here. None: not noted."""
         self.check_whole()
         if self.marks is None:
-            return 0
+            return None
         self.marks[place] += 1
         return int(self.marks[place])
 

@@ -45,7 +45,7 @@ _NOTED = 10.0  # seconds between two notes of what requests cost
 GATHERED: Final = 0.7
 """Seconds after which what was written is published. Other processes then see it."""
 PAYS: Final = 4
-"""A record pays for others when it is found, so many times: of a database that serves, few new ones are worth much."""
+"""So many times a record pays when it is found. A database that serves needs few new ones."""
 _LINKED = 64  # records that go to the index's graph with each look for news, while it is behind
 
 
@@ -148,7 +148,6 @@ class GrowingRows(RowStore):
         long as some records. `hurry`: publish now.
         """
         lost, rest = len(offers), dict[bytes, Entry]()
-        self._filler.pace.has_room = self.pool.has_room
         try:
             if hurry or not offers or self._anew:  # else it was done a moment ago
                 self._learn(self._news())
@@ -165,6 +164,7 @@ class GrowingRows(RowStore):
             if rest or (self._ahead and (hurry or time.monotonic() - self._since > GATHERED)):
                 self._publish(list(rest.values()))
                 self.kept["kept"] += lost
+            self._filler.pace.has_room = self.pool.has_room
         except Exception as error:  # the thread must live: whatever it is, it costs records, no requests
             self.kept[type(error).__name__] += lost
             self._tell(type(error).__name__, f"new records are not kept: {error}")
@@ -202,7 +202,7 @@ class GrowingRows(RowStore):
         self._work, self._worked = work, work()
 
     def _earn(self) -> None:
-        """Let records that were found for the first times pay for more, by what all of their rows take to compute."""
+        """Let records that were found pay for more (`PAYS`), by what it would take to compute all of their rows."""
         if self._work is None:
             return
         used = time.process_time() - time.thread_time()  # this thread is no request
@@ -337,7 +337,8 @@ class GrowingRows(RowStore):
                 self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
                 raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
             self._sound[record] = kept.segment.number
-        if kept.carried + kept.segment.hit(kept.place) <= PAYS:
+        times = kept.segment.hit(kept.place)
+        if times is not None and kept.carried + times <= PAYS:
             self._found += len(kept.tokens)
         return kept
 

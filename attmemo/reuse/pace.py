@@ -4,7 +4,7 @@ A record of 50 tokens of MiniLM is one megabyte. To store it takes one or two mi
 time that its request took with two. Where every core is busy, requests take longer by all that the thread takes, for
 their threads wait for each other. So the thread takes little, and of inputs that are never alike only some are stored.
 The first ones fill an empty database, a little faster. Records that are found pay for more of them, and these are
-stored at once: until nothing can be added without something else having to go.
+stored much faster: while there is room for them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final
 
 SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
-FAST_SHARE: Final = 0.35
+FAST_SHARE: Final = 0.5
 """The same, while found records pay and there is room."""
-FIRST_SHARE: Final = 0.05
+FIRST_SHARE: Final = 0.07
 """The same, for the first work of an empty database."""
 FIRST: Final = 0.3
 """Seconds of first work: two hundred records of a small model."""
 ENOUGH: Final = 200
 """A database that begins with so many records has no first work."""
-EARNED: Final = 0.5
+EARNED: Final = 0.8
 """Seconds of work that are paid for by finding records that would take a second to compute."""
 MOST: Final = 1.5
 """Most seconds of work that are paid for at one time."""
@@ -44,8 +44,8 @@ class Pace:
     Attributes
     ----------
     has_room : bool
-        Whether records can be added and nothing has to go; to be set. Without room found records do not pay: where
-        each new record costs an old one, to store fast takes more time than it saves.
+        Whether records can be added and nothing has to go; to be set. Without room nothing is paid for: where each new
+        record costs an old one, to store fast takes more time than it saves.
     """
 
     def __init__(self, records: int = 0) -> None:
@@ -56,8 +56,8 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the thread takes little: cores are busy, nothing pays for records, and the database is not empty."""
-        return self._busy and not self._first and not (self._paid and self.has_room)
+        """Whether the thread takes little: cores are busy, and no work is paid for or is first work."""
+        return self._busy and not (self.has_room and (self._paid or self._first))
 
     def look(self) -> None:
         """See how busy the process is."""
@@ -69,17 +69,18 @@ class Pace:
 
     def earn(self, seconds: float) -> None:
         """Records were found that would take so many seconds of processor time to compute."""
-        self._paid = min(MOST, self._paid + EARNED * seconds)
+        if self.has_room:
+            self._paid = min(MOST, self._paid + EARNED * seconds)
 
     def rest(self, worked: float) -> float:
         """Seconds to rest after so many seconds of work."""
         share = SHARE
-        if self._paid and self.has_room:
-            self._paid = max(0.0, self._paid - worked)
-            share = FAST_SHARE if self._paid else SHARE
-        elif self._first:
-            self._first = max(0.0, self._first - worked)
-            share = FIRST_SHARE if self._first else SHARE
+        if self.has_room:
+            if self._paid:
+                self._paid = max(0.0, self._paid - worked)
+            else:
+                self._first = max(0.0, self._first - worked)
+            share = FAST_SHARE if self._paid else FIRST_SHARE if self._first else SHARE
         if not self._busy:
             share = max(share, FREE)
         return worked * (1.0 / share - 1.0)

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Not Python but Triton: parameters have no types, and an annotation that names a type of Python does not compile.
 """`attmemo.fastseq.generate.ngram.ban_ngrams` on a GPU. Needs Triton; imported only where it is.
 
 A program is a block of n-grams of one row. It compares the first n-1 tokens of each with the row's suffix and stores
@@ -15,8 +13,9 @@ from torch import Tensor
 BLOCK = 256
 
 
-@triton.jit
-def _ban(
+# Parameters have no types: an annotation that names a type of Python does not compile.
+@triton.jit  # type: ignore[untyped-decorator]
+def _ban(  # type: ignore[no-untyped-def]
     scores,
     tokens,
     text,
