@@ -139,8 +139,8 @@ class TestMarks:
     def test_all_openings_of_a_file_share_them(self, file: Path) -> None:
         own = Segment.create(file, 7, SIZE)
         other = Segment.open(file, 7, SIZE)
-        own.hit(5)
-        other.hit(5)
+        assert own.hit(5) == 1
+        assert other.hit(5) == 2
         assert own.hits(5) == other.hits(5) == Segment.open(file, 7, SIZE).hits(5) == 2
 
     def test_where_they_cannot_be_written_nothing_was_used(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ class TestMarks:
 
         monkeypatch.setattr(os, "open", read_only)
         segment = Segment.open(file, 7, SIZE)
-        segment.hit(2)
+        assert segment.hit(2) is None
         assert (segment.marks, segment.hits(2)) == (None, 0)
         assert np.array_equal(segment.bytes_at(START, 1000), body(1))
 
