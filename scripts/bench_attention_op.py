@@ -322,11 +322,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     cache is as padded SDPA, and in brackets as transformers."""
     forms = FORMS_OF[rows[0]["queries"]]
     others = ("padded SDPA", "one by one", "transformers")
+    heads = ["batch", "lengths", "kind", *(f"{other}, ms" for other in others), *forms]
     lines = [
-        "| batch | lengths | kind | " + " | ".join(f"{other}, ms" for other in others) + " | " + " | ".join(forms),
+        "| " + " | ".join(heads) + " |",
         "|---:|---|---|---:|---:|---:|" + "---:|" * len(forms),
     ]
-    lines[0] += " |"
     for row in rows:
         cells = []
         for name in forms:

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsPro
 from attmemo import fastseq
 from attmemo.fastseq import EncoderNoRepeatNGram, NoRepeatNGram
 from attmemo.fastseq.generate.ngram import ban_ngrams, swap_ngram_processors
+from attmemo.fastseq.serving.ops.triton import is_interpreted
 from attmemo.kernels import _ngram
 from attmemo.kernels.ngram import banned_mask
 
@@ -384,7 +385,7 @@ def test_the_kernel_for_gpus_compiles_for_a_gpu_that_is_not_there(dtype: str) ->
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     if "nvidia" not in triton.backends.backends:
         pytest.skip("this Triton has no compiler for NVIDIA GPUs")
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if is_interpreted():
         pytest.skip("Triton is interpreting")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

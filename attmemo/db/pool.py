@@ -192,8 +192,8 @@ class Pool:
     @property
     def has_room(self) -> bool:
         """Whether another segment, as large as the newest, can be made and nothing has to go."""
-        newest = max((segment.nbytes for segment in list(self._segments.values())[-1:]), default=0)
-        return self.nbytes + max(self.usual, newest) <= self._bound
+        sizes = [segment.nbytes for segment in list(self._segments.values())]  # oldest first
+        return sum(sizes) + max([self.usual, *sizes[-1:]]) <= self._bound
 
     @property
     def _bound(self) -> int:

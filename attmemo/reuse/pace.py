@@ -56,7 +56,7 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the thread takes little: cores are busy, and no work is paid for or is first work."""
+        """Whether the thread takes little: cores are busy, no work is paid for, and the first work is done."""
         return self._busy and not (self.has_room and (self._paid or self._first))
 
     def look(self) -> None:
