@@ -250,6 +250,49 @@ def never(shared: Path, _: Path) -> dict[str, Any]:
     return found
 
 
+def soon(shared: Path, _: Path) -> dict[str, Any]:
+    """Seconds from the end of a forward until its records can be found; all cores are busy, and none is found."""
+    tokenizer, (minilm, _) = load(shared, "minilm")
+    torch.manual_seed(0)
+    base = BertModel(BertConfig(), add_pooling_layer=False).eval()
+    cases = (("MiniLM, 1 at once", minilm, (1, 40), 4000), ("MiniLM, 32 at once", minilm, (32, 40), 200),
+             ("BERT-base, 1 at once", base, (1, 128), 400), ("BERT-base, 1 of 512", base, (1, 512), 100))  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, model, shape, count in cases:
+        generator = np.random.default_rng(0)
+        with tempfile.TemporaryDirectory() as folder:
+            store = unguarded(
+                model, fill=Path(folder) / "own", tokenizer=tokenizer, gate=False, reuse="rows"
+            ).engine.reuse.store
+            offered, seconds = dict[bytes, float](), list[float]()
+            offer, index = store.offer, store._index
+
+            def offering(offers: Any, offer: Any = offer, offered: dict[bytes, float] = offered) -> None:
+                offered.update((one.tokens.tobytes(), perf_counter()) for one in offers)
+                offer(offers)
+
+            def indexing(
+                kept: Any, index: Any = index, offered: dict[bytes, float] = offered, seconds: list[float] = seconds
+            ) -> None:
+                index(kept)
+                seconds += [perf_counter() - offered[np.asarray(one.tokens, np.int32).tobytes()] for one in kept]
+
+            store.offer, store._index = offering, indexing
+            begin = perf_counter()
+            for _ in range(count):
+                inputs = torch.from_numpy(generator.integers(1000, 28000, shape))
+                run(model, {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)})
+            took = perf_counter() - begin
+            found[name] = {
+                "requests": count, "seconds": took, "records": len(seconds), "median": statistics.median(seconds),
+                "longest": max(seconds), "above one second": sum(one > 1.0 for one in seconds),
+                "record_bytes": store.layout.nbytes(shape[1]),
+            }  # fmt: skip
+            unmemoize(model)
+        print(name, found[name], flush=True)
+    return found
+
+
 def opening(_: Path, __: Path) -> dict[str, Any]:
     """Seconds until 100,000 records of a folder can be found."""
     generator = np.random.default_rng(0)
@@ -313,7 +356,7 @@ def mixed(shared: Path, _: Path) -> dict[str, Any]:
     return found
 
 
-CASES = {"mixed": mixed, "cold": cold, "cost": cost, "never": never, "opening": opening}
+CASES = {"mixed": mixed, "cold": cold, "cost": cost, "never": never, "soon": soon, "opening": opening}
 
 
 def main() -> None:

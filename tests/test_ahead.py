@@ -375,7 +375,7 @@ def test_a_fork_while_a_record_is_half_written_leaves_both_processes_able_to_sto
     store.offer(offers_of(record(0)))
     assert store.flush()
     monkeypatch.setattr(filler, "PIECE", 0.0)
-    monkeypatch.setattr(Pace, "rest", lambda _, worked: 1e6 if worked else 0.0)
+    monkeypatch.setattr(Pace, "rest", lambda _, worked, __=0.0: 1e6 if worked else 0.0)
     with store._filler._changed:
         store._filler._rests_until = 0.0
     store.offer(offers_of(record(1)))

@@ -133,9 +133,10 @@ class TestFull:
     def test_while_the_thread_takes_little_only_what_is_stored_soon_waits(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "MOST_SLOWLY", 100)
+        monkeypatch.setattr(module, "SOON", 1.0)
+        store.filler._cost = 0.01
         store.block()
-        monkeypatch.setattr(module.Pace, "is_slow", True)
+        monkeypatch.setattr(module.Pace, "share", 1.0)  # 100 bytes are stored in a second
         assert store.filler.admit(1)
         assert store.filler.offer([1, 2, 3], 150), "two of them"
         assert not store.filler.offer([4], 1)
@@ -144,15 +145,61 @@ class TestFull:
         store.may_go.set()
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 2]
+        store.filler._cost = 0.01  # what the first items took changed that
         store.block(5)
+        store.filler._cost = 0.01
         assert store.filler.offer([6, 7], 1000), "one at least"
         assert not store.filler.admit(1)
         store.may_go.set()
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1, 2, 5, 6]
         store.block(8)
-        monkeypatch.setattr(module.Pace, "is_slow", False)
+        store.filler._cost = 1e-9
         assert store.filler.offer([9, 10, 11], 150)
+
+    def test_what_would_be_stored_too_late_is_not_taken(self, store: Store) -> None:
+        store.filler.pace.owed = 1000.0
+        assert not store.filler.admit(3)
+        assert not store.filler.offer([1, 2], 1)
+        assert store.filler.skipped == {TOO_MANY: 5}
+        store.filler.pace.owed = 0.0
+        assert store.filler.admit(1)
+        assert store.filler.offer([3], 1)
+        assert store.filler.flush(LONG)
+        assert store.stored == [3]
+
+    def test_what_was_taken_is_stored_soon_however_little_the_thread_may_take(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With its share alone the thread would work on this for a day."""
+        monkeypatch.setattr(module.Pace, "share", 1e-8)
+
+        def work(items: Sequence[int], hurry: bool) -> None:
+            for _ in range(10 if items else 0):
+                sum(range(10_000))  # some processor time
+                store.filler.breathe()
+            Store.work(store, items, hurry)
+
+        monkeypatch.setattr(store.filler, "_work", lambda: work)
+        assert store.filler.offer([1, 2], 1 << 20)
+        until = time.monotonic() + LONG
+        while not store.stored and time.monotonic() < until:
+            time.sleep(0.001)
+        assert store.stored == [1], "one of them may wait"
+        assert store.filler._rest() > LONG, "what it could not rest meanwhile it rests now"
+        assert not store.filler.admit(1)
+
+    def test_what_has_to_be_free_is_no_more_than_may_wait_at_a_slower_pace(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MOST_WAITING", 1000)
+        store.block()
+        assert store.filler.offer([1], 900)
+        assert not store.filler.offer([2], 900)
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        monkeypatch.setattr(module, "MOST_WAITING", 100)  # the pace has become slow
+        assert store.filler.admit(1)
 
     def test_afterwards_there_is_room_again(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MOST_WAITING", 100)
@@ -211,7 +258,7 @@ class TestRest:
 
     @pytest.fixture(autouse=True)
     def endless(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 1e6 if worked else 0.0)
+        monkeypatch.setattr(module.Pace, "rest", lambda _, worked, __=0.0: 1e6 if worked else 0.0)
 
     def test_it_rests_after_an_item(self, store: Store) -> None:
         store.block()
@@ -223,7 +270,7 @@ class TestRest:
         assert store.calls == [[0], [1, 2, 3]], "a flush waits for no rest"
 
     def test_it_works_on_one_item_at_a_time(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 0.0)
+        monkeypatch.setattr(module.Pace, "rest", lambda *_: 0.0)
         store.block()
         store.filler.offer([1, 2], 20)
         store.filler.offer([3], 200)
@@ -251,10 +298,13 @@ class TestRest:
         assert store.begun.wait(LONG)
         time.sleep(0.05)
         assert pieces == [1]
-        assert store.filler.offer([2], 1), "a request waits for no rest"
+        assert not store.filler.offer([2], 1), "a request waits for no rest, and nothing waits for a long one"
+        assert store.filler.flush(LONG)
+        assert pieces == [1, 2]
+        assert store.filler.offer([3], 1), "what a caller waited for needs no rest"
         assert store.filler.flush(LONG)
         assert pieces == [1, 2, 1, 2]
-        assert store.stored == [1, 2]
+        assert store.stored == [1, 3]
 
     def test_little_work_within_an_item_needs_no_rest(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PIECE", LONG)
@@ -290,7 +340,8 @@ class TestRest:
     ) -> None:
         monkeypatch.setattr(module, "POLL", 0.001)
         monkeypatch.setattr(module, "_LOOK", 0.0)
-        monkeypatch.setattr(module.Pace, "rest", lambda _, worked: 0.01)
+        monkeypatch.setattr(module.Pace, "rest", lambda *_: 0.01)
+        monkeypatch.setattr(module.Pace, "spend", lambda *_: 1e6)
         assert store.polled.wait(LONG)
         store.filler.offer(range(5), 5)
         until = time.monotonic() + LONG

@@ -26,6 +26,7 @@ from attmemo.db.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.profiler.row_controls import read_record
+from attmemo.reuse.filler import TOO_MANY
 from attmemo.reuse.growing import KNOWN, PAYS, GrowingRows
 from attmemo.reuse.offer import Offer
 from attmemo.reuse.row_layout import RowLayout
@@ -635,7 +636,8 @@ def test_index_and_store_agree_while_threads_offer_and_fetch() -> None:
         thread.join()
     assert store.flush()
     assert not wrong
-    assert store.done == {"kept": 900}
+    assert store.done["kept"] + store.done.get(TOO_MANY, 0) == 900
+    assert store.done["kept"] > 400, "no more are left out than the rests of the thread make wait too long"
     assert PER_SEGMENT <= len(store) <= 2 * PER_SEGMENT
     assert agree(store)
     for number in store.index.numbers():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attmemo.reuse import pace
-from attmemo.reuse.pace import EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, MOST, SHARE, Pace
+from attmemo.reuse.pace import EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, GIVEN, MOST, SHARE, Pace
 
 
 class Clock:
@@ -28,21 +28,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+def begun() -> Pace:
+    """A pace that has done the very first work of an empty database, which is paid for."""
+    own = Pace()
+    own.rest(GIVEN)
+    return own
+
+
 def share_of(pace: Pace, worked: float = 0.001) -> float:
     """Share of one core that this work and the rest behind it come to."""
     return worked / (worked + pace.rest(worked))
 
 
 def test_a_busy_process_gives_a_share_of_one_core(clock: Clock) -> None:
-    own = Pace()
+    own = begun()
     own.rest(FIRST)
     clock.go_on(1.0, 1.9)
     own.look()
     assert share_of(own) == pytest.approx(SHARE)
 
 
-def test_the_first_work_is_done_a_little_faster(clock: Clock) -> None:
+def test_the_very_first_records_of_an_empty_database_are_stored_fast(clock: Clock) -> None:
     own = Pace()
+    assert share_of(own, GIVEN / 2) == pytest.approx(FAST_SHARE)
+    own.rest(GIVEN / 2)
+    assert own.share == FIRST_SHARE
+    assert Pace(ENOUGH).share == SHARE
+
+
+def test_the_first_work_is_done_a_little_faster(clock: Clock) -> None:
+    own = begun()
     assert not own.is_slow
     assert share_of(own, FIRST / 2) == pytest.approx(FIRST_SHARE)
     assert share_of(own, FIRST / 2) == pytest.approx(SHARE)
@@ -51,6 +66,7 @@ def test_the_first_work_is_done_a_little_faster(clock: Clock) -> None:
 
 def test_records_that_are_there_already_leave_less_first_work(clock: Clock) -> None:
     own = Pace(ENOUGH // 2)
+    own.rest(GIVEN / 2)
     assert share_of(own, FIRST / 4) == pytest.approx(FIRST_SHARE)
     assert share_of(own, FIRST / 4) == pytest.approx(SHARE)
     for records in (ENOUGH, 100 * ENOUGH):
@@ -58,7 +74,7 @@ def test_records_that_are_there_already_leave_less_first_work(clock: Clock) -> N
 
 
 def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:
-    own = Pace()
+    own = begun()
     own.rest(FIRST)
     assert own.is_slow
     clock.go_on(1.0, 0.9)
@@ -71,7 +87,7 @@ def test_a_process_that_leaves_cores_idle_gives_more(clock: Clock) -> None:
 
 
 def test_two_looks_shortly_one_behind_the_other_are_one(clock: Clock) -> None:
-    own = Pace()
+    own = begun()
     own.rest(FIRST)
     clock.go_on(1.0, 1.9)
     own.look()
@@ -92,7 +108,7 @@ def test_records_that_are_found_pay_for_work_but_not_without_end(clock: Clock) -
 
 
 def test_the_first_work_waits_while_found_records_pay(clock: Clock) -> None:
-    own = Pace()
+    own = begun()
     own.earn(1.0)
     assert share_of(own, EARNED / 2) == pytest.approx(FAST_SHARE)
     own.rest(EARNED / 2)
@@ -118,3 +134,25 @@ def test_there_is_no_first_work_where_something_has_to_go(clock: Clock) -> None:
     own.has_room = False
     assert own.is_slow
     assert share_of(own, FIRST) == pytest.approx(SHARE)
+
+
+def test_work_that_cannot_wait_is_rested_for_later(clock: Clock) -> None:
+    own = Pace(ENOUGH)
+    assert own.rest(0.01, least=0.1) == pytest.approx(0.09)
+    assert own.owed == pytest.approx(0.01 * (1 / SHARE - 1) - 0.09)
+    assert own.rest(0.01) == pytest.approx(0.02 * (1 / SHARE - 1) - 0.09)
+    assert not own.owed
+
+
+def test_a_least_share_makes_no_rest_longer(clock: Clock) -> None:
+    own = Pace(ENOUGH)
+    assert own.rest(0.01, least=SHARE / 10) == pytest.approx(0.01 * (1 / SHARE - 1))
+    assert not own.owed
+
+
+def test_what_is_owed_is_forgiven_once_records_that_are_found_pay(clock: Clock) -> None:
+    own = Pace(ENOUGH)
+    own.rest(0.01, least=0.1)
+    own.earn(1.0)
+    assert own.rest(0.01) == pytest.approx(0.01 * (1 / FAST_SHARE - 1))
+    assert not own.owed

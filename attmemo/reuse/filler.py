@@ -3,7 +3,9 @@
 A request hands over references and goes on. If more waits than is allowed, what comes is left out and counted: a
 request never waits. The thread also reads what other processes have added.
 
-The thread rests after each item, and within it (`attmemo.reuse.pace`). A transaction is done in one go.
+The thread rests after each item, and within it (`attmemo.reuse.pace`). A transaction is done in one go. What was taken
+is stored within a second, however large it is and however little the thread may take: nothing is taken while a long
+rest lies ahead, and what cannot be rested in time is rested when nothing waits any more.
 """
 
 from __future__ import annotations
@@ -22,10 +24,20 @@ POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
 """Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
-MOST_SLOWLY: Final = 2 << 20
-"""The same while the thread takes little: else what waits would be stored seconds later."""
+SOON: Final = 0.25
+"""Seconds: nothing is taken that would wait for so long."""
+DUE: Final = 0.4
+"""Seconds after which all that was taken is to be stored."""
+COST: Final = 2e-9
+"""Seconds of work for each byte, before one was seen."""
 PIECE: Final = 0.00015
 """Seconds of work, about: after so many the thread rests, also within an item."""
+LOOKING: Final = 0.1
+"""Share of a core that a look gets at least: what was written is published soon."""
+LONGEST: Final = 0.5
+"""Seconds: the longest rest after a look. Records of others are found within a second."""
+LEARNS: Final = 0.2
+"""Weight of the newest item in what a byte costs."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
 _CLOSING = 5.0  # seconds
 TOO_MANY: Final = "too many waited to be stored"
@@ -60,10 +72,14 @@ class Filler(Generic[Item]):
         self._waiting: deque[tuple[Item, int]] = deque()
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
         self._free = 1  # bytes that must be free before items are admitted
-        self._rests_until, self._hurry = 0.0, False  # a flush waits
+        self._rests_until, self._slowly = 0.0, False  # items rest; because the thread takes little
+        self._hurry = False  # a flush waits
         self._hurries = False  # one waits for the work that is done now
-        self._polled = 0.0  # when it was called with nothing
+        self._polled = time.monotonic()  # when it was called with nothing; behind the rest for that
         self._begun = 0.0  # processor time of the thread, when it rested last
+        self._cost = COST  # seconds of work for each byte
+        self._taken, self._spent = 0, 0.0  # bytes that are worked on, and seconds of work on them
+        self._due = 0.0  # when all that waits is to be stored
         self._changed = threading.Condition()
 
     def wake(self) -> None:
@@ -81,7 +97,7 @@ class Filler(Generic[Item]):
         what may wait: to keep what a forward computed takes 1 to 3 % of its time, for nothing if there is no room at
         its end.
         """
-        if self._bytes + self._free <= self._most and not self._closed:
+        if self._has_room and not self._closed and not self._late:
             return True
         with self._changed:
             self.skipped["closed" if self._closed else TOO_MANY] += items
@@ -90,23 +106,24 @@ class Filler(Generic[Item]):
     def offer(self, items: Sequence[Item], nbytes: int) -> bool:
         """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back.
 
-        If nothing waits, all are taken; while the thread takes little, those that may wait, but one at least.
+        If nothing waits, all are taken; while the thread takes little, as many as may wait, but one at least.
         """
         self.wake()
         with self._changed:
             most = self._most
-            full = bool(self._waiting) and self._bytes + nbytes > most
+            full = self._late or (bool(self._waiting) and self._bytes + nbytes > most)
             if self._closed or full:
                 self.skipped[TOO_MANY if full else "closed"] += len(items)
                 self._free = min(max(nbytes, most // 2), most)
                 return False
             each = nbytes // max(len(items), 1)
-            taken = items[: max(1, most // max(each, 1))] if self.pace.is_slow else items
+            taken = items if most == MOST_WAITING else items[: max(1, most // max(each, 1))]
             if len(taken) < len(items):
                 self.skipped[TOO_MANY] += len(items) - len(taken)
                 self._free = most
             self._waiting.extend((item, each) for item in taken)
             self._bytes += each * len(taken)
+            self._due = time.monotonic() + DUE
             if not self._rest():
                 self._changed.notify_all()
         return True
@@ -138,24 +155,53 @@ class Filler(Generic[Item]):
         found: list[Item] = []
         taken, hurry, now = 0, self._hurry or self._closed, time.monotonic()
         if hurry or now - self._polled < POLL:
+            # Else it is time for a look: how others get on must not wait for a long rest.
             while self._waiting and (hurry or not found):
                 item, nbytes = self._waiting.popleft()
                 found.append(item)
                 taken += nbytes
         self._bytes -= taken
-        if self._bytes + self._free <= self._most:
+        if self._has_room:
             self._free = 1
         self._busy, self._hurry, self._hurries = True, False, hurry
+        self._taken, self._spent = taken, 0.0
         return found, hurry
 
     @property
     def _most(self) -> int:
         """Bytes that may wait now."""
-        return MOST_SLOWLY if self.pace.is_slow else MOST_WAITING
+        return min(int(SOON * self.pace.share / self._cost), MOST_WAITING)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether as much may wait as has to be free."""
+        most = self._most
+        return self._bytes + min(self._free, most) <= most  # the pace, and so the most, may be another one since
+
+    @property
+    def _late(self) -> bool:
+        """Whether what is handed over now would be stored too late."""
+        return self._rest() + self.pace.owed > SOON
 
     def _rest(self) -> float:
-        """Seconds until the thread works again."""
-        return 0.0 if self._hurry or self._closed else max(0.0, self._rests_until - time.monotonic())
+        """Seconds until the thread takes items again."""
+        if self._hurry or self._closed or (self._slowly and not self.pace.is_slow):
+            return 0.0
+        return max(0.0, self._rests_until - time.monotonic())
+
+    def _least(self) -> float:
+        """The share of a core that the thread must get for all to be stored in time."""
+        work = self._bytes * self._cost
+        if self._busy and self._taken:
+            work += max(self._taken * self._cost - self._spent, PIECE)
+        return min(1.0, work / max(self._due - time.monotonic(), PIECE))
+
+    def _pause(self) -> float:
+        """Seconds until there is something to do."""
+        if self._hurry or self._closed:
+            return 0.0
+        look = max(0.0, self._polled + POLL - time.monotonic())
+        return min(look, self._rest()) if self._waiting else look
 
     def breathe(self) -> None:
         """Rest within the work on an item, if it is time for that and no caller waits. In the thread only."""
@@ -164,8 +210,12 @@ class Filler(Generic[Item]):
             return
         with self._changed:
             self.pace.look()
-            rest = self.pace.rest(worked)
-            self._rests_until = time.monotonic() + rest  # what is offered meanwhile wakes no thread
+            self._spent += worked
+            if self._taken:
+                rest = self.pace.rest(worked, self._least())
+                self._rests_until = time.monotonic() + rest  # what is offered meanwhile wakes no thread
+            else:
+                rest = min(self.pace.spend(worked), worked / max(LOOKING, self._least()))
             self._changed.wait_for(lambda: self._hurry or self._closed, rest)
         self._begun += worked  # to rest takes processor time too: the next piece pays for it
 
@@ -173,11 +223,15 @@ class Filler(Generic[Item]):
         worked = time.thread_time() - self._begun
         with self._changed:
             self._busy = False
-            if polled and worked <= _LOOK:
-                worked = 0.0
-            self._rests_until = time.monotonic() + self.pace.rest(worked)
-            if polled:
-                self._polled = self._rests_until  # items get their turn, however long the rest after a look is
+            now = time.monotonic()
+            if polled:  # items get their turn, however long the rest after a look is
+                self._polled = now + min(self.pace.spend(worked if worked > _LOOK else 0.0), LONGEST)
+            elif self._hurries or self._hurry:  # a caller waited for that: it was no work beside requests
+                self._rests_until = self.pace.owed = 0.0
+            else:
+                self._cost += LEARNS * ((self._spent + worked) / max(self._taken, 1) - self._cost)
+                self._slowly = self.pace.is_slow
+                self._rests_until = now + self.pace.rest(worked, self._least())
             self._changed.notify_all()
 
 
@@ -195,17 +249,11 @@ def _run(own: weakref.ref[Filler[Item]], changed: threading.Condition, end: Call
             if filler._closed and not filler._waiting:
                 return
             filler.pace.look()
-            rest = filler._rest()
-            if rest or not (filler._waiting or filler._hurry):
-                pause = rest or POLL
+            pause = filler._pause()
+            if pause:
                 del filler
-                if changed.wait(pause) or rest:  # what has come is looked at from the start
-                    continue
-                filler = own()
-                if filler is None:
-                    continue
-                if filler._changed is not changed or filler._closed:
-                    return
+                changed.wait(pause)  # what has come is looked at from the start
+                continue
             items, hurry = filler._take()
         work, filler._begun = filler._work(), time.thread_time()
         try:

@@ -21,6 +21,8 @@ FIRST_SHARE: Final = 0.07
 """The same, for the first work of an empty database."""
 FIRST: Final = 0.3
 """Seconds of first work: two hundred records of a small model."""
+GIVEN: Final = 0.1
+"""Seconds of work that are paid for at the beginning, for the very first records of an empty database."""
 ENOUGH: Final = 200
 """A database that begins with so many records has no first work."""
 EARNED: Final = 0.8
@@ -46,18 +48,28 @@ class Pace:
     has_room : bool
         Whether records can be added and nothing has to go; to be set. Without room nothing is paid for: where each new
         record costs an old one, to store fast takes more time than it saves.
+    owed : float
+        Seconds of rest that could not be taken yet.
     """
 
     def __init__(self, records: int = 0) -> None:
-        self.has_room = True
-        self._first = FIRST * max(0.0, 1.0 - records / ENOUGH)
-        self._paid = 0.0
+        self.has_room, self.owed = True, 0.0
+        empty = max(0.0, 1.0 - records / ENOUGH)
+        self._first, self._paid = FIRST * empty, GIVEN * empty
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     @property
     def is_slow(self) -> bool:
         """Whether the thread takes little: cores are busy, no work is paid for, and the first work is done."""
-        return self._busy and not (self.has_room and (self._paid or self._first))
+        return self.share <= SHARE
+
+    @property
+    def share(self) -> float:
+        """Share of one core that the thread may take now."""
+        share = SHARE
+        if self.has_room:
+            share = FAST_SHARE if self._paid else FIRST_SHARE if self._first else SHARE
+        return share if self._busy else max(share, FREE)
 
     def look(self) -> None:
         """See how busy the process is."""
@@ -72,15 +84,24 @@ class Pace:
         if self.has_room:
             self._paid = min(MOST, self._paid + EARNED * seconds)
 
-    def rest(self, worked: float) -> float:
-        """Seconds to rest after so many seconds of work."""
-        share = SHARE
+    def spend(self, worked: float) -> float:
+        """Seconds that belong behind so many seconds of work; what is paid for is used first."""
         if self.has_room:
             if self._paid:
                 self._paid = max(0.0, self._paid - worked)
             else:
                 self._first = max(0.0, self._first - worked)
-            share = FAST_SHARE if self._paid else FIRST_SHARE if self._first else SHARE
-        if not self._busy:
-            share = max(share, FREE)
-        return worked * (1.0 / share - 1.0)
+        return worked * (1.0 / self.share - 1.0)
+
+    def rest(self, worked: float, least: float = 0.0) -> float:
+        """Seconds to rest after so many seconds of work.
+
+        `least`: the share of one core that this work must get. What it cannot rest now, it rests behind other work.
+        """
+        rest = self.spend(worked)
+        if self._paid or not self._busy:  # what was owed is forgiven
+            self.owed = 0.0
+        self.owed += rest
+        rest = min(self.owed, worked * (1.0 / least - 1.0)) if least else self.owed
+        self.owed -= rest
+        return rest
