@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attmemo.counters import Counters
-from attmemo.guard import Answers, Guard, Verdict
+from attmemo.guard import Answers, Cover, Guard, Verdict
 from attmemo.guard.answers import Read, cosines
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
@@ -89,7 +89,8 @@ class Guarded:
         try:
             return self._checked(forward, inputs, output, _mask(given), offers, beside, gives_out, asking, counters)
         finally:
-            self._offer(offers, asking)
+            seconds = perf_counter() - start
+            self._offer(offers, asking, seconds)
             self.planner.took(asking, perf_counter() - start)
 
     def _checked(
@@ -128,6 +129,8 @@ class Guarded:
     ) -> Any:
         """The output, with answers below the margin computed whole."""
         margins = self._margins(seen, {place: asking.chosen[place] for place in asking.where(Verdict.SERVE)})
+        for place, margin in margins.items():
+            self.guard.served(asking.chosen[place].gaps, asking.chosen[place].cover, margin)
         low = [place for place, margin in margins.items() if self.guard.is_low(margin, asking.chosen[place].cover)]
         if not low:
             return output
@@ -158,11 +161,16 @@ class Guarded:
             for place, offer in offers.items():
                 offer.note = self._key + values[place].tobytes()
 
-    def _offer(self, offers: Mapping[int, Offer], asking: Asking) -> None:
-        """Have sequences kept, those that a record could have served only while there is room for them."""
+    def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
+        """Have sequences kept, those that a record could have served only while there is room for them.
+
+        `seconds`: the forward took so long.
+        """
         if self._store is None:
             return
-        for place in set(asking.where(Verdict.SERVE, Verdict.SAMPLE)) - asking.changed:
+        self._store.took(seconds)
+        futile = {place for place, one in asking.chosen.items() if one.cover is Cover.FUTILE}
+        for place in (futile | set(asking.where(Verdict.SERVE, Verdict.SAMPLE))) - asking.changed:
             if place in offers:
                 offers[place].spare = True
         self._store.offer(list(offers.values()))

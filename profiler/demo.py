@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from attmemo.errors import AttmemoError, DataError
 from attmemo.machine import conditions, processor
@@ -27,7 +27,8 @@ FEWEST: Final = 200  # lines
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
 RESERVE: Final = 4.0  # seconds for the plot
-SERVICES: Final = ("login",)  # of the invented log: one service, as in most files of logs
+Service = Literal["payments", "login", "web", "jobs", "storage"]
+"""What an invented log is of: one service, as most files of logs are. The first is the default."""
 MODEL: Final = "all-MiniLM-L6-v2"
 MARK: Final = ".attmemo-demo"  # marks the directory of a demo, which may be overwritten
 _INVENTED: Final = 1 << 20  # lines; more than any machine computes in that time
@@ -71,23 +72,26 @@ class Source:
         A file, oldest line first.
     descriptor : int or None
         Read as it comes; with neither, lines are invented.
+    service : str
+        That invented lines are of (`attmemo.profiler.logs`).
     """
 
     log: Path | None = None
     descriptor: int | None = None
+    service: Service = "payments"
 
     @property
     def name(self) -> str:
         """What a reader is told."""
         if self.descriptor is not None:
             return "standard input"
-        return "invented lines of a login service" if self.log is None else str(self.log)
+        return f"invented lines of a log ({self.service})" if self.log is None else str(self.log)
 
     def batches(self) -> Iterator[Sequence[str]]:
         """The lines. DataError: the file cannot be used."""
         if self.descriptor is not None:
             return read_batches(self.descriptor, BATCH)
-        log = generate_log(_INVENTED, 0, SERVICES) if self.log is None else read_log(self.log, FEWEST)
+        log = generate_log(_INVENTED, 0, (self.service,)) if self.log is None else read_log(self.log, FEWEST)
         return in_batches(iter(log), BATCH)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from attmemo.profiler.build import BuildOptions, build_database
-from attmemo.profiler.demo import BUDGET, FEWEST, LONGEST, SERVICES, model_path, prepare_folder
+from attmemo.profiler.demo import BUDGET, FEWEST, LONGEST, model_path, prepare_folder
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.lines import read_log
 from attmemo.profiler.logs import generate_log
@@ -35,7 +35,7 @@ def run_maps_demo(log: Path | None, output: Path, progress: Progress | None = No
     tell = progress or (lambda what, done, total: None)
     start = time.monotonic()
     name = model_path()
-    lines = list(generate_log(LINES, 0, SERVICES) if log is None else deque(read_log(log, FEWEST), maxlen=LINES))
+    lines = list(generate_log(LINES, 0, ("login",)) if log is None else deque(read_log(log, FEWEST), maxlen=LINES))
     prepare_folder(output)
     database = output / "database"
     shutil.rmtree(database, ignore_errors=True)

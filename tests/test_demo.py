@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -94,6 +94,12 @@ class TestRun:
         assert found["parts"]["all"]["texts"] == 230
         assert not found["invented"]
 
+    @pytest.mark.parametrize("service", get_args(demo.Service))
+    def test_invents_the_lines_of_the_service_that_is_named(self, service: demo.Service) -> None:
+        source = demo.Source(service=service)
+        assert service in source.name
+        assert list(next(source.batches())) == list(generate_log(demo.BATCH, 0, (service,)))
+
     @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
         found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0, dtype="float32")
@@ -143,6 +149,11 @@ class TestRefusals:
     def test_a_log_and_standard_input_exclude_each_other(self) -> None:
         assert run("my.log", "--stdin").exit_code == 2
         assert run("--maps", "--stdin").exit_code == 2
+
+    @pytest.mark.parametrize("other", [["my.log"], ["--stdin"], ["--maps"]])
+    def test_a_service_is_of_invented_lines_only(self, other: list[str]) -> None:
+        assert run("--service", "web", *other).exit_code == 2
+        assert run("--service", "nothing").exit_code == 2
 
     @pytest.mark.usefixtures("small")
     def test_a_stream_without_a_line_is_refused(self, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ class TestFull:
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "SOON", 1.0)
+        monkeypatch.setattr(module, "DUE", 1.0)
         store.filler._cost = 0.01
         store.block()
         monkeypatch.setattr(module.Pace, "share", 1.0)  # 100 bytes are stored in a second
@@ -183,11 +184,26 @@ class TestFull:
         monkeypatch.setattr(store.filler, "_work", lambda: work)
         assert store.filler.offer([1, 2], 1 << 20)
         until = time.monotonic() + LONG
-        while not store.stored and time.monotonic() < until:
+        while (not store.stored or store.filler._busy) and time.monotonic() < until:
             time.sleep(0.001)
         assert store.stored == [1], "one of them may wait"
         assert store.filler._rest() > LONG, "what it could not rest meanwhile it rests now"
         assert not store.filler.admit(1)
+
+    def test_what_is_offered_during_a_rest_is_taken_when_the_rest_ends(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "POLL", 1e6)
+        store.block()
+        store.may_go.set()
+        assert store.filler.flush(LONG)
+        with store.filler._changed:
+            store.filler._rests_until = time.monotonic() + 0.1
+        assert store.filler.offer([1], 1)
+        until = time.monotonic() + LONG
+        while len(store.stored) < 2 and time.monotonic() < until:
+            time.sleep(0.001)
+        assert store.stored == [0, 1]
 
     def test_what_has_to_be_free_is_no_more_than_may_wait_at_a_slower_pace(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -443,6 +459,18 @@ class TestFork:
         store.may_go.set()
         assert store.filler.flush(LONG)
         assert store.stored == [0, 1]
+
+    def test_a_child_owes_no_rest_of_its_parent(self, store: Store) -> None:
+        store.filler.pace.owed = 1e6
+
+        def child() -> None:
+            store.filler.leave_to_parent()
+            assert store.filler.offer([2], 1)
+            assert store.filler.flush(LONG)
+            store.filler.close()
+
+        assert in_child(child) == 0
+        store.filler.pace.owed = 0.0
 
     def test_a_lock_that_another_thread_held_does_not_stop_a_child(self, store: Store) -> None:
         held, release = threading.Event(), threading.Event()

@@ -20,6 +20,7 @@ from attmemo.guard import Cover, Guard, Verdict
 from attmemo.guard import certificate as certificate_module
 from attmemo.guard import guard as guard_module
 from attmemo.guard.certificate import Counts, highest_rate
+from attmemo.guard.futile import FEWEST
 from attmemo.guard.margin import FIRST, SEEN, STEPS, SURE, Margin
 
 
@@ -191,7 +192,7 @@ class TestGuard:
         assert guard.state().counts.served == 0  # an answer that cannot change costs nothing
         assert not guard.is_low(0.0, Cover.SAME)
 
-    @given(st.lists(st.sampled_from([Cover.NOT, None]), min_size=1, max_size=100), st.booleans())
+    @given(st.lists(st.sampled_from([Cover.NOT, Cover.FUTILE, None]), min_size=1, max_size=100), st.booleans())
     @settings(max_examples=40, deadline=None)
     def test_what_is_not_verified_is_never_served(self, covers: list[Cover | None], with_certificate: bool) -> None:
         guard = certified() if with_certificate else Guard(0.01, 0.95)
@@ -297,6 +298,38 @@ class TestGuard:
         done = guard.state().done
         assert (done["served"], done["below the margin"]) == (1, 1)
         assert guard.ask(gaps(number(1, 2, 3))) is Cover.FULLY  # the margin has done its work
+
+    def test_a_kind_of_change_that_is_always_too_far_is_left_and_sometimes_tried(self) -> None:
+        guard, own = certified(drawn=0.5), gaps(number(1, 2, 3))
+        guard.verified.stayed(own)
+        for _ in range(FEWEST):
+            assert guard.ask(own) is Cover.FULLY
+            guard.served(own, Cover.FULLY, 0.0)
+        assert guard.ask(own) is Cover.FUTILE
+        assert not guard.serves(Cover.FUTILE)
+        saved = guard._saved
+        verdicts = {verdict for _ in range(50) for verdict in guard.decide([Cover.FUTILE])}
+        assert verdicts == {Verdict.LEAVE, Verdict.LEARN}
+        assert guard._saved >= saved, "what is drawn is not paid from the account"
+        counts = guard.margin.counts()
+        assert guard.ask(own) is Cover.FUTILE
+        turns = 0
+        while guard.ask(own) is Cover.FUTILE:
+            guard.compared(Verdict.LEARN, own, Cover.FUTILE, STEPS[0], False)
+            turns += 1
+        assert 1 < turns <= FEWEST, "answers of this kind are near again"
+        assert guard.margin.counts() == counts, "the margin was not asked"
+
+    def test_a_kind_of_change_is_judged_by_all_of_its_answers(self) -> None:
+        """Answers that are served are not compared. Were they not counted, a few far ones would make a kind futile."""
+        guard, own = certified(), gaps(number(1, 2, 3))
+        guard.verified.stayed(own)
+        for turn in range(100):
+            margin = 0.0 if turn % 10 == 9 else 0.99
+            guard.served(own, Cover.FULLY, margin)
+            if guard.is_low(margin, Cover.FULLY):
+                guard.compared(Verdict.SERVE, own, Cover.FULLY, margin, False)
+            assert guard.ask(own) is Cover.FULLY
 
     def test_too_many_changed_answers_raise_an_alarm_that_begins_again(self) -> None:
         guard = certified()

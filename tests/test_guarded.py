@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attmemo import guarded as guarded_module
 from attmemo import memoize
-from attmemo.guard import Guard
+from attmemo.guard import Cover, Guard
 from attmemo.guard.certificate import Counts
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.planner.rows import LONGER
@@ -131,6 +131,34 @@ def _case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module", name="classifier")
 def _classifier() -> Case:
     return Case("BERT classifier")
+
+
+class TestFutile:
+    def test_what_is_too_far_anyway_is_computed_once_and_becomes_a_record(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = taught(case.bare)
+        monkeypatch.setattr(model.attmemo.guarded.guard.futile, "expects", lambda gaps: True)
+        before = model.attmemo.stats()
+        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
+        after = model.attmemo.stats()
+        assert done(model)["left"] == len(LENGTHS)
+        assert "served" not in done(model)
+        assert after["rows_computed"] - before["rows_computed"] == sum(LENGTHS)
+        assert after["records"] - before["records"] == len(LENGTHS)
+        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
+        assert done(model)["served"] == len(LENGTHS), "the same input is not far"
+
+    def test_another_record_is_tried_if_the_first_one_leads_too_far(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        covers = [Cover.FUTILE] * len(LENGTHS) + [Cover.FULLY] * len(LENGTHS)
+        monkeypatch.setattr(model.attmemo.guarded.guard, "ask", lambda gaps: covers.pop(0))
+        monkeypatch.setattr(model.attmemo.guarded.guard, "is_low", lambda margin, cover: False)
+        run(model, BOTH)
+        assert done(model)["served"] == len(LENGTHS)
+        assert not covers
 
 
 class TestExact:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attmemo.reuse import pace
-from attmemo.reuse.pace import EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, GIVEN, MOST, SHARE, Pace
+from attmemo.reuse.pace import EACH, EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, GIVEN, MOST, SHARE, Pace
 
 
 class Clock:
@@ -156,3 +156,25 @@ def test_what_is_owed_is_forgiven_once_records_that_are_found_pay(clock: Clock) 
     own.earn(1.0)
     assert own.rest(0.01) == pytest.approx(0.01 * (1 / FAST_SHARE - 1))
     assert not own.owed
+
+
+def test_where_something_has_to_go_nothing_is_forgiven(clock: Clock) -> None:
+    own = Pace(ENOUGH)
+    own.earn(1.0)
+    own.has_room = False
+    own.rest(0.01, least=0.1)
+    assert own.rest(0.01) == pytest.approx(0.02 * (1 / SHARE - 1) - 0.09)
+
+
+def test_beside_one_forward_only_so_much_work_is_done_fast(clock: Clock) -> None:
+    own = Pace(ENOUGH)
+    own.earn(1.0)
+    for _ in range(100):
+        own.forward(EACH)
+    assert own.share == FAST_SHARE
+    for _ in range(100):
+        own.forward(0.1)
+    assert own.share == pytest.approx(EACH / 0.1, rel=0.01)
+    for _ in range(100):
+        own.forward(1e6)
+    assert own.share == SHARE

@@ -33,6 +33,9 @@ def demo(
         metavar="LOGFILE", help="Your own log, a line each.  [default: an invented service log]"
     )] = None,
     stdin: Annotated[bool, typer.Option("--stdin", help="Take lines from standard input, as they come.")] = False,
+    service: Annotated[Literal["payments", "login", "web", "jobs", "storage"] | None, typer.Option(
+        help="Whose lines are invented where there is no LOGFILE.  [default: payments]", show_default=False
+    )] = None,
     destination: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Where the result goes, and with --maps the database.")
     ] = Path("demo-output"),
@@ -59,6 +62,8 @@ def demo(
     """
     if stdin and (log is not None or maps):
         raise typer.BadParameter("--stdin takes the place of LOGFILE, and --maps reads a file.")
+    if service is not None and (stdin or maps or log is not None):
+        raise typer.BadParameter("--service is for invented lines: it takes no LOGFILE, --stdin or --maps.")
     if maps:
         _demo_of_maps(log, destination, json, quiet)
         return
@@ -67,7 +72,7 @@ def demo(
         try:
             from attmemo.profiler.demo import Source, run_demo
 
-            source = Source(log, sys.stdin.fileno() if stdin else None)
+            source = Source(log, sys.stdin.fileno() if stdin else None, service or "payments")
             _say(out, f"Up to {seconds:.0f} seconds of {source.name}, through a model with six layers (MiniLM).")
             found = run_demo(source, destination, seconds, live.show, lambda race: live.show(_live(race)), dtype)
         finally:

@@ -4,6 +4,7 @@
       nothing changed ───────────────────────────────► served: its answer is the record's
       a change that is not verified ─────────────────► exact, and verified: the change may be learned    (paid)
       all changes verified (words in free slots: only with a great margin)
+        answers after such changes are too far away ─► exact; a small share is verified
         the budget does not afford it ───────────────► exact, and verified: a sample for the certificate (paid)
         drawn by chance, a small share ──────────────► exact, and verified: a sample for the certificate
         else ────────────────────────────────────────► served; below the margin computed again, exactly
@@ -26,6 +27,7 @@ from enum import Enum
 from typing import Any, Final
 
 from attmemo.guard.certificate import Certificate, Counts, certifies
+from attmemo.guard.futile import Futile
 from attmemo.guard.ledger import Learned, Ledger
 from attmemo.guard.margin import TOP, Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
@@ -46,7 +48,7 @@ class Verdict(Enum):
 
     SERVE = "served"
     SAMPLE = "sampled"  # exact, and verified: its changes are verified
-    LEARN = "learned"  # exact, and verified: a change is not
+    LEARN = "learned"  # exact, and verified: a change is not, or the kind of change is futile
     LEAVE = "left"  # exact
 
 
@@ -105,7 +107,7 @@ class Guard:
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
         self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
-        self.verified = Verified(free)
+        self.verified, self.futile = Verified(free), Futile()
         self.margin = Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
@@ -136,11 +138,12 @@ class Guard:
     def ask(self, gaps: Gaps) -> Cover:
         """How well the changes of a request are verified."""
         with self._lock:
-            return self.verified.ask(gaps)
+            cover = self.verified.ask(gaps)
+            return Cover.FUTILE if cover and self.futile.expects(gaps) else cover
 
     def serves(self, cover: Cover) -> bool:
         """Whether such a request would be served now, unless it is drawn as a sample."""
-        return cover is Cover.SAME or (cover is not Cover.NOT and self.certificate.affords())
+        return cover is Cover.SAME or (cover in (Cover.FREELY, Cover.FULLY) and self.certificate.affords())
 
     def decide(self, covers: Sequence[Cover | None]) -> list[Verdict | None]:
         """What becomes of the requests of a batch, by how well changes are verified; None: there is no record."""
@@ -152,9 +155,12 @@ class Guard:
         earned, verdict = EARNED, None
         affords = self.certificate.affords()
         seen = 1.0 if affords or self._saved >= 1.0 else self.drawn
-        self.margin.request(seen, self.drawn if affords else seen)
+        if cover is not Cover.FUTILE:  # such an answer is in none of the margin's counts
+            self.margin.request(seen, self.drawn if affords else seen)
         if cover is Cover.SAME:
             verdict = Verdict.SERVE
+        elif cover is Cover.FUTILE:
+            verdict = Verdict.LEARN if self._random.random() < self.drawn else Verdict.LEAVE
         elif cover:
             drawn = self._random.random() < self.drawn
             if drawn:
@@ -192,6 +198,8 @@ class Guard:
             low = self.is_low(margin, cover)
             if margin is not None and cover is Cover.FULLY:
                 self.margin.sample(margin, changed)
+            if cover and verdict is not Verdict.SERVE:
+                self._note_kind(gaps, margin)
             if low:
                 if verdict is Verdict.SERVE:
                     self._saved -= RETURNED  # it saved nothing
@@ -206,6 +214,16 @@ class Guard:
             elif not low:  # below the margin, the margin has done its work
                 self.verified.changed(gaps)
             return False
+
+    def served(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
+        """An answer from a record is known, and may be below the margin."""
+        with self._lock:
+            if cover is not Cover.SAME:
+                self._note_kind(gaps, margin)
+
+    def _note_kind(self, gaps: Gaps, margin: float | None) -> None:
+        if margin is not None:
+            self.futile.note(gaps, self.margin.is_hopeless(margin))
 
     def sync(self, ledger: Ledger) -> None:
         """Share what was learned with a file. OSError: it cannot be written; nothing is lost but the sharing."""

@@ -38,9 +38,10 @@ class Cover(IntEnum):
     """How well the changes of a request are verified."""
 
     NOT = 0
-    FREELY = 1  # some of them are words in free slots
-    FULLY = 2
-    SAME = 3  # nothing changed, and the record is as exact as the model
+    FUTILE = 1  # all are verified, but the answer is expected to be too far away (`attmemo.guard.futile`)
+    FREELY = 2  # some of them are words in free slots
+    FULLY = 3
+    SAME = 4  # nothing changed, and the record is as exact as the model
 
 
 class Gaps(Protocol):

@@ -23,7 +23,7 @@ from attmemo.reuse.pace import Pace
 POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
-"""Bytes that requests may hold back for the thread: the work of about a second while requests are busy."""
+"""Most bytes that requests may hold back for the thread."""
 SOON: Final = 0.25
 """Seconds: nothing is taken that would wait for so long."""
 DUE: Final = 0.4
@@ -46,7 +46,7 @@ Item = TypeVar("Item")
 
 
 class Filler(Generic[Item]):
-    """Hands items to `work` in a thread of its own; calls it with nothing every `POLL` seconds.
+    """Hands items to `work` in a thread of its own; calls it with nothing every `POLL` seconds, or a little later.
 
     Parameters
     ----------
@@ -69,7 +69,8 @@ class Filler(Generic[Item]):
         self.wake()
 
     def _begin(self) -> None:
-        self._waiting: deque[tuple[Item, int]] = deque()
+        self._waiting: deque[tuple[Item, int, float]] = deque()  # each with its bytes, and when it is to be stored
+        self.pace.owed = 0.0
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
         self._free = 1  # bytes that must be free before items are admitted
         self._rests_until, self._slowly = 0.0, False  # items rest; because the thread takes little
@@ -79,7 +80,7 @@ class Filler(Generic[Item]):
         self._begun = 0.0  # processor time of the thread, when it rested last
         self._cost = COST  # seconds of work for each byte
         self._taken, self._spent = 0, 0.0  # bytes that are worked on, and seconds of work on them
-        self._due = 0.0  # when all that waits is to be stored
+        self._due = self._own_due = 0.0  # when all that waits, and what is worked on, is to be stored
         self._changed = threading.Condition()
 
     def wake(self) -> None:
@@ -93,9 +94,9 @@ class Filler(Generic[Item]):
     def admit(self, items: int) -> bool:
         """Whether items may be handed over now. If too much waits, so many are counted as left out.
 
-        After items had to be left out, nothing is admitted until there is room for as many again, and for half of
-        what may wait: to keep what a forward computed takes 1 to 3 % of its time, for nothing if there is no room at
-        its end.
+        Nothing is admitted while the thread rests for long. After items had to be left out, nothing is until there is
+        room for as many again, and for half of what may wait: to keep what a forward computed takes 1 to 3 % of its
+        time, for nothing if there is no room at its end.
         """
         if self._has_room and not self._closed and not self._late:
             return True
@@ -106,24 +107,25 @@ class Filler(Generic[Item]):
     def offer(self, items: Sequence[Item], nbytes: int) -> bool:
         """Hand over; False: too much waits, or it is closed, and these are left out. `nbytes`: what they hold back.
 
-        If nothing waits, all are taken; while the thread takes little, as many as may wait, but one at least.
+        Nothing is taken while the thread rests for long; else, if nothing waits, as many as are stored in time, but
+        one at least.
         """
         self.wake()
         with self._changed:
             most = self._most
-            full = self._late or (bool(self._waiting) and self._bytes + nbytes > most)
+            full = not self._closed and (self._late or (bool(self._waiting) and self._bytes + nbytes > most))
             if self._closed or full:
                 self.skipped[TOO_MANY if full else "closed"] += len(items)
                 self._free = min(max(nbytes, most // 2), most)
                 return False
             each = nbytes // max(len(items), 1)
-            taken = items if most == MOST_WAITING else items[: max(1, most // max(each, 1))]
+            taken = items[: max(1, self._bytes_in(DUE) // max(each, 1))]
             if len(taken) < len(items):
                 self.skipped[TOO_MANY] += len(items) - len(taken)
                 self._free = most
-            self._waiting.extend((item, each) for item in taken)
-            self._bytes += each * len(taken)
             self._due = time.monotonic() + DUE
+            self._waiting.extend((item, each, self._due) for item in taken)
+            self._bytes += each * len(taken)
             if not self._rest():
                 self._changed.notify_all()
         return True
@@ -157,7 +159,7 @@ class Filler(Generic[Item]):
         if hurry or now - self._polled < POLL:
             # Else it is time for a look: how others get on must not wait for a long rest.
             while self._waiting and (hurry or not found):
-                item, nbytes = self._waiting.popleft()
+                item, nbytes, self._own_due = self._waiting.popleft()
                 found.append(item)
                 taken += nbytes
         self._bytes -= taken
@@ -170,7 +172,11 @@ class Filler(Generic[Item]):
     @property
     def _most(self) -> int:
         """Bytes that may wait now."""
-        return min(int(SOON * self.pace.share / self._cost), MOST_WAITING)
+        return min(self._bytes_in(SOON), MOST_WAITING)
+
+    def _bytes_in(self, seconds: float) -> int:
+        """Bytes that the thread stores in so many seconds at its pace."""
+        return int(seconds * self.pace.share / self._cost)
 
     @property
     def _has_room(self) -> bool:
@@ -191,17 +197,18 @@ class Filler(Generic[Item]):
 
     def _least(self) -> float:
         """The share of a core that the thread must get for all to be stored in time."""
-        work = self._bytes * self._cost
+        now, own = time.monotonic(), 0.0
         if self._busy and self._taken:
-            work += max(self._taken * self._cost - self._spent, PIECE)
-        return min(1.0, work / max(self._due - time.monotonic(), PIECE))
+            own = max(self._taken * self._cost - self._spent, PIECE)
+        both = own + self._bytes * self._cost
+        return min(1.0, max(own / max(self._own_due - now, PIECE), both / max(self._due - now, PIECE)))
 
     def _pause(self) -> float:
         """Seconds until there is something to do."""
         if self._hurry or self._closed:
             return 0.0
-        look = max(0.0, self._polled + POLL - time.monotonic())
-        return min(look, self._rest()) if self._waiting else look
+        look, rest = max(0.0, self._polled + POLL - time.monotonic()), self._rest()
+        return min(look, rest) if self._waiting or rest else look  # what is offered during a rest wakes no thread
 
     def breathe(self) -> None:
         """Rest within the work on an item, if it is time for that and no caller waits. In the thread only."""
@@ -213,9 +220,9 @@ class Filler(Generic[Item]):
             self._spent += worked
             if self._taken:
                 rest = self.pace.rest(worked, self._least())
-                self._rests_until = time.monotonic() + rest  # what is offered meanwhile wakes no thread
+                self._rests_until = time.monotonic() + rest
             else:
-                rest = min(self.pace.spend(worked), worked / max(LOOKING, self._least()))
+                rest = min(self.pace.spend(worked), worked * (1.0 / max(LOOKING, self._least()) - 1.0))
             self._changed.wait_for(lambda: self._hurry or self._closed, rest)
         self._begun += worked  # to rest takes processor time too: the next piece pays for it
 
@@ -229,9 +236,10 @@ class Filler(Generic[Item]):
             elif self._hurries or self._hurry:  # a caller waited for that: it was no work beside requests
                 self._rests_until = self.pace.owed = 0.0
             else:
-                self._cost += LEARNS * ((self._spent + worked) / max(self._taken, 1) - self._cost)
-                self._slowly = self.pace.is_slow
+                if self._spent + worked >= PIECE:  # less is no record that was written
+                    self._cost += LEARNS * ((self._spent + worked) / max(self._taken, 1) - self._cost)
                 self._rests_until = now + self.pace.rest(worked, self._least())
+                self._slowly = self.pace.is_slow
             self._changed.notify_all()
 
 

@@ -115,6 +115,10 @@ class GrowingRows(RowStore):
         if self.fills and offers:
             self._filler.offer(offers, sum(len(one.body) for one in offers))
 
+    def took(self, seconds: float) -> None:
+        """A forward took so long."""
+        self._filler.pace.forward(seconds)
+
     def admit(self, sequences: int) -> bool:
         """Whether so many sequences of a batch may be offered now; if not, they are counted."""
         return self.fills and self._filler.admit(sequences)

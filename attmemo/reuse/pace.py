@@ -17,6 +17,8 @@ SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
 FAST_SHARE: Final = 0.5
 """The same, while found records pay and there is room."""
+EACH: Final = 0.008
+"""Seconds of such work beside one forward, at most: batches of many inputs take not much longer for it."""
 FIRST_SHARE: Final = 0.07
 """The same, for the first work of an empty database."""
 FIRST: Final = 0.3
@@ -31,6 +33,8 @@ MOST: Final = 1.5
 """Most seconds of work that are paid for at one time."""
 FREE: Final = 0.25
 """Share of one core while the process leaves more than half of its cores idle."""
+LEARNS: Final = 0.1
+"""Weight of the newest forward in how long one takes."""
 _LOOK: Final = 0.2
 """Seconds between two looks at how busy the process is."""
 
@@ -56,6 +60,7 @@ class Pace:
         self.has_room, self.owed = True, 0.0
         empty = max(0.0, 1.0 - records / ENOUGH)
         self._first, self._paid = FIRST * empty, GIVEN * empty
+        self._forward = 0.0  # seconds that a forward takes
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     @property
@@ -68,8 +73,13 @@ class Pace:
         """Share of one core that the thread may take now."""
         share = SHARE
         if self.has_room:
-            share = FAST_SHARE if self._paid else FIRST_SHARE if self._first else SHARE
+            fast = max(SHARE, FAST_SHARE if FAST_SHARE * self._forward < EACH else EACH / self._forward)
+            share = fast if self._paid else FIRST_SHARE if self._first else SHARE
         return share if self._busy else max(share, FREE)
+
+    def forward(self, seconds: float) -> None:
+        """A forward took so long. A count lost now and then does no harm."""
+        self._forward += (LEARNS if self._forward else 1.0) * (seconds - self._forward)
 
     def look(self) -> None:
         """See how busy the process is."""
@@ -99,7 +109,7 @@ class Pace:
         `least`: the share of one core that this work must get. What it cannot rest now, it rests behind other work.
         """
         rest = self.spend(worked)
-        if self._paid or not self._busy:  # what was owed is forgiven
+        if (self.has_room and self._paid) or not self._busy:  # what was owed is forgiven
             self.owed = 0.0
         self.owed += rest
         rest = min(self.owed, worked * (1.0 / least - 1.0)) if least else self.owed
