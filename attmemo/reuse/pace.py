@@ -17,10 +17,10 @@ SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
 FAST_SHARE: Final = 0.5
 """The same, while found records pay and there is room."""
-EACH: Final = 0.008
-"""Seconds of such work beside one forward, at most: batches of many inputs take not much longer for it."""
 FIRST_SHARE: Final = 0.07
 """The same, for the first work of an empty database."""
+EACH: Final = 0.008
+"""Seconds of fast or first work beside one forward, at most: a batch of many inputs takes not much longer for it."""
 FIRST: Final = 0.3
 """Seconds of first work: two hundred records of a small model."""
 GIVEN: Final = 0.1
@@ -73,8 +73,9 @@ class Pace:
         """Share of one core that the thread may take now."""
         share = SHARE
         if self.has_room:
-            fast = max(SHARE, FAST_SHARE if FAST_SHARE * self._forward < EACH else EACH / self._forward)
-            share = fast if self._paid else FIRST_SHARE if self._first else SHARE
+            share = FAST_SHARE if self._paid else FIRST_SHARE if self._first else SHARE
+            if share * self._forward > EACH:
+                share = max(SHARE, EACH / self._forward)
         return share if self._busy else max(share, FREE)
 
     def forward(self, seconds: float) -> None:
