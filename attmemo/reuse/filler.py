@@ -23,7 +23,7 @@ from attmemo.reuse.pace import Pace
 POLL: Final = 0.25
 """Seconds between two looks for what other processes have added."""
 MOST_WAITING: Final = 16 << 20
-"""Most bytes that requests may hold back for the thread."""
+"""Most bytes that requests may hold back for the thread, beside a first batch."""
 SOON: Final = 0.25
 """Seconds: nothing is taken that would wait for so long."""
 DUE: Final = 0.4
@@ -34,8 +34,8 @@ PIECE: Final = 0.00015
 """Seconds of work, about: after so many the thread rests, also within an item."""
 LOOKING: Final = 0.1
 """Share of a core that a look gets at least: what was written is published soon."""
-LONGEST: Final = 0.5
-"""Seconds: the longest rest after a look. Records of others are found within a second."""
+LONGEST: Final = 0.3
+"""Seconds: the longest rest after a look."""
 LEARNS: Final = 0.2
 """Weight of the newest item in what a byte costs."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
@@ -70,7 +70,7 @@ class Filler(Generic[Item]):
 
     def _begin(self) -> None:
         self._waiting: deque[tuple[Item, int, float]] = deque()  # each with its bytes, and when it is to be stored
-        self.pace.owed = 0.0
+        self.pace.begin()
         self._bytes, self._busy, self._closed, self._asleep = 0, False, False, True
         self._free = 1  # bytes that must be free before items are admitted
         self._rests_until, self._slowly = 0.0, False  # items rest; because the thread takes little
@@ -199,7 +199,8 @@ class Filler(Generic[Item]):
         """The share of a core that the thread must get for all to be stored in time."""
         now, own = time.monotonic(), 0.0
         if self._busy and self._taken:
-            own = max(self._taken * self._cost - self._spent, PIECE)
+            expected = self._taken * self._cost
+            own = max(expected - self._spent, expected / 8, PIECE)  # some take more than expected
         both = own + self._bytes * self._cost
         return min(1.0, max(own / max(self._own_due - now, PIECE), both / max(self._due - now, PIECE)))
 

@@ -57,10 +57,15 @@ class Pace:
     """
 
     def __init__(self, records: int = 0) -> None:
-        self.has_room, self.owed = True, 0.0
+        self.has_room = True
         empty = max(0.0, 1.0 - records / ENOUGH)
         self._first, self._paid = FIRST * empty, GIVEN * empty
         self._forward = 0.0  # seconds that a forward takes
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin in this process: nothing is owed, and how busy it is, is not known."""
+        self.owed = 0.0
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     @property
@@ -110,7 +115,7 @@ class Pace:
         `least`: the share of one core that this work must get. What it cannot rest now, it rests behind other work.
         """
         rest = self.spend(worked)
-        if (self.has_room and self._paid) or not self._busy:  # what was owed is forgiven
+        if self.share > FIRST_SHARE:  # found records pay, or cores are idle: what was owed is forgiven
             self.owed = 0.0
         self.owed += rest
         rest = min(self.owed, worked * (1.0 / least - 1.0)) if least else self.owed
