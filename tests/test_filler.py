@@ -62,6 +62,13 @@ def _store() -> Iterator[Store]:
     found.thread.join(LONG)
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until this holds, or for so long that it never will: then an assertion behind it says what is wrong."""
+    until = time.monotonic() + LONG
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.001)
+
+
 def in_threads(count: int, act: Callable[[int], None]) -> None:
     threads = [threading.Thread(target=act, args=(number,)) for number in range(count)]
     for thread in threads:
@@ -183,9 +190,7 @@ class TestFull:
 
         monkeypatch.setattr(store.filler, "_work", lambda: work)
         assert store.filler.offer([1, 2], 1 << 20)
-        until = time.monotonic() + LONG
-        while (not store.stored or store.filler._busy) and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: bool(store.stored) and not store.filler._busy)
         assert store.stored == [1], "one of them may wait"
         assert store.filler._rest() > LONG, "what it could not rest meanwhile it rests now"
         assert not store.filler.admit(1)
@@ -199,10 +204,9 @@ class TestFull:
         assert store.filler.flush(LONG)
         with store.filler._changed:
             store.filler._rests_until = time.monotonic() + 0.1
+            store.filler._changed.notify_all()  # the thread itself sets this, and looks at it before it sleeps
         assert store.filler.offer([1], 1)
-        until = time.monotonic() + LONG
-        while len(store.stored) < 2 and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: len(store.stored) >= 2)
         assert store.stored == [0, 1]
 
     def test_what_has_to_be_free_is_no_more_than_may_wait_at_a_slower_pace(
@@ -291,9 +295,7 @@ class TestRest:
         store.filler.offer([1, 2], 20)
         store.filler.offer([3], 200)
         store.may_go.set()
-        until = time.monotonic() + LONG
-        while len(store.stored) < 4 and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: len(store.stored) >= 4)
         assert store.calls == [[0], [1], [2], [3]]
 
     def test_it_rests_within_an_item_until_a_caller_waits(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,9 +362,7 @@ class TestRest:
         monkeypatch.setattr(module.Pace, "spend", lambda *_: 1e6)
         assert store.polled.wait(LONG)
         store.filler.offer(range(5), 5)
-        until = time.monotonic() + LONG
-        while len(store.stored) < 5 and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: len(store.stored) >= 5)
         assert store.stored == list(range(5))
 
     def test_closing_stores_what_waits_without_a_rest(self, store: Store) -> None:

@@ -143,7 +143,7 @@ class Guard:
 
     def serves(self, cover: Cover) -> bool:
         """Whether such a request would be served now, unless it is drawn as a sample."""
-        return cover is Cover.SAME or (cover in (Cover.FREELY, Cover.FULLY) and self.certificate.affords())
+        return cover is Cover.SAME or (cover.may_serve and self.certificate.affords())
 
     def decide(self, covers: Sequence[Cover | None]) -> list[Verdict | None]:
         """What becomes of the requests of a batch, by how well changes are verified; None: there is no record."""

@@ -43,6 +43,11 @@ class Cover(IntEnum):
     FULLY = 3
     SAME = 4  # nothing changed, and the record is as exact as the model
 
+    @property
+    def may_serve(self) -> bool:
+        """Whether the record may serve, if the budget affords it."""
+        return self > Cover.FUTILE
+
 
 class Gaps(Protocol):
     """What changed between one input and its record: hashes, as in `attmemo.kernels.changes.Changes`."""

@@ -28,8 +28,6 @@ TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
 verified. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
 
-WEAK: Final = (Cover.NOT, Cover.FUTILE)
-"""With such a record another one is tried."""
 _UNGUARDED = "not called through the model whose answers are guarded"
 
 
@@ -222,12 +220,12 @@ class GuardedPlanner(RowPlanner):
             for number in np.flatnonzero(enough & there).tolist():
                 own = changes.of(number)
                 cover = self.guard.ask(own) if len(own) or self._rounds else Cover.SAME
-                if covers[number] is None or cover not in WEAK:
+                if covers[number] is None or cover.may_serve:
                     covers[number], gaps[number] = cover, own
                     part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
                     best.record[number], best.computed[number] = found.record[number], found.computed[number]
                     best.source[part] = found.source[part]
-            left = enough & np.array([cover is None or cover in WEAK for cover in covers])
+            left = enough & np.array([cover is None or not cover.may_serve for cover in covers])
             if not left.any():
                 break
             tried = candidates.shelf.rows_of(found.record)
