@@ -42,7 +42,7 @@ test: $(READY)  ## everything that has to pass: lint, types, tests
 	exit $$failed
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
-	@timeout 3600 $(BIN)/python -m pytest -m slow
+	@timeout 3600 $(BIN)/python -m pytest -m slow --timeout 3000
 	ATTMEMO_TEST_ROUNDS=200 $(BIN)/python -m pytest tests/test_reliability_races.py
 
 # The oldest torch that is allowed has private operators of its own. It has an environment of its own, beside .venv, and
@@ -60,7 +60,7 @@ test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch tha
 	  rm -rf $(OLDEST)
 	  "$(PYTHON)" -m venv $(OLDEST)
 	  $(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install -r build/asked.txt "torch==$$oldest.*" \
-	    "transformers==$$transformers" hnswlib pytest hypothesis
+	    "transformers==$$transformers" hnswlib pytest pytest-timeout hypothesis
 	  touch $(OLDEST)/.torch-$$oldest
 	fi
 	PYTHONPATH="$$PWD" $(OLDEST)/bin/python -m pytest $(ON_OLDEST)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,9 @@ from reliability_tools import copy, whole  # noqa: E402, F401
 for _device in (torch.cuda, torch.mtia, torch.xpu):
     if not _device.is_available():
         _device.manual_seed_all = lambda _seed: None  # type: ignore[attr-defined]
+
+# A forked child that takes too long dies of its own alarm, not of the time limit of tests.
+os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

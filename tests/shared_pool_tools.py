@@ -202,6 +202,7 @@ def _reading(path: Path, stop: Path, report: Path) -> None:
     known: State = {}
     looks, longest = 0, 0.0
     with opened(path, fills=False) as pool:
+        report.write_text("begun")
         known = {kept.number: int(kept.tokens[0]) for kept in pool.records.values()}
         while not stop.exists():
             before = time.perf_counter()
@@ -223,6 +224,21 @@ def _reading(path: Path, stop: Path, report: Path) -> None:
         known |= {kept.number: int(kept.tokens[0]) for kept in news.added}
         assert state_of(pool) == dict(sorted(known.items()))
     report.write_text(json.dumps([looks, longest]))
+
+
+@contextmanager
+def read_beside(path: Path) -> Iterator[None]:
+    """Another process learns and reads."""
+    stop, report = path.with_name(f"{path.name}-stop"), path.with_name(f"{path.name}-report")
+    reader = start_child(lambda: _reading(path, stop, report))
+    while not report.exists():
+        time.sleep(0.001)
+    try:
+        yield
+    finally:
+        stop.touch()
+        end = end_of(reader)
+    assert end == 0, "the reader failed; its standard error says why"
 
 
 def _told(told: Path) -> State:

@@ -25,7 +25,8 @@ KILLER = r"""
 static int armed, seen, at, late, foreign;
 static const char *library; /* part of the name of the library whose calls are counted apart */
 
-/* From now on count; the `first`-th call kills the process before its effect or, if `after`, half-way or after it. */
+/* From now on count; the `first`-th call kills the process: before its effect (0), half-way through or after it (1),
+   or after it (2). */
 void arm(int first, int after, const char *name)
 {
     seen = foreign = 0; at = first; late = after; library = name ? strdup(name) : NULL; armed = 1;
@@ -46,7 +47,7 @@ static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
 #define CALL(whole, half) \
     do { \
         if (!reached(__builtin_return_address(0))) return whole; \
-        if (late) { __typeof__(whole) ignored = half; (void)ignored; } \
+        if (late) { __typeof__(whole) ignored = late == 2 ? whole : half; (void)ignored; } \
         die(); \
         return whole; \
     } while (0)

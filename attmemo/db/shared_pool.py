@@ -119,6 +119,9 @@ class SharedPool(Pool):
                 except DatabaseCorruptError:
                     if env.info()["last_txnid"] == last:
                         raise  # else a segment went between the transaction and the look at its file
+                    continue
+                if self._transaction < last:  # a process died as it published: LMDB tells readers at the next write
+                    break
             return super().news()
 
     def _environment(self) -> Any:
