@@ -56,6 +56,39 @@ def test_what_a_record_supplies_makes_room_for_more() -> None:
     assert [len(batch) for batch in emptied(queue)] == [20, 20]
 
 
+def test_clients_that_ask_again_once_answered_never_leave_the_model_without_work() -> None:
+    """Answers travel while the next batch runs: what was taken comes back only when another batch was taken."""
+    queue, request = Queue(1000, worth=100), Request(64, each=False, reuse=True)
+    queue.put([waiting(request, place, 10) for place in range(61)])
+    sizes, away = [], [waiting(request, place, 10) for place in range(61, 64)]
+    for _ in range(12):
+        assert len(queue), "there is something to do as soon as a batch is done"
+        taken = queue.take()
+        assert taken is not None
+        queue.put(away)
+        away = taken[0]
+        sizes.append(len(away))
+    assert max(sizes[-4:]) <= 33
+    assert min(sizes[-4:]) >= 31
+
+
+def test_little_that_waits_is_taken_at_once() -> None:
+    queue, request = Queue(1000, worth=100), Request(16, each=False, reuse=True)
+    queue.put([waiting(request, place, 10) for place in range(10)])
+    assert [len(batch) for batch in emptied(queue)] == [10]
+    queue.put([waiting(request, place, 10) for place in range(10, 16)])
+    assert [len(batch) for batch in emptied(queue)] == [6]
+
+
+def test_rows_are_not_asked_where_a_part_of_what_waits_fits_whole() -> None:
+    queue, request = Queue(300, worth=100), Request(50, each=False, reuse=True)
+    queue.put([waiting(request, place, 10) for place in range(50)])
+    taken = queue.take(lambda sequences: [1] * len(sequences))
+    assert taken is not None
+    assert len(taken[0]) == 25
+    assert not any(one.asked for one in taken[0])
+
+
 def test_rows_are_asked_once_and_only_if_more_waits_than_a_batch_computes_whole() -> None:
     queue, asked = Queue(100), []
 

@@ -11,6 +11,8 @@ from typing import Final
 
 from attmemo.serve.model import Answer
 
+WORTH: Final = 512
+"""Tokens for each core of the model from which on a larger batch gains nothing: what waits is parted then."""
 PADDING: Final = 4
 """A forward's padded tokens, at most, as a multiple of its rows: embeddings and pooling see the padding."""
 
@@ -89,10 +91,16 @@ class Queue:
         Rows to compute in one batch, at most; a single sequence may need more.
     most_sequences : int, optional
         In one batch, at most.
+    worth : int, optional
+        Tokens from which on a batch is no larger than half of what waits or was just answered. Clients that wait for
+        their answer before they ask again would else all be in one batch, and the model had nothing to do while their
+        answers and next requests are on their way. Default: no such bound.
     """
 
-    def __init__(self, most_rows: int, most_sequences: int | None = None) -> None:
+    def __init__(self, most_rows: int, most_sequences: int | None = None, worth: int | None = None) -> None:
         self._most_rows, self._most_sequences = most_rows, most_sequences or 1 << 30
+        self._worth = worth or 1 << 60
+        self._tokens = self._last = 0  # that wait; of the last batch
         self._waiting: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -107,14 +115,15 @@ class Queue:
             sequence.request.queued = now
         with self._changed:
             self._waiting.extend(sequences)
+            self._tokens += sum(len(one.ids) for one in sequences)
             self._changed.notify()
 
     def take(self, needs: Needs | None = None) -> tuple[list[Waiting], list[Waiting]] | None:
         """Wait for sequences and take the next batch, and those whose clients went away; None: closed, and empty.
 
         A batch begins with the oldest sequence. Others that ask for reuse as it does follow in their order, until the
-        next one would be too much. `needs` is asked once for a sequence, and only if more waits than one batch could
-        compute whole; without it a sequence needs all its rows.
+        next one would be too much. `needs` is asked once for a sequence, and only if more may be taken than one batch
+        could compute whole; without it a sequence needs all its rows.
         """
         with self._changed:
             while not self._waiting:
@@ -136,7 +145,9 @@ class Queue:
 
     def _unknown(self) -> list[Waiting]:
         """The first that wait and may be served, if not all of them fit into a batch anyway; as many as ever fit."""
-        tokens, found = 0, []
+        tokens, found = 0, list[Waiting]()
+        if self._part() <= self._most_rows:
+            return found
         for one in self._waiting:
             tokens += len(one.ids)
             if tokens > PADDING * self._most_rows:
@@ -145,15 +156,25 @@ class Queue:
                 found.append(one)
         return found if tokens > self._most_rows else []
 
+    def _part(self) -> int:
+        """Tokens of one batch, at most."""
+        return max(self._worth, -(-(self._tokens + self._last) // 2))
+
+    def _leave(self) -> Waiting:
+        one = self._waiting.popleft()
+        self._tokens -= len(one.ids)
+        return one
+
     def _pick(self) -> tuple[list[Waiting], list[Waiting]]:
         batch: list[Waiting] = []
         gone: list[Waiting] = []
         passed: list[Waiting] = []  # they ask for reuse differently
-        rows = longest = 0
+        rows = longest = tokens = 0
+        part = self._part()
         while self._waiting:
             one = self._waiting[0]
             if one.request.gone:
-                gone.append(self._waiting.popleft())
+                gone.append(self._leave())
                 continue
             if batch:
                 if one.request.reuse != batch[0].request.reuse:
@@ -162,11 +183,13 @@ class Queue:
                 padded = max(longest, len(one.ids)) * (len(batch) + 1)
                 if (
                     rows + one.rows > self._most_rows
+                    or tokens + len(one.ids) > part
                     or padded > PADDING * self._most_rows
                     or len(batch) == self._most_sequences
                 ):
                     break
-            batch.append(self._waiting.popleft())
-            rows, longest = rows + one.rows, max(longest, len(one.ids))
+            batch.append(self._leave())
+            rows, longest, tokens = rows + one.rows, max(longest, len(one.ids)), tokens + len(one.ids)
+        self._last = tokens
         self._waiting.extendleft(reversed(passed))
         return batch, gone

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+import math
+from typing import Any, Final
 
 import numpy as np
 from starlette.requests import Request
@@ -14,6 +15,8 @@ from attmemo.serve.http import Route, gone, reply
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
+
+_SHORTEST: Final = 1e-60  # below the length of any vector of float32 but zeros
 
 
 def routes(service: Service) -> list[Route]:
@@ -93,16 +96,16 @@ def routes(service: Service) -> list[Route]:
 
 def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
     """Embeddings ``[N, H]`` as they are sent; cut first, then of unit length."""
-    found = np.stack([answer.value for answer in done.answers])
+    first = done.answers[0].value
+    found = first[None] if len(done.answers) == 1 else np.stack([answer.value for answer in done.answers])
     if dimensions is not None:
         found = np.ascontiguousarray(found[:, :dimensions])
     exact = found.astype(np.float64)
     length = np.sqrt(np.einsum("ij,ij->i", exact, exact))  # finite if, and only if, all numbers are
-    if not np.isfinite(length).all():
+    if not math.isfinite(length.max()):
         raise Refusal("backend", "the embedding is not finite", reason="inference")
     if normalize:
-        length[length == 0.0] = 1.0
-        found = (exact / length[:, None]).astype(np.float32)
+        found = (exact / np.maximum(length, _SHORTEST)[:, None]).astype(np.float32)
     return found
 
 

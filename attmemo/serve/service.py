@@ -14,7 +14,7 @@ from typing import Any, Final
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
-from attmemo.serve.queue import Queue, Request, Waiting
+from attmemo.serve.queue import WORTH, Queue, Request, Waiting
 from attmemo.serve.refusal import Refusal, overloaded
 from attmemo.serve.settings import Settings, split_cores
 from attmemo.serve.texts import Input, Side, Texts, Tokens, default_prompt
@@ -81,11 +81,11 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.draining = settings, Metrics(), False
-        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests)
+        own, cores = split_cores(os.sched_getaffinity(0))
+        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * len(own))
         self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
-        _, cores = split_cores(os.sched_getaffinity(0))
         self._threads = ThreadPoolExecutor(
             settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, cores)
         )
