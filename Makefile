@@ -43,7 +43,7 @@ test: $(READY)  ## everything that has to pass: lint, types, tests
 
 test-slow: $(READY)  ## the tests that take minutes: races and leaks that need many rounds to show
 	@timeout 3600 $(BIN)/python -m pytest -m slow --timeout 3000
-	ATTMEMO_TEST_ROUNDS=200 $(BIN)/python -m pytest tests/test_reliability_races.py
+	ATTMEMO_TEST_ROUNDS=200 $(BIN)/python -m pytest --timeout 3000 tests/test_reliability_races.py
 
 # The oldest torch that is allowed has private operators of its own. It has an environment of its own, beside .venv, and
 # sees what was compiled for .venv. The first time it downloads gigabytes: this torch may come with its CUDA libraries.
@@ -110,7 +110,7 @@ sanitize-threads: $(READY)  ## races in the C code, looked for with the thread s
 	export TSAN_OPTIONS="$$TSAN_OPTIONS:ignore_noninstrumented_modules=1:report_signal_unsafe=0"
 	# It knows neither threads after a fork nor, where addresses are shuffled, what lies where.
 	export ATTMEMO_TEST_NO_FORK=1
-	timeout 3600 setarch -R $(BIN)/python -P -m pytest -m "slow or not slow" tests/test_native_window.py \
+	timeout 3600 setarch -R $(BIN)/python -P -m pytest --timeout 3000 -m "slow or not slow" tests/test_native_window.py \
 	  tests/test_mmap_fetch.py tests/test_reliability_races.py tests/slow/test_slow_mmap.py \
 	  -k "thread or race or reader_sees or dlopen" || { unset LD_PRELOAD; exit 1; }
 	unset LD_PRELOAD

@@ -232,6 +232,7 @@ def read_beside(path: Path) -> Iterator[None]:
     stop, report = path.with_name(f"{path.name}-stop"), path.with_name(f"{path.name}-report")
     reader = start_child(lambda: _reading(path, stop, report))
     while not report.exists():
+        assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader failed; its standard error says why"
         time.sleep(0.001)
     try:
         yield

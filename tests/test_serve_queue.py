@@ -58,9 +58,9 @@ def test_what_a_record_supplies_makes_room_for_more() -> None:
 
 def test_clients_that_ask_again_once_answered_never_leave_the_model_without_work() -> None:
     """Answers travel while the next batch runs: what was taken comes back only when another batch was taken."""
-    queue, request = Queue(1000, worth=100), Request(64, each=False, reuse=True)
-    queue.put([waiting(request, place, 10) for place in range(61)])
-    sizes, away = [], [waiting(request, place, 10) for place in range(61, 64)]
+    request = Request(64, each=False, reuse=True)
+    queue, sizes, away = Queue(1000, worth=100), list[int](), list[Waiting]()
+    queue.put([waiting(request, place, 10) for place in range(64)])
     for _ in range(12):
         assert len(queue), "there is something to do as soon as a batch is done"
         taken = queue.take()

@@ -112,14 +112,16 @@ class SharedPool(Pool):
     def news(self) -> News:
         with self._lock, ENVIRONMENTS.working(), naming(self.path / CATALOGUE):
             env = self._environment()
+            tried = -1
             while (last := env.info()["last_txnid"]) != self._transaction:
-                try:
-                    with env.begin() as transaction:
+                with env.begin() as transaction:
+                    try:
                         self._known += self._catch_up(transaction)
-                except DatabaseCorruptError:
-                    if env.info()["last_txnid"] == last:
-                        raise  # else a segment went between the transaction and the look at its file
-                    continue
+                    except DatabaseCorruptError:
+                        if transaction.id() == tried:
+                            raise  # else a segment may have gone between the transaction and the look at its file
+                        tried = transaction.id()
+                        continue
                 if self._transaction < last:  # a process died as it published: LMDB tells readers at the next write
                     break
             return super().news()
