@@ -227,19 +227,22 @@ def _reading(path: Path, stop: Path, report: Path) -> None:
 
 
 @contextmanager
-def read_beside(path: Path) -> Iterator[None]:
-    """Another process learns and reads."""
-    stop, report = path.with_name(f"{path.name}-stop"), path.with_name(f"{path.name}-report")
-    reader = start_child(lambda: _reading(path, stop, report))
-    while not report.exists():
-        assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader failed; its standard error says why"
-        time.sleep(0.001)
+def read_beside(path: Path, readers: int = 1) -> Iterator[None]:
+    """Other processes learn and read; in the end all know what is there."""
+    stop = path.with_name(f"{path.name}-stop")
+    reports = [path.with_name(f"{path.name}-report{n}") for n in range(readers)]
+    beside = [start_child(lambda own=own: _reading(path, stop, own), seconds=3600) for own in reports]  # type: ignore[misc]
     try:
+        for reader, report in zip(beside, reports, strict=True):
+            while not report.exists():
+                ended = os.waitid(os.P_PID, reader, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                assert ended is None, "a reader failed; its standard error says why"
+                time.sleep(0.001)
         yield
     finally:
         stop.touch()
-        end = end_of(reader)
-    assert end == 0, "the reader failed; its standard error says why"
+        ends = [end_of(reader) for reader in beside]
+    assert ends == [0] * readers, "a reader failed; its standard error says why"
 
 
 def _told(told: Path) -> State:
@@ -260,15 +263,11 @@ def killed_fillers(kills: int, seed: int, max_bytes: int = 512 << 10, readers: i
     """Kill one filler after the other at random moments beside readers; returns how many records were published."""
     generator = random.Random(seed)
     with memory_directory() as folder:
-        path, told, stop = folder / "pool", folder / "told", folder / "stop"
+        path, told = folder / "pool", folder / "told"
         open_pool(path, max_bytes).close()
         told.touch()
-        beside = [
-            start_child(lambda n=n: _reading(path, stop, folder / f"report{n}"), seconds=3600)  # type: ignore[misc]
-            for n in range(readers)
-        ]
         highest = 0
-        try:
+        with read_beside(path, readers):
             for kill in range(kills):
                 lines = told.read_text().count("\n")
                 child = start_child(lambda kill=kill: _filling(path, told, seed + kill, max_bytes))  # type: ignore[misc]
@@ -285,10 +284,6 @@ def killed_fillers(kills: int, seed: int, max_bytes: int = 512 << 10, readers: i
                 assert before.keys() <= after.keys() or came, "a published record is gone, and none came for it"
                 assert len(came) <= 3, "more than one batch was published that was not told"
                 highest = max(after, default=highest)
-        finally:
-            stop.touch()
-            ends = [end_of(reader) for reader in beside]
-        assert ends == [0] * readers, "a reader failed; its standard error says why"
         with opened(path, max_bytes) as pool:
             for batch in range(20):  # brings new segments, and so a sweep
                 pool.add(entries([2000 + 2 * batch, 2001 + 2 * batch]))

@@ -131,15 +131,10 @@ async def _body(request: Request, limit: int, seconds: float) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            more = True
-            while more:  # what Starlette's stream does, without a generator
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                body += message.get("body", b"")
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > limit:
                     raise too_large
-                more = message.get("more_body", False)
     except TimeoutError:
         raise Refusal("validation", "the body did not arrive in time", 408, reason="slow") from None
     return bytes(body)
