@@ -1,6 +1,6 @@
 """Measures `attmemo serve`: throughput, latency and overload, with the load generator wrk on the same machine.
 
-    python scripts/bench_serve.py SHARED OUT warm direct rows none plain rates overload
+    python scripts/bench_serve.py SHARED OUT warm direct rows none plain rates turns overload
 
 Each part adds its numbers to OUT/serve.json, so that parts can be run one by one. `warm` fills a database with the
 first 70 % of the lines of a log until its guard is certified. The other parts ask the later 30 %, and store nothing:
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from typing import Any
 LOG = "OpenSSH"
 CLIENTS = (64, 8, 1)
 SECONDS = 8
+ROUNDS = 5
 PORT = 3987
 DTYPE = os.environ.get("ATTMEMO_DTYPE", "float32")
 URL = f"http://127.0.0.1:{PORT}"
@@ -106,6 +108,11 @@ def resident(process: int) -> int:
     return 0 if found is None else int(found[1]) // 1000
 
 
+def stolen_seconds() -> float:
+    """Processor seconds that the host gave to others while this machine had work for them."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def wrk(
     folder: Path, lines: list[str], clients: int, seconds: float, rate: float | None = None, batch: int = 1
 ) -> Any:
@@ -162,7 +169,7 @@ def warm(shared: Path, out: Path, folder: Path) -> Any:
     }  # fmt: skip
 
 
-def direct(shared: Path, out: Path, folder: Path) -> Any:
+def direct(shared: Path, out: Path, folder: Path, ways: tuple[str, ...] = ("stock", "none", "rows")) -> Any:
     """The library without a server, batches of 32."""
     import torch
     from sentence_transformers import SentenceTransformer
@@ -171,9 +178,11 @@ def direct(shared: Path, out: Path, folder: Path) -> Any:
 
     _, late = lines_of(shared)
     found: dict[str, Any] = {}
-    for name, options in (
-        ("stock", None), ("none", {"reuse": "none"}), ("rows", {"database": out / "serve-db", "fill": False}),
-    ):  # fmt: skip
+    choices: dict[str, Any] = {
+        "stock": None, "none": {"reuse": "none"}, "rows": {"database": out / "serve-db", "fill": False},
+    }  # fmt: skip
+    for name in ways:
+        options = choices[name]
         encoder = SentenceTransformer(model(), device="cpu").to(getattr(torch, DTYPE))
         # As the server has it: unit length is made of the embedding, and is no part of the answer.
         own = SentenceTransformer(modules=list(encoder)[:2], device="cpu")
@@ -194,6 +203,38 @@ def direct(shared: Path, out: Path, folder: Path) -> Any:
             found[name] |= {"share_computed": stats["share_computed"]}
             unmemoize(own)
     return found
+
+
+def library(shared: Path, out: Path) -> None:
+    """Print the lines a second that the library gives with records, batches of 32."""
+    print(direct(shared, out, out, ("rows",))["rows"]["lines_per_second"])
+
+
+def turns(shared: Path, out: Path, folder: Path) -> Any:
+    """The library and the service in turns, the other way round in every second round."""
+    _, late = lines_of(shared)
+
+    def own() -> dict[str, float]:
+        command = (sys.executable, __file__, str(shared), str(out), "library")
+        return {"library": float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)}
+
+    def served() -> dict[str, float]:
+        with server(*attmemo("--database", str(out / "serve-db"), "--fill", "no")):
+            wrk(folder, late, 64, 4)
+            single, many = wrk(folder, late, 64, SECONDS), wrk(folder, late, 2, SECONDS, batch=32)
+        return {"single": single["lines_per_second"], "batches_of_32": many["lines_per_second"]}
+
+    rounds = list[dict[str, float]]()
+    for number in range(ROUNDS):
+        found: dict[str, float] = {}
+        for measure in (own, served)[:: -1 if number % 2 else 1]:
+            found |= measure()
+        rounds.append(found)
+        print("round", json.dumps(found), flush=True)
+    return {"rounds": rounds} | {
+        f"{way}_of_library": statistics.median(one[way] / one["library"] for one in rounds)
+        for way in ("single", "batches_of_32")
+    }
 
 
 def asked(shared: Path, folder: Path, *words: str) -> Any:
@@ -227,13 +268,20 @@ def plain(shared: Path, out: Path, folder: Path) -> Any:
 
 
 def rates(shared: Path, out: Path, folder: Path) -> Any:
-    """Latency at half of saturation, requests arriving by chance."""
+    """Latency at half of saturation, requests arriving by chance; each round has a saturation of its own."""
     _, late = lines_of(shared)
+    rounds = list[Any]()
     with server(*attmemo("--database", str(out / "serve-db"), "--fill", "no")):
         wrk(folder, late, 8, 3)
-        full = wrk(folder, late, 64, SECONDS)["lines_per_second"]
-        half = wrk(folder, late, 256, 20, rate=full / 2)
-    return {"saturation": full, "half": half, "p99_over_median": half["p99_ms"] / half["p50_ms"]}
+        for _ in range(ROUNDS):
+            full = wrk(folder, late, 64, SECONDS)["lines_per_second"]
+            before = stolen_seconds()
+            half = wrk(folder, late, 256, 20, rate=full / 2)
+            taken = (stolen_seconds() - before) / 20
+            over = half["p99_ms"] / half["p50_ms"]
+            rounds.append({"saturation": full, "half": half, "p99_over_median": over, "cores_stolen": taken})
+            print("round", json.dumps(rounds[-1]), flush=True)
+    return {"rounds": rounds, "p99_over_median": statistics.median(one["p99_over_median"] for one in rounds)}
 
 
 def overload(shared: Path, out: Path, folder: Path) -> Any:
@@ -307,6 +355,7 @@ def plain_server() -> None:
 
 PARTS = {
     "warm": warm, "direct": direct, "rows": rows, "none": none, "plain": plain, "rates": rates, "overload": overload,
+    "turns": turns,
 }  # fmt: skip
 
 
@@ -315,10 +364,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "plain-server"])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "plain-server", "library"])
     args = parser.parse_args()
     if args.parts == ["plain-server"]:
         plain_server()
+        return
+    if args.parts == ["library"]:
+        library(args.shared, args.out)
         return
     if shutil.which("wrk") is None:
         parser.error("wrk is not installed: apt-get install wrk")
