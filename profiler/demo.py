@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
 
 from attmemo.errors import AttmemoError, DataError
-from attmemo.machine import conditions, processor
+from attmemo.machine import conditions
+from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
@@ -22,7 +23,7 @@ from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import Race
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
-BATCH: Final = 16
+BATCH: Final = 32
 FEWEST: Final = 200  # lines
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
@@ -58,8 +59,8 @@ def prepare_folder(output: Path) -> None:
 
 
 def usual_dtype() -> str:
-    """The precision in which this processor is fastest: bfloat16 with a matrix unit (AMX), else float32."""
-    return "bfloat16" if "amx_bf16" in processor()[1] else "float32"
+    """The precision in which this processor is fastest: bfloat16 where it multiplies it natively, else float32."""
+    return "bfloat16" if has_native_bfloat16() else "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,3 +384,20 @@ def many_fillers(processes: int, seconds: float, max_bytes: int = 512 << 10, mos
         "locked out": sum(report["locked"] for report in reports),
         "batches": sum(report["adds"] for report in reports),
     }
+
+
+def refuse(code: int) -> Callable[..., Any]:
+    """A call of the system that fails."""
+
+    def call(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def wait_for(file: Path) -> None:
+    """Until another process has made it."""
+    until = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < until, f"{file.name} did not come"
+        time.sleep(0.002)

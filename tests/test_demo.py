@@ -257,11 +257,11 @@ class TestRace:
         assert (cache.texts, cache.found) == (6, 3)
 
 
-@pytest.mark.parametrize(("features", "dtype"), [(["avx2", "amx_bf16"], "bfloat16"), (["avx512_bf16"], "float32")])
-def test_bfloat16_is_taken_where_there_is_a_matrix_unit(
-    features: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32"), (None, "float32")])
+def test_bfloat16_is_taken_where_the_processor_multiplies_it(
+    native: bool | None, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "processor", lambda: ("a processor", features))
+    monkeypatch.setattr(demo, "has_native_bfloat16", lambda: native)
     assert demo.usual_dtype() == dtype
 
 

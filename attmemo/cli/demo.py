@@ -43,7 +43,7 @@ def demo(
         metavar="S", min=20.0, help="How long it may take in all. The stream ends then."
     )] = 75.0,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(
-        help="What all ways compute in; auto is bfloat16 where the processor has a matrix unit (AMX)."
+        help="What all ways compute in; auto is bfloat16 where the processor multiplies it natively."
     )] = "auto",
     maps: Annotated[bool, typer.Option(
         "--maps", help="The long way in place of that: build, train, tune and evaluate a database of attention maps."
