@@ -31,6 +31,7 @@ LOG = "OpenSSH"
 CLIENTS = (64, 8, 1)
 SECONDS = 8
 ROUNDS = 5
+CROWD, PRESSURE = 3000, 4.5  # clients of an overload; they wait for answers too, so this makes three times saturation
 PORT = 3987
 DTYPE = os.environ.get("ATTMEMO_DTYPE", "float32")
 URL = f"http://127.0.0.1:{PORT}"
@@ -189,8 +190,10 @@ def direct(shared: Path, out: Path, folder: Path, ways: tuple[str, ...] = ("stoc
         if options is not None:
             memoize(own, **options)
         batches = [late[at : at + 32] for at in range(0, len(late), 32)]
-        for batch in batches[:5]:
-            own.encode(batch, show_progress_bar=False)
+        start = time.perf_counter()
+        while time.perf_counter() - start < 4:  # as long as the service is warmed up
+            for batch in batches:
+                own.encode(batch, show_progress_bar=False)
         start = time.perf_counter()
         count = 0
         while time.perf_counter() - start < SECONDS:
@@ -299,7 +302,7 @@ def overload(shared: Path, out: Path, folder: Path) -> Any:
         for _ in range(3):  # wrk in the background; beside it, answers are looked at
             pid = os.fork()
             if pid == 0:
-                found = wrk(folder, late, 1500, 20, rate=3 * full["lines_per_second"])
+                found = wrk(folder, late, CROWD, 20, rate=PRESSURE * full["lines_per_second"])
                 (folder / "pressed.json").write_text(json.dumps(found))
                 os._exit(0)
             while os.waitpid(pid, os.WNOHANG)[0] == 0:
@@ -323,6 +326,7 @@ def overload(shared: Path, out: Path, folder: Path) -> Any:
             for name, value in re.findall(rb'te_request_failure\{err="(\w+)"\} (\S+)', get("/metrics"))
         }
     return {
+        "offered_over_saturation": [one["lines_per_second"] / full["lines_per_second"] for one in pressed],
         "saturation": full, "pressed": pressed, "after_two_seconds": after, "resident_mb": memory,
         "answers_checked": checked, "refused_to_the_checker": refused, "lowest_cosine_to_exact": lowest,
         "failures": {name.decode(): count for name, count in failures.items()},

@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attmemo.machine import conditions
-from attmemo.profiler.demo import BATCH, BUDGET, MODEL, model_path
+from attmemo.profiler.demo import BUDGET, MODEL, model_path
 from attmemo.profiler.lines import in_batches, read_log
 from attmemo.profiler.models import load_model, tokenize
 from attmemo.profiler.peers import ONNX, OPENVINO, another, installed_peers
@@ -35,6 +35,7 @@ from attmemo.profiler.race import CACHE, PACKED, ROWS, STOCK, Race
 
 STREAMS = ("OpenSSH", "HDFS", "BGL", "Apache")
 LINES = 1600
+BATCH = 16  # lines at once
 LONGEST = 256  # tokens
 LATE = "last third"
 BARS = {OPENVINO: ORANGE, ONNX: "#9c5a8a", PACKED: GREEN, CACHE: GREY, ROWS: BLUE}

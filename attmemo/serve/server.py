@@ -9,13 +9,13 @@ import signal
 import socket
 import sys
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from attmemo.errors import AttmemoError
 from attmemo.serve.app import make_app
+from attmemo.serve.connection import Protocol
 from attmemo.serve.service import Service
 
 _LOG = logging.getLogger("attmemo.serve")
@@ -24,67 +24,6 @@ BACKLOG: Final = 2048
 SWITCH: Final = 0.0005
 """Seconds after which Python hands its lock to another thread. The thread of the model asks for the lock after every
 operation of torch, and must not wait 5 ms, the default, while requests are read."""
-
-
-class Whole(asyncio.Transport):
-    """A connection that sends what one turn of the event loop writes in one piece.
-
-    uvicorn writes the head of a response and its body apart. Each write is a call of the system, and wakes the client
-    once more: 20 microseconds for each request, and more on cores that the model uses too.
-    """
-
-    def __init__(self, below: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._below, self._loop, self._held = below, loop, list[bytes]()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send this at the end of the turn."""
-        if not self._held:
-            self._loop.call_soon(self._send)
-        self._held.append(bytes(data))
-
-    def close(self) -> None:
-        """Send what is held, and close."""
-        self._send()
-        self._below.close()
-
-    def is_closing(self) -> bool:
-        """Whether the connection is closed, or about to be."""
-        return self._below.is_closing()
-
-    def abort(self) -> None:
-        """Close at once."""
-        self._held.clear()
-        self._below.abort()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """What the connection below knows."""
-        return self._below.get_extra_info(name, default)
-
-    def pause_reading(self) -> None:
-        """Take no more from the client."""
-        self._below.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Take more."""
-        self._below.resume_reading()
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Have another protocol read."""
-        self._below.set_protocol(protocol)
-
-    def _send(self) -> None:
-        if self._held:
-            data, self._held = b"".join(self._held), []
-            self._below.write(data)
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP, over connections that send whole responses."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
-        super().connection_made(Whole(transport, self.loop))
 
 
 class Server(uvicorn.Server):
@@ -131,7 +70,7 @@ def make_server(service: Service) -> Server:
     """The server of a service that was started."""
     config = uvicorn.Config(
         make_app(service, direct=True), log_config=None, access_log=False, server_header=False, lifespan="off",
-        proxy_headers=False, http=Protocol, backlog=BACKLOG,
+        proxy_headers=False, http=Protocol, ws="none", backlog=BACKLOG,
         timeout_graceful_shutdown=max(1, round(service.settings.stop_seconds)),
     )  # fmt: skip
     return Server(config, service)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from serve_tools import living, tiny
 
-from attmemo.serve.server import Whole
+from attmemo.serve.connection import LARGE, Protocol, Whole
+from attmemo.serve.server import make_server
 
 
 class Below(asyncio.Transport):
@@ -22,6 +23,7 @@ class Below(asyncio.Transport):
         self.sent = list[Any]()
 
     def write(self, data: Any) -> None:
+        assert not self.is_closing(), "the event loop raises an error then"
         self.sent.append(bytes(data))
 
     def close(self) -> None:
@@ -42,22 +44,41 @@ def test_what_one_turn_writes_is_sent_in_one_piece_and_in_order() -> None:
         whole.write(bytearray(b"body"))
         assert not below.sent
         await asyncio.sleep(0)
+        assert below.sent == [b"head body"]
         whole.write(memoryview(b"next"))
         await asyncio.sleep(0)
+        whole.write(large := b"x" * LARGE)
+        assert below.sent[1:] == [b"next", large]
         assert whole.get_extra_info("peername") == ("1.2.3.4", 5)
-        assert not whole.is_closing()
+        await asyncio.sleep(0)
         return below.sent
 
-    assert asyncio.run(run()) == [b"head body", b"next"]
+    assert len(asyncio.run(run())) == 3
 
 
-@pytest.mark.parametrize(("end", "expected"), [("close", [b"head body", "closed"]), ("abort", ["aborted"])])
-def test_closing_sends_what_is_held_and_aborting_does_not(end: str, expected: list[Any]) -> None:
+def test_nothing_is_sent_to_a_client_that_went_away() -> None:
     async def run() -> list[Any]:
         below = Below()
         whole = Whole(below, asyncio.get_running_loop())
         whole.write(b"head ")
-        whole.write(b"body")
+        below.close()
+        await asyncio.sleep(0)
+        return below.sent
+
+    assert asyncio.run(run()) == ["closed"]
+
+
+def test_the_server_has_such_connections(tmp_path: Path) -> None:
+    with living(tiny(tmp_path, None)) as live:
+        assert make_server(live.service).config.http is Protocol
+
+
+@pytest.mark.parametrize(("end", "expected"), [("close", [b"head", "closed"]), ("abort", ["aborted"])])
+def test_closing_sends_what_is_held_and_aborting_does_not(end: str, expected: list[Any]) -> None:
+    async def run() -> list[Any]:
+        below = Below()
+        whole = Whole(below, asyncio.get_running_loop())
+        whole.write(b"head")
         getattr(whole, end)()
         await asyncio.sleep(0)
         return below.sent
@@ -74,13 +95,13 @@ def read_to_the_end(connection: socket.socket) -> bytes:
 
 def test_requests_sent_at_once_are_answered_whole_and_in_order_before_the_connection_ends(tmp_path: Path) -> None:
     def request(path: str, texts: list[str], more: str = "") -> bytes:
-        body = json.dumps({"inputs": texts})
+        body = json.dumps({"inputs": texts, "reuse": "off"})
         head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{more}"
         return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
 
     texts = ["alpha beta", "gamma", "delta epsilon zeta"]
     with living(tiny(tmp_path, None)) as live:
-        expected = [live.post("/embed", {"inputs": [text]}).body for text in texts]
+        expected = [live.post("/embed", {"inputs": [text], "reuse": "off"}).body for text in texts]
         host, _, port = live.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), 30) as connection:
             asked = [request("/embed", [text]) for text in texts[:2]]
@@ -92,3 +113,14 @@ def test_requests_sent_at_once_are_answered_whole_and_in_order_before_the_connec
         assert rest.startswith(body)
         answers = rest[len(body) :]
     assert not answers
+
+
+def test_a_client_that_sends_no_more_gets_its_whole_answer(tmp_path: Path) -> None:
+    with living(tiny(tmp_path, None)) as live:
+        host, _, port = live.url.removeprefix("http://").partition(":")
+        for _ in range(20):
+            with socket.create_connection((host, int(port)), 30) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+                connection.shutdown(socket.SHUT_WR)
+                answer = read_to_the_end(connection)
+            assert not answer or answer.endswith(b"\r\n\r\n")

@@ -1,0 +1,52 @@
+"""Numbers of the page about databases that fill themselves are those of docs/filling.json."""
+
+from __future__ import annotations
+
+from docs_tools import agree, measured, page, says, table_rows
+
+TEXT, FOUND = page("filling.md"), measured("filling.json")
+MODELS = {"MiniLM": "minilm", "six-layer DeBERTa-v2 classifier": "deberta", "the same": "deberta"}
+
+
+def test_the_shares_of_rows_were_measured() -> None:
+    rows = table_rows(TEXT, "| model, log | simulated")
+    assert len(rows) == len(FOUND["cold"])
+    for name, *cells in rows:
+        model, _, log = name.partition(", ")
+        one = FOUND["cold"][f"{MODELS[model]}, {log}"]
+        agree(cells, [one[way] for way in ("simulated", "no guard", "no guard, records", "guard", "guard, records")])
+
+
+def test_what_filling_costs_was_measured() -> None:
+    rows = table_rows(TEXT, "| requests (of each model) | stored")
+    assert len(rows) == len(FOUND["cost"])
+    for (name, *cells), one in zip(rows, FOUND["cost"].values(), strict=True):
+        own, control = one["filling"], one.get("control")
+        sequences = own["requests"] * (32 if "32 at once" in name else 1)
+        values = [own["offered"]["kept"] / sequences, own["rows"]]
+        values += [own["median"], own["mean"], own["99th percentile"]]
+        if control is None:
+            assert cells[5:] == ["–", "–"]
+        else:
+            values += [control["median"], control["99th percentile"]]
+        agree(cells[: len(values)], values)
+        assert own["median"] <= 1.03
+        assert own["99th percentile"] <= 1.10
+
+
+def test_how_soon_a_record_is_found_was_measured() -> None:
+    rows = table_rows(TEXT, "| model, tokens | requests | record")
+    assert len(rows) == len(FOUND["soon"])
+    for (_, *cells), one in zip(rows, FOUND["soon"].values(), strict=True):
+        values = [one["requests"], one["record_bytes"] / 1e6, one["records"], one["median"], one["longest"]]
+        agree(cells, values)
+
+
+def test_what_never_repeats_was_measured() -> None:
+    seen = FOUND["never"]["seen"]
+    late = [one for one in seen if one["inputs"] >= 22400]
+    says(TEXT, "(`never`, float32, AVX-512): # times the time. From # inputs on", seen[-1]["ratio"], late[0]["inputs"])
+    assert len({(one["disk"], one["files"], one["mappings"]) for one in late}) == 1
+    last, resident = late[-1], sorted(one["resident"] for one in late)
+    values = last["disk"] / 1e6, last["files"], last["mappings"], resident[0] / 1e6, resident[-1] / 1e6
+    says(TEXT, "disk # MB, # open files, # mappings, # to # MB resident", *values)
