@@ -39,11 +39,23 @@ ATTENTION_PARTS = [
     "types_avx512",
     "vectors",
 ]
-LINEAR = ["32_generic", "32_avx2", "32_avx512", "8_generic", "8_avx2", "8_avxvnni", "8_vnni", "8_amx", "16_amx"]
+LINEAR = [
+    "32_generic",
+    "32_avx2",
+    "32_avx512",
+    "8_generic",
+    "8_avx2",
+    "8_avxvnni",
+    "8_vnni",
+    "8_amx",
+    "16_amx",
+    "16_avx512",
+]
 LINEAR_PARTS = [
     "linear",
     "linear_face",
     "linear_kernel",
+    "linear_finish",
     "linear32_kernel",
     "linear8_kernel",
     "linear8_rows",

@@ -2,7 +2,7 @@
  * linear.c: linear layers, in float32, in bfloat16, or with 8-bit weights and rows.   Module attmemo.kernels._linear.
  *
  * THIS FILE is the front: arguments and their rules, tasks and threads. linear.h says what the numbers mean; the
- * arithmetic stands in linear32_kernel.h, linear8_kernel.h and linear_amx.h, once for each instruction set.
+ * arithmetic stands in linear32_kernel.h, linear8_kernel.h, linear16_avx512.c and linear_amx.h.
  *
  * A task is a chunk of rows and some panels of columns. Its thread takes the rows (in 8 bits: turns them into codes),
  * then multiplies: rows and a panel stay in the processor's cache, and no thread waits for another. Where rows are few, a
@@ -34,6 +34,7 @@ enum { OVER = 4, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a threa
 static const LinearKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
     &linear16_amx,
+    &linear16_avx512,
     &linear32_avx512,
     &linear32_avx2,
     &linear8_amx,
@@ -52,6 +53,8 @@ static bool is_there(const char *name)
 #if defined(__x86_64__)
     if (strcmp(name, "amx") == 0)
         return has_instructions("amx") && __builtin_cpu_supports("amx-int8");
+    if (strcmp(name, "avx512bf16") == 0)
+        return has_instructions("avx512") && __builtin_cpu_supports("avx512bf16");
     if (strcmp(name, "vnni") == 0)
         return has_instructions("avx512") && __builtin_cpu_supports("avx512vnni");
     if (strcmp(name, "avxvnni") == 0)
@@ -70,7 +73,7 @@ static const LinearKernel *choose_kernel(enum arithmetic arithmetic, const char 
     return NULL;
 }
 
-static const size_t kept_bytes[] = {[FLOATS] = 0, [CODES] = 1, [BFLOATS] = 2}; /* of a number of a row, by `take` */
+static const size_t weight_bytes[] = {[FLOATS] = 4, [CODES] = 1, [BFLOATS] = 2};
 
 typedef struct {
     Product product, behind; /* behind: the second of two layers, if `feeds` */
@@ -110,7 +113,7 @@ static void work(void *argument)
     Job *job = argument;
     const Product *product = &job->product;
     char *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_bytes;
-    Rows rows = {.wide = (float *)scratch, .code_line = job->widest * kept_bytes[job->kernel->arithmetic]};
+    Rows rows = {.wide = (float *)scratch, .code_line = job->widest * job->kernel->kept};
     rows.codes = (uint8_t *)scratch + job->widest * sizeof(float);
     size_t taken = job->chunks;
     for (size_t task; (task = atomic_fetch_add(&job->next, 1)) < job->chunks * job->groups;) {
@@ -138,7 +141,7 @@ static bool run(Job *job, size_t threads)
     job->panels = (product->outputs + PANEL - 1) / PANEL;
     job->widest = round_to(product->inputs > job->behind.inputs ? product->inputs : job->behind.inputs, LINE);
     if (job->kernel->bytes) {
-        size_t fit = job->kernel->bytes / (job->widest * kept_bytes[job->kernel->arithmetic]);
+        size_t fit = job->kernel->bytes / (job->widest * job->kernel->kept);
         most = fit < 2 * job->kernel->group ? 2 * job->kernel->group : fit < most ? fit : most;
     }
     job->chunks = (product->rows + most - 1) / most;
@@ -154,7 +157,7 @@ static bool run(Job *job, size_t threads)
     job->groups = wanted < job->panels ? wanted : job->panels;
     if (threads > job->chunks * job->groups)
         threads = job->chunks * job->groups;
-    size_t kept = kept_bytes[job->kernel->arithmetic] + (job->feeds ? item_bytes[job->behind.type] : 0);
+    size_t kept = job->kernel->kept + (job->feeds ? item_bytes[job->behind.type] : 0);
     job->room = round_to((job->whole + job->chunks - 1) / job->chunks * job->kernel->group, 2 * job->kernel->group);
     job->scratch_bytes = job->widest * (sizeof(float) + job->room * kept);
     void *scratch;
@@ -186,8 +189,8 @@ static bool take_layer(Product *product, enum arithmetic arithmetic, Py_ssize_t 
         return false;
     product->inputs = (size_t)inputs;
     product->outputs = (size_t)outputs;
-    product->panel_bytes = PANEL * (arithmetic == FLOATS ? 4 * product->inputs
-                                                         : round_to(product->inputs * kept_bytes[arithmetic], LINE));
+    size_t column = product->inputs * weight_bytes[arithmetic];
+    product->panel_bytes = PANEL * (arithmetic == FLOATS ? column : round_to(column, LINE));
     product->activation = (enum activation)activation;
     size_t columns = round_to(product->outputs, PANEL);
     bool fits = (size_t)parts[PANELS].len == columns / PANEL * product->panel_bytes;

@@ -11,8 +11,8 @@
  * column stand side by side, then the next column: [inputs / 4][PANEL][4]. Missing inputs, up to a whole number of LINE,
  * are zeros.
  *
- * BFLOATS.  Products of bfloat16 by the matrix unit, summed in float32. Half a panel is what its tiles of 16 columns and
- * 32 inputs are, two side by side: [2][inputs / 32][2][16][16][2], two neighbouring inputs of a column side by side.
+ * BFLOATS.  Products of bfloat16, summed in float32. Half a panel is what a matrix unit's tiles of 16 columns and 32 inputs
+ * are, two side by side: [2][inputs / 32][2][16][16][2], two neighbouring inputs of a column side by side.
  * Missing inputs are zeros.
  */
 
@@ -54,10 +54,10 @@ typedef struct {
 
 /* Some rows as they are multiplied. */
 typedef struct {
-    const char *from; /* of FLOATS: the first row, bytes to the next one */
+    const char *from; /* of rows that are read where they lie: the first one, bytes to the next one */
     size_t line;
     float *wide; /* of CODES: room for one row of float32, a whole number of LINE */
-    uint8_t *codes; /* [the kernel's chunk][code_line]: of CODES; of BFLOATS as tiles */
+    uint8_t *codes; /* [the kernel's chunk][code_line]: of CODES; of AMX's BFLOATS as tiles */
     size_t code_line;
     float scales[AMX_CHUNK];
     int32_t zeros[AMX_CHUNK];
@@ -67,6 +67,7 @@ typedef struct {
     const char *name;
     enum arithmetic arithmetic;
     size_t chunk, group, bytes; /* rows of a task at most; a divisor of them, but of the last; bytes of theirs, or 0 */
+    size_t kept; /* bytes that `take` keeps of a number of a row; 0: rows are read where they lie */
     /* Make rows first ... first + count of x ready. */
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);
     /* The same rows of the result, columns of panels panel ... end - 1. */
@@ -76,7 +77,7 @@ typedef struct {
 } LinearKernel;
 
 extern const LinearKernel linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;
-extern const LinearKernel linear16_amx, linear8_amx;
+extern const LinearKernel linear16_amx, linear16_avx512, linear8_amx;
 extern const LinearKernel linear32_avx512, linear32_avx2, linear32_generic;
 
 #endif

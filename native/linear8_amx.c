@@ -92,6 +92,6 @@ static void take(const Product *product, size_t first, size_t count, Rows *rows)
     }
 }
 
-const LinearKernel linear8_amx = {"amx", CODES, AMX_CHUNK, SIDE, AMX_BYTES, take, multiply, normalize};
+const LinearKernel linear8_amx = {"amx", CODES, AMX_CHUNK, SIDE, AMX_BYTES, 1, take, multiply, normalize};
 
 #endif

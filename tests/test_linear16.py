@@ -1,4 +1,4 @@
-"""bfloat16 linear layers by the matrix unit: the kernel gives what torch gives."""
+"""bfloat16 linear layers by a matrix unit or AVX-512: the kernel gives what torch gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_panels import parts, rows
 from attmemo.kernels.linear import ACTIVATIONS
 from attmemo.kernels.linear16 import Linear16
 
-unit = pytest.mark.skipif(not Linear16.instruction_sets(), reason="this processor has no matrix unit (AMX)")
+unit = pytest.mark.skipif(not Linear16.instruction_sets(), reason="this processor has neither AMX nor avx512_bf16")
 
 
 @unit
@@ -21,17 +21,18 @@ unit = pytest.mark.skipif(not Linear16.instruction_sets(), reason="this processo
 @given(
     count=st.integers(0, 70) | st.integers(1, 1300), inputs=st.integers(1, 200), outputs=st.integers(1, 200),
     activation=st.sampled_from(ACTIVATIONS), biased=st.booleans(), added=st.booleans(), seed=st.integers(0, 99),
-    threads=st.integers(1, 3),
+    threads=st.integers(1, 3), isa=st.sampled_from(Linear16.instruction_sets() or [""]),
 )  # fmt: skip
 def test_the_kernel_is_its_oracle(
-    count: int, inputs: int, outputs: int, activation: str, biased: bool, added: bool, seed: int, threads: int
-) -> None:
+    count: int, inputs: int, outputs: int, activation: str, biased: bool, added: bool, seed: int, threads: int,
+    isa: str,
+) -> None:  # fmt: skip
     weight, bias = parts(outputs, inputs, torch.bfloat16, seed)
     x, add = rows(count, inputs, torch.bfloat16, seed), rows(count, outputs, torch.bfloat16, seed + 1)
     layer = Linear16.of([weight], [bias if biased else None], activation)
     exact = F.linear(x.double(), weight.double(), bias.double() if biased else None)
     expected = APPLIED[activation](exact) + (add.double() if added else 0)
-    seen = layer(x, add if added else None, threads=threads)
+    seen = layer(x, add if added else None, threads=threads, isa=isa)
     assert seen.dtype == torch.bfloat16
     # One rounding of the result, and those of sums in float32; GELU is right to 4e-5.
     assert ((seen - expected).abs() <= 2**-8 * expected.abs() + (5e-5 if activation == "gelu" else 1e-5)).all()

@@ -26,7 +26,7 @@ Kind = type[Linear32] | type[Linear8] | type[Linear16]
 KINDS: list[tuple[Kind, torch.dtype]] = [
     (Linear32, torch.float32), (Linear8, torch.float32), (Linear8, torch.bfloat16), (Linear16, torch.bfloat16)
 ]  # fmt: skip
-if not Linear16.instruction_sets():  # the processor has no matrix unit
+if not Linear16.instruction_sets():  # the processor has neither AMX nor avx512_bf16
     KINDS.pop()
 CASES = [(kind, dtype, isa) for kind, dtype in KINDS for isa in kind.instruction_sets()]
 SINGLE = [(kind, isa) for kind, dtype, isa in CASES if dtype == torch.float32]

@@ -4,7 +4,7 @@
 and a residual. torch has this in private operators, those that its compiler emits for frozen weights. A private
 operator may be missing or change, so each layer is checked against plain arithmetic when it is prepared. Where the
 check fails, the layer runs by `torch.nn.functional.linear`. For float32 on processors with AVX2, and for bfloat16 on
-those with AMX, there are kernels of our own, linear32.py and linear16.py.
+those with AMX or avx512_bf16, there are kernels of our own, linear32.py and linear16.py.
 
 A NEW NUMBER OF ROWS.  oneDNN generates code for each number of rows: in bfloat16 with AMX 1 ms a layer, 8 ms with GELU
 fused, where the product of 300 rows takes 0.5 ms. A stream of packed rows has another number in every batch. So layers

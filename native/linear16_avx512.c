@@ -1,0 +1,120 @@
+/*
+ * linear16_avx512.c: bfloat16 linear layers for processors with AVX-512 and its sums of products of bfloat16, but without
+ * a matrix unit. Weights lie as tiles, as a matrix unit would take them: two neighbouring inputs of sixteen columns are a
+ * line, and two tiles lie side by side, so weights are read in the order in which they lie.
+ */
+
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
+
+#define LANES 16
+#define ROWS 12
+#define COLUMNS 2
+#include "types_avx512.h"
+#define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
+#include "vectors.h"
+
+#include "linear_kernel.h"
+
+#define SUM float
+#define LEAST(a, b) ((vector)_mm512_min_ps((__m512)(a), (__m512)(b)))
+#define MOST(a, b) ((vector)_mm512_max_ps((__m512)(a), (__m512)(b)))
+
+static inline vector result_of(const Product *product, const Rows *rows, size_t row, const float *sums, size_t column)
+{
+    (void)rows, (void)row;
+    return LOAD(sums) + LOAD(product->bias + column);
+}
+
+#include "linear_finish.h"
+
+enum {
+    PAIRS = 16, /* of inputs in a tile */
+    TILE_BYTES = PAIRS * LINE,
+    STEP_BYTES = COLUMNS * TILE_BYTES,
+    AHEAD = 2,  /* steps: weights come from far, and once */
+    MANY = 256, /* rows of a task at most: with fewer, products wait for weights */
+};
+
+static void take(const Product *product, size_t first, size_t count, Rows *rows)
+{
+    (void)count; /* rows are read where they lie */
+    rows->from = product->x + first * product->line;
+    rows->line = product->line;
+}
+
+/* To sums: products of two neighbouring inputs of rows (`bytes` of them are there) and a line of each of two tiles. */
+INLINE void add_pair(const char *from, size_t line, size_t bytes, const char *weights, int rows, __m512 (*sums)[COLUMNS])
+{
+    __m512bh columns[COLUMNS];
+#pragma GCC unroll 2
+    for (int c = 0; c < COLUMNS; c++) {
+        columns[c] = (__m512bh)_mm512_loadu_si512(weights + c * TILE_BYTES);
+        _mm_prefetch(weights + AHEAD * STEP_BYTES + c * TILE_BYTES, _MM_HINT_T0);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        int32_t pair = 0;
+        memcpy(&pair, from + (size_t)r * line, bytes);
+        __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = _mm512_dpbf16_ps(sums[r][c], row, columns[c]);
+    }
+}
+
+/* Sums of products: `rows` rows, PANEL columns. Each sum is made in the order of the inputs. */
+INLINE void sum_products(const char *first, size_t line, const char *weights, size_t inputs, int rows,
+                         float (*sums)[PANEL])
+{
+    for (int part = 0; part < PANEL; part += COLUMNS * LANES) {
+        __m512 held[ROWS][COLUMNS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            held[r][0] = held[r][1] = _mm512_setzero_ps();
+        const char *from = first;
+        size_t left = inputs;
+        for (; left >= 2 * PAIRS; left -= 2 * PAIRS, weights += STEP_BYTES)
+            for (size_t pair = 0; pair < PAIRS; pair++, from += 4)
+                add_pair(from, line, 4, weights + pair * LINE, rows, held);
+        if (left) { /* a part of a step */
+            const char *at = weights;
+            for (weights += STEP_BYTES; left >= 2; left -= 2, from += 4, at += LINE)
+                add_pair(from, line, 4, at, rows, held);
+            if (left)
+                add_pair(from, line, 2, at, rows, held);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int c = 0; c < COLUMNS; c++)
+                _mm512_store_ps(sums[r] + part + LANES * c, held[r][c]);
+    }
+}
+
+static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
+{
+    const char *weights = product->weights + panel * product->panel_bytes;
+    float sums[ROWS][PANEL] __attribute__((aligned(LINE)));
+    for (size_t done = 0; done < count;) {
+        const char *from = rows->from + done * rows->line;
+        int some = next_rows(count - done);
+        switch (some) {
+#define CALL(n) sum_products(from, rows->line, weights, product->inputs, n, sums)
+            CASES(CALL)
+#undef CALL
+        }
+        for (int r = 0; r < some; r++, done++)
+            finish(product, rows, first, done, sums[r], panel);
+    }
+}
+
+static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
+{
+    for (; panel < end; panel++)
+        multiply_panel(product, first, count, rows, panel);
+}
+
+const LinearKernel linear16_avx512 = {"avx512bf16", BFLOATS, MANY, 1, 0, 0, take, multiply, normalize};
+
+#endif
