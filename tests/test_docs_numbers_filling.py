@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from docs_tools import agree, measured, page, says, table_rows
+from math import prod
+
+from docs_tools import agree, measured, numbers, page, says, table_rows
 
 TEXT, FOUND = page("filling.md"), measured("filling.json")
 MODELS = {"MiniLM": "minilm", "six-layer DeBERTa-v2 classifier": "deberta", "the same": "deberta"}
@@ -22,6 +24,8 @@ def test_what_filling_costs_was_measured() -> None:
     assert len(rows) == len(FOUND["cost"])
     for (name, *cells), one in zip(rows, FOUND["cost"].values(), strict=True):
         own, control = one["filling"], one.get("control")
+        shown = numbers(name[name.rindex("(") :])
+        assert prod(int(number.replace(",", "")) for number in shown) == own["requests"]
         sequences = own["requests"] * (32 if "32 at once" in name else 1)
         values = [own["offered"]["kept"] / sequences, own["rows"]]
         values += [own["median"], own["mean"], own["99th percentile"]]
