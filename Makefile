@@ -48,7 +48,7 @@ test-slow: $(READY)  ## the tests that take minutes: races and leaks that need m
 # The oldest torch that is allowed has private operators of its own. It has an environment of its own, beside .venv, and
 # sees what was compiled for .venv. The first time it downloads gigabytes: this torch may come with its CUDA libraries.
 OLDEST := build/oldest
-ON_OLDEST := $(addprefix tests/test_,packed.py rows.py rows_build.py rows_supply.py linear.py linear32.py panels.py row_attention.py align.py sketch.py)
+ON_OLDEST := $(addprefix tests/test_,packed.py rows.py rows_build.py rows_supply.py linear.py linear16.py linear32.py panels.py row_attention.py align.py sketch.py)
 test-oldest: $(READY)  ## the tests of blocks and rows with the oldest torch that pyproject.toml allows
 	@mkdir -p build
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
@@ -89,7 +89,7 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
 	  tests/test_mmap_product.py $(PAGES) tests/slow/test_slow_mmap.py tests/test_fastseq_ngram.py tests/test_ops_native.py \
 	  tests/test_ops_attention.py tests/test_ops_store.py tests/test_row_attention.py tests/test_align.py \
-	  tests/test_rows_supply.py tests/test_panels.py tests/test_chain.py tests/test_linear8.py tests/test_linear32.py \
+	  tests/test_rows_supply.py tests/test_panels.py tests/test_chain.py tests/test_linear8.py tests/test_linear16.py tests/test_linear32.py \
 	  -k "$(NOT_SANE)" \
 	  || { unset LD_PRELOAD; cat $(SANE)/report.* 2>/dev/null; exit 1; }
 

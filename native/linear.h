@@ -66,7 +66,7 @@ typedef struct {
 typedef struct {
     const char *name;
     enum arithmetic arithmetic;
-    size_t chunk, group, bytes; /* rows of a task at most; a divisor of them, but of the last; bytes of theirs, or 0 */
+    size_t chunk, group, bytes; /* rows of a task at most; a divisor of them, but of the last; bytes kept of theirs, or 0 */
     size_t kept; /* bytes that `take` keeps of a number of a row; 0: rows are read where they lie */
     /* Make rows first ... first + count of x ready. */
     void (*take)(const Product *product, size_t first, size_t count, Rows *rows);

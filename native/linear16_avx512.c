@@ -1,7 +1,8 @@
 /*
  * linear16_avx512.c: bfloat16 linear layers for processors with AVX-512 and its sums of products of bfloat16, but without
  * a matrix unit. Weights lie as tiles, as a matrix unit would take them: two neighbouring inputs of sixteen columns are a
- * line, and two tiles lie side by side, so weights are read in the order in which they lie.
+ * line, and two tiles lie side by side, so weights are read in the order in which they lie. Numbers too small for a
+ * normal float32 count as zero.
  */
 
 #if defined(__x86_64__)
@@ -32,7 +33,7 @@ enum {
     PAIRS = 16, /* of inputs in a tile */
     TILE_BYTES = PAIRS * LINE,
     STEP_BYTES = COLUMNS * TILE_BYTES,
-    AHEAD = 2,  /* steps: weights come from far, and once */
+    AHEAD = 2,  /* steps: weights come from far, the first time */
     MANY = 256, /* rows of a task at most: with fewer, products wait for weights */
 };
 
@@ -63,7 +64,7 @@ INLINE void add_pair(const char *from, size_t line, size_t bytes, const char *we
     }
 }
 
-/* Sums of products: `rows` rows, PANEL columns. Each sum is made in the order of the inputs. */
+/* Sums of products: `rows` rows, PANEL columns. Each sum is made in the order of the pairs. */
 INLINE void sum_products(const char *first, size_t line, const char *weights, size_t inputs, int rows,
                          float (*sums)[PANEL])
 {

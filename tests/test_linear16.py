@@ -14,6 +14,7 @@ from attmemo.kernels.linear import ACTIVATIONS
 from attmemo.kernels.linear16 import Linear16
 
 unit = pytest.mark.skipif(not Linear16.instruction_sets(), reason="this processor has neither AMX nor avx512_bf16")
+sets = pytest.mark.parametrize("isa", Linear16.instruction_sets() or [""])
 
 
 @unit
@@ -39,10 +40,11 @@ def test_the_kernel_is_its_oracle(
 
 
 @unit
-def test_gelu_is_exact_where_nothing_or_all_is_left_and_near_elsewhere() -> None:
+@sets
+def test_gelu_is_exact_where_nothing_or_all_is_left_and_near_elsewhere(isa: str) -> None:
     x = torch.cat([torch.tensor([-torch.inf, -1e30, -100.0, -4.5, 0.0, 4.5, 100.0, 1e30, torch.inf, torch.nan]),
                    torch.linspace(-6, 6, 20001)])[:, None].bfloat16()  # fmt: skip
-    seen = Linear16.of([torch.ones(64, 1).bfloat16()], [None], "gelu")(x)[:, 5].double()
+    seen = Linear16.of([torch.ones(64, 1).bfloat16()], [None], "gelu")(x, isa=isa)[:, 5].double()
     assert (seen[1:4] == 0).all()
     assert torch.equal(seen[4:9], x[4:9, 0].double())
     assert seen[9].isnan()
@@ -51,30 +53,34 @@ def test_gelu_is_exact_where_nothing_or_all_is_left_and_near_elsewhere() -> None
 
 
 @unit
-def test_rows_of_many_inputs_are_worked_on_in_small_chunks_with_the_same_result() -> None:
+@sets
+def test_rows_of_many_inputs_are_worked_on_in_small_chunks_with_the_same_result(isa: str) -> None:
     weight, bias = parts(70, 9000, torch.bfloat16)
     layer, x = Linear16.of([weight], [bias]), rows(300, 9000, torch.bfloat16)
-    together = layer(x, threads=3)
-    assert torch.equal(torch.cat([layer(part, threads=1) for part in x.split(7)]), together)
+    together = layer(x, threads=3, isa=isa)
+    assert torch.equal(torch.cat([layer(part, threads=1, isa=isa) for part in x.split(7)]), together)
     expected = F.linear(x.double(), weight.double(), bias.double())
     assert ((together - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
 
 
 @unit
+@sets
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_two_layers_in_one_call_are_one_behind_the_other(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_layers_in_one_call_are_one_behind_the_other(
+    activation: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = ((0, 4, 4, 4), (1, 5, 7, 3), (13, 64, 130, 65), (16, 96, 64, 64), (333, 70, 33, 200))
     for count, inputs, inner, outputs in shapes:
         up, bias = parts(inner, inputs, torch.bfloat16)
         first = Linear16.of([up], [bias], activation)
         second = Linear16.of([parts(outputs, inner, torch.bfloat16)[0]], [None])
         x, add = rows(count, inputs, torch.bfloat16), rows(count, outputs, torch.bfloat16, seed=2)
-        expected = second(first(x), add)
-        assert torch.equal(first.feed(second, x, add), expected)
+        expected = second(first(x, isa=isa), add, isa=isa)
+        assert torch.equal(first.feed(second, x, add, isa=isa), expected)
         with monkeypatch.context() as patch:
             patch.setattr(Linear16, "are_two_calls", lambda *_: False)
             for threads in (1, 2, 7):
-                assert torch.equal(first.feed(second, x, add, threads=threads), expected)
+                assert torch.equal(first.feed(second, x, add, threads=threads, isa=isa), expected)
 
 
 @unit
@@ -97,7 +103,7 @@ def test_weights_of_another_kind_are_refused_and_left_to_others() -> None:
     assert Linear16.where_it_pays([torch.zeros(1, 65537).bfloat16()], [None]) is None
 
 
-def test_the_layer_is_left_to_others_where_the_processor_has_no_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_is_left_to_others_where_such_instructions_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = parts(24, 40, torch.bfloat16)
     monkeypatch.setattr(Linear16, "instruction_sets", list)
     assert Linear16.where_it_pays([weight], [bias]) is None

@@ -26,21 +26,21 @@ class Whole(asyncio.Transport):
 
     def __init__(self, below: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
-        self._below, self._loop, self._held = below, loop, list[bytes]()
+        self._below, self._loop, self._held = below, loop, bytearray()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send this at the end of the turn; at once, if it is large."""
         if not self._held:
             self._loop.call_soon(self.send)
-        self._held.append(bytes(data))
-        if len(data) >= LARGE:
+        self._held += data
+        if len(self._held) >= LARGE:
             self.send()
 
     def send(self) -> None:
         """Send what is held; nothing goes to a client that went away."""
-        held, self._held = self._held, []
+        held, self._held = self._held, bytearray()
         if held and not self._below.is_closing():
-            self._below.write(b"".join(held))
+            self._below.write(bytes(held))
 
     def close(self) -> None:
         """Send what is held, and close."""
