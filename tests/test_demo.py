@@ -277,7 +277,7 @@ class TestVerdict:
     def test_says_both_numbers_and_whether_reuse_pays(self) -> None:
         pays = command.verdict(self.result(5.0, 4.0, True))
         assert "pays on these lines: 2.00x the best exact way" in pays
-        assert "after the guard was certified, 1.60x and 2.00x over all lines" in pays
+        assert "while the guard was certified, 1.60x and 2.00x over all lines" in pays
         assert "once the guard has learned: 2.00x" in command.verdict(self.result(9.0, 4.0, True))
         never = command.verdict(self.result(9.0, 9.0, False))
         assert "does not pay" in never

@@ -100,8 +100,8 @@ def summarize(found: dict[str, Any]) -> list[str]:
     for way, ms in sorted(whole["ms"].items(), key=lambda item: -item[1]):
         changed = f"{100 * whole['changed'][way]:.2f} %"
         lines.append(f"{way:<26}{ms:>10.2f}{whole['speed'][way]:>10.2f}{late['speed'][way]:>12.2f}{changed:>12}")
-    there = "after that" if certified else "in the last third"
-    behind = "after the guard was certified" if certified else "of the last third: the guard is not certified yet"
+    there = "while certified" if certified else "in the last third"
+    behind = "while the guard was certified" if certified else "of the last third: the guard is not certified yet"
     lines += [""]
     lines += _wrapped(
         f"speed: the stock model is 1; the ways took turns on the same lines. {name}: the same over the lines "
@@ -127,7 +127,7 @@ def verdict(found: dict[str, Any]) -> str:
 
     whole = found["parts"]["all"]
     late = found["parts"]["certified"] or found["parts"]["last third"]
-    where = "after the guard was certified" if found["parts"]["certified"] else "over the last third"
+    where = "while the guard was certified" if found["parts"]["certified"] else "over the last third"
     best = min((name for name in whole["ms"] if name != ROWS), key=lambda name: whole["ms"][name])
     overall, then = whole["ms"][best] / whole["ms"][ROWS], late["ms"][best] / late["ms"][ROWS]
     stock = late["ms"][STOCK] / late["ms"][ROWS]
