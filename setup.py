@@ -56,6 +56,8 @@ LINEAR_PARTS = [
     "linear_face",
     "linear_kernel",
     "linear_finish",
+    "linear_in_place",
+    "linear16_kernel",
     "linear32_kernel",
     "linear8_kernel",
     "linear8_rows",

@@ -10,27 +10,17 @@
 #define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #include "vectors.h"
 
-#include "linear_kernel.h"
+#include "linear16_kernel.h"
 
 #include "amx.h"
 
 #define TILE _tile_dpbf16ps
-#define SUM float
 #define ITEM_BYTES 2
 #define TILE_BYTES (SIDE * LINE)
 #define WEIGHT_LINE LINE
 /* [half of the panel][step][SIDE columns of the half] */
 #define TILE_OF(weights, steps, step, columns)                                                                         \
     ((weights) + ((((columns) / 2) * (steps) + (step)) * 2 + (columns) % 2) * TILE_BYTES)
-
-#define LEAST(a, b) ((vector)_mm512_min_ps((__m512)(a), (__m512)(b)))
-#define MOST(a, b) ((vector)_mm512_max_ps((__m512)(a), (__m512)(b)))
-
-static inline vector result_of(const Product *product, const Rows *rows, size_t row, const float *sums, size_t column)
-{
-    (void)rows, (void)row;
-    return LOAD(sums) + LOAD(product->bias + column);
-}
 
 #include "linear_amx.h"
 

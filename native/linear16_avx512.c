@@ -15,19 +15,7 @@
 #define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #include "vectors.h"
 
-#include "linear_kernel.h"
-
-#define SUM float
-#define LEAST(a, b) ((vector)_mm512_min_ps((__m512)(a), (__m512)(b)))
-#define MOST(a, b) ((vector)_mm512_max_ps((__m512)(a), (__m512)(b)))
-
-static inline vector result_of(const Product *product, const Rows *rows, size_t row, const float *sums, size_t column)
-{
-    (void)rows, (void)row;
-    return LOAD(sums) + LOAD(product->bias + column);
-}
-
-#include "linear_finish.h"
+#include "linear16_kernel.h"
 
 enum {
     PAIRS = 16, /* of inputs in a tile */
@@ -36,13 +24,6 @@ enum {
     AHEAD = 2,  /* steps: weights come from far, the first time */
     MANY = 256, /* rows of a task at most: with fewer, products wait for weights */
 };
-
-static void take(const Product *product, size_t first, size_t count, Rows *rows)
-{
-    (void)count; /* rows are read where they lie */
-    rows->from = product->x + first * product->line;
-    rows->line = product->line;
-}
 
 /* To sums: products of two neighbouring inputs of rows (`bytes` of them are there) and a line of each of two tiles. */
 INLINE void add_pair(const char *from, size_t line, size_t bytes, const char *weights, int rows, __m512 (*sums)[COLUMNS])
@@ -93,28 +74,7 @@ INLINE void sum_products(const char *first, size_t line, const char *weights, si
     }
 }
 
-static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
-{
-    const char *weights = product->weights + panel * product->panel_bytes;
-    float sums[ROWS][PANEL] __attribute__((aligned(LINE)));
-    for (size_t done = 0; done < count;) {
-        const char *from = rows->from + done * rows->line;
-        int some = next_rows(count - done);
-        switch (some) {
-#define CALL(n) sum_products(from, rows->line, weights, product->inputs, n, sums)
-            CASES(CALL)
-#undef CALL
-        }
-        for (int r = 0; r < some; r++, done++)
-            finish(product, rows, first, done, sums[r], panel);
-    }
-}
-
-static void multiply(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel, size_t end)
-{
-    for (; panel < end; panel++)
-        multiply_panel(product, first, count, rows, panel);
-}
+#include "linear_in_place.h"
 
 const LinearKernel linear16_avx512 = {"avx512bf16", BFLOATS, MANY, 1, 0, 0, take, multiply, normalize};
 

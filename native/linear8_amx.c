@@ -26,6 +26,7 @@
 /* Of the panel that all instruction sets share: SIDE columns of SIDE times four inputs. */
 #define TILE_OF(weights, steps, step, columns) ((weights) + (step) * SIDE * WEIGHT_LINE + (columns) * LINE)
 
+#include "linear_finish.h"
 #include "linear_amx.h"
 
 /* Of bfloat16, 32 numbers at a time: whole numbers of 16 bits in the same order. Its own inverse. */

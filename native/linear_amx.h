@@ -1,8 +1,8 @@
 /*
  * linear_amx.h: linear layers by the processor's matrix unit (see amx.h). Included by linear16_amx.c and linear8_amx.c,
- * behind linear_kernel.h, which define before: TILE (the unit's product of tiles), SUM (what it sums in), ITEM_BYTES (of a
+ * behind linear_finish.h, which define before: TILE (the unit's product of tiles), SUM (what it sums in), ITEM_BYTES (of a
  * number of a row), TILE_OF (where a tile of weights lies, from the panel's begin, its step and its sixteen columns),
- * WEIGHT_LINE (bytes between rows of this tile), and what linear_finish.h needs.
+ * WEIGHT_LINE (bytes between rows of this tile).
  *
  * ROWS are laid out tile after tile, or 16 rows that are far apart would come from 16 places at each step: 1.4 in place of
  * 2.2 thousand million products a second of width 768, with all in the second cache.
@@ -17,8 +17,6 @@ enum {
     HALF = PANEL / 2,
     AHEAD = 2, /* steps: weights come from far, and once; the first group of rows asks for them */
 };
-
-#include "linear_finish.h"
 
 /* What comes once goes by the first cache: sums stay in it. */
 #define LOAD_TILE _tile_stream_loadd

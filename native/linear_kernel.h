@@ -1,6 +1,6 @@
 /*
  * linear_kernel.h: what the arithmetics of linear layers have in common, for one instruction set: activations, and what
- * becomes of sums. Included by linear32_kernel.h, linear8_rows.h and the files of bfloat16, behind vectors.h.
+ * becomes of sums. Included by linear32_kernel.h, linear16_kernel.h and linear8_rows.h, behind vectors.h.
  */
 
 #include "linear.h"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
+@cache
 def measured(name: str) -> Any:
     """What a JSON file beside the pages holds."""
     return json.loads((DOCS / name).read_text(encoding="utf-8"))
