@@ -68,6 +68,15 @@ def maps_of(model: Path, texts: list[str], plan: Plan, folder: Path, dtype: str)
     return database, time.monotonic() - start
 
 
+def version() -> str:
+    """The commit that is measured."""
+    given = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(given, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """One pair. Failed, or an OSError: there is no result."""
     place = place_of(model, shared, work)
@@ -94,6 +103,7 @@ def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args:
         found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     found["model"] |= {"name": model, "random": model in SHAPES}
     found["stream"]["name"] = stream
+    found["conditions"]["version"] = version()
     maps = found["paths"].get("maps")
     if maps is not None and "loading_s" in maps:
         maps["converting_s"] = seconds

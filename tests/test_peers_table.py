@@ -227,6 +227,16 @@ class TestVerdict:
     def test_of_random_weights_every_path_counts(self) -> None:
         assert verdicts(made_up(peer=3.0, own=2.0, changed=3 / 64, random=True))[0].peer_wins
 
+    def test_late_windows_are_judged_by_their_own_speeds(self) -> None:
+        found = made_up(peer=2.0, own=1.5)
+        assert verdicts(found, late=True) == [(8, None, None, None, "late_speed")]
+        for cell, late in zip(found["cells"], (1.0, 1.9, 2.5), strict=True):
+            cell["late_speed"] = late
+        assert verdicts(found)[0].peer_wins
+        (one,) = verdicts(found, late=True)
+        assert not one.peer_wins
+        assert (one.peer, one.own) == (found["cells"][1], found["cells"][2])
+
     def test_where_a_peer_wins_at_one_size_that_size_comes_first(self) -> None:
         found, other = made_up(peer=2.0, own=2.5), made_up(peer=2.5, own=2.0)
         found["batch"] = [8, 32]
@@ -268,6 +278,18 @@ class TestPage:
             assert "HDFS (batch 8: attmemo rows 1.25 times OpenVINO int8)" in second
             assert "| OpenSSH | 8 | **OpenVINO int8** | 2.50 |" in text
             assert "| HDFS | 8 | OpenVINO int8 | 2.00 |" in text
+
+    def test_what_is_fastest_late_in_the_stream_is_told_beside_the_whole(self, page: ModuleType) -> None:
+        found = made_up(peer=2.0, own=1.5)
+        assert "In the last third" not in page.text(matrix(found))
+        for cell, late in zip(found["cells"], (1.0, 2.0, 2.5), strict=True):
+            cell["late_speed"] = late
+        text = page.text(matrix(found))
+        assert "the fastest of all ways in 1 of 1 cases, packed blocks in 0, a peer in 0." in text
+        assert "* Rows are the fastest late in the stream with MiniLM, a sentence embedder, float32: OpenSSH" in text
+        assert "(batch 8: attmemo rows 1.25 times OpenVINO int8)." in text
+        found["cells"][2]["late_speed"] = 1.9
+        assert "in 0 of 1 cases, packed blocks in 0, a peer in 1." in page.text(matrix(found))
 
     def test_a_page_of_few_pairs_or_of_a_busy_machine_says_so(self, page: ModuleType) -> None:
         found = made_up(2.0, 2.5)

@@ -17,18 +17,20 @@ SURE: Final = 0.95
 class Verdict(NamedTuple):
     """The fastest peer and the fastest path of attmemo at one batch size, None where no answer was good enough.
 
-    `beyond` is a path that is faster than both, and changes more answers than the budget allows.
+    `beyond` is a path that is faster than both, and changes more answers than the budget allows. `key` names the speed
+    of a cell that was compared.
     """
 
     batch: int
     peer: Cell | None
     own: Cell | None
     beyond: Cell | None
+    key: str = "speed"
 
     @property
     def peer_wins(self) -> bool:
         """No path of attmemo is faster. A cache belongs to the side of the path that it stands in front of."""
-        return self.own is None or (self.peer is not None and self.peer["speed"] >= self.own["speed"])
+        return self.own is None or (self.peer is not None and self.peer[self.key] >= self.own[self.key])
 
 
 def title_of(cell: Cell) -> str:
@@ -38,21 +40,21 @@ def title_of(cell: Cell) -> str:
     return PATHS[cell["path"]].title + (", sorted" if cell["by_length"] else "")
 
 
-def verdicts(found: Mapping[str, Any]) -> list[Verdict]:
-    """One for each batch size of a result of `measure`.
+def verdicts(found: Mapping[str, Any], *, late: bool = False) -> list[Verdict]:
+    """One for each batch size of a result of `measure`; with `late`, of its windows in the last third of the stream.
 
     A path counts unless its answers show that it changes more of them than the budget allows: one change of 32 does
     not show that for a budget of 1 %, two do. Of random weights (``model["random"]``) every path counts: their answers
     mean nothing.
     """
-    said = []
+    said, key = [], "late_speed" if late else "speed"
     for size in found["batch"]:
-        cells = [cell for cell in found["cells"] if cell["batch"] == size and "speed" in cell]
+        cells = [cell for cell in found["cells"] if cell["batch"] == size and cell.get(key) is not None]
         good = [cell for cell in cells if found["model"].get("random") or _within(cell, found["budget"])]
-        peer, own = _fastest(good, reuse=False), _fastest(good, reuse=True)
-        fastest = max((cell["speed"] for cell in (peer, own) if cell), default=0.0)
-        beyond = [cell for cell in cells if cell not in good and cell["speed"] > fastest]
-        said.append(Verdict(size, peer, own, max(beyond, key=_speed, default=None)))
+        peer, own = (_fastest([cell for cell in good if _is_own(cell) is reuse], key) for reuse in (False, True))
+        fastest = max((cell[key] for cell in (peer, own) if cell), default=0.0)
+        beyond = [cell for cell in cells if cell not in good and cell[key] > fastest]
+        said.append(Verdict(size, peer, own, _fastest(beyond, key), key))
     return said
 
 
@@ -90,9 +92,5 @@ def _is_own(cell: Cell) -> bool:
     return cell.get("behind", cell["path"]) in REUSE
 
 
-def _speed(cell: Cell) -> float:
-    return float(cell["speed"])
-
-
-def _fastest(cells: list[Cell], *, reuse: bool) -> Cell | None:
-    return max((cell for cell in cells if _is_own(cell) is reuse), key=_speed, default=None)
+def _fastest(cells: list[Cell], key: str) -> Cell | None:
+    return max(cells, key=lambda cell: float(cell[key]), default=None)
