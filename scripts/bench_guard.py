@@ -2,6 +2,7 @@
 
     python scripts/bench_guard.py SHARED OUT CASE…      all cases: --help
     python scripts/bench_guard.py SHARED OUT --table    the table of what OUT holds
+    python scripts/bench_guard.py SHARED OUT --merge docs/guard.json    all that OUT holds in one file
 
 `SHARED` holds `data/loghub_2k` and `models/deberta-loghub`. Each case writes OUT/CASE.json. Streams are the first
 lines of the later 30 % of each log, in order of time. Every stream runs three times through the path that a user gets:
@@ -128,12 +129,13 @@ def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
     return AutoTokenizer.from_pretrained(path), models
 
 
-def lines_of(shared: Path, name: str, window: int = 1, count: int = LINES) -> list[str]:
-    """The first lines of the later 30 % of a log; a window is a line and those before it, newest first."""
+def lines_of(shared: Path, name: str, window: int = 1, count: int = LINES, part: str = "later") -> list[str]:
+    """The first lines of the later 30 % of a log, or all before; a window is a line and those before, newest first."""
     file = shared / "data" / "loghub_2k" / f"{name}_2k.log"
     lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
     windows = [" [SEP] ".join(lines[max(0, i - window + 1) : i + 1][::-1]) for i in range(len(lines))]
-    return windows[int(len(windows) * 0.7) :][:count]
+    cut = int(len(windows) * 0.7)
+    return windows[:cut] if part == "first" else windows[cut:][:count]
 
 
 def streams(
@@ -271,36 +273,70 @@ def _delay(samples: np.ndarray[Any, Any]) -> int:
     return len(samples)
 
 
+OVERHEAD = (("guard", Guard, None), ("nothing drawn", Guard, 0.0), ("no guard", Unguarded, 0.0))
+"""Ways that `overhead` compares: the kind of guard, and the share that it draws at most."""
+ROUNDS = 5
+
+
 def overhead(shared: Path) -> dict[str, Any]:
-    """What a certified guard costs requests: milliseconds a line, medians of interleaved passes over the same lines.
+    """What a certified guard costs requests: milliseconds a line, and how many were served.
+
+    Each way learns from the first 70 % of two logs and is then taken for certified. The later 30 % go through all ways
+    in turns, a batch each. No way sees a line twice: each round begins with nothing.
     """
-    texts = [*lines_of(shared, "OpenSSH"), *lines_of(shared, "HDFS")]
     found: dict[str, Any] = {}
-    for batch in (1, 32):
-        runs: dict[str, Served] = {}
-        kinds = (("guard", 0.02, Guard), ("nothing drawn", 0.0, Guard), ("no guard", 0.0, Unguarded))
-        for name, drawn, kind in kinds:
-            runs[name] = Served.of(shared, "deberta", kind, **SETTINGS)
-            handle: Any = runs[name].model.attmemo
-            guard = kind(BUDGET, 0.95, drawn=0.0, seed=0)
-            guard.certificate.adopt(Counts(same=2000, requests=4000, served=3000))
-            handle.guard_anew(guard)
-            runs[name].run(texts, batch, 256)
-            guard.drawn = drawn
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(5):
-            for name, served in runs.items():
-                spent = 0.0
-                for start in range(0, len(texts), batch):
-                    inputs = served.tokenizer(texts[start : start + batch], padding=True, return_tensors="pt")
-                    begin = perf_counter()
-                    with torch.inference_mode():
-                        served.model(**inputs)
-                    spent += perf_counter() - begin
-                times[name].append(1e3 * spent / len(texts))
-        found[str(batch)] = {name: statistics.median(passes) for name, passes in times.items()}
-        print(batch, found[str(batch)], flush=True)
+    for size in (1, 32):
+        rounds: dict[str, list[float]] = {name: [] for name, _, _ in OVERHEAD}
+        done: dict[str, Any] = {}
+        for _ in range(ROUNDS):
+            ways = {name: _taught(shared, kind, drawn) for name, kind, drawn in OVERHEAD}
+            spent, before = dict.fromkeys(ways, 0.0), {name: _done(served) for name, served in ways.items()}
+            lines = [line for log in LEARNED for line in lines_of(shared, log)]
+            for number, start in enumerate(range(0, len(lines), size)):
+                turn = number % len(ways)
+                for name in [*ways][turn:] + [*ways][:turn]:
+                    spent[name] += _timed(ways[name], lines[start : start + size])
+            for name, served in ways.items():
+                rounds[name].append(1e3 * spent[name] / len(lines))
+                done[name] = {what: count - before[name].get(what, 0) for what, count in _done(served).items()}
+        ratios = [own / other for own, other in zip(rounds["guard"], rounds["nothing drawn"], strict=True)]
+        found[str(size)] = {
+            "ms": {name: statistics.median(times) for name, times in rounds.items()}, "rounds": rounds,
+            "over_nothing_drawn": statistics.median(ratios), "done": done,
+        }  # fmt: skip
+        print(size, found[str(size)], flush=True)
     return found
+
+
+LEARNED = ("OpenSSH", "HDFS")
+
+
+def _taught(shared: Path, kind: type[Guard], drawn: float | None) -> Served:
+    """A model with records of the first 70 % of two logs, and a guard that is certified."""
+    served = Served.of(shared, "deberta", kind, **SETTINGS)
+    for log in LEARNED:
+        lines = lines_of(shared, log, part="first")
+        for start in range(0, len(lines), 32):
+            _timed(served, lines[start : start + 32])
+    handle: Any = served.model.attmemo
+    guard: Guard = handle.guarded.guard
+    guard.certificate.adopt(Counts(same=2000, requests=4000, served=3000))
+    guard.draw.most = guard.draw.most if drawn is None else drawn
+    return served
+
+
+def _done(served: Served) -> dict[str, int]:
+    handle: Any = served.model.attmemo
+    return dict(handle.stats()["guard"]["done"])
+
+
+def _timed(served: Served, texts: Sequence[str]) -> float:
+    """Seconds of one forward."""
+    inputs = served.tokenizer(texts, truncation=True, max_length=256, padding=True, return_tensors="pt")
+    begin = perf_counter()
+    with torch.inference_mode():
+        served.model(**inputs)
+    return perf_counter() - begin
 
 
 SETTINGS: dict[str, Any] = {"threshold": 0.4}
@@ -311,6 +347,7 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     one = dict(SETTINGS)
     yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
     yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
+    yield "near", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=1, **one)
     yield "windows", lambda: streams(shared, "deberta", LOGS, 1, 4, ("guard", "no guard"), **one)
     yield "embeddings", lambda: streams(shared, "minilm", ("OpenSSH", "HDFS", "Apache", "BGL"), 1, **one)
     yield "switch", lambda: switch(shared)
@@ -337,6 +374,20 @@ def table(out: Path) -> str:
     return "\n".join(rows)
 
 
+def merged(out: Path, known: Sequence[str]) -> dict[str, Any]:
+    """What the files of OUT hold, by case, without the sentences and places of single runs."""
+    files = {name: out / f"{name}.json" for name in known}
+    return {name: _short(json.loads(file.read_text())) for name, file in files.items() if file.exists()}
+
+
+def _short(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_short(item) for item in found]
+    if not isinstance(found, dict):
+        return found
+    return {name: _short(item) for name, item in found.items() if name not in ("says", "changed_at")}
+
+
 def _sums(runs: list[dict[str, Any]]) -> str:
     lines = sum(run["lines"] for run in runs)
     worst = max(run["changed"] / run["lines"] for run in runs)
@@ -358,6 +409,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", help=", ".join(dict(cases(Path()))))
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--merge", type=Path, metavar="FILE")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -369,6 +421,8 @@ def main() -> None:
         (options.out / f"{name}.json").write_text(json.dumps(known[name](), indent=1))
     if options.table:
         print(table(options.out))
+    if options.merge:
+        options.merge.write_text(json.dumps(merged(options.out, tuple(known)), indent=1) + "\n")
 
 
 if __name__ == "__main__":

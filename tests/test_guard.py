@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from attmemo.guard import Cover, Guard, Verdict
 from attmemo.guard import certificate as certificate_module
+from attmemo.guard import draw as draw_module
 from attmemo.guard import guard as guard_module
 from attmemo.guard.certificate import Counts, highest_rate
+from attmemo.guard.draw import Draw
 from attmemo.guard.futile import FEWEST
 from attmemo.guard.margin import FIRST, SEEN, STEPS, SURE, Margin
 
@@ -166,6 +168,44 @@ def certified(drawn: float = 0.0) -> Guard:
     guard.decide([None] * 20)
     assert guard.state().name == "certified"
     return guard
+
+
+class TestDraw:
+    def test_the_whole_share_is_drawn_while_nothing_is_known_or_much_is_computed(self) -> None:
+        draw = Draw(0.02)
+        assert draw.share == 0.02
+        draw.note(rows=100, tokens=100)
+        assert draw.share == 0.02
+
+    @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), max_size=30), st.floats(0.0, 1.0))
+    @settings(max_examples=60, deadline=None)
+    def test_samples_add_few_rows_or_hardly_any_is_drawn(self, batches: list[tuple[int, int]], most: float) -> None:
+        draw = Draw(most)
+        for rows, tokens in batches:
+            draw.note(rows, tokens)
+        rows, tokens = (sum(batch[place] for batch in batches) for place in (0, 1))
+        assert draw.share <= most
+        assert draw.share * tokens <= draw_module.ADDED * rows + 1e-9 or draw.share == min(draw_module.LEAST, most)
+        if draw.share < most:
+            assert draw.share * tokens >= draw_module.ADDED * rows - 1e-9
+
+    def test_what_was_long_ago_counts_little(self) -> None:
+        draw = Draw(0.02)
+        for _ in range(100):
+            draw.note(rows=1 << 14, tokens=1 << 14)
+        for _ in range(100):
+            draw.note(rows=1 << 12, tokens=1 << 14)
+        assert draw.share == pytest.approx(draw_module.ADDED / 4, rel=1e-3)
+
+    def test_where_records_supply_nearly_all_fewer_answers_are_drawn(self) -> None:
+        guard = certified(drawn=0.02)
+        guard.took(rows=10_000, tokens=10_000)
+        often = guard.decide([Cover.FULLY] * 5000).count(Verdict.SAMPLE)
+        guard = certified(drawn=0.02)
+        guard.took(rows=1_000, tokens=10_000)
+        seldom = guard.decide([Cover.FULLY] * 5000).count(Verdict.SAMPLE)
+        assert 60 < often < 150
+        assert 3 < seldom < 35
 
 
 class TestGuard:

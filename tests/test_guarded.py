@@ -19,6 +19,7 @@ from attmemo import guarded as guarded_module
 from attmemo import memoize
 from attmemo.guard import Cover, Guard
 from attmemo.guard.certificate import Counts
+from attmemo.guard.draw import Draw
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.planner.rows import LONGER
 
@@ -80,7 +81,7 @@ def certify(model: Any) -> Any:
     """All that was verified may be served from now on, and nothing is drawn."""
     guard = model.attmemo.guarded.guard
     guard.certificate.adopt(Counts(same=100_000, requests=1_000))
-    guard.drawn = 0.0
+    guard.draw.most = 0.0
     return model
 
 
@@ -226,10 +227,24 @@ class TestServed:
 
     def test_a_share_is_drawn_and_answered_exactly(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guarded.guard.drawn = 1.0
+        model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         assert done(model)["sampled"] == 6
         assert model.attmemo.stats()["guard"]["verified"] == 100_006
+
+    def test_the_guard_learns_what_a_batch_takes_without_samples(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        guard, computed = model.attmemo.guarded.guard, model.attmemo.stats()["rows_computed"]
+        took: list[tuple[int, int]] = []
+        monkeypatch.setattr(guard, "took", lambda rows, tokens: took.append((rows, tokens)))
+        run(model, BOTH)
+        assert took == [(model.attmemo.stats()["rows_computed"] - computed, sum(LENGTHS))]
+        guard.draw = Draw(1.0, added=1e9)
+        run(model, BOTH)
+        assert done(model)["sampled"] == 6
+        assert took[1] == took[0]
 
     def test_nothing_is_served_that_the_account_does_not_afford(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)

@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any, Final
 
 from attmemo.guard.certificate import Certificate, Counts, certifies
+from attmemo.guard.draw import Draw
 from attmemo.guard.futile import Futile
 from attmemo.guard.ledger import Learned, Ledger
 from attmemo.guard.margin import TOP, Margin
@@ -34,7 +35,7 @@ from attmemo.guard.verified import Cover, Gaps, Verified
 from attmemo.locking import ThreadLock
 
 DRAWN: Final = 0.02
-"""Share of the answers to be served that are verified instead."""
+"""Share of the answers to be served that are verified instead, at most."""
 SAVED: Final = 500.0
 """Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 321."""
 EARNED: Final = 0.1
@@ -86,7 +87,7 @@ class Guard:
     confidence : float
         In (0, 1).
     drawn : float
-        Share of the answers to be served that are verified instead.
+        Share of the answers to be served that are verified instead, at most (`draw`).
     free : bool
         Whether any value may stand in a slot that enough values were harmless in.
     seed : int, optional
@@ -106,7 +107,7 @@ class Guard:
                 raise ValueError(f"{name} must be a number between 0 and 1; got {value!r}")
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
-        self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
+        self.budget, self.confidence, self.draw = float(budget), float(confidence), Draw(drawn)
         self.verified, self.futile = Verified(free), Futile()
         self.margin = Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
@@ -153,16 +154,16 @@ class Guard:
     def _decide(self, cover: Cover | None) -> Verdict | None:
         """One request; the account and the draw go on."""
         earned, verdict = EARNED, None
-        affords = self.certificate.affords()
-        seen = 1.0 if affords or self._saved >= 1.0 else self.drawn
+        affords, share = self.certificate.affords(), self.draw.share
+        seen = 1.0 if affords or self._saved >= 1.0 else share
         if cover is not Cover.FUTILE:  # such an answer is in none of the margin's counts
-            self.margin.request(seen, self.drawn if affords else seen)
+            self.margin.request(seen, share if affords else seen)
         if cover is Cover.SAME:
             verdict = Verdict.SERVE
         elif cover is Cover.FUTILE:
-            verdict = Verdict.LEARN if self._random.random() < self.drawn else Verdict.LEAVE
+            verdict = Verdict.LEARN if self._random.random() < self.draw.most else Verdict.LEAVE
         elif cover:
-            drawn = self._random.random() < self.drawn
+            drawn = self._random.random() < share
             if drawn:
                 verdict = Verdict.SAMPLE
             elif affords:
@@ -184,6 +185,11 @@ class Guard:
         self._saved -= 1.0
         self._patience -= 1.0
         return verdict
+
+    def took(self, rows: int, tokens: int) -> None:
+        """A batch has so many rows to compute if nothing is drawn; so many tokens are of what could be drawn."""
+        with self._lock:
+            self.draw.note(rows, tokens)
 
     def is_low(self, margin: float | None, cover: Cover) -> bool:
         """Whether an answer is too near to another one to be served."""
