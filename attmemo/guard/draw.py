@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-ADDED: Final = 0.03
+ADDED: Final = 0.05
 """Rows that drawn requests may add, for each row that is computed without them. Verified answers take time beside
 their rows too: the rest of the model runs again for them."""
 LEAST: Final = 0.002

@@ -1,0 +1,101 @@
+"""Numbers of the page about the guard are those of docs/guard.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from docs_tools import agree, measured, numbers, page, says, table_rows
+
+TEXT, FOUND = page("guard.md"), measured("guard.json")
+LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
+STREAMS = (
+    ("lines", "guard"), ("near", "guard"), ("lines", "no certificate"), ("lines", "no guard"), ("windows", "guard"),
+    ("windows", "no guard"), ("embeddings", "guard"), ("embeddings", "no certificate"), ("embeddings", "no guard"),
+)  # fmt: skip
+"""The rows of the table: a case and what guarded it."""
+
+
+def sums(logs: dict[str, dict[str, Any]]) -> list[float]:
+    """Lines, served, served of second halves, changed in percent, of the worst log too, and rows computed."""
+    runs = list(logs.values())
+    total = {name: sum(run[name] for run in runs) for name in ("lines", "served", "served_late", "changed", "rows")}
+    lines, worst = total["lines"], max(run["changed"] / run["lines"] for run in runs)
+    shares = total["served"] / lines, 2 * total["served_late"] / lines, 100 * total["changed"] / lines, 100 * worst
+    return [lines, *shares, total["rows"] / sum(run["tokens"] for run in runs)]
+
+
+def test_the_table_of_streams_was_measured() -> None:
+    rows = table_rows(TEXT, "| stream | | lines | served")
+    assert len(rows) == len(STREAMS)
+    for (_, _, *cells), (case, guard) in zip(rows, STREAMS, strict=True):
+        agree(cells, sums(FOUND[case][guard]))
+
+
+def test_what_each_log_was_served_was_measured() -> None:
+    rows = table_rows(TEXT, "| stream | OpenSSH | HDFS")
+    cases = [FOUND["lines"]["guard"], FOUND["windows"]["guard"], FOUND["alone"], FOUND["embeddings"]["guard"]]
+    assert len(rows) == len(cases)
+    for (_, *cells), logs in zip(rows, cases, strict=True):
+        for cell, log in zip(cells, LOGS, strict=True):
+            if log in logs:
+                run = logs[log]
+                agree(numbers(cell), [run["served"] / run["lines"], 100 * run["changed"] / run["lines"]])
+            else:
+                assert cell == "–"
+
+
+def test_the_budget_was_kept_over_all_lines_and_nearly_in_each_log() -> None:
+    for case in ("lines", "near", "windows", "embeddings"):
+        *_, changed, worst, _ = sums(FOUND[case]["guard"])
+        assert changed <= 1.0
+        assert worst <= 2.0
+
+
+def test_what_windows_cost_where_they_do_not_pay_was_measured() -> None:
+    runs = [FOUND["windows"]["guard"][log] for log in ("BGL", "Mac")]
+    shares = [run["rows"] / run["tokens"] for run in runs]
+    says(TEXT, "that costs more than it saves, # and # times the rows without reuse", *shares)
+
+
+def test_what_a_certified_guard_costs_was_measured() -> None:
+    one, many = (FOUND["overhead"][size] for size in ("1", "32"))
+    ways = ("guard", "nothing drawn", "no guard")
+    says(TEXT, "single lines # ms, # and #; batches of 32 # ms a line, # and #.",
+         *(found["ms"][way] for found in (one, many) for way in ways))  # fmt: skip
+    ratios = [found["over_nothing_drawn"] for found in (one, many)]
+    says(TEXT, "Samples cost # and # times the time without them", *ratios)
+    assert max(ratios) <= 1.05
+
+
+def test_streams_that_switch_were_measured() -> None:
+    rows = table_rows(TEXT, "| stream | first log | second log")
+    assert len(rows) == len(FOUND["switch"])
+    for (name, *cells), (logs, parts) in zip(rows, FOUND["switch"].items(), strict=True):
+        assert name == logs.replace(", ", ", then ")
+        agree([number for cell in cells for number in numbers(cell)], [part["served"] for part in parts])
+    parts = [part for run in FOUND["switch"].values() for part in run]
+    says(TEXT, "served of each 100 lines; # answers of # changed",
+         sum(part["changed"] for part in parts), sum(part["lines"] for part in parts))  # fmt: skip
+
+
+def test_adversaries_were_asked() -> None:
+    kinds = FOUND["adversaries"].values()
+    asked, served = (sum(kind[name] for kind in kinds) for name in ("asked", "served"))
+    says(TEXT, "# were asked, # were served before they were verified", asked, served)
+    assert served == 0
+
+
+def test_streams_were_simulated() -> None:
+    found = FOUND["simulated"]
+    rates = [100 * share for share in found["falsely_certified"].values()]
+    says(TEXT, "# and # % of changed answers, #, # and # % of # streams of # samples ever seemed to keep 1 %",
+         1.2, 1.5, *rates, found["streams"], found["samples"])  # fmt: skip
+    assert list(found["falsely_certified"]) == ["0.0101", "0.012", "0.015"]
+    says(TEXT, "At half of the budget # % of", 100 * found["false_alarms_at_half_the_budget"])
+
+
+@pytest.mark.parametrize(("row", "name"), [(0, "median"), (1, "p90")])
+def test_the_delay_of_the_alarm_was_simulated(row: int, name: str) -> None:
+    _, *cells = table_rows(TEXT, "| true rate | 2 % | 3 %")[row]
+    agree(cells, [one[name] for one in FOUND["simulated"]["alarm_after"].values()])

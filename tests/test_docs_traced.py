@@ -1,0 +1,106 @@
+"""Every table of measurements on a page is compared with a JSON by a test, or is named here with the reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from docs_tools import DOCS
+
+TESTS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+PAGES = sorted([README, *DOCS.glob("*.md")])
+DECIMAL = re.compile(r"(?<![\w.])\d*\.\d+(?![\w.])")
+LEAST = 6  # characters of a text that names a table
+
+WHOLE = {
+    "attention-op.md": "test_docs_numbers_more.py", "bench-families.md": "test_docs_numbers_more.py",
+    "bench-twelve-layers.md": "test_docs_numbers_more.py", "fastseq-bench.md": "test_docs_numbers_more.py",
+    "study-decoder.md": "test_docs_numbers_more.py", "study-pruned.md": "test_docs_numbers_more.py",
+    "generate.md": "test_docs_numbers_more.py", "paper.md": "test_paper.py", "peers.md": "test_peers_table.py",
+}  # fmt: skip
+"""Pages whose tables are made from a JSON, and the test that makes them again."""
+
+UNTRACED = {
+    ("decisions.md", "| embedder | similarity |"): "measured when the decision was taken",
+    ("decisions.md", "| log | one scale for all rows |"): "measured when the decision was taken",
+    ("decisions.md", "| tokens | shape | float32 |"): "counted from sizes",
+    ("decisions.md", "| step | time |"): "measured when the decision was taken",
+    ("decisions.md", "| maps | matrix unit |"): "measured when the decision was taken",
+    ("measured.md", "| data, model | threshold |"): "of maps; scripts/reproduce.py prints it",
+    ("measured.md", "| model | tokens × batch |"): "of maps; scripts/reproduce.py prints it",
+    ("filling.md", "| policy | 1/2 |"): "simulated; scripts/simulate_filling.py prints it",
+    ("filling.md", "| stored | OpenSSH |"): "simulated; scripts/simulate_filling.py prints it",
+    ("rows.md", "| | the first 300 lines"): "scripts/study_drift.py prints it",
+    ("rows.md", "| | stored as bfloat16"): "measured once, on logs that tests do not have",
+    ("scale.md", "| lines | one actor"): "of Ray; scripts/bench_ray.py writes it",
+    ("service.md", "| | |"): "the first is compared sentence by sentence; of the second no file was kept",
+    ("serving.md", "| cache | bytes a token |"): "test_ops_serving.py bounds it",
+}
+"""Tables of numbers that no test compares with a file."""
+NONE = {
+    ("commands.md", "| command |"), ("guard.md", "| model | answer |"), ("python.md", "| name | purpose |"),
+    ("use.md", "| `memoize("),
+}  # fmt: skip
+"""Tables whose numbers are settings."""
+
+
+def tables(path: Path) -> list[tuple[int, str]]:
+    """Where each table with a decimal begins, and its head."""
+    found, at, lines = list[tuple[int, str]](), 0, path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if number and re.fullmatch(r"\|[-:| ]+\|", line.strip()) and lines[number - 1].startswith("|"):
+            body = []
+            for row in lines[number + 1 :]:
+                if not row.startswith("|"):
+                    break
+                body.append(row)
+            if DECIMAL.search("".join(body)):
+                found.append((at - len(lines[number - 1]), lines[number - 1].strip()))
+        at += len(line)
+    return found
+
+
+@cache
+def named() -> frozenset[str]:
+    """What the tests of numbers look for in front of a table: arguments of `table_rows`, heads, names of several."""
+    found = set[str]()
+    for path in (*TESTS.glob("test_docs_numbers*.py"), TESTS / "test_readme.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "table_rows"
+            lists = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").endswith("TABLES")
+            inside = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            texts = {text for text in inside if isinstance(text, str) and len(text) >= LEAST}
+            found |= texts if calls or lists else {text for text in texts if text.startswith(("| ", "## "))}
+    return frozenset(text for text in found if not text.endswith((".md", ".json")))
+
+
+def is_compared(text: str, start: int, before: int) -> bool:
+    """Whether a text of the tests lies between the table before and the head of this one."""
+    end = text.index("\n", start)
+    return any(text.find(name, before, end) >= 0 for name in named())
+
+
+def listed(page: str, head: str) -> list[tuple[str, str]]:
+    return [key for key in [*UNTRACED, *NONE] if key[0] == page and head.startswith(key[1])]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_table_of_numbers_is_compared_or_named_here(path: Path) -> None:
+    if path.name in WHOLE:
+        assert (TESTS / WHOLE[path.name]).exists()
+        return
+    text, before, unknown = path.read_text(encoding="utf-8"), 0, []
+    for start, head in tables(path):
+        if not is_compared(text, start, before) and not listed(path.name, head):
+            unknown.append(head)
+        before = start + len(head)
+    assert not unknown, f"no test compares these tables of {path.name} with a JSON"
+
+
+def test_what_is_named_here_is_still_on_its_page() -> None:
+    there = {key for path in PAGES for _, head in tables(path) for key in listed(path.name, head)}
+    assert there == {*UNTRACED, *NONE}
