@@ -32,6 +32,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from attmemo import memoize
 from attmemo.guard import Answers, Cover, Guard
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
+from attmemo.machine import conditions
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 BUDGET, LINES = 0.01, 600
@@ -72,15 +73,15 @@ class Served:
     answers: Answers
 
     @classmethod
-    def of(cls, shared: Path, which: str, kind: type[Guard], **settings: Any) -> Served:
-        """A model with a guard of this kind, and nothing stored."""
+    def of(cls, shared: Path, which: str, kind: type[Guard], seed: int = 0, **settings: Any) -> Served:
+        """A model with a guard of this kind, and nothing stored; `seed` is that of the draw."""
         tokenizer, both = load(shared, which)
         model, exact = both
         answers = Answers("auto", 0.98)
         memoize(model, database=":memory:", reuse="rows", tokenizer=tokenizer, gate=False, **settings)
         memoize(exact, reuse="none")
         handle: Any = model.attmemo
-        handle.guard_anew(kind(BUDGET, 0.95, seed=0))
+        handle.guard_anew(kind(BUDGET, 0.95, seed=seed))
         return cls(model, exact, tokenizer, answers)
 
     def run(self, texts: Sequence[str], batch: int, longest: int) -> dict[str, Any]:
@@ -273,47 +274,52 @@ def _delay(samples: np.ndarray[Any, Any]) -> int:
     return len(samples)
 
 
-OVERHEAD = (("guard", Guard, None), ("nothing drawn", Guard, 0.0), ("no guard", Unguarded, 0.0))
-"""Ways that `overhead` compares: the kind of guard, and the share that it draws at most."""
 ROUNDS = 5
-
-
-def overhead(shared: Path) -> dict[str, Any]:
-    """What a certified guard costs requests: milliseconds a line, and how many were served.
-
-    Each way learns from the first 70 % of two logs and is then taken for certified. The later 30 % go through all ways
-    in turns, a batch each. No way sees a line twice: each round begins with nothing.
-    """
-    found: dict[str, Any] = {}
-    for size in (1, 32):
-        rounds: dict[str, list[float]] = {name: [] for name, _, _ in OVERHEAD}
-        done: dict[str, Any] = {}
-        for _ in range(ROUNDS):
-            ways = {name: _taught(shared, kind, drawn) for name, kind, drawn in OVERHEAD}
-            spent, before = dict.fromkeys(ways, 0.0), {name: _done(served) for name, served in ways.items()}
-            lines = [line for log in LEARNED for line in lines_of(shared, log)]
-            for number, start in enumerate(range(0, len(lines), size)):
-                turn = number % len(ways)
-                for name in [*ways][turn:] + [*ways][:turn]:
-                    spent[name] += _timed(ways[name], lines[start : start + size])
-            for name, served in ways.items():
-                rounds[name].append(1e3 * spent[name] / len(lines))
-                done[name] = {what: count - before[name].get(what, 0) for what, count in _done(served).items()}
-        ratios = [own / other for own, other in zip(rounds["guard"], rounds["nothing drawn"], strict=True)]
-        found[str(size)] = {
-            "ms": {name: statistics.median(times) for name, times in rounds.items()}, "rounds": rounds,
-            "over_nothing_drawn": statistics.median(ratios), "done": done,
-        }  # fmt: skip
-        print(size, found[str(size)], flush=True)
-    return found
-
-
+PASSES = ("new lines", "the same lines again")
 LEARNED = ("OpenSSH", "HDFS")
 
 
-def _taught(shared: Path, kind: type[Guard], drawn: float | None) -> Served:
+def overhead(shared: Path) -> dict[str, Any]:
+    """What the samples of a certified guard cost requests: milliseconds a line, and what became of the lines.
+
+    A guard that draws samples and one that draws none learn from the first 70 % of two logs and are taken for
+    certified. Then the later 30 % go through both twice, a batch each in turns. What is stored is in the time. Each
+    round begins with nothing and draws others.
+    """
+    found: dict[str, Any] = {}
+    for size in (1, 32):
+        rounds = {part: {"guard": list[float](), "nothing drawn": list[float]()} for part in PASSES}
+        done: dict[str, list[Any]] = {part: [] for part in PASSES}
+        for seed in range(ROUNDS):
+            ways = {"guard": _taught(shared, seed), "nothing drawn": _taught(shared, seed, 0.0)}
+            lines = [line for log in LEARNED for line in lines_of(shared, log)]
+            for part in PASSES:
+                spent, before = dict.fromkeys(ways, 0.0), _done(ways["guard"])
+                for number, start in enumerate(range(0, len(lines), size)):
+                    for name in sorted(ways, reverse=bool(number % 2)):
+                        spent[name] += _timed(ways[name], lines[start : start + size])
+                for name in ways:
+                    rounds[part][name].append(1e3 * spent[name] / len(lines))
+                after = _done(ways["guard"])
+                done[part].append({what: count - before.get(what, 0) for what, count in after.items()})
+        found[str(size)] = {part: _overhead_of(rounds[part], done[part]) for part in PASSES}
+        print(size, found[str(size)], flush=True)
+    return {"conditions": conditions(), "sizes": found}
+
+
+def _overhead_of(rounds: dict[str, list[float]], done: list[Any]) -> dict[str, Any]:
+    ratios = [own / other for own, other in zip(rounds["guard"], rounds["nothing drawn"], strict=True)]
+    return {
+        "ms": {name: statistics.median(times) for name, times in rounds.items()}, "rounds": rounds,
+        "ratios": ratios, "over_nothing_drawn": statistics.median(ratios), "done": done,
+        "drawn": sum(one.get("sampled", 0) for one in done)
+        / sum(one.get(what, 0) for one in done for what in ("sampled", "served")),
+    }  # fmt: skip
+
+
+def _taught(shared: Path, seed: int, drawn: float | None = None) -> Served:
     """A model with records of the first 70 % of two logs, and a guard that is certified."""
-    served = Served.of(shared, "deberta", kind, **SETTINGS)
+    served = Served.of(shared, "deberta", Guard, seed, **SETTINGS)
     for log in LEARNED:
         lines = lines_of(shared, log, part="first")
         for start in range(0, len(lines), 32):
@@ -331,11 +337,13 @@ def _done(served: Served) -> dict[str, int]:
 
 
 def _timed(served: Served, texts: Sequence[str]) -> float:
-    """Seconds of one forward."""
+    """Seconds of one forward, with all that it stores."""
     inputs = served.tokenizer(texts, truncation=True, max_length=256, padding=True, return_tensors="pt")
+    handle: Any = served.model.attmemo
     begin = perf_counter()
     with torch.inference_mode():
         served.model(**inputs)
+    handle.flush()
     return perf_counter() - begin
 
 
@@ -362,7 +370,7 @@ def table(out: Path) -> str:
         "| stream | | lines | served | second half | changed | worst log | rows computed |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for case in ("lines", "windows", "embeddings"):
+    for case in ("lines", "near", "windows", "embeddings"):
         file = out / f"{case}.json"
         found = json.loads(file.read_text()) if file.exists() else {}
         for name in GUARDS:

@@ -70,7 +70,7 @@ def maps_of(model: Path, texts: list[str], plan: Plan, folder: Path, dtype: str)
 
 def version() -> str:
     """The commit that is measured."""
-    given = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    given = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.run(given, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -79,7 +79,7 @@ def version() -> str:
 
 def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """One pair. Failed, or an OSError: there is no result."""
-    place = place_of(model, shared, work)
+    place, commit = place_of(model, shared, work), version()
     with TemporaryDirectory(dir=work) as name:
         folder = Path(name)
         file, output = folder / f"{stream}.jsonl", folder / "result.json"
@@ -103,7 +103,7 @@ def measure(shared: Path, work: Path, model: str, stream: str, plan: Plan, args:
         found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     found["model"] |= {"name": model, "random": model in SHAPES}
     found["stream"]["name"] = stream
-    found["conditions"]["version"] = version()
+    found["conditions"]["version"] = commit
     maps = found["paths"].get("maps")
     if maps is not None and "loading_s" in maps:
         maps["converting_s"] = seconds

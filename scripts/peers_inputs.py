@@ -29,8 +29,8 @@ _BEHIND = 0.7  # of a log: deberta-loghub was trained on the part before
 class Plan(NamedTuple):
     """Texts that are read, texts that every path answers, tokens of a text at most, texts behind a database of maps.
 
-    A smaller plan for long texts and large models keeps one pair to minutes. Logs are read to their end: a guard of
-    rows has its certificate after some hundred lines, and what it serves then is to be seen.
+    A smaller plan for long texts and large models keeps one pair to minutes. Trained models read logs to their end:
+    a guard of rows has its certificate after some hundred lines, and what it serves then is to be seen.
     """
 
     lines: int

@@ -232,19 +232,29 @@ class TestServed:
         assert done(model)["sampled"] == 6
         assert model.attmemo.stats()["guard"]["verified"] == 100_006
 
-    def test_the_guard_learns_what_a_batch_takes_without_samples(
+    def test_the_guard_learns_what_a_batch_takes_if_all_is_served_that_may_be(
         self, case: Case, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        guard, computed = model.attmemo.guarded.guard, model.attmemo.stats()["rows_computed"]
-        took: list[tuple[int, int]] = []
-        monkeypatch.setattr(guard, "took", lambda rows, tokens: took.append((rows, tokens)))
-        run(model, BOTH)
-        assert took == [(model.attmemo.stats()["rows_computed"] - computed, sum(LENGTHS))]
+        guard = model.attmemo.guarded.guard
+        noted: list[tuple[int, int, int]] = []
+        monkeypatch.setattr(guard, "note_rows", lambda *given: noted.append(given))
+        tokens, batches = sum(LENGTHS), (BOTH, BASE, variant(FIRST, SECOND, 7), rows_of(BOTH, 0, 0, 0))
+        served, same, unverified, equal = (self.rows_of_one(model, inputs) for inputs in batches)
+        assert noted[0] == (served, tokens, tokens)
+        assert noted[1][0] == same
+        assert noted[2] == (unverified, 0, tokens), "what is not verified is computed whole, and cannot be drawn"
+        assert noted[3] == (equal, 3 * LENGTHS[0], 3 * LENGTHS[0])
         guard.draw = Draw(1.0, added=1e9)
-        run(model, BOTH)
-        assert done(model)["sampled"] == 6
-        assert took[1] == took[0]
+        run(model, rows_of(BOTH, 0, 0, 0))
+        assert done(model)["sampled"] == 1
+        assert noted[4] == noted[3], "what is drawn makes no difference"
+
+    def rows_of_one(self, model: Any, inputs: Inputs) -> int:
+        """Rows that a batch computes, those of verifications left out."""
+        with model.attmemo.observe() as seen:
+            run(model, inputs)
+        return sum(seen.rows)
 
     def test_nothing_is_served_that_the_account_does_not_afford(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)

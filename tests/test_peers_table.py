@@ -103,6 +103,9 @@ class TestMeasured:
         cell = of(measured, "rows", 4)
         assert len(cell["speeds"]) > 1
         assert cell["late_speed"] == pytest.approx(cell["speeds"][-1])
+        window, stock = measured["stream"]["window"], of(measured, "stock", 4)
+        assert stock["late_quality"]["texts"] == window
+        assert window <= cell["late_quality"]["texts"] < cell["quality"]["texts"]
 
     @pytest.mark.parametrize("batch", SIZES)
     def test_the_cache_knows_every_text_that_came_before(self, measured: dict[str, Any], batch: int) -> None:
@@ -168,6 +171,7 @@ def made_up(peer: float, own: float, changed: float = 0.0, random: bool = False)
     exact = {"texts": 64, "changed": 0.0, "cosine_mean": 1.0, "cosine_p1": 1.0}
     both = {"converting_s": 1.0, "loading_s": 2.0}
     guard = {"state": "certified", "says": "certified", "verified": 3, "changed": 0}
+    reused = {"guard": guard, "share_computed": 0.4}
     return {
         "model": {"name": "minilm", "kind": "encoder", "dtype": "float32", "random": random},
         "stream": {
@@ -187,7 +191,7 @@ def made_up(peer: float, own: float, changed: float = 0.0, random: bool = False)
         "cells": [
             base | {"path": "stock", "ms": 8.0, "speed": 1.0, "quality": exact},
             base | {"path": "openvino-int8", "ms": 8 / peer, "speed": peer, "quality": exact | {"changed": changed}},
-            base | {"path": "rows", "ms": 8 / own, "speed": own, "quality": exact, "counts": {"guard": guard}},
+            base | {"path": "rows", "ms": 8 / own, "speed": own, "quality": exact, "counts": reused},
         ],
     }  # fmt: skip
 
@@ -236,6 +240,8 @@ class TestVerdict:
         (one,) = verdicts(found, late=True)
         assert not one.peer_wins
         assert (one.peer, one.own) == (found["cells"][1], found["cells"][2])
+        found["cells"][2]["late_quality"] = {"texts": 64, "changed": 3 / 64}
+        assert verdicts(found, late=True)[0].peer_wins, "within the budget over all texts, not late"
 
     def test_where_a_peer_wins_at_one_size_that_size_comes_first(self) -> None:
         found, other = made_up(peer=2.0, own=2.5), made_up(peer=2.5, own=2.0)
@@ -284,12 +290,15 @@ class TestPage:
         assert "In the last third" not in page.text(matrix(found))
         for cell, late in zip(found["cells"], (1.0, 2.0, 2.5), strict=True):
             cell["late_speed"] = late
+        found["cells"].append(found["cells"][2] | {"path": "none", "speed": 1.4, "late_speed": 1.5})
         text = page.text(matrix(found))
-        assert "the fastest of all ways in 1 of 1 cases, packed blocks in 0, a peer in 0." in text
+        assert "of all ways within the budget in 1 of 1 cases, another way of attmemo in 0, a peer in 0." in text
         assert "* Rows are the fastest late in the stream with MiniLM, a sentence embedder, float32: OpenSSH" in text
-        assert "(batch 8: attmemo rows 1.25 times OpenVINO int8)." in text
+        assert "(batch 8: attmemo rows 1.25 times OpenVINO int8 and 1.67 times attmemo none)." in text
+        found["cells"][2]["counts"]["share_computed"] = 1.0
+        assert "in 0 of 1 cases, another way of attmemo in 1, a peer in 0." in page.text(matrix(found))
         found["cells"][2]["late_speed"] = 1.9
-        assert "in 0 of 1 cases, packed blocks in 0, a peer in 1." in page.text(matrix(found))
+        assert "in 0 of 1 cases, another way of attmemo in 0, a peer in 1." in page.text(matrix(found))
 
     def test_a_page_of_few_pairs_or_of_a_busy_machine_says_so(self, page: ModuleType) -> None:
         found = made_up(2.0, 2.5)

@@ -186,10 +186,10 @@ class Guard:
         self._patience -= 1.0
         return verdict
 
-    def took(self, rows: int, tokens: int) -> None:
-        """A batch has so many rows to compute if nothing is drawn; so many tokens are of what could be drawn."""
+    def note_rows(self, rows: int, drawable: int, tokens: int) -> None:
+        """What the rows of a batch say about the draw: `Draw.note`."""
         with self._lock:
-            self.draw.note(rows, tokens)
+            self.draw.note(rows, drawable, tokens)
 
     def is_low(self, margin: float | None, cover: Cover) -> bool:
         """Whether an answer is too near to another one to be served."""

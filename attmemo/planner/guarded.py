@@ -143,7 +143,7 @@ class GuardedPlanner(RowPlanner):
         found, gaps, covers = self._find(asked, candidates)
         own = np.split(asked.tokens, asked.starts[1:-1])
         verdicts = self._decide(own, covers)
-        self._note_rows(asked, found, verdicts, covers)
+        self._note_rows(asked, found, covers)
         parts = np.split(found.source, asked.starts[1:-1])
         asking.chosen = {
             number: Chosen(verdict, Reused(int(found.record[number]), parts[number]), gap, cover)
@@ -172,14 +172,12 @@ class GuardedPlanner(RowPlanner):
         verdicts |= zip(later, self.guard.decide(served), strict=True)
         return [verdicts[place] for place in range(len(tokens))]
 
-    def _note_rows(
-        self, asked: Asked, found: Alignment, verdicts: Sequence[Verdict | None], covers: Sequence[Cover | None]
-    ) -> None:  # fmt: skip
-        """Tell the guard what this batch takes without samples, and what a sample of it takes."""
-        drawable = np.array([cover is not None and cover.may_serve and cover is not Cover.SAME for cover in covers])
-        served = np.array([verdict in (Verdict.SERVE, Verdict.SAMPLE) for verdict in verdicts])
-        rows = np.where(served, found.computed, asked.lengths)
-        self.guard.took(int(rows.sum()), int(asked.lengths[drawable].sum()))
+    def _note_rows(self, asked: Asked, found: Alignment, covers: Sequence[Cover | None]) -> None:
+        """Tell the guard what this batch takes if all is served that may be, and what could be drawn of it."""
+        may = np.array([cover is not None and cover.may_serve for cover in covers])
+        same = np.array([cover is Cover.SAME for cover in covers])
+        rows = np.where(may, found.computed, asked.lengths)
+        self.guard.note_rows(int(rows.sum()), int(asked.lengths[may & ~same].sum()), int(asked.lengths.sum()))
 
     def _pays(self, tokens: int) -> bool:
         return self.times.ask(tokens, learns=self.guard.learns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ class Tally:
         self.texts: dict[int, int] = defaultdict(int)
         self.sampled: set[int] = set()
         self._rows: list[int] = []
+        self._windows: list[int] = []
         self._answers: list[np.ndarray] = []
 
     def add(self, turn: Turn, texts: Sequence[Tokens], seconds: float, given: np.ndarray) -> None:
@@ -33,15 +35,23 @@ class Tally:
         if turn.whole:
             self.sampled.add(turn.window)
         self._rows += [text.row for text in texts]
+        self._windows += [turn.window] * len(texts)
         self._answers.append(given)
 
     def ms(self, windows: Sequence[int]) -> float:
         """Milliseconds a text in these windows."""
         return 1e3 * sum(self.seconds[w] for w in windows) / sum(self.texts[w] for w in windows)
 
-    def quality(self, kind: str, exact: Tensor) -> dict[str, Any]:
-        """How the answers differ from the exact ones, of which there is one for each text of the stream."""
-        given, wanted = torch.from_numpy(np.concatenate(self._answers)), exact[self._rows]
+    def quality(self, kind: str, exact: Tensor, first: int = 0) -> dict[str, Any] | None:
+        """How the answers differ from the exact ones, of which there is one for each text of the stream.
+
+        From the window `first` on; None if there is no answer.
+        """
+        kept = np.array(self._windows) >= first
+        if not kept.any():
+            return None
+        given = torch.from_numpy(np.concatenate(self._answers)[kept])
+        wanted = exact[torch.tensor(self._rows)[torch.from_numpy(kept)]]
         found: dict[str, Any] = {
             "texts": len(given), "changed": float(changed(kind, wanted, given, MIN_COSINE).float().mean())
         }  # fmt: skip
@@ -70,14 +80,16 @@ def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> 
     dict
         ``texts``, ``ms`` a text and ``speed`` of the sampled windows; ``speeds`` of each; ``late_speed`` of those with
         their middle in the last third of the stream, None if there is none; ``quality`` of all texts that the path
-        answered.
+        answered, ``late_quality`` of those in the last third.
     """
     sampled = sorted(stock.sampled)
     late = [window for window in sampled if 3 * (window + 0.5) >= 2 * windows]
+    first = math.ceil(2 * windows / 3 - 0.5)
     return {
         "texts": sum(tally.texts[w] for w in sampled), "ms": tally.ms(sampled),
         "speed": stock.ms(sampled) / tally.ms(sampled), "speeds": [stock.ms([w]) / tally.ms([w]) for w in sampled],
         "late_speed": stock.ms(late) / tally.ms(late) if late else None, "quality": tally.quality(kind, exact),
+        "late_quality": tally.quality(kind, exact, first),
     }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def verdicts(found: Mapping[str, Any], *, late: bool = False) -> list[Verdict]:
     said, key = [], "late_speed" if late else "speed"
     for size in found["batch"]:
         cells = [cell for cell in found["cells"] if cell["batch"] == size and cell.get(key) is not None]
-        good = [cell for cell in cells if found["model"].get("random") or _within(cell, found["budget"])]
+        good = [cell for cell in cells if found["model"].get("random") or _within(cell, found["budget"], late)]
         peer, own = (_fastest([cell for cell in good if _is_own(cell) is reuse], key) for reuse in (False, True))
         fastest = max((cell[key] for cell in (peer, own) if cell), default=0.0)
         beyond = [cell for cell in cells if cell not in good and cell[key] > fastest]
@@ -81,10 +81,11 @@ def _sentence(one: Verdict) -> str:
     return f"{text}."
 
 
-def _within(cell: Cell, budget: float) -> bool:
+def _within(cell: Cell, budget: float, late: bool) -> bool:
     """Whether the lower bound of the share of changed answers (Clopper and Pearson) is within the budget."""
-    texts = cell["quality"]["texts"]
-    changed = round(cell["quality"]["changed"] * texts)
+    quality = (late and cell.get("late_quality")) or cell["quality"]
+    texts = quality["texts"]
+    changed = round(quality["changed"] * texts)
     return changed == 0 or bool(betaincinv(changed, texts - changed + 1, 1.0 - SURE) <= budget)
 
 
