@@ -178,8 +178,8 @@ class TestDraw:
         draw.note(rows=100, drawable=100, tokens=100)
         assert draw.share == 0.02
 
-    @pytest.mark.parametrize(("rows", "share"), [(1000, 0.02), (400, 0.02), (300, 0.015), (200, 0.01), (10, 0.005)])
-    def test_samples_add_a_twentieth_of_the_rows_or_a_least_share_is_drawn(self, rows: int, share: float) -> None:
+    @pytest.mark.parametrize(("rows", "share"), [(1000, 0.02), (800, 0.02), (600, 0.015), (400, 0.01), (10, 0.005)])
+    def test_samples_add_a_twentieth_of_the_time_or_a_least_share_is_drawn(self, rows: int, share: float) -> None:
         draw = Draw(0.02)
         draw.note(rows, drawable=1000, tokens=1000)
         assert draw.share == pytest.approx(share)
@@ -198,12 +198,12 @@ class TestDraw:
             draw.note(rows=1 << 14, drawable=drawable, tokens=1 << 14)
         for _ in range(40):
             draw.note(rows=1 << 12, drawable=1 << 14, tokens=1 << 14)
-        assert draw.share == pytest.approx(draw_module.ADDED / 4, rel=0.01)
+        assert draw.share == pytest.approx(draw_module.ADDED / draw_module.TAKES / 4, rel=0.01)
 
     @pytest.mark.parametrize(("rows", "share"), [(10_000, 0.2), (1_000, 0.05), (500, 0.025)])
     def test_the_guard_draws_the_share_that_its_batches_allow(self, rows: int, share: float) -> None:
         guard = certified()
-        guard.draw = Draw(0.2, added=0.5)
+        guard.draw = Draw(0.2, added=0.5 * draw_module.TAKES)
         guard.note_rows(rows, drawable=10_000, tokens=10_000)
         drawn = guard.decide([Cover.FULLY] * 20_000).count(Verdict.SAMPLE)
         assert drawn == pytest.approx(share * 20_000, rel=0.15)
