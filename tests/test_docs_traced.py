@@ -70,7 +70,7 @@ def named() -> frozenset[tuple[str, str]]:
     for path in (*TESTS.glob("test_docs_numbers*.py"), TESTS / "test_readme.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "table_rows"
-            lists = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "TABLES"
+            lists = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("TABLES", "STREAMS_TABLES")
             inside = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
             texts = [text for text in inside if isinstance(text, str) and len(text) >= LEAST]
             page = next((text for text in texts if text.endswith(".md")), "") if calls else ""

@@ -12,9 +12,9 @@ from typing import Final
 ADDED: Final = 0.05
 """Time that drawn requests may add, as a share of the time without them, if a row takes the same everywhere."""
 TAKES: Final = 2.0
-"""Rows' worth of time that a drawn token takes. Its row is one half; the other: its record's rows are computed too, the
-rest of the model runs again for them, and what was computed is stored. Measured with a classifier of six layers, lines
-of 65 tokens, 32 at once."""
+"""Rows' worth of time that a drawn token takes. One is its own row. The other: its record's rows are computed too, the
+rest of the model runs again, and what was computed is stored. Measured with a classifier of six layers, lines of 65
+tokens, 32 at once."""
 LEAST: Final = 0.005
 """The share that is always drawn, whatever it adds. A fixed share of .02 took a third of the time more on lines that
 the database had word for word, 32 at once."""
