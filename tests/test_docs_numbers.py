@@ -25,6 +25,9 @@ REPEATED = ("lines-OpenSSH", "lines-HDFS", "lines-HDFS-threshold52", "lines-Apac
 LINES = (*REPEATED, "lines-BGL")
 EXACT, PEER = "the best exact path", "the best peer"
 SHAPES = ("bert-1x128", "bert-8x128", "bert-32x128", "bert-8x512")
+STREAMS_TABLES = {  # the text before each table of docs/measured.md
+    "streams-float32.json": "The same in float32", "streams-avx512.json": "In bfloat16 without a matrix unit",
+}  # fmt: skip
 ROWS_TABLES = {  # of docs/rows.md: how a row begins, its case
     "lines of OpenSSH, MiniLM": "lines-OpenSSH", "lines of HDFS": "lines-HDFS",
     "lines of HDFS, `threshold=.52`": "lines-HDFS-threshold52", "lines of BGL": "lines-BGL",
@@ -185,9 +188,10 @@ def test_the_demos_on_lines_of_login_were_measured(label: str, file: str) -> Non
     assert found["guard"]["state"] == "learning"  # "The guard was certified in neither run."
 
 
-def test_the_streams_in_float32_were_measured() -> None:
-    streams = measured("streams-float32.json")["streams"]
-    rows = table_rows(page("measured.md"), "| stock = 1 | OpenVINO |")
+@pytest.mark.parametrize("file", STREAMS_TABLES)
+def test_the_streams_beside_the_first_page_were_measured(file: str) -> None:
+    streams = measured(file)["streams"]
+    rows = table_rows(page("measured.md"), STREAMS_TABLES[file])
     assert [name for name, *_ in rows] == list(streams)
     for name, *cells in rows:
         every, late = streams[name]["parts"]["all"], streams[name]["parts"]["last third"]
@@ -195,7 +199,24 @@ def test_the_streams_in_float32_were_measured() -> None:
         agree(cells, [*speeds, late["speed"][ROWS], 100 * every["changed"][ROWS]])
 
 
-@pytest.mark.parametrize("file", ["streams.json", "streams-float32.json"])
+def test_what_rows_gain_without_a_matrix_unit_was_measured() -> None:
+    streams = measured("streams-avx512.json")["streams"]
+    late = {name: stream["parts"]["last third"]["speed"] for name, stream in streams.items()}
+    gains = [late[name][ROWS] / late[name][way] for way in (PACKED, OPENVINO) for name in ("OpenSSH", "HDFS")]
+    template = "in the last third # and # times as fast as packed blocks, and # and # times as fast as OpenVINO."
+    says(page("measured.md"), template, *gains)
+    verified = [streams[name]["guard"][count] for name in ("BGL", "Apache") for count in ("changed", "verified")]
+    says(page("measured.md"), "# of # samples had changed on BGL, # of # on Apache", *verified)
+    assert [streams[name]["guard"]["state"] for name in ("BGL", "Apache")] == ["learning"] * 2
+    template = "# times as fast as stock, where OpenVINO is # times as fast, and # times in HDFS (OpenVINO #)"
+    speeds = [late[name][way] for name in ("OpenSSH", "HDFS") for way in (ROWS, OPENVINO)]
+    says(page("../README.md"), template, *speeds)
+    for name in ("OpenSSH", "HDFS"):
+        every = streams[name]["parts"]["all"]["speed"]
+        assert max(every, key=lambda way: every[way]) == ROWS, "the fastest over all lines"
+
+
+@pytest.mark.parametrize("file", ["streams.json", *STREAMS_TABLES])
 def test_the_streams_were_made_as_the_page_says(file: str) -> None:
     text, found = page("measured.md"), measured(file)
     says(text, "the first # lines of four logs, in order of time, # at once", found["lines"], found["batch"])
