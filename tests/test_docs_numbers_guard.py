@@ -9,14 +9,14 @@ from docs_tools import agree, measured, numbers, page, says, table_rows
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
-STREAMS = {
-    "lines of 8 logs, **the guard**": ("lines", "guard"), ", the same with `near=1`": ("near", "guard"),
-    ", without the certificate: verified changes and the margin alone": ("lines", "no certificate"),
-    ", no guard: whatever supplies .4 of the tokens": ("lines", "no guard"),
-    "windows of 4 lines, **the guard**": ("windows", "guard"), ", no guard": ("windows", "no guard"),
-    "embeddings of 4 logs, **the guard**": ("embeddings", "guard"),
-    ", without the certificate": ("embeddings", "no certificate"), ", no guard ": ("embeddings", "no guard"),
-}  # fmt: skip
+STREAMS = [
+    ("lines of 8 logs", "**the guard**", "lines", "guard"), ("", "the same with `near=1`", "near", "guard"),
+    ("", "without the certificate: verified changes and the margin alone", "lines", "no certificate"),
+    ("", "no guard: whatever supplies .4 of the tokens", "lines", "no guard"),
+    ("windows of 4 lines", "**the guard**", "windows", "guard"), ("", "no guard", "windows", "no guard"),
+    ("embeddings of 4 logs", "**the guard**", "embeddings", "guard"),
+    ("", "without the certificate", "embeddings", "no certificate"), ("", "no guard", "embeddings", "no guard"),
+]  # fmt: skip
 """The rows of the table: what they begin with, a case and what guarded it."""
 
 
@@ -32,9 +32,17 @@ def sums(logs: dict[str, dict[str, Any]]) -> list[float]:
 def test_the_table_of_streams_was_measured() -> None:
     rows = table_rows(TEXT, "| stream | | lines | served")
     assert len(rows) == len(STREAMS)
-    for (stream, way, *cells), (label, (case, guard)) in zip(rows, STREAMS.items(), strict=True):
-        assert f"{stream}, {way}" == label.rstrip()
-        agree(cells, sums(FOUND[case][guard]))
+    for row, (stream, way, case, guard) in zip(rows, STREAMS, strict=True):
+        assert row[:2] == [stream, way]
+        agree(row[2:], sums(FOUND[case][guard]))
+
+
+def test_what_falls_short_was_measured() -> None:
+    _, served, second, *_, rows = sums(FOUND["lines"]["guard"])
+    says(TEXT, "the guard served # and #, and computed #.", served, second, rows)
+    assert {run["state"] for run in FOUND["alone"].values()} == {"learning"}, "none has a certificate after 600 lines"
+    worst = FOUND["embeddings"]["guard"]["BGL"]
+    says(TEXT, "BGL is at the bound of # %", 100 * worst["changed"] / worst["lines"])
 
 
 def test_what_each_log_was_served_was_measured() -> None:
@@ -73,7 +81,7 @@ def test_what_samples_cost_was_measured() -> None:
         assert (size, part) == (at_once, lines)
         ms = one["ms"]
         agree(cells, [100 * one["drawn"], ms["guard"], ms["nothing drawn"], one["over_nothing_drawn"]])
-        assert one["over_nothing_drawn"] <= 1.05 or part != "new lines"
+        assert one["over_nothing_drawn"] <= 1.05
     assert FOUND["overhead"]["conditions"]["cores"] == 2, "as the page says"
     assert "avx512f" in FOUND["overhead"]["conditions"]["features"]
 

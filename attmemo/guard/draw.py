@@ -1,8 +1,8 @@
-"""How many answers are drawn to be verified: fewer where records supply nearly everything.
+"""How many answers are drawn to be verified: fewer where records supply much.
 
 A drawn request is computed whole. Where a record leaves few of its rows to compute, a fixed share of drawn requests
 takes as long as many served ones. So fewer are drawn there. The price: the guard sees a drift after more requests, and
-requests that take few rows are seen less often than others.
+times with few rows to compute have fewer samples than others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ TAKES: Final = 2.0
 rest of the model runs again, and what was computed is stored. Measured with a classifier of six layers, lines of 65
 tokens, 32 at once."""
 LEAST: Final = 0.005
-"""The share that is always drawn, whatever it adds. A fixed share of .02 took a third of the time more on lines that
-the database had word for word, 32 at once."""
+"""The share that is always drawn, whatever it adds. Where lines differ from records in a number only, a fixed share of
+.02 took a third of the time more, 32 at once."""
 FORGETS: Final = 1 << 16
 """Tokens after which older ones count half."""
 
@@ -55,6 +55,7 @@ class Draw:
         drawable : int
             Tokens of the sequences that may be drawn.
         tokens : int
+            All of the batch.
         """
         if self._seen >= FORGETS:
             self._rows, self._drawable, self._seen = self._rows / 2, self._drawable / 2, self._seen / 2

@@ -83,8 +83,8 @@ def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> 
         answered, ``late_quality`` of those in the last third.
     """
     sampled = sorted(stock.sampled)
-    late = [window for window in sampled if 3 * (window + 0.5) >= 2 * windows]
     first = math.ceil(2 * windows / 3 - 0.5)
+    late = [window for window in sampled if window >= first]
     return {
         "texts": sum(tally.texts[w] for w in sampled), "ms": tally.ms(sampled),
         "speed": stock.ms(sampled) / tally.ms(sampled), "speeds": [stock.ms([w]) / tally.ms([w]) for w in sampled],

@@ -82,11 +82,16 @@ def _sentence(one: Verdict) -> str:
 
 
 def _within(cell: Cell, budget: float, late: bool) -> bool:
-    """Whether the lower bound of the share of changed answers (Clopper and Pearson) is within the budget."""
-    quality = (late and cell.get("late_quality")) or cell["quality"]
-    texts = quality["texts"]
-    changed = round(quality["changed"] * texts)
-    return changed == 0 or bool(betaincinv(changed, texts - changed + 1, 1.0 - SURE) <= budget)
+    """Whether the lower bound of the share of changed answers (Clopper and Pearson) is within the budget.
+
+    Of all texts; with `late`, of those in the last third too.
+    """
+    for quality in (cell["quality"], (late and cell.get("late_quality")) or cell["quality"]):
+        texts = quality["texts"]
+        changed = round(quality["changed"] * texts)
+        if changed and betaincinv(changed, texts - changed + 1, 1.0 - SURE) > budget:
+            return False
+    return True
 
 
 def _is_own(cell: Cell) -> bool:
