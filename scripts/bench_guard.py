@@ -102,7 +102,6 @@ class Served:
             changed += [self.answers.differ(seen, place, true, place) for place in range(count)]
             served.append((handle.guarded.guard.stats()["done"].get("served", 0) - done, count))
         after = handle.stats()
-        done_before, done_after = before["guard"]["done"], after["guard"]["done"]
         half = sum(count for _, count in served) / 2
         seen_lines = late = 0
         for number, count in served:
@@ -113,7 +112,7 @@ class Served:
             "changed_at": [place for place, one in enumerate(changed) if one],
             "served": sum(number for number, _ in served), "served_late": late,
             "rows": after["rows_computed"] - before["rows_computed"],
-            "done": {name: done_after.get(name, 0) - done_before.get(name, 0) for name in done_after},
+            "done": _gained(before["guard"]["done"], after["guard"]["done"]),
             "records": after["records"], "state": after["guard"]["state"], "says": after["guard"]["says"],
         }  # fmt: skip
 
@@ -287,12 +286,12 @@ def overhead(shared: Path) -> dict[str, Any]:
     round begins with nothing and draws others.
     """
     found: dict[str, Any] = {}
+    lines = [line for log in LEARNED for line in lines_of(shared, log)]
     for size in (1, 32):
         rounds = {part: {"guard": list[float](), "nothing drawn": list[float]()} for part in PASSES}
         done: dict[str, list[Any]] = {part: [] for part in PASSES}
         for seed in range(ROUNDS):
             ways = {"guard": _taught(shared, seed), "nothing drawn": _taught(shared, seed, 0.0)}
-            lines = [line for log in LEARNED for line in lines_of(shared, log)]
             for part in PASSES:
                 spent, before = dict.fromkeys(ways, 0.0), _done(ways["guard"])
                 for number, start in enumerate(range(0, len(lines), size)):
@@ -300,8 +299,7 @@ def overhead(shared: Path) -> dict[str, Any]:
                         spent[name] += _timed(ways[name], lines[start : start + size])
                 for name in ways:
                     rounds[part][name].append(1e3 * spent[name] / len(lines))
-                after = _done(ways["guard"])
-                done[part].append({what: count - before.get(what, 0) for what, count in after.items()})
+                done[part].append(_gained(before, _done(ways["guard"])))
         found[str(size)] = {part: _overhead_of(rounds[part], done[part]) for part in PASSES}
         print(size, found[str(size)], flush=True)
     return {"conditions": conditions(), "sizes": found}
@@ -327,8 +325,13 @@ def _taught(shared: Path, seed: int, drawn: float | None = None) -> Served:
     handle: Any = served.model.attmemo
     guard: Guard = handle.guarded.guard
     guard.certificate.adopt(Counts(same=2000, requests=4000, served=3000))
-    guard.draw.most = guard.draw.most if drawn is None else drawn
+    if drawn is not None:
+        guard.draw.most = drawn
     return served
+
+
+def _gained(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {what: count - before.get(what, 0) for what, count in after.items()}
 
 
 def _done(served: Served) -> dict[str, int]:

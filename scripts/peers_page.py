@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import matplotlib as mpl
@@ -85,40 +85,44 @@ def _who_wins(runs: list[Run]) -> str:
     lines = ["## Who wins\n", f"A peer wins in {lost} of {len(cases)} cases, attmemo in {len(cases) - lost}."]
     lines += [_caution(runs), ""]
     for wins, who in ((True, "A peer wins"), (False, "attmemo wins")):
-        for title, group in _groups(runs).items():
-            places = []
-            for run in group:
-                said = [one for one in verdicts(run) if one.peer_wins is wins]
-                if said:
-                    places.append(f"{run['stream']['name']} ({'; '.join(map(_margin, said))})")
-            if places:
-                lines.append(f"* {who} with {title}: {', '.join(places)}.")
+        lines += _by_model(runs, who, lambda run, wins=wins: [
+            _margin(one) for one in verdicts(run) if one.peer_wins is wins
+        ])  # fmt: skip
         lines.append("")
     return "\n".join([*lines, _late(runs)])
 
 
+def _by_model(runs: list[Run], what: str, said: Callable[[Run], list[str]]) -> list[str]:
+    """A line for each model: what is said of its streams."""
+    lines = []
+    for title, group in _groups(runs).items():
+        places = [f"{run['stream']['name']} ({'; '.join(words)})" for run in group if (words := said(run))]
+        if places:
+            lines.append(f"* {what} with {title}: {', '.join(places)}.")
+    return lines
+
+
 def _late(runs: list[Run]) -> str:
     """Where reuse of rows is the fastest of all ways, once the guard has learned."""
-    cases = [(run, one) for run in runs for one in verdicts(run, late=True) if one.own or one.peer]
+    cases = [one for run in runs for one in verdicts(run, late=True) if one.own or one.peer]
     if not cases:
         return ""
-    won = [(run, one) for run, one in cases if one.own and not one.peer_wins and _reuses(one.own)]
-    lost = sum(one.peer_wins for _, one in cases)
+    won, lost = sum(map(_rows_win, cases)), sum(one.peer_wins for one in cases)
     lines = [
         "Of the windows that all ways answer, the last one lies in the last third of the stream, where the guard has "
         "learned the most (streams of few texts have none). There reuse of rows is the fastest of all ways within the "
-        f"budget in {len(won)} of {len(cases)} cases, another way of attmemo in {len(cases) - len(won) - lost}, "
+        f"budget in {won} of {len(cases)} cases, another way of attmemo in {len(cases) - won - lost}, "
         f"a peer in {lost}.",
         "",
     ]
-    for title, group in _groups(run for run, _ in won).items():
-        streams: dict[str, list[str]] = defaultdict(list)
-        for run, one in won:
-            if any(run is other for other in group):
-                streams[run["stream"]["name"]].append(f"{_margin(one)}{_beside(run, one)}")
-        places = ", ".join(f"{stream} ({'; '.join(said)})" for stream, said in streams.items())
-        lines.append(f"* Rows are the fastest late in the stream with {title}: {places}.")
+    lines += _by_model(runs, "Rows are the fastest late in the stream", lambda run: [
+        f"{_margin(one)}{_beside(run, one)}" for one in verdicts(run, late=True) if _rows_win(one)
+    ])  # fmt: skip
     return "\n".join([*lines, ""])
+
+
+def _rows_win(one: Any) -> bool:
+    return not one.peer_wins and _reuses(one.own)
 
 
 def _reuses(cell: Mapping[str, Any]) -> bool:

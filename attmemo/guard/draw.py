@@ -40,10 +40,9 @@ class Draw:
     @property
     def share(self) -> float:
         """The share now."""
-        allowed = self._added * self._rows / TAKES
-        if self.most * self._drawable <= allowed:
+        if not self._drawable:
             return self.most
-        return min(max(allowed / self._drawable, LEAST), self.most)
+        return min(self.most, max(LEAST, self._added * self._rows / (TAKES * self._drawable)))
 
     def note(self, rows: int, drawable: int, tokens: int) -> None:
         """A batch had so many tokens.

@@ -51,7 +51,7 @@ class Tally:
         if not kept.any():
             return None
         given = torch.from_numpy(np.concatenate(self._answers)[kept])
-        wanted = exact[torch.tensor(self._rows)[torch.from_numpy(kept)]]
+        wanted = exact[np.array(self._rows)[kept]]
         found: dict[str, Any] = {
             "texts": len(given), "changed": float(changed(kind, wanted, given, MIN_COSINE).float().mean())
         }  # fmt: skip

@@ -82,16 +82,16 @@ def _sentence(one: Verdict) -> str:
 
 
 def _within(cell: Cell, budget: float, late: bool) -> bool:
-    """Whether the lower bound of the share of changed answers (Clopper and Pearson) is within the budget.
+    """Whether the answers are: those to all texts; with `late`, those in the last third too."""
+    judged = cell["quality"], cell.get("late_quality") if late else None
+    return all(_least_changed(quality) <= budget for quality in judged if quality)
 
-    Of all texts; with `late`, of those in the last third too.
-    """
-    for quality in (cell["quality"], (late and cell.get("late_quality")) or cell["quality"]):
-        texts = quality["texts"]
-        changed = round(quality["changed"] * texts)
-        if changed and betaincinv(changed, texts - changed + 1, 1.0 - SURE) > budget:
-            return False
-    return True
+
+def _least_changed(quality: Cell) -> float:
+    """The lower bound of the share of changed answers (Clopper and Pearson)."""
+    texts = quality["texts"]
+    changed = round(quality["changed"] * texts)
+    return float(betaincinv(changed, texts - changed + 1, 1.0 - SURE)) if changed else 0.0
 
 
 def _is_own(cell: Cell) -> bool:
