@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -52,9 +52,11 @@ class Watch:
     def changed(self) -> bool:
         """Whether a weight was written, replaced or moved, or a module was replaced. Once True, always True."""
         before = self._before
-        # Places first: `_values` reads memory that may be freed if a weight has moved (`Tensor.share_memory_` gives
-        # the same storage another block).
-        if before is not None and (self._places() != before[0] or self._values() != before[1]):
+        # Places before values: these are in memory that may be freed if a weight has moved (`Tensor.share_memory_`
+        # gives the same storage another block).
+        if before is not None and (
+            not self._holds() or self._places() != before[0] or self._values() != before[1]
+        ):  # fmt: skip
             self._before = before = None
             # The old weights need not stay in memory. New lists: another thread may be iterating over these.
             self._members, self._counted, self._plain, self._numbers, self._held = [], [], [], [], []
@@ -64,14 +66,15 @@ class Watch:
         """Whether a layer has a dropout in training mode."""
         return any(map(_training, self._dropouts[layer]))
 
+    # Every forward asks these three: in C as far as possible, and no number is made for a comparison of identities.
+
+    def _holds(self) -> bool:
+        """Whether modules hold the very modules and parameters that they held."""
+        return sum(map(len, self._members)) == len(self._held) and all(map(is_, self._all(), self._held))
+
     def _places(self) -> tuple[Any, ...]:
         """Where weights lie and how often they were written. `.to(dtype)` keeps parameters and versions, and moves."""
-        # In C as far as possible.
-        return (
-            sum(map(_version, self._counted)),
-            tuple(map(Tensor.data_ptr, self._plain)),
-            tuple(map(id, self._all())),
-        )
+        return sum(map(_version, self._counted)), tuple(map(Tensor.data_ptr, self._plain))
 
     def _values(self) -> bytes:
         return b"".join(map(np.ndarray.tobytes, self._numbers))

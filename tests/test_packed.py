@@ -656,7 +656,7 @@ class TestRefused:
         def broken(*args: Any) -> Any:
             raise RuntimeError("no memory")
 
-        monkeypatch.setattr(stack_module, "positions_of", broken)
+        monkeypatch.setattr(stack_module, "put_back", broken)
         with pytest.raises(AdapterCheckError, match="no memory"):
             memoize(MODELS["BERT"](), reuse="none")
 

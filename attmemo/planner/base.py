@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from attmemo.adapters import Call, Spans
@@ -41,6 +42,9 @@ class Planner(Protocol):
         """Milliseconds that the layer takes without reuse; None if they are not known."""
 
 
+_nothing = lru_cache(maxsize=64)(Share.nothing)  # a share is only read, but in maps
+
+
 class Whole:
     """Serves all sequences of every forward, from no record."""
 
@@ -52,7 +56,7 @@ class Whole:
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
-        return Plan(spans=spans, layers={layer: Share.nothing(len(spans.lengths))})
+        return Plan(spans=spans, layers={layer: _nothing(len(spans.lengths))})
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float | None:
         return None

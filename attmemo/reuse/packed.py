@@ -80,7 +80,7 @@ class Packed:
         return [(number, *pair) for number, layer in enumerate(self._layers) for pair in layer.linears]
 
     def run(
-        self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor, fetch: Fetch | None = None,
+        self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,
         keep: Copies | None = None, added: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states ``[N, H]`` of packed rows.
@@ -93,8 +93,8 @@ class Packed:
             Where the rows and their keys lie.
         longest : int
             Tokens of the longest sequence.
-        positions : Tensor
-            Position of each row as the model counts them, int64 ``[N]``; used by rotary models.
+        positions : Tensor or None
+            Position of each row as the model counts them, int64 ``[N]``; None: the model is not rotary.
         fetch : Fetch, optional
             Gives the rows of records.
         keep : Copies, optional
@@ -278,7 +278,7 @@ class Angles:
     """Rotary angles of the rows of one forward, by kind of layer."""
 
     blocks: Blocks
-    positions: Tensor
+    positions: Tensor | None
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
@@ -286,6 +286,8 @@ class Angles:
 
     def of(self, kind: str) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles. None: nothing turns."""
+        if self.positions is None:
+            return None
         if kind not in self._found:
             found = self.blocks.angles(kind, self.positions, self.dtype)
             if found is None:

@@ -106,7 +106,7 @@ class Stack:
             return f"hidden states are {call.hidden.dtype}, the model was {self.packed.dtype}"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
-        if any(_matters(hook) for hooks in self._hooks if hooks for hook in hooks.values()):
+        if any(self._hooks) and any(_matters(hook) for hooks in self._hooks for hook in hooks.values()):
             return "a module inside of the blocks has hooks"
         if any("forward" in members for members in self._members) or any(
             members.get("forward") is not hook for members, hook in self._fronts
@@ -158,16 +158,20 @@ class Stack:
         start = perf_counter()
         batch = len(spans.lengths)
         twins = Twins.of(call.hidden, spans.lengths) if twins is None else twins
-        lengths = np.where(twins.own, spans.lengths, 0)
-        starts = np.concatenate([[0], np.cumsum(lengths)])
+        some, lengths = twins.some, np.array(spans.lengths)
+        if some:
+            lengths[~twins.own] = 0
+        starts = np.zeros(batch + 1, np.int64)
+        np.cumsum(lengths, out=starts[1:])
         places = places_of(lengths.tolist(), call.hidden.shape[1])
         keep = None if copied is None else copied(starts)
-        own = np.append(starts[:-1][twins.own], starts[-1])
+        own = np.append(starts[:-1][twins.own], starts[-1]) if some else starts
         found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep)
         if places is not None:
             found = put_back(found, places, batch * call.hidden.shape[1])
         output = found.view(call.hidden.shape)
-        twins.spread(output)
+        if some:
+            twins.spread(output)
         self._count(spans.lengths, lengths, twins, counters, blocks=perf_counter() - start)
         return output
 
@@ -183,7 +187,8 @@ class Stack:
 
         added = self.blocks.added(call.hidden)
         return self.packed.run(
-            chosen(call.hidden), layout, longest, positions_of(places, *call.hidden.shape[:2]), fetch, keep,
+            chosen(call.hidden), layout, longest,
+            positions_of(places, *call.hidden.shape[:2]) if self.blocks.rotary else None, fetch, keep,
             None if added is None else chosen(added),
         )  # fmt: skip
 

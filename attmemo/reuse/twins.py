@@ -53,6 +53,8 @@ class Twins:
             What twins have in common beside their rows, ``[B]``: how a record serves them.
         """
         found = cls.none(len(lengths))
+        if len(lengths) < 2:
+            return found
         firsts: dict[Hashable, list[int]] = {}
         whole = (hidden if hidden.stride(-1) == 1 else hidden.contiguous()).view(torch.uint8).numpy()
         marks = np.ascontiguousarray(whole[:, :, : _LOOKED_AT * hidden.itemsize])
@@ -65,6 +67,11 @@ class Twins:
             if first == place:
                 alike.append(place)
         return found
+
+    @property
+    def some(self) -> bool:
+        """Whether there are any."""
+        return not self.own.all()
 
     def spread(self, output: Tensor) -> None:
         """Give each sequence of ``[B, L, H]`` the rows of the first of its twins."""
