@@ -26,11 +26,15 @@ CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", ""
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
 SHARED = ["native/amx.h", "native/fine.h", "native/numbers.h", "native/team.h"]
-ATTENTION = ["plain", "generic", "avx2", "avx512"]
+ATTENTION = ["plain", "generic", "avx2", "avx512", "avx512bf16"]
 ATTENTION_PARTS = [
     "attention",
     "attention_face",
+    "attention_512",
     "attention_amx",
+    "attention_dot",
+    "attention_tiled",
+    "attention_tiles",
     "attention_kernel",
     "attention_rows",
     "attention_sets",
@@ -47,6 +51,7 @@ LINEAR = [
     "8_avx2",
     "8_avxvnni",
     "8_vnni",
+    "8_vnni16",
     "8_amx",
     "16_amx",
     "16_avx512",
@@ -59,8 +64,10 @@ LINEAR_PARTS = [
     "linear_in_place",
     "linear16_kernel",
     "linear32_kernel",
+    "linear8_avx512",
     "linear8_kernel",
     "linear8_rows",
+    "linear8_vnni",
     "linear8_x86",
     "linear_amx",
     "attention",

@@ -15,7 +15,9 @@
 
 #include "numbers.h"
 
+#ifndef AMX /* a file may do without */
 #define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c,amx-tile,amx-bf16")))
+#endif
 
 /* The compiler does not know that _tile_loadd reads memory: what was stored before this, it reads. */
 #define AMX_SEES_MEMORY __asm__ volatile("" ::: "memory")

@@ -143,7 +143,7 @@ typedef struct {
 #pragma GCC visibility push(hidden)
 extern const Kernel attention_plain, attention_generic;
 #if defined(__x86_64__)
-extern const Kernel attention_avx2, attention_avx512, attention_amx;
+extern const Kernel attention_avx2, attention_avx512, attention_avx512bf16, attention_amx;
 #endif
 #pragma GCC visibility pop
 

@@ -9,6 +9,7 @@
 static const Kernel *const kernels[] = {
 #if defined(__x86_64__)
     &attention_amx,
+    &attention_avx512bf16,
     &attention_avx512,
     &attention_avx2,
 #endif

@@ -38,6 +38,7 @@ static const LinearKernel *const kernels[] = { /* best first */
     &linear32_avx512,
     &linear32_avx2,
     &linear8_amx,
+    &linear8_vnni16,
     &linear8_vnni,
     &linear8_avxvnni,
     &linear8_avx2,
@@ -53,8 +54,8 @@ static bool is_there(const char *name)
 #if defined(__x86_64__)
     if (strcmp(name, "amx") == 0)
         return has_instructions("amx") && __builtin_cpu_supports("amx-int8");
-    if (strcmp(name, "avx512bf16") == 0)
-        return has_instructions("avx512") && __builtin_cpu_supports("avx512bf16");
+    if (strcmp(name, "vnni16") == 0)
+        return is_there("vnni") && is_there("avx512bf16");
     if (strcmp(name, "vnni") == 0)
         return has_instructions("avx512") && __builtin_cpu_supports("avx512vnni");
     if (strcmp(name, "avxvnni") == 0)

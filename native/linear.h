@@ -76,7 +76,7 @@ typedef struct {
     void (*normalize)(const Product *product, size_t first, size_t count);
 } LinearKernel;
 
-extern const LinearKernel linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;
+extern const LinearKernel linear8_vnni16, linear8_vnni, linear8_avxvnni, linear8_avx2, linear8_generic;
 extern const LinearKernel linear16_amx, linear16_avx512, linear8_amx;
 extern const LinearKernel linear32_avx512, linear32_avx2, linear32_generic;
 

@@ -21,6 +21,8 @@ static inline void store_codes(uint8_t *to, integers v)
         to[i] = (uint8_t)(v[i] < 255 ? v[i] : 255);
 }
 
+#include "linear8_rows.h"
+
 typedef struct {
     integers at[4];
 } Opened;
@@ -42,6 +44,7 @@ INLINE integers dot(integers sum, Opened codes, Opened weights)
     return sum;
 }
 
+#define ENCODE encode
 #include "linear8_kernel.h"
 
 const LinearKernel linear8_generic = {"generic", CODES, CHUNK, 1, 0, 1, take, multiply, normalize};

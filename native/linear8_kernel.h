@@ -1,15 +1,16 @@
 /*
- * linear8_kernel.h: 8-bit linear layers for one instruction set. Included by linear8_avx2.c and its like, which define
- * before, beside what vectors.h needs: ROWS x COLUMNS (vectors of sums in registers), Opened (four codes of each lane,
- * as `dot` takes them), open_codes, open_weights, dot, and what linear8_rows.h needs.
+ * linear8_kernel.h: 8-bit linear layers for one instruction set. Included by linear8_avx2.c and its like, behind
+ * linear8_rows.h. They define before: ROWS x COLUMNS (vectors of sums in registers), Opened (four codes of each lane, as
+ * `dot` takes them), open_codes, open_weights, dot, ENCODE (`encode`, or what does the same).
  */
 
-#include "linear8_rows.h"
+#define SUM int32_t
+#include "linear_finish.h"
 
 static void take(const Product *product, size_t first, size_t count, Rows *rows)
 {
     for (size_t i = 0; i < count; i++)
-        encode(product, first, i, rows, rows->codes + i * rows->code_line, LINE);
+        ENCODE(product, first, i, rows, rows->codes + i * rows->code_line, LINE);
 }
 
 /* Sums of products of codes: `rows` rows, PANEL columns. */
@@ -42,16 +43,6 @@ INLINE void sum_products(const uint8_t *codes, size_t line, const int8_t *weight
     }
 }
 
-/* One row of the result from its sums. */
-static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, const int32_t *sums,
-                          size_t column)
-{
-    float line[PANEL] __attribute__((aligned(64)));
-    for (int i = 0; i < PANEL; i += LANES)
-        STORE(line + i) = result_of(product, rows, row, sums + i, column + i);
-    finish_row(product, first + row, line, column);
-}
-
 static void multiply_panel(const Product *product, size_t first, size_t count, const Rows *rows, size_t panel)
 {
     const int8_t *weights = (const int8_t *)product->weights + panel * product->panel_bytes;
@@ -66,7 +57,7 @@ static void multiply_panel(const Product *product, size_t first, size_t count, c
 #undef CALL
         }
         for (int r = 0; r < some; r++, done++)
-            finish(product, rows, first, done, sums[r], panel * PANEL);
+            finish(product, rows, first, done, sums[r], panel);
     }
 }
 

@@ -1,6 +1,6 @@
 /*
  * linear8_rows.h: rows of x as codes, and rows of the result from sums of codes, for one instruction set. Included by
- * linear8_kernel.h and linear8_amx.c, which define before, beside what vectors.h needs: LEAST, MOST (the smaller and the
+ * the files of instruction sets, which define before, beside what vectors.h needs: LEAST, MOST (the smaller and the
  * larger number lane by lane), WHOLE (numbers rounded half to even), STORE_CODES (the lanes as bytes; what is above 255
  * becomes 255).
  */

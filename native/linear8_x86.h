@@ -15,3 +15,6 @@ static inline void store_codes(uint8_t *to, integers v)
     __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(pairs, pairs));
 }
+
+#define ENCODE encode
+#include "linear8_rows.h"

@@ -1,8 +1,14 @@
 /*
  * linear_finish.h: from sums to rows of the result, where these are bfloat16 and stay in registers. Included behind
  * linear_kernel.h, by files that define before: SUM (the type of sums), result_of (LANES numbers of the result, with bias,
- * from sums), NARROW_BFLOATS, and LEAST, MOST (the smaller and the larger number lane by lane).
+ * from sums), and LEAST, MOST (the smaller and the larger number lane by lane).
  */
+
+#ifdef BFLOATS
+
+#ifndef NARROW_BFLOATS
+#define NARROW_BFLOATS(to, v) STORE_BFLOATS(to, (integers)round_bfloat16(v) >> 16)
+#endif
 
 /*
  * GELU for a result in bfloat16: to 4e-5, of which bfloat16 sees nothing, in half the operations. The normal
@@ -37,20 +43,26 @@ INLINE void finish_panel(const Product *product, const Rows *rows, size_t first,
     }
 }
 
+#endif
+
 /* One row of the result from its sums. */
 static inline void finish(const Product *product, const Rows *rows, size_t first, size_t row, const SUM *sums,
                           size_t panel)
 {
     size_t column = panel * PANEL;
     float line[PANEL] __attribute__((aligned(LINE)));
+#ifdef BFLOATS
     bool whole = product->out_type == BFLOAT16 && product->outputs - column >= PANEL;
     if (whole && product->activation == NONE) {
         finish_panel(product, rows, first, row, sums, column, NONE);
-    } else if (whole && product->activation == GELU) {
-        finish_panel(product, rows, first, row, sums, column, GELU);
-    } else {
-        for (int i = 0; i < PANEL; i += LANES)
-            STORE(line + i) = result_of(product, rows, row, sums + i, column + i);
-        finish_row(product, first + row, line, column);
+        return;
     }
+    if (whole && product->activation == GELU) {
+        finish_panel(product, rows, first, row, sums, column, GELU);
+        return;
+    }
+#endif
+    for (int i = 0; i < PANEL; i += LANES)
+        STORE(line + i) = result_of(product, rows, row, sums + i, column + i);
+    finish_row(product, first + row, line, column);
 }

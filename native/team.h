@@ -35,6 +35,8 @@ static bool has_instructions(const char *name)
     if (strcmp(name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (strcmp(name, "avx512bf16") == 0)
+        return has_instructions("avx512") && __builtin_cpu_supports("avx512bf16");
     if (strcmp(name, "amx") == 0) { /* its registers are large: Linux wants to be asked for them, once a process */
         static atomic_int granted;  /* 1: yes, -1: no */
         if (!granted)
