@@ -52,10 +52,14 @@ TILED INLINE void tiled_match(const uint16_t *const *keys, const size_t *strides
     }
 }
 
-/* sums += weights times values, for two strips, or the first if not `both`, and so many times DEEP keys. */
+/*
+ * sums += weights times values, for two strips, or the first if not `both`, and so many times DEEP keys. Only `rows` of
+ * the strips' rows are used.
+ */
 TILED INLINE void tiled_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
-                               bool both, float *sums)
+                               bool both, size_t rows, float *sums)
 {
+    (void)rows;
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
     TILES_SEE_MEMORY;
     const size_t other = parts.weight * STEP * SIDE;

@@ -95,13 +95,13 @@ TILED INLINE void tiled_match(const uint16_t *const *keys, const size_t *strides
 }
 
 TILED INLINE void tiled_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks,
-                                   Parts parts, bool both, float *sums)
+                                   Parts parts, bool both, size_t rows, float *sums)
 {
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
     (void)parts;
     for (size_t strip = 0; strip < (both ? 2 : 1); strip++, weights += STEP * SIDE, sums += SIDE * deep)
         for (size_t d = 0; d < deep; d += 2 * SIDE)
-            for (size_t half = 0; half < SIDE; half += EIGHT) {
+            for (size_t half = 0; half < SIDE && strip * SIDE + half < rows; half += EIGHT) {
                 float *line = sums + d * SIDE + half * SIDE;
                 __m512 held[EIGHT][2];
 #pragma GCC unroll 8

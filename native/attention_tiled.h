@@ -155,8 +155,11 @@ TILED INLINE void tiled_keys(const Attention *attention, const Room *room, const
         keys[k / SIDE] = own + k * deep;
         strides[k / SIDE] = deep * sizeof(uint16_t);
         for (size_t i = k; i < k + some; i++)
-            tiled_fetch(attention, room, block, KEY, i, form == AS_IT_LIES ? NARROW : form, parts, own + i * deep,
-                      SPAN * deep);
+            if (form == AS_IT_LIES)
+                for (size_t d = 0; d < deep; d += DEEP)
+                    _mm512_storeu_si512(own + i * deep + d, _mm512_loadu_si512((const uint16_t *)rows[i] + d));
+            else
+                tiled_fetch(attention, room, block, KEY, i, form, parts, own + i * deep, SPAN * deep);
     }
 }
 
@@ -562,7 +565,7 @@ TILED INLINE void tiled_attend(const Attention *attention, const Task *task, voi
                                room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
                 }
                 tiled_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, both,
-                               sums);
+                                 strip[0].rows + strip[1].rows, sums);
             }
         }
     }
