@@ -133,9 +133,10 @@ class Blocks:
     def spans(self, mask: Any, batch: int, length: int) -> Spans | None:
         """Where valid tokens lie; None if the mask is not plain padding on the right."""
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            if mask.shape != (batch, length) or bool(((mask != 0) & (mask != 1)).any()):
+            valid = mask != 0
+            if mask.shape != (batch, length) or not torch.equal(valid.to(mask.dtype), mask):
                 return None
-            spans = spans_of(mask != 0)
+            spans = spans_of(valid)
         else:
             spans = read_mask(mask, batch, length, window=self.mask_window)
         return None if spans is None or spans.left else spans

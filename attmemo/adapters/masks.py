@@ -40,14 +40,15 @@ def valid_places(lengths: Sequence[int], padded: int) -> npt.NDArray[np.bool_]:
 
 def spans_of(valid: Tensor) -> Spans | None:
     """Spans of a ``[B, L]`` boolean tensor; None if a sequence is empty, has a gap, or has padding on both sides."""
-    counts = valid.sum(-1)
-    lengths = [int(n) for n in counts.tolist()]
+    seen = valid.numpy()  # a forward of few tokens waits longer for torch's operators than for all of this
+    counts = seen.sum(-1)
+    lengths: list[int] = counts.tolist()
+    padded = seen.shape[-1]
     if min(lengths, default=0) == 0:
         return None
-    places = torch.arange(valid.shape[-1], device=valid.device)
-    if torch.equal(places < counts[:, None], valid):
+    if min(lengths) == padded or np.array_equal(valid_places(lengths, padded), seen):
         return Spans(lengths)
-    if torch.equal(places >= valid.shape[-1] - counts[:, None], valid):
+    if np.array_equal(np.arange(padded) >= padded - counts[:, None], seen):
         return Spans(lengths, left=True)
     return None
 

@@ -107,13 +107,10 @@ class Chain:
         calls: list[Attend] = []
         for number in range(count):
             records = None if stored is None else stored(number)
-            if calls and disentangled is None and records is not None:
-                calls.append(calls[0].of_records(records))
-                continue
-            calls.append(Attend(
+            terms = None if disentangled is None else disentangled(number)
+            calls.append(calls[0].of(records, terms) if calls else Attend(
                 queries, keys, values, self._heads, layout, scale=scale, table=table, out=context, threads=threads,
-                stored=records,
-                disentangled=None if disentangled is None else disentangled(number),
+                stored=records, disentangled=terms,
             ))  # fmt: skip
         copies = () if keep is None else keep.addresses(len(self._links), size, last)
         ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, last))

@@ -192,7 +192,7 @@ class Attend:
         turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
         added = None if table is None else table.contiguous()
         relative, distances = _distances(disentangled, queries)
-        self._columns, self._heads = columns, heads
+        self._queries, self._heads = queries, heads
         self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, relative)
         self.arguments: Any = (
             tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),
@@ -210,12 +210,14 @@ class Attend:
             (scale, torch.get_num_threads() if threads is None else threads, isa),
         )
 
-    def of_records(self, stored: Stored) -> Attend:
-        """The same call beside rows of other records: all other arguments need no second look."""
+    def of(self, stored: Stored | None, disentangled: Disentangled | None) -> Attend:
+        """The same call with other records and terms: all other arguments need no second look."""
         other = copy.copy(self)
-        other._alive = self._alive, stored
-        records = _records(stored, self._columns, self._heads)
-        other.arguments = (*self.arguments[:_RECORDS], records, *self.arguments[_RECORDS + 1 :])
+        relative, distances = _distances(disentangled, self._queries)
+        other._alive = self._alive, stored, relative
+        records = _NOT_STORED if stored is None else _records(stored, self._queries.shape[1], self._heads)
+        before, between, last = self.arguments[:_RECORDS], self.arguments[_RECORDS + 1 : -2], self.arguments[-1]
+        other.arguments = (*before, records, *between, distances, last)
         return other
 
 
