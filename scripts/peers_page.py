@@ -84,12 +84,32 @@ def _who_wins(runs: list[Run]) -> str:
     lost = sum(one.peer_wins for _, one in cases)
     lines = ["## Who wins\n", f"A peer wins in {lost} of {len(cases)} cases, attmemo in {len(cases) - lost}."]
     lines += [_caution(runs), ""]
-    for wins, who in ((True, "A peer wins"), (False, "attmemo wins")):
-        lines += _by_model(runs, who, lambda run, wins=wins: [
-            _margin(one) for one in verdicts(run) if one.peer_wins is wins
-        ])  # fmt: skip
-        lines.append("")
-    return "\n".join([*lines, _late(runs)])
+    lines += _by_model(runs, "A peer wins", lambda run: [_margin(one) for one in verdicts(run) if one.peer_wins])
+    lines += ["", *_ratios(runs, late=False), _late(runs)]
+    return "\n".join(lines)
+
+
+def _ratios(runs: list[Run], *, late: bool) -> list[str]:
+    """A table of how many times as fast the best way of attmemo is as the best peer."""
+    streams = [stream for stream in STREAMS if any(run["stream"]["name"] == stream for run in runs)]
+    lines = [
+        "How many times as fast the fastest way of attmemo is as the fastest peer"
+        f"{', in the last third of each stream' if late else ''}. Batches of "
+        f"{', '.join(map(str, max((run['batch'] for run in runs), key=len, default=[])))}; bold: the peer is faster.",
+        "", f"| | {' | '.join(streams)} |", f"|{(1 + len(streams)) * '---|'}",
+    ]  # fmt: skip
+    for title, group in _groups(runs).items():
+        of = {run["stream"]["name"]: verdicts(run, late=late) for run in group}
+        cells = [", ".join(map(_ratio, of.get(name, []))).strip("–, ") or "–" for name in streams]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _ratio(one: Any) -> str:
+    if one.own is None or one.peer is None:
+        return "–"
+    found = f"{one.own[one.key] / one.peer[one.key]:.2f}"
+    return f"**{found}**" if one.peer_wins else found
 
 
 def _by_model(runs: list[Run], what: str, said: Callable[[Run], list[str]]) -> list[str]:
@@ -118,7 +138,7 @@ def _late(runs: list[Run]) -> str:
     lines += _by_model(runs, "Rows are the fastest late in the stream", lambda run: [
         f"{_margin(one)}{_beside(run, one)}" for one in verdicts(run, late=True) if _rows_win(one)
     ])  # fmt: skip
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *_ratios(runs, late=True)])
 
 
 def _rows_win(one: Any) -> bool:

@@ -1,0 +1,153 @@
+"""Numbers in the sentences of the page about the guard are those of the code, of arithmetic and of JSON files."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import count
+
+from docs_tools import DOCS, measured, page, says
+
+from attmemo.guard import certificate, draw, futile, keeper, margin, verified
+from attmemo.guard.guard import DRAWN, EARNED, RETURNED, SAVED
+from attmemo.guarded import BOTH_WAYS
+from attmemo.perfmodel import forward_times
+from attmemo.planner.guarded import TRIED
+from attmemo.profiler.race import PACKED, ROWS
+
+TEXT, FOUND = page("guard.md"), measured("guard.json")
+SCRIPT = (DOCS.parent / "scripts" / "bench_guard.py").read_text(encoding="utf-8")
+BUDGET, CONFIDENCE = 0.01, 0.95
+LEAST = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - BUDGET))
+"""Clean samples without which no test can rule out the budget: fewer are too likely at this rate."""
+
+
+def highest(changed: int, same: int) -> float:
+    """The rate of changed answers that so many samples do not rule out."""
+    return certificate.highest_rate(changed, same, CONFIDENCE)
+
+
+def needed(changed: int) -> int:
+    """Samples until the budget is certified, so many of them changed."""
+    return next(changed + same for same in count(LEAST) if highest(changed, same) <= BUDGET)
+
+
+def written(pattern: str) -> list[float]:
+    """The numbers in the one place of scripts/bench_guard.py that looks like this."""
+    (found,) = re.finditer(pattern, SCRIPT)
+    return [float(number) for number in found.groups()]
+
+
+def test_the_shares_of_samples_are_those_of_the_code() -> None:
+    says(TEXT, "Of the answers that would be served, # % are drawn and verified instead", 100 * DRAWN)
+    says(TEXT, "as many as add about # % to the time, but always # % of these answers",
+         100 * draw.ADDED, 100 * draw.LEAST)  # fmt: skip
+    says(TEXT, "Of # to # answers that could be served, one is a sample", 1 / DRAWN, 1 / draw.LEAST)
+    says(TEXT, "a certified guard samples # to # %", 100 * draw.LEAST, 100 * DRAWN)
+    says(TEXT, "The sample finds it with probability # to # each time", draw.LEAST, DRAWN)
+    says(TEXT, "The first # batches that are verified so, and one in # later", BOTH_WAYS, BOTH_WAYS)
+
+
+def test_what_makes_a_slot_free_is_that_of_the_code() -> None:
+    says(TEXT, "A slot of numbers is free after # different harmless values, a slot of words after #",
+         verified.NUMBERS, verified.WORDS)  # fmt: skip
+    says(TEXT, "Each blame adds # times the first number of harmless values", verified.PENALTY)
+    says(TEXT, "Up to # records are tried", TRIED)
+
+
+def test_margins_are_those_of_the_code() -> None:
+    says(TEXT, "must be ahead of the second best: by # of probability at first", margin.STEPS[margin.FIRST])
+    assert margin.SHARE == 0.5, "half of the budget"
+    says(TEXT, "it falls down to # while half of the budget", margin.STEPS[0])
+    none_changed = -math.log(1 - margin.SURENESS)  # the mean at which no change at all is as unlikely
+    says(TEXT, "An upper bound is taken for this, at # %: if no answer was seen to change, # may",
+         100 * margin.SURENESS, none_changed)  # fmt: skip
+    says(TEXT, "Where a word stands in a free slot, the margin is #", margin.SURE)
+    says(TEXT, "with a cosine of # at first and # at least", margin.COSINES[margin.FIRST_COSINE], margin.COSINES[0])
+    says(TEXT, "at least # at each step", margin.SEEN)
+
+
+def test_when_a_kind_is_not_tried_is_that_of_the_code() -> None:
+    assert futile.FEWEST == 5, "five answers of a kind"
+    says(TEXT, "If more than # of its answers were below every margin", futile.SHARE)
+    says(TEXT, "unless another record serves. # % of them are verified", 100 * DRAWN)
+
+
+def test_the_account_of_verifications_is_that_of_the_code() -> None:
+    says(TEXT, "The account holds # verifications at first, and never more. A request adds #, a served answer # more",
+         SAVED, EARNED, RETURNED)  # fmt: skip
+    says(TEXT, "After an alarm the account is filled up to a half of #", SAVED)
+    says(TEXT, "at most every # seconds", keeper.EVERY)
+
+
+def test_the_alarm_is_that_of_the_code() -> None:
+    says(TEXT, "a bet that the rate is #, # or # times the budget", *certificate.WORSE)
+    says(TEXT, "when the mean stake reaches #: at a rate of just the budget, # samples",
+         *[certificate.BETWEEN_ALARMS] * 2)  # fmt: skip
+
+
+def test_when_reuse_is_judged_is_that_of_the_code() -> None:
+    assert forward_times.KNOWN == 6, "six forwards in a row"
+    says(TEXT, "after # forwards without records at first and then after twice as many each time, up to #",
+         forward_times.SOONEST, forward_times.PERIOD)  # fmt: skip
+    says(TEXT, "one forward in # runs without them", forward_times.SELDOM)
+    says(TEXT, "or # verifications are done, or learning has cost as much time as # requests",
+         SAVED, forward_times.INVESTED)  # fmt: skip
+
+
+def test_what_samples_prove_is_arithmetic() -> None:
+    says(TEXT, "Before the first sample this rate is #, after # clean samples #, after # it is #",
+         highest(0, 0), 100, highest(0, 100), needed(0), highest(0, needed(0)))  # fmt: skip
+    says(TEXT, "A certificate for # % at # % takes # clean samples here, and # at least in any test",
+         100 * BUDGET, 100 * CONFIDENCE, needed(0), LEAST)  # fmt: skip
+    says(TEXT, "One sample that changes costs # more", needed(1) - needed(0))
+
+
+def test_lines_that_come_first_pay_for_samples() -> None:
+    """An answer costs the rate that the samples do not rule out: with so many served, more than all requests earn."""
+    lines, share = FOUND["alone"]["OpenSSH"]["lines"], 0.8
+    says(TEXT, "of # lines that come first no guard of this kind can serve #", lines, share)
+    least_rate = 1 - (1 - CONFIDENCE) ** (1 / (lines * (1 - share)))
+    assert share * lines * least_rate > BUDGET * lines
+
+
+def test_the_streams_are_those_of_the_script() -> None:
+    (first,), (threshold,) = written(r"len\(windows\) \* ([\d.]+)"), written(r'"threshold": ([\d.]+)')
+    (budget, lines), (confidence,) = written(r"BUDGET, LINES = ([\d.]+), (\d+)"), written(r"kind\(BUDGET, ([\d.]+),")
+    assert (budget, confidence) == (BUDGET, CONFIDENCE)
+    (seed,) = written(r"kind: type\[Guard\], seed: int = (\d+)")
+    says(TEXT, "`threshold=#`, budget # %, confidence # %, seed #. Streams are", threshold, 100 * budget,
+         100 * confidence, seed)  # fmt: skip
+    says(TEXT, "Streams are the first # lines of the later # % of each log", lines, 100 * (1 - first))
+    says(TEXT, "The classifier learns from the first # % of OpenSSH and HDFS", 100 * first)
+    says(TEXT, "Then the later # % go through it twice", 100 * (1 - first))
+    samples, streams = written(r"generator\.random\(([\d_]+)\) < BUDGET / 2\) for _ in range\((\d+)\)")
+    says(TEXT, "of # streams of # samples had a false alarm", streams, samples)
+    rates = [100 * float(rate) for rate in FOUND["simulated"]["falsely_certified"]]
+    says(TEXT, "with a true rate of #, # and # % of changed answers", *rates)
+
+
+def test_in_a_quarter_of_the_lines_with_a_record_the_model_is_unsure() -> None:
+    for log in ("BGL", "Mac"):
+        run = FOUND["lines"]["guard"][log]
+        assert 0.2 < run["done"]["below the margin"] / (run["lines"] - run["done"]["whole"]) < 0.3
+
+
+def test_whether_reuse_pays_was_measured() -> None:
+    runs = [measured(name) for name in ("streams.json", "streams-float32.json")]
+    batch, lines = runs[0]["batch"], runs[0]["lines"]
+    assert [(run["batch"], run["lines"]) for run in runs] == [(batch, lines)] * 2
+    streams = [run["streams"]["OpenSSH"] for run in runs]
+    assert [stream["dtype"] for stream in streams] == ["bfloat16", "float32"]
+    for stream in streams:
+        assert stream["conditions"]["cores"] == 2, "as the page says"
+        assert "amx_bf16" in stream["conditions"]["features"]
+    late = [stream["parts"]["last third"] for stream in streams]
+    (guarded, packed), (float32, packed32) = ([batch * one["ms"][way] for way in (ROWS, PACKED)] for one in late)
+    says(TEXT, "batches of # lines of OpenSSH, MiniLM, two cores with a matrix unit, the last third of # lines",
+         batch, lines)  # fmt: skip
+    says(TEXT, "In bfloat16 a batch takes # milliseconds with the guard, and # with packed blocks", guarded, packed)
+    says(TEXT, "Reuse had not ended there: # of these lines were served", late[0]["served"])
+    says(TEXT, "In float32 reuse pays: a batch takes # milliseconds with the guard, and # with packed blocks",
+         float32, packed32)  # fmt: skip
+    assert float32 < packed32
