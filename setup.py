@@ -25,7 +25,7 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-UNDEBUG"]
 CHECKS = [f"-fsanitize={name}" for name in os.environ.get("ATTMEMO_SANITIZE", "").split(",") if name]
 if CHECKS:
     CHECKS += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-SHARED = ["native/amx.h", "native/fine.h", "native/numbers.h", "native/team.h"]
+SHARED = ["native/amx.h", "native/fine.h", "native/numbers.h", "native/team.h", "native/tiles.h"]
 ATTENTION = ["plain", "generic", "avx2", "avx512", "avx512bf16"]
 ATTENTION_PARTS = [
     "attention",

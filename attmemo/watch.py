@@ -60,7 +60,7 @@ class Watch:
             self._before = before = None
             # The old weights need not stay in memory. New lists: another thread may be iterating over these.
             self._members, self._counted, self._plain, self._numbers, self._held = [], [], [], [], []
-        return before is None
+        return self._before is None  # another thread may have noticed meanwhile
 
     def drops(self, layer: int) -> bool:
         """Whether a layer has a dropout in training mode."""

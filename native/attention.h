@@ -2,7 +2,7 @@
  * attention.h: the face between the arithmetic of attention and its fronts.
  *
  * A front knows where things lie: caches, pages, records, Python arguments. The arithmetic (attention_plain.c,
- * attention_kernel.h, attention_amx.h) knows queries, blocks of keys and values, and softmax. Neither knows the other
+ * attention_kernel.h, attention_tiled.h) knows queries, blocks of keys and values, and softmax. Neither knows the other
  * but through this file. cache_attention.c and row_attention.c are fronts.
  *
  * WHAT A FRONT PROVIDES
@@ -35,7 +35,7 @@ static const size_t item_bytes[TYPES] = {4, 2, 2};
 enum {
     LINE = 64,  /* bytes of a line of the processor's cache */
     BLOCK = 64, /* keys at a time */
-    TILE = 96,  /* queries of a task at most, without a matrix unit */
+    TILE = 96,  /* queries of a task at most, without products of tiles */
     TURNS = 16, /* so many queries are worth transposing the keys */
     HELD = 4,   /* blocks whose rows must stay where they are: the last that `locate` filled */
 };
@@ -58,7 +58,7 @@ typedef struct {
     bool biased;        /* each score gains a number of its own */
     enum type bias_type;
     ptrdiff_t bias_step; /* bytes between the biases of two neighbouring keys */
-    size_t turns; /* so many queries of a task are worth the matrix unit, where there is one */
+    size_t turns; /* so many queries of a task are worth products of tiles, where there are some */
 } Attention;
 
 /* One query, of one head at one position. */
@@ -123,6 +123,7 @@ typedef struct {
     const char *name;
     size_t most; /* queries of a task */
     bool splits; /* whether the keys of a task may be divided */
+    bool bfloats; /* whether queries must be bfloat16; another kernel takes others */
     /* Bytes of scratch for tasks of so many queries and keys at most; enough for `store` too. */
     size_t (*scratch)(const Attention *attention, size_t queries, size_t keys);
     void (*attend)(const Attention *attention, const Task *task, void *scratch);

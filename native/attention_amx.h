@@ -17,7 +17,7 @@ enum {
  * `keys` begins each SIDE of the keys, `strides` are in bytes.
  */
 TILED INLINE void tiled_match(const uint16_t *const *keys, const size_t *strides, size_t groups, const uint16_t *queries,
-                          size_t line, size_t deep, Parts parts, bool both, float *scores)
+                              size_t line, size_t deep, Parts parts, bool both, float *scores)
 {
     TILES_SEE_MEMORY;
     for (size_t g = 0; g < groups; g += 2) {
@@ -57,7 +57,7 @@ TILED INLINE void tiled_match(const uint16_t *const *keys, const size_t *strides
  * the strips' rows are used.
  */
 TILED INLINE void tiled_add_values(const uint16_t *weights, const uint16_t *values, size_t deep, size_t chunks, Parts parts,
-                               bool both, size_t rows, float *sums)
+                                   bool both, size_t rows, float *sums)
 {
     (void)rows;
     enum { OF_SUMS = SIDE * SIDE, OF_PARTS = SIDE * DEEP }; /* numbers of a tile */
@@ -100,7 +100,7 @@ TILED INLINE void tiled_add_values(const uint16_t *weights, const uint16_t *valu
 
 /* Rows of A, whose parts lie a_part apart, times up to three packed tiles of a table, to `out`, whose lines are given. */
 TILED INLINE void tiled_row(const uint16_t *a, size_t stride, size_t a_part, const uint16_t *const *b, size_t count,
-                        size_t deep, size_t a_parts, size_t b_parts, float *out, size_t line)
+                            size_t deep, size_t a_parts, size_t b_parts, float *out, size_t line)
 {
     _tile_zero(0);
     _tile_zero(1);
@@ -130,7 +130,7 @@ TILED INLINE void tiled_row(const uint16_t *a, size_t stride, size_t a_part, con
 
 /* Two strips of queries, which lie `apart`, times two packed tiles of a table that are neighbours. */
 TILED INLINE void tiled_square(const uint16_t *a, size_t apart, const uint16_t *b, size_t deep, size_t parts, float *out,
-                           size_t line)
+                               size_t line)
 {
     const size_t stride = parts * deep * sizeof *a;
     _tile_zero(0);

@@ -16,6 +16,6 @@
 #include "attention_rows.h"
 #include "attention_kernel.h"
 
-const Kernel attention_avx2 = {"avx2", TILE, true, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_avx2 = {"avx2", TILE, true, false, scratch_bytes, attend, store, bring, measure, prepare};
 
 #endif

@@ -11,8 +11,8 @@
 #include "attention_amx.h"
 #include "attention_tiled.h"
 
-const Kernel attention_avx512 = {"avx512", TILE, true, scratch_bytes, attend, store, bring, measure, prepare};
-const Kernel attention_amx = {"amx", TILED_ROWS, true, scratch_bytes_tiled, attend_tiled, store, bring,
+const Kernel attention_avx512 = {"avx512", TILE, true, false, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_amx = {"amx", TILED_ROWS, true, false, scratch_bytes_tiled, attend_tiled, store, bring,
                               measure_tiled, prepare_tiled};
 
 #endif

@@ -3,8 +3,6 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
 
-#define AMX /* functions of amx.h need no matrix unit here */
-#include "amx.h"
 #include "attention_512.h"
 
 #define TILED
@@ -12,7 +10,7 @@
 #include "attention_dot.h"
 #include "attention_tiled.h"
 
-const Kernel attention_avx512bf16 = {"avx512bf16", TILED_ROWS, true, scratch_bytes_tiled, attend_tiled, store, bring,
+const Kernel attention_avx512bf16 = {"avx512bf16", TILED_ROWS, true, true, scratch_bytes_tiled, attend_tiled, store, bring,
                                      measure_tiled, prepare_tiled};
 
 #endif

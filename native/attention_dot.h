@@ -7,14 +7,14 @@
  * other: rows at a distance that the compiler knows need no registers for their addresses.
  */
 
-#define BEGIN_TILES (void)tile_shapes
+#define BEGIN_TILES (void)0
 #define END_TILES (void)0
 #define TILES_SEE_MEMORY (void)0
 
 enum {
-    KEYS_LIE = 0,
-    ONLY_BFLOATS = 1, /* of sums of several bfloat16 vectors of float32 are as fast */
-    EIGHT = SIDE / 2, /* rows */
+    KEYS_LIE = 0,     /* keys are copied first */
+    ONLY_BFLOATS = 1, /* other queries stay in vectors of float32: as fast as several products of bfloat16 */
+    HALF_SIDE = SIDE / 2,
 };
 
 /* sums += `rows` of A, which lie `apart`, times `columns` tiles of B, for DEEP inputs. */
@@ -65,9 +65,9 @@ TILED INLINE void dot_side(const uint16_t *a, const uint16_t *const *b, size_t c
         dot_rows(SIDE, 1, a, b, deep, out, line);
         return;
     }
-    float *const further[] = {out[0] + EIGHT * line, out[1] + EIGHT * line};
-    dot_rows(EIGHT, 2, a, b, deep, out, line);
-    dot_rows(EIGHT, 2, a + EIGHT * deep, b, deep, further, line);
+    float *const further[] = {out[0] + HALF_SIDE * line, out[1] + HALF_SIDE * line};
+    dot_rows(HALF_SIDE, 2, a, b, deep, out, line);
+    dot_rows(HALF_SIDE, 2, a + HALF_SIDE * deep, b, deep, further, line);
 }
 
 /* Widths that the compiler knows; others take longer. */
@@ -82,7 +82,7 @@ TILED static void dot(const uint16_t *a, const uint16_t *const *b, size_t column
         dot_side(a, b, columns, deep, out, line);
 }
 
-/* See attention_amx.h, for this and what follows. */
+/* See attention_amx.h, for this and what follows. Rows of A always lie `deep` apart: keys are copies. */
 TILED INLINE void tiled_match(const uint16_t *const *keys, const size_t *strides, size_t groups, const uint16_t *queries,
                               size_t line, size_t deep, Parts parts, bool both, float *scores)
 {
@@ -101,21 +101,21 @@ TILED INLINE void tiled_add_values(const uint16_t *weights, const uint16_t *valu
     (void)parts;
     for (size_t strip = 0; strip < (both ? 2 : 1); strip++, weights += STEP * SIDE, sums += SIDE * deep)
         for (size_t d = 0; d < deep; d += 2 * SIDE)
-            for (size_t half = 0; half < SIDE && strip * SIDE + half < rows; half += EIGHT) {
+            for (size_t half = 0; half < SIDE && strip * SIDE + half < rows; half += HALF_SIDE) {
                 float *line = sums + d * SIDE + half * SIDE;
-                __m512 held[EIGHT][2];
+                __m512 held[HALF_SIDE][2];
 #pragma GCC unroll 8
-                for (size_t r = 0; r < EIGHT; r++) {
+                for (size_t r = 0; r < HALF_SIDE; r++) {
                     held[r][0] = _mm512_loadu_ps(line + r * SIDE);
                     held[r][1] = _mm512_loadu_ps(line + OF_SUMS + r * SIDE);
                 }
                 for (size_t chunk = 0; chunk < chunks; chunk++) {
                     const uint16_t *tile = values + chunk * DEEP * deep + d * DEEP;
                     const uint16_t *const b[] = {tile, tile + OF_PARTS};
-                    dot_tile(held, EIGHT, 2, weights + chunk * OF_PARTS + half * DEEP, DEEP, b);
+                    dot_tile(held, HALF_SIDE, 2, weights + chunk * OF_PARTS + half * DEEP, DEEP, b);
                 }
 #pragma GCC unroll 8
-                for (size_t r = 0; r < EIGHT; r++) {
+                for (size_t r = 0; r < HALF_SIDE; r++) {
                     _mm512_storeu_ps(line + r * SIDE, held[r][0]);
                     _mm512_storeu_ps(line + OF_SUMS + r * SIDE, held[r][1]);
                 }

@@ -8,4 +8,4 @@
 #include "attention_rows.h"
 #include "attention_kernel.h"
 
-const Kernel attention_generic = {"generic", TILE, true, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_generic = {"generic", TILE, true, false, scratch_bytes, attend, store, bring, measure, prepare};

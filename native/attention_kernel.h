@@ -12,7 +12,8 @@
  * same rows. So bytes are what counts; in bfloat16 arithmetic takes as long as reading, in int8 and 4 bits longer.
  *
  * Terms by distance (Distances) are sums of products for each query and key by itself: it takes about twice as long as
- * the products of blocks, but holds for queries at any positions. Many queries have the matrix unit where there is one.
+ * the products of blocks, but holds for queries at any positions. Many queries have products of tiles instead, where the
+ * processor has them (attention_tiled.h).
  *
  * ROADS NOT TAKEN.  Sums of int8 products: queries would have to be quantised, which the operator's specification does
  * not allow. Sums of groups, scaled, instead of scaled numbers: done where a row has one scale, else it saves little
@@ -127,6 +128,10 @@ INLINE void multiply_as(enum reading reading, const float *a, size_t a_line, siz
         for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
             multiply_strip(reading, left, a_line, b, at, count, height, COLUMNS, to + at, line,
                            piece + at ? NULL : ahead);
+#if COLUMNS > 2
+        for (; reading == AS_FLOATS && at + 2 * LANES <= wide; at += 2 * LANES) /* values of narrow heads */
+            multiply_strip(reading, left, a_line, b, at, count, height, 2, to + at, line, piece + at ? NULL : ahead);
+#endif
         for (; at < wide; at += LANES)
             multiply_strip(reading, left, a_line, b, at, count, height, 1, to + at, line, piece + at ? NULL : ahead);
     }
@@ -399,7 +404,7 @@ static size_t measure(const Attention *attention, const Distances *distances)
     return ((distances->keys != NULL) + (distances->queries != NULL)) * distances->rows * wide * sizeof(float);
 }
 
-static void prepare(const Attention *attention, const Distances *distances)
+static inline void prepare(const Attention *attention, const Distances *distances)
 {
     const size_t width = attention->stored.width, wide = round_to(width, LANES);
     float *out = distances->ready;

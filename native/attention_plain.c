@@ -2,7 +2,7 @@
  * attention_plain.c: attention in plain C, the first step of the ladder. Read this one first.
  *
  * It needs nothing of the processor, so there is a path for every one, and it says in few lines what the others do
- * fast: attention_kernel.h with vectors, blocks and a running maximum, attention_amx.h with the matrix unit.
+ * fast: attention_kernel.h with vectors, blocks and a running maximum, attention_tiled.h by products of tiles.
  */
 
 #include <math.h>
@@ -193,4 +193,4 @@ static size_t scratch_bytes(const Attention *attention, size_t queries, size_t k
     return (attention->stored.width + keys) * sizeof(float);
 }
 
-const Kernel attention_plain = {"plain", TILE, false, scratch_bytes, attend, store, bring, measure, prepare};
+const Kernel attention_plain = {"plain", TILE, false, false, scratch_bytes, attend, store, bring, measure, prepare};

@@ -19,12 +19,15 @@ static const Kernel *const kernels[] = {
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
-/* The kernel of this name, or the best one for ''; NULL if the processor has no such instructions. */
-static const Kernel *choose_kernel(const char *isa)
+/*
+ * The kernel of this name, or the best one for '', for queries of this type: the next one if it does not take them. NULL
+ * if the processor has no such instructions.
+ */
+static const Kernel *choose_kernel(const char *isa, int type)
 {
     for (size_t i = 0; i < KERNELS; i++)
         if ((*isa == 0 || strcmp(isa, kernels[i]->name) == 0) && has_instructions(kernels[i]->name))
-            return kernels[i];
+            return kernels[i + (kernels[i]->bfloats && type != BFLOAT16 ? 1 : 0)];
     return NULL;
 }
 

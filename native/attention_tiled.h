@@ -1,5 +1,6 @@
 /*
- * attention_tiled.h: attention by products of tiles: what goes into them, and what becomes of them. See attention_tiles.h.
+ * attention_tiled.h: attention by products of tiles: what goes into them, and what becomes of them. See
+ * attention_tiles.h.
  */
 
 /* 32 numbers, 16 in each vector, rounded to bfloat16; what is missing stays, nothing of an infinity. */
@@ -95,7 +96,7 @@ TILED INLINE void tiled_begin(const Attention *attention, const Task *task, cons
 
 /* Codes times scales, `deep` numbers. */
 TILED INLINE void tiled_codes(enum reading reading, const char *codes, const float *scales, unsigned shift, size_t deep,
-                          uint16_t *out)
+                              uint16_t *out)
 {
     const char *const scales_of[] = {(const char *)scales};
     const Lines lines = {.rows = &codes, .scales = scales_of, .shift = shift};
@@ -108,7 +109,7 @@ TILED INLINE void tiled_codes(enum reading reading, const char *codes, const flo
 
 /* Row `k` of one plane of a block as bfloat16: where it lies, or in `out`, part p at out + p * stride. */
 TILED INLINE const uint16_t *tiled_fetch(const Attention *attention, const Room *room, const Block *block, enum plane plane,
-                                     size_t k, Form form, size_t parts, uint16_t *out, size_t stride)
+                                         size_t k, Form form, size_t parts, uint16_t *out, size_t stride)
 {
     const Format *format = &attention->stored;
     const size_t width = format->width, deep = room->deep;
@@ -138,7 +139,7 @@ TILED INLINE const uint16_t *tiled_fetch(const Attention *attention, const Room 
 
 /* keys and strides: where each SIDE of a block's keys begin, and how many bytes lie between them. */
 TILED INLINE void tiled_keys(const Attention *attention, const Room *room, const Block *block, Form form, size_t parts,
-                         uint16_t *own, const uint16_t **keys, size_t *strides)
+                             uint16_t *own, const uint16_t **keys, size_t *strides)
 {
     size_t deep = room->deep;
     const char *const *rows = block->rows[KEY];
@@ -165,7 +166,7 @@ TILED INLINE void tiled_keys(const Attention *attention, const Room *room, const
 
 /* A block's values, rows beyond the last being zeros, to `packed`, where the span's lie. */
 TILED INLINE void tiled_values(const Attention *attention, const Room *room, const Block *block, Form form, size_t parts,
-                           uint16_t *packed)
+                               uint16_t *packed)
 {
     const size_t deep = room->deep;
     const Ahead keys = look_ahead(&attention->stored, block, KEY);
@@ -183,7 +184,7 @@ TILED INLINE void tiled_values(const Attention *attention, const Room *room, con
             for (size_t d = 0; d < deep; d += SIDE) {
                 uint16_t *out = packed + (p * SPAN + k / DEEP * DEEP) * deep + d * DEEP + k % DEEP * SIDE;
                 if (rows[0])
-                    amx_weave(rows[0] + p * deep + d, rows[1] ? rows[1] + p * deep + d : NULL, SIDE, out);
+                    weave_rows(rows[0] + p * deep + d, rows[1] ? rows[1] + p * deep + d : NULL, SIDE, out);
                 else
                     memset(out, 0, 2 * SIDE * sizeof *out);
             }
@@ -192,7 +193,7 @@ TILED INLINE void tiled_values(const Attention *attention, const Room *room, con
 
 /* room->bias [STEP, SIDE]: the biases of `count` keys for the `rows` queries of a strip. */
 TILED static void tiled_bias(const Attention *attention, const Query *queries, const Room *room, size_t rows, size_t first,
-                         size_t count)
+                             size_t count)
 {
     float *lines = room->bias + STEP * SIDE; /* [SIDE, STEP] */
     memset(lines, 0, STEP * SIDE * sizeof *lines);
@@ -231,7 +232,7 @@ TILED INLINE __m512 tiled_power(__m512 y, size_t parts)
 
 /* Products to scores, where more than a factor lies between them: slopes, biases, later keys. */
 TILED static void tiled_adjust(const Attention *attention, const Room *room, const Strip *strip, size_t first, size_t count,
-                           float *scores)
+                               float *scores)
 {
     const __m512 root = _mm512_set1_ps(attention->root);
     const __m512 slope = _mm512_loadu_ps(strip->slope);
@@ -266,7 +267,7 @@ TILED static void tiled_adjust(const Attention *attention, const Room *room, con
 
 /* Scores of `count` keys to weights, as parts in `weights`; earlier sums shrink where a larger score appeared. */
 TILED INLINE void tiled_soften(const Attention *attention, const Room *room, Strip *strip, size_t first, size_t count,
-                           size_t parts, float *scores, uint16_t *weights, float *sums)
+                               size_t parts, float *scores, uint16_t *weights, float *sums)
 {
     const __m512 never = _mm512_set1_ps(-INFINITY), before = _mm512_loadu_ps(strip->most);
     const __m512 bits = _mm512_set1_ps(BITS_OF_E), far = _mm512_set1_ps(4096);
@@ -364,16 +365,8 @@ static size_t tiled_table(const Attention *attention, const Distances *distances
     return 2 * tiled_middle(distances->reach) * tiled_parts(attention->type) * round_to(attention->stored.width, DEEP);
 }
 
-/* Whether queries of this type gain by products of tiles. */
-static inline bool has_tiles(const Attention *attention)
-{
-    return !ONLY_BFLOATS || attention->type == BFLOAT16;
-}
-
 static size_t measure_tiled(const Attention *attention, const Distances *distances)
 {
-    if (!has_tiles(attention))
-        return measure(attention, distances);
     const size_t rows = SIDE * tiled_parts(attention->type) * round_to(attention->stored.width, DEEP);
     const size_t tables = (distances->keys != NULL) + (distances->queries != NULL);
     return (tables * tiled_table(attention, distances) + rows) * sizeof(uint16_t) +
@@ -382,10 +375,6 @@ static size_t measure_tiled(const Attention *attention, const Distances *distanc
 
 TILED static void prepare_tiled(const Attention *attention, const Distances *distances)
 {
-    if (!has_tiles(attention)) {
-        prepare(attention, distances);
-        return;
-    }
     const size_t width = attention->stored.width, deep = round_to(width, DEEP), parts = tiled_parts(attention->type);
     const size_t middle = tiled_middle(distances->reach), table = tiled_table(attention, distances);
     const ptrdiff_t reach = (ptrdiff_t)distances->reach;
@@ -449,7 +438,7 @@ static void tiled_place(const Task *task, const Room *room)
  * count).
  */
 TILED INLINE void tiled_relate(const Task *task, const Room *room, size_t s, const uint16_t *const *keys,
-                           const size_t *strides, size_t first, size_t count, Parts parts, float *scores)
+                               const size_t *strides, size_t first, size_t count, Parts parts, float *scores)
 {
     const Distances *distances = task->distances;
     const Places *places = room->places + s / 2;
@@ -477,7 +466,7 @@ TILED INLINE void tiled_relate(const Task *task, const Room *room, size_t s, con
                 const uint16_t *const b[] = {table + t * tile_size, table + (t + 1) * tile_size,
                                              table + (t + 2) * tile_size};
                 tiled_row(queries, tile_size / SIDE * sizeof *queries, deep, b, tiles - t < 3 ? tiles - t : 3, deep,
-                        parts.query, parts.query, out + t * SIDE, line_of_keys);
+                          parts.query, parts.query, out + t * SIDE, line_of_keys);
             }
         for (size_t i = 0; i < strips; i++)
             for (size_t lane = 0; lane < SIDE; lane++)
@@ -494,7 +483,7 @@ TILED INLINE void tiled_relate(const Task *task, const Room *room, size_t s, con
                                              of_queries + (size_t)(tile[left > 1] - back) * tile_size,
                                              of_queries + (size_t)(tile[left > 2 ? 2 : 0] - back) * tile_size};
                 tiled_row(keys[g], strides[g], SPAN * deep, b, left < 3 ? left : 3, deep, parts.cache, parts.query,
-                        room->of_queries + g * SIDE * line + t * SIDE, line);
+                          room->of_queries + g * SIDE * line + t * SIDE, line);
             }
         }
     TILES_SEE_MEMORY;
@@ -526,7 +515,7 @@ TILED INLINE void tiled_attend(const Attention *attention, const Task *task, voi
     Room space;
     const Room *room = &space;
     tiled_room(task->count, attention->stored.width, attention->stored.groups, parts.query,
-             attention->distant ? task->distances->reach : 0, scratch, &space);
+               attention->distant ? task->distances->reach : 0, scratch, &space);
     const size_t deep = room->deep, strips = tiled_strips(task->count);
     const uint16_t *keys[SPAN / SIDE];
     size_t strides[SPAN / SIDE];
@@ -543,7 +532,7 @@ TILED INLINE void tiled_attend(const Attention *attention, const Task *task, voi
             task->locate(task, first, false, &block);
             tiled_values(attention, room, &block, form, parts.cache, room->values + at * deep);
             tiled_keys(attention, room, &block, form, parts.cache, room->rows + at * deep, keys + at / SIDE,
-                     strides + at / SIDE);
+                       strides + at / SIDE);
         }
         for (size_t s = 0; s < strips; s += 2) {
             Strip *strip = room->strips + s;
@@ -553,16 +542,16 @@ TILED INLINE void tiled_attend(const Attention *attention, const Task *task, voi
             for (size_t first = span; first < last; first += STEP) {
                 const size_t at = first - span, count = last - first < STEP ? last - first : STEP;
                 tiled_match(keys + at / SIDE, strides + at / SIDE, (count + SIDE - 1) / SIDE,
-                          room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
-                          both, room->scores);
+                            room->queries + s * parts.query * deep * SIDE, parts.query * deep * SIDE, deep, parts,
+                            both, room->scores);
                 if (attention->distant)
                     tiled_relate(task, room, s, keys + at / SIDE, strides + at / SIDE, first, count, parts,
-                               room->scores);
+                                 room->scores);
                 for (size_t i = 0; i < 2 && strip[i].rows > 0; i++) {
                     if (attention->biased && !strip[i].slide)
                         tiled_bias(attention, task->queries + (s + i) * SIDE, room, strip[i].rows, first, count);
                     tiled_soften(attention, room, strip + i, first, count, parts.weight, room->scores + i * STEP * SIDE,
-                               room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
+                                 room->weights + i * parts.weight * STEP * SIDE, sums + i * SIDE * deep);
                 }
                 tiled_add_values(room->weights, room->values + at * deep, deep, (count + DEEP - 1) / DEEP, parts, both,
                                  strip[0].rows + strip[1].rows, sums);
@@ -593,15 +582,15 @@ TILED static void attend_tiled(const Attention *attention, const Task *task, voi
     const Form form = !bfloats ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
     enum reading reading;
     const bool codes = whole && choose_codes(format, &reading);
-    if (!has_tiles(attention) || (task->count < attention->turns && !attention->distant))
+    if (task->count < attention->turns && !attention->distant)
         attend(attention, task, scratch);
-    else if (attention->type == FLOAT16)
+    else if (!ONLY_BFLOATS && attention->type == FLOAT16)
         tiled_attend(attention, task, scratch, IN_PARTS, (Parts){2, 2, 2});
     else if (attention->type == BFLOAT16 && form == AS_IT_LIES)
         tiled_attend(attention, task, scratch, AS_IT_LIES, (Parts){1, 1, 1});
     else if (attention->type == BFLOAT16 && codes)
         tiled_attend(attention, task, scratch, CODES, (Parts){1, 1, 1});
-    else if (attention->type == BFLOAT16)
+    else if (ONLY_BFLOATS || attention->type == BFLOAT16)
         tiled_attend(attention, task, scratch, form, (Parts){1, 1, 1});
     else if (bfloats)
         tiled_attend(attention, task, scratch, form, (Parts){3, 1, 3});
@@ -613,12 +602,10 @@ static size_t scratch_bytes_tiled(const Attention *attention, size_t queries, si
 {
     const Format *format = &attention->stored;
     Room room;
-    if (!has_tiles(attention))
-        return scratch_bytes(attention, queries, keys);
     const bool always = attention->distant;
     size_t few = always ? 0 : scratch_bytes(attention, queries < attention->turns ? queries : attention->turns, keys);
     size_t many = queries < attention->turns && !always ? 0
                                              : tiled_room(queries, format->width, format->groups,
-                                                        tiled_parts(attention->type), always ? keys : 0, NULL, &room);
+                                                          tiled_parts(attention->type), always ? keys : 0, NULL, &room);
     return few < many ? many : few;
 }

@@ -10,8 +10,9 @@
  * bfloat16 the weights, which lie between 0 and 1, are rounded to it, as every fused kernel does; their sum is not.
  *
  * Scores come out turned, a vector of 16 queries for each key: keys are the rows of A and need no packing, those in
- * bfloat16 go from where they lie into the tiles, and the softmax of 16 queries needs no sum across a vector. Then the
- * weights are turned back, which are fewer than the values, to be A; pairs of rows of the values are woven to be B.
+ * bfloat16 go from where they lie into a matrix unit's tiles, and the softmax of 16 queries needs no sum across a vector.
+ * Then the weights are turned back, which are fewer than the values, to be A; pairs of rows of the values are woven to
+ * be B.
  * What is packed lies tile after tile: rows of a tile that are a power of two apart would get into each other's way.
  *
  * Terms by distance (Distances): the products of queries and of keys with what stands for distances are made tile by
@@ -23,6 +24,8 @@
  * are so small count as zero, and an infinity in a number of several parts gives NaN where the vectors would give an
  * infinity.
  */
+
+#include "tiles.h"
 
 #define BITS_OF_E 1.44269504f
 

@@ -462,7 +462,7 @@ static PyObject *native_attend(PyObject *Py_UNUSED(module), PyObject *args)
                           &width, &bits, &group, &pages, &page_size, &causal, &decoding, &threads, &slopes, &isa))
         return NULL;
 
-    const Kernel *kernel = choose_kernel(isa);
+    const Kernel *kernel = choose_kernel(isa, t[0].type);
     bool done = false;
     if (is_fine(kernel != NULL, "this processor has no such instruction set") &&
         is_fine(heads > 0 && heads < MOST && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && width < MOST &&

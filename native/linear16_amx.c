@@ -7,7 +7,6 @@
 #define ROWS 6
 #define COLUMNS 4
 #include "types_avx512.h"
-#define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #include "vectors.h"
 
 #include "linear16_kernel.h"

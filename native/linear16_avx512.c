@@ -12,7 +12,6 @@
 #define ROWS 12
 #define COLUMNS 2
 #include "types_avx512.h"
-#define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #include "vectors.h"
 
 #include "linear16_kernel.h"

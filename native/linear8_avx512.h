@@ -1,6 +1,6 @@
 /*
  * linear8_avx512.h: 8-bit linear layers by vectors of 512 bits. Included by linear8_amx.c, linear8_vnni.c and
- * linear8_vnni16.c behind their targets. NARROW_BFLOATS may be defined before: see vectors.h.
+ * linear8_vnni16.c behind their targets.
  */
 
 #define LANES 16

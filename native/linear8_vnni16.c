@@ -3,7 +3,6 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,f16c")
 
-#define NARROW_BFLOATS(to, v) _mm256_storeu_si256((__m256i *)(to), (__m256i)_mm512_cvtneps_pbh((__m512)(v)))
 #include "linear8_vnni.h"
 
 const LinearKernel linear8_vnni16 = {"vnni16", CODES, CHUNK, 1, 0, 1, take, multiply, normalize};

@@ -1,5 +1,5 @@
 /*
- * linear_finish.h: from sums to rows of the result, where these are bfloat16 and stay in registers. Included behind
+ * linear_finish.h: from sums to rows of the result; whole panels of bfloat16 stay in registers. Included behind
  * linear_kernel.h, by files that define before: SUM (the type of sums), result_of (LANES numbers of the result, with bias,
  * from sums), and LEAST, MOST (the smaller and the larger number lane by lane).
  */

@@ -60,7 +60,7 @@ AMX static void amx_pack(const uint16_t *values, size_t line, size_t length, siz
     for (size_t k = 0; k < deep; k += 2, packed += 2 * wide) {
         size_t filled = k < length ? width : 0;
         if (k < length)
-            amx_weave(values + k * line, k + 1 < length ? values + (k + 1) * line : NULL, width, packed);
+            weave_rows(values + k * line, k + 1 < length ? values + (k + 1) * line : NULL, width, packed);
         memset(packed + 2 * filled, 0, (wide - filled) * 4);
     }
 }

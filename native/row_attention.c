@@ -42,11 +42,11 @@
 
 enum {
     MOST = 1 << 20,
-    LEAST = 32,        /* queries of a task, where there are so many: two strips of the matrix unit */
+    LEAST = 32,        /* queries of a task, where there are so many: two strips of tiles */
     OVER = 4,          /* tasks for each thread, for balance */
     CALM = 1 << 15,    /* numbers of tables that are not worth waking a thread for */
     STRIDE = 16,       /* ranges of keys begin at multiples of this */
-    FEW = 6,           /* queries that are worth the matrix unit: of a short line few rows are computed, of many keys */
+    FEW = 6,           /* queries that are worth products of tiles: of a short line few rows are computed, of many keys */
 };
 
 /* Rows of numbers [rows, heads * width]; line: bytes from a row to the next. */
@@ -446,7 +446,7 @@ static RowCall *read_call(PyObject *args)
         return NULL;
     }
 
-    const Kernel *kernel = choose_kernel(isa);
+    const Kernel *kernel = choose_kernel(isa, type);
     const bool records = at[KEYS].len > 0, distant = distance_keys || distance_queries;
     Distances *distances = NULL;
     bool done = false;

@@ -6,8 +6,9 @@
  * second pool would fight with the first for the cores, and linking libgomp would load a second copy beside the one in
  * torch's wheel. Without a team the calling thread does all the work.
  *
- * INSTRUCTION SETS.  The kernels' headers are compiled once for AVX-512, once for AVX2 and once for whatever the
- * compiler takes for granted; the first that the processor has is used. For its matrix unit, if it has one, see amx.h.
+ * INSTRUCTION SETS.  The kernels' headers are compiled once for AVX-512, once for it with products of bfloat16, once for
+ * AVX2 and once for whatever the compiler takes for granted; the first that the processor has is used. For its matrix
+ * unit, if it has one, see amx.h.
  */
 
 #ifndef ATTMEMO_TEAM_H

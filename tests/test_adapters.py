@@ -531,6 +531,14 @@ class TestOddMasks:
     def test_a_sequence_without_a_valid_token_stays_exact(self) -> None:
         assert spans_of(torch.tensor([[True, False], [False, False]])) is None
 
+    def test_spans_are_padding_on_one_side_of_all_sequences(self) -> None:
+        given = {"1110 1111": [3, 4], "0111 1111": [3, 4], "1111 1111": [4, 4], "1011 1111": None, "0110 1111": None,
+                 "1110 0111": None}  # fmt: skip
+        for bits, lengths in given.items():
+            found = spans_of(torch.tensor([[bit == "1" for bit in row] for row in bits.split()]))
+            assert (None if found is None else found.lengths) == lengths
+            assert found is None or found.left is bits.startswith("0")
+
     def test_a_mask_that_differs_between_valid_queries_stays_exact(self) -> None:
         allowed = outer(mask_of([4], 6)).bool()
         allowed[0, 0, 1, 3] = False

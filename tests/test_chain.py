@@ -141,6 +141,8 @@ def test_each_block_gets_its_own_records_distances_and_table(kind: type[Panels],
     assert torch.equal(found, plain(blocks, hidden, layout, **asked))
     asked["stored"] = lambda number: stored(0)
     assert not torch.equal(found, Chain(blocks, HEADS, WIDTH)(hidden, layout, **asked))
+    asked["disentangled"] = lambda number: None if number == 1 else terms[number]
+    assert torch.equal(Chain(blocks, HEADS, WIDTH)(hidden, layout, **asked), plain(blocks, hidden, layout, **asked))
 
 
 @kinds

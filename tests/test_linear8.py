@@ -60,6 +60,25 @@ def test_every_instruction_set_has_the_same_integers(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", SETS)
+def test_every_instruction_set_has_the_same_codes_of_bfloat16(isa: str) -> None:
+    """Whole lines of inputs, and a part of one."""
+    for inputs in (128, 150):
+        x = (rows(50, inputs) * torch.logspace(-6, 6, 50)[:, None]).bfloat16()
+        x[7], x[8] = x[7].abs(), -x[8].abs()
+        codes = Linear8.of([127 * torch.eye(inputs).bfloat16()], [None])
+        assert torch.equal(codes(x, isa=isa), codes(x, isa=SETS[-1]))
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_gelu_in_bfloat16_is_near_over_its_whole_range(isa: str) -> None:
+    values = torch.cat([torch.linspace(-6, 6, 20001), torch.tensor([-1e30, -100.0, -0.0, 100.0, 1e30])]).bfloat16()
+    layer = Linear8.of([torch.zeros(len(values), 1).bfloat16()], [values], "gelu")
+    seen = layer(torch.zeros(1, 1).bfloat16(), isa=isa)[0].double()
+    expected = F.gelu(values.double())
+    assert ((seen - expected).abs() <= 2**-8 * expected.abs() + 5e-5).all()
+
+
+@pytest.mark.parametrize("isa", SETS)
 def test_the_largest_sums_do_not_saturate(isa: str) -> None:
     inputs = 65536
     x, weight = torch.full((1, inputs), 255.0), torch.full((2, inputs), 127.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -70,11 +71,11 @@ def test_activations_are_exact_over_their_whole_range(kind: Kind, isa: str, acti
 @cases
 def test_a_row_that_is_not_finite_becomes_nan_alone(kind: Kind, dtype: torch.dtype, isa: str) -> None:
     """But in 8 bits, infinity gives what it gives in a product: infinity, or NaN."""
-    weight, bias = parts(70, 37, dtype)
-    for activation in ACTIVATIONS:
-        layer, x = kind.of([weight], [bias], activation), rows(7, 37, dtype)
+    for inputs, activation in itertools.product((37, 128), ACTIVATIONS):
+        weight, bias = parts(70, inputs, dtype)
+        layer, x = kind.of([weight], [bias], activation), rows(7, inputs, dtype)
         expected = layer(x, isa=isa)
-        for place, wrong in ((0, math.nan), (36, math.inf), (17, -math.inf)):
+        for place, wrong in ((0, math.nan), (inputs - 1, math.inf), (17, -math.inf)):
             spoiled = x.clone()
             spoiled[4, place] = wrong
             seen = layer(spoiled, isa=isa)

@@ -189,6 +189,30 @@ def test_long_sequences_agree_with_float64(isa: str, dtype: torch.dtype, extra: 
 
 
 @pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("width", [16, 24, 48, 64, 80, 96, 128])
+@pytest.mark.parametrize("extra", ["none", "both"])
+def test_any_number_of_queries_of_any_width_agrees_with_float64_in_bfloat16(isa: str, width: int, extra: str) -> None:
+    batch = Batch([5, 6, 8, 9, 16, 17, 33, 70], 2, width, torch.bfloat16)
+    call = batch.make() | extras(extra, batch)
+    assert error(attend(**call, isa=isa), expect(call)) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_nothing_is_written_behind_the_output(isa: str, dtype: torch.dtype) -> None:
+    for width in (16, 20, 48, 64):
+        batch = Batch([3, 40, 9], 1, width, dtype)
+        call = batch.make()
+        expected = attend(**call, isa=isa, threads=1)
+
+        def run(call: dict[str, Any] = call, expected: Tensor = expected) -> bool:
+            out = before_walls(torch.zeros_like(expected))
+            return torch.equal(attend(**call, isa=isa, threads=1, out=out), expected)
+
+        assert run_child(run).result
+
+
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("terms", [["c2p", "p2c"], ["c2p"], ["p2c"]], ids=str)
 @pytest.mark.parametrize(("shared", "size"), [(True, 8), (False, 8), (True, -1)])
 def test_disentangled_terms_are_those_of_transformers(isa: str, terms: list[str], shared: bool, size: int) -> None:

@@ -96,8 +96,13 @@ def prune(model: nn.Module) -> None:
     prune.l1_unstructured(base.encoder.layer[1].attention.self.key, "weight", 0.5)
 
 
+def drop_a_bias(model: nn.Module) -> None:
+    base: Any = model
+    base.encoder.layer[1].attention.self.key.bias = None
+
+
 CHANGES = [
-    load, assign, point_elsewhere, write_unseen, convert, step_each, step_together, step_fused,
+    drop_a_bias, load, assign, point_elsewhere, write_unseen, convert, step_each, step_together, step_fused,
     attach_to_queries, attach_before_attention, embed_otherwise, prune,
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ _NONE = b""
 _NOT_STORED = (_NONE, _NONE, _NONE, _NONE, _NONE, 0, 0, 0, 0)
 _NOT_TURNED = (0, 0, 0, 0)
 _NOT_DISTANT = (0, 0, 0, 0, 0, _NONE, 0)
-_RECORDS = 3  # which of the arguments are records
+_RECORDS, _DISTANCES = 3, 6  # which of the arguments are records, and terms by distance
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,9 @@ class Attend:
         relative, distances = _distances(disentangled, self._queries)
         other._alive = self._alive, stored, relative
         records = _NOT_STORED if stored is None else _records(stored, self._queries.shape[1], self._heads)
-        before, between, last = self.arguments[:_RECORDS], self.arguments[_RECORDS + 1 : -2], self.arguments[-1]
-        other.arguments = (*before, records, *between, distances, last)
+        arguments = list(self.arguments)
+        arguments[_RECORDS], arguments[_DISTANCES] = records, distances
+        other.arguments = tuple(arguments)
         return other
 
 

@@ -42,7 +42,8 @@ class Planner(Protocol):
         """Milliseconds that the layer takes without reuse; None if they are not known."""
 
 
-_nothing = lru_cache(maxsize=64)(Share.nothing)  # a share is only read, but in maps
+_nothing = lru_cache(maxsize=64)(Share.nothing)
+"""Stacks do not read this share. Maps must not get it: `Rows` keeps tensors."""
 
 
 class Whole:

@@ -287,6 +287,7 @@ class Angles:
     def of(self, kind: str) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles. None: nothing turns."""
         if self.positions is None:
+            assert not self.blocks.rotary
             return None
         if kind not in self._found:
             found = self.blocks.angles(kind, self.positions, self.dtype)
