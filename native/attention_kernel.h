@@ -128,10 +128,6 @@ INLINE void multiply_as(enum reading reading, const float *a, size_t a_line, siz
         for (; at + COLUMNS * LANES <= wide; at += COLUMNS * LANES)
             multiply_strip(reading, left, a_line, b, at, count, height, COLUMNS, to + at, line,
                            piece + at ? NULL : ahead);
-#if COLUMNS > 2
-        for (; reading == AS_FLOATS && at + 2 * LANES <= wide; at += 2 * LANES) /* values of narrow heads */
-            multiply_strip(reading, left, a_line, b, at, count, height, 2, to + at, line, piece + at ? NULL : ahead);
-#endif
         for (; at < wide; at += LANES)
             multiply_strip(reading, left, a_line, b, at, count, height, 1, to + at, line, piece + at ? NULL : ahead);
     }
