@@ -51,6 +51,8 @@ enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
 static bool is_there(const char *name)
 {
+    if (is_left_out(name))
+        return false;
 #if defined(__x86_64__)
     if (strcmp(name, "amx") == 0)
         return has_instructions("amx") && __builtin_cpu_supports("amx-int8");

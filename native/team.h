@@ -14,9 +14,11 @@
 #ifndef ATTMEMO_TEAM_H
 #define ATTMEMO_TEAM_H
 
+#include <ctype.h>
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "fine.h"
@@ -29,9 +31,27 @@
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 
-/* Whether the processor has what functions of this suffix are compiled for. */
+/* Whether the environment names this instruction set among those that are not to be used. */
+static bool is_left_out(const char *name)
+{
+    static const char *_Atomic read; /* the environment is asked once a process */
+    const char *words = read;
+    if (!words) {
+        words = getenv("ATTMEMO_WITHOUT");
+        read = words = words ? words : "";
+    }
+    const size_t size = strlen(name);
+    for (const char *at = words; (at = strstr(at, name)) != NULL; at += size)
+        if ((at == words || !isalnum((unsigned char)at[-1])) && !isalnum((unsigned char)at[size]))
+            return true;
+    return false;
+}
+
+/* Whether the processor has what functions of this suffix are compiled for, and they may be used. */
 static bool has_instructions(const char *name)
 {
+    if (is_left_out(name))
+        return false;
 #if defined(__x86_64__)
     if (strcmp(name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

