@@ -246,6 +246,12 @@ def test_the_demos_with_payments_were_measured() -> None:
     )
     speeds = peers["all"]["speed"][OPENVINO], peers["last third"]["over"][OPENVINO]
     says(page("first-steps.md"), template, *speeds)
+    over = peers["certified"]["over"][OPENVINO]
+    says(page("first-steps.md"), "third; while the guard was certified, # times.", over)
+    fresh = demos["bfloat16"]
+    template = "the set-up took # seconds (packages came from a cache of pip), the demo #, its start included"
+    says(page("first-steps.md"), template, fresh["set_up_seconds"], fresh["demo_seconds"])
+    assert fresh["demo_seconds"] <= 90, "as the first page says"
 
 
 def test_what_rows_cost_in_bfloat16_was_measured() -> None:
