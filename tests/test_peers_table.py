@@ -393,6 +393,12 @@ def attmemo(*arguments: object) -> Any:
 
 
 class TestCommand:
+    def test_the_help_names_every_path(self) -> None:
+        root: Any = typer.main.get_command(app)
+        (option,) = (one for one in root.commands["bench"].commands["peers"].params if one.name == "paths")
+        named = re.findall(r"[a-z0-9-]+", option.help.partition(": ")[2].partition(".")[0])
+        assert named == [*PATHS, "cache"]
+
     def test_the_table_fits_eighty_columns_and_says_first_who_wins(
         self, measured: dict[str, Any], service_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

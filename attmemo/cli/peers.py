@@ -55,7 +55,7 @@ def peers(
     paths: Annotated[Any, typer.Option(
         metavar="NAME,NAME,…", parser=parse_names, show_default=False,
         help="Only these: stock, compile, openvino-f32, openvino-bf16, openvino-int8, onnx, onnx-int8, none, maps, "
-        "rows, cache.  [default: all that are installed]",
+        "rows, none-int8, rows-int8, cache.  [default: all that are installed]",
     )] = None,
     database: Annotated[Path | None, typer.Option(
         metavar="DB", help="A trained and tuned database of maps of this model; without one, maps are left out."
