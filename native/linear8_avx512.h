@@ -14,6 +14,11 @@
 #define WHOLE(v) ((integers)_mm512_cvtps_epi32((__m512)(v)))
 #define STORE_CODES(to, v) _mm_storeu_si128((__m128i *)(to), _mm512_cvtusepi32_epi8((__m512i)(v)))
 
+/* For linear8_vnni.h. */
+#define ENCODE encode_fast
+#define SUM_BYTES(sum, codes, weights)                                                                                 \
+    ((integers)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(codes), (__m512i)(weights)))
+
 #include "linear8_rows.h"
 
 /* Of bfloat16, 32 numbers at a time: whole numbers of 16 bits in the same order. Its own inverse. */

@@ -6,24 +6,9 @@
 #define ROWS 6
 #include "linear8_x86.h"
 
-typedef integers Opened;
-
-INLINE Opened open_codes(integers four)
-{
-    return four;
-}
-
-INLINE Opened open_weights(integers four)
-{
-    return four;
-}
-
-INLINE integers dot(integers sum, Opened codes, Opened weights)
-{
-    return (integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)weights);
-}
-
-#include "linear8_kernel.h"
+#define SUM_BYTES(sum, codes, weights)                                                                                 \
+    ((integers)_mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(codes), (__m256i)(weights)))
+#include "linear8_vnni.h"
 
 const LinearKernel linear8_avxvnni = {"avxvnni", CODES, CHUNK, 1, 0, 1, take, multiply, normalize};
 

@@ -1,9 +1,8 @@
 /*
- * linear8_vnni.h: 8-bit linear layers by AVX-512's sums of products of bytes. Included by linear8_vnni.c and
- * linear8_vnni16.c: see linear8_avx512.h.
+ * linear8_vnni.h: 8-bit linear layers by an instruction that sums products of bytes as they are. Included by
+ * linear8_avxvnni.c, linear8_vnni.c and linear8_vnni16.c, behind what linear8_kernel.h needs. They define before: SUM_BYTES
+ * (sums of integers, plus products of codes and weights).
  */
-
-#include "linear8_avx512.h"
 
 typedef integers Opened;
 
@@ -19,8 +18,7 @@ INLINE Opened open_weights(integers four)
 
 INLINE integers dot(integers sum, Opened codes, Opened weights)
 {
-    return (integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)weights);
+    return SUM_BYTES(sum, codes, weights);
 }
 
-#define ENCODE encode_fast
 #include "linear8_kernel.h"

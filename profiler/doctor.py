@@ -108,9 +108,9 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         named = re.findall(r"\w+", settings[LEFT_OUT])
         unknown = [name for name in named if name not in SETS]
         seen = f"{LEFT_OUT} leaves out {', '.join(named)}: kernels for these are not used"
-        yield (f"{LEFT_OUT} names {', '.join(unknown)}; there are {', '.join(SETS)}" if unknown else seen), (
-            f"unset {LEFT_OUT}"
-        )
+        if unknown:
+            seen = f"{LEFT_OUT} names {', '.join(unknown)}; there are {', '.join(SETS)}"
+        yield seen, f"unset {LEFT_OUT}"
     if planned["precision"] == "bfloat16":
         seen = "this processor multiplies bfloat16: with AMX, models in bfloat16 took a quarter of float32's time"
         yield seen, "AutoModel.from_pretrained(MODEL, dtype=torch.bfloat16)"

@@ -42,6 +42,12 @@ def timed(*words: str | Path, folder: Path) -> float:
     return perf_counter() - start
 
 
+def result(output: Path) -> dict[str, Any]:
+    """What a demo has written."""
+    found: dict[str, Any] = json.loads((output / "demo.json").read_text(encoding="utf-8"))
+    return found
+
+
 def fresh(more: list[str]) -> dict[str, Any]:
     """The demo of a fresh clone, with the seconds of set-up and of the whole demo, start of programs included."""
     if more:
@@ -51,7 +57,7 @@ def fresh(more: list[str]) -> dict[str, Any]:
         timed("git", "clone", "--quiet", REPOSITORY, clone, folder=Path(folder))
         set_up = timed("make", ".venv/.library", folder=clone)
         demo = timed("make", "demo", folder=clone)
-        found: dict[str, Any] = json.loads((clone / "demo-output" / "demo.json").read_text(encoding="utf-8"))
+        found = result(clone / "demo-output")
     return found | {"set_up_seconds": round(set_up, 1), "demo_seconds": round(demo, 1)}
 
 
@@ -60,8 +66,7 @@ def here(more: list[str]) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         output = Path(folder) / "demo-output"
         timed(*ATTMEMO, "demo", "--output", output, *more, folder=REPOSITORY)
-        found: dict[str, Any] = json.loads((output / "demo.json").read_text(encoding="utf-8"))
-    return found
+        return result(output)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,22 @@ def says(text: str, template: str, *values: float) -> None:
     found = list(re.finditer(pattern, " ".join(text.split())))
     assert len(found) == 1, f"{len(found)} times on the page: {template}"
     agree(found[0].groups(), values)
+
+
+def set_in(script: str, pattern: str, places: int = 1) -> list[float]:
+    """Numbers that a script sets: the groups of a pattern, which it has in so many places, the same in all of them."""
+    text = (DOCS.parent / "scripts" / script).read_text(encoding="utf-8")
+    found = [one.groups() for one in re.finditer(pattern, text, re.MULTILINE)]
+    assert len(found) == places, f"{script} has {found}"
+    assert len(set(found)) == 1, f"{script} has {found}"
+    return [float(number) for number in found[0]]
+
+
+def samples_needed(changed: int, budget: float = 0.01, confidence: float = 0.95) -> int:
+    """Verified answers that certify a budget, if so many of them changed."""
+    from attmemo.guard.certificate import highest_rate
+
+    return next(same + changed for same in count(1) if highest_rate(changed, same, confidence) <= budget)
 
 
 class RowsCase:

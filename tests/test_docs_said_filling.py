@@ -7,13 +7,12 @@ import inspect
 import re
 from pathlib import Path
 
-from docs_tools import agree, measured, numbers, page, says, table_rows
+from docs_tools import agree, measured, numbers, page, samples_needed, says, set_in, table_rows
 from page_code import blocks
 
 from attmemo import memoize
 from attmemo.db import history, pool, segment
 from attmemo.embed.tokens import TokenIndex
-from attmemo.guard.certificate import highest_rate
 from attmemo.reuse import filler, growing, pace
 
 TEXT, FOUND = page("filling.md"), measured("filling.json")
@@ -26,15 +25,7 @@ MEDIAN, RARE = 1.03, 1.10  # what filling may add to requests
 SHOWN = [shown for _, shown in blocks(TUTORIAL) if shown]
 
 
-def setting(script: str, pattern: str) -> list[float]:
-    """Numbers that a script has at the groups of the pattern."""
-    found = set(re.findall(pattern, (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE))
-    assert len(found) == 1, f"{script} has {found}"
-    one = found.pop()
-    return [float(number) for number in ([one] if isinstance(one, str) else one)]
-
-
-WHOLE = setting("bench_filling.py", r"^WHOLE = (\d+)")[0]  # lines of a log
+WHOLE = set_in("bench_filling.py", r"^WHOLE = (\d+)")[0]  # lines of a log
 
 
 class TestFilling:
@@ -67,11 +58,11 @@ class TestFilling:
         third = {name: float(cells[1]) for name, *cells in table_rows(TEXT, "| policy | 1/2 |")}
         single = max(share for name, share in third.items() if name.startswith("records"))
         says(TEXT, "Single records would keep # more", single - third["**segments, half carried**"])
-        threshold = setting("simulate_filling.py", r"^THRESHOLD = ([\d.]+)")
+        threshold = set_in("simulate_filling.py", r"^THRESHOLD = ([\d.]+)")
         says(TEXT, "share of the rows computed, at threshold #)", *threshold)
 
     def test_what_cold_starts_cost_was_measured(self) -> None:
-        threshold = setting("bench_filling.py", r"gate=False, threshold=([\d.]+)")
+        threshold = set_in("bench_filling.py", r"gate=False, threshold=([\d.]+)", places=2)
         says(TEXT, "over the first # lines of each log, in order of time, nothing stored at first, `threshold=#`",
              WHOLE, *threshold)  # fmt: skip
         says(TEXT, "On BGL it does not pay within # lines, and on Mac hardly", WHOLE)
@@ -79,8 +70,7 @@ class TestFilling:
         assert 0.9 < mac < 1.0 < bgl
 
     def test_a_certificate_takes_as_many_samples_as_the_page_says(self) -> None:
-        clean = next(n for n in range(1, 1000) if highest_rate(0, n, CONFIDENCE) <= BUDGET)
-        after_one = next(n for n in range(clean, 1000) if highest_rate(1, n - 1, CONFIDENCE) <= BUDGET)
+        clean, after_one = (samples_needed(changed, BUDGET, CONFIDENCE) for changed in (0, 1))
         says(TEXT, "until # clean samples are there, it computes and verifies", clean)
         assert 1.9 <= after_one / clean <= 2.1
 
@@ -91,7 +81,7 @@ class TestFilling:
         [slow] = (name for name, one in lines.items() if one["mean"] > MEDIAN)
         assert slow == list(lines)[-2]
         says(TEXT, "In the last line but one the mean is above #", MEDIAN)
-        each = lines[slow]["requests"] / setting("bench_filling.py", r"^ROUNDS = (\d+)")[0]
+        each = lines[slow]["requests"] / set_in("bench_filling.py", r"^ROUNDS = (\d+)")[0]
         says(TEXT, "during the first few hundred of # requests. # requests tell little about a 99th percentile",
              each, lines["lines of five logs, 32 at once"]["requests"])  # fmt: skip
 
@@ -100,8 +90,8 @@ class TestFilling:
         assert all(one["longest"] < 1 and not one["above one second"] for one in FOUND["soon"].values())
 
     def test_inputs_that_never_repeat_were_as_many_as_the_page_says(self) -> None:
-        shape = setting("bench_filling.py", r"generator\.choice\(words, \((\d+), (\d+)\)\)")
-        bound = setting("bench_filling.py", rf"^BOUND = (\d+) << {MIB.bit_length() - 1}$")
+        shape = set_in("bench_filling.py", r"generator\.choice\(words, \((\d+), (\d+)\)\)")
+        bound = set_in("bench_filling.py", rf"^BOUND = (\d+) << {MIB.bit_length() - 1}$")
         says(TEXT, "# inputs that never repeat, # at once, # tokens each, a bound of # MiB",
              FOUND["never"]["seen"][-1]["inputs"], *shape, *bound)  # fmt: skip
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_tools import RowsCase, measured, page, says, spread
+from docs_tools import RowsCase, measured, page, samples_needed, says, spread
 
-from attmemo.guard.certificate import highest_rate
 from attmemo.memoization import memoize
 from attmemo.profiler.advise import AdviseOptions
 from attmemo.profiler.demo import BATCH, BUDGET, SECONDS
@@ -28,11 +26,6 @@ FIRST, STEPS, SERVICE = page("../README.md"), page("first-steps.md"), page("serv
 def runs(found: Any) -> list[Any]:
     """All runs of wrk of the first table: 64, 8 and 1 clients, and two with batches."""
     return [one for way in SERVERS for one in (*found[way]["single"], found[way]["batches_of_32"])]
-
-
-def samples(changed: int) -> int:
-    """Verified answers that certify 1 % at 95 %, if so many of them changed."""
-    return next(same + changed for same in count(1) if highest_rate(changed, same, 0.95) <= 0.01)
 
 
 def test_what_a_prepared_database_gains_was_measured() -> None:
@@ -57,7 +50,7 @@ def test_the_demo_is_made_as_the_page_says() -> None:
 
 
 def test_a_certificate_needs_as_many_samples_as_the_page_says() -> None:
-    says(STEPS, "If no sample changed, # are needed, and # if one did.", samples(0), samples(1))
+    says(STEPS, "If no sample changed, # are needed, and # if one did.", samples_needed(0), samples_needed(1))
 
 
 def test_advice_reads_as_many_texts_as_the_page_says() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from itertools import count
 
-from docs_tools import DOCS, measured, page, says
+from docs_tools import measured, page, samples_needed, says, set_in
 
 from attmemo.guard import certificate, draw, futile, keeper, margin, verified
 from attmemo.guard.guard import DRAWN, EARNED, RETURNED, SAVED
@@ -16,7 +14,7 @@ from attmemo.planner.guarded import TRIED
 from attmemo.profiler.race import PACKED, ROWS
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
-SCRIPT = (DOCS.parent / "scripts" / "bench_guard.py").read_text(encoding="utf-8")
+SCRIPT = "bench_guard.py"
 BUDGET, CONFIDENCE = 0.01, 0.95
 LEAST = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - BUDGET))
 """Clean samples without which no test can rule out the budget: fewer are too likely at this rate."""
@@ -25,17 +23,6 @@ LEAST = math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - BUDGET))
 def highest(changed: int, same: int) -> float:
     """The rate of changed answers that so many samples do not rule out."""
     return certificate.highest_rate(changed, same, CONFIDENCE)
-
-
-def needed(changed: int) -> int:
-    """Samples until the budget is certified, so many of them changed."""
-    return next(changed + same for same in count(LEAST) if highest(changed, same) <= BUDGET)
-
-
-def written(pattern: str) -> list[float]:
-    """The numbers in the one place of scripts/bench_guard.py that looks like this."""
-    (found,) = re.finditer(pattern, SCRIPT)
-    return [float(number) for number in found.groups()]
 
 
 def test_the_shares_of_samples_are_those_of_the_code() -> None:
@@ -97,10 +84,10 @@ def test_when_reuse_is_judged_is_that_of_the_code() -> None:
 
 def test_what_samples_prove_is_arithmetic() -> None:
     says(TEXT, "Before the first sample this rate is #, after # clean samples #, after # it is #",
-         highest(0, 0), 100, highest(0, 100), needed(0), highest(0, needed(0)))  # fmt: skip
+         highest(0, 0), 100, highest(0, 100), samples_needed(0), highest(0, samples_needed(0)))  # fmt: skip
     says(TEXT, "A certificate for # % at # % takes # clean samples here, and # at least in any test",
-         100 * BUDGET, 100 * CONFIDENCE, needed(0), LEAST)  # fmt: skip
-    says(TEXT, "One sample that changes costs # more", needed(1) - needed(0))
+         100 * BUDGET, 100 * CONFIDENCE, samples_needed(0), LEAST)  # fmt: skip
+    says(TEXT, "One sample that changes costs # more", samples_needed(1) - samples_needed(0))
 
 
 def test_lines_that_come_first_pay_for_samples() -> None:
@@ -112,16 +99,17 @@ def test_lines_that_come_first_pay_for_samples() -> None:
 
 
 def test_the_streams_are_those_of_the_script() -> None:
-    (first,), (threshold,) = written(r"len\(windows\) \* ([\d.]+)"), written(r'"threshold": ([\d.]+)')
-    (budget, lines), (confidence,) = written(r"BUDGET, LINES = ([\d.]+), (\d+)"), written(r"kind\(BUDGET, ([\d.]+),")
+    (first,), (threshold,) = set_in(SCRIPT, r"len\(windows\) \* ([\d.]+)"), set_in(SCRIPT, r'"threshold": ([\d.]+)')
+    budget, lines = set_in(SCRIPT, r"BUDGET, LINES = ([\d.]+), (\d+)")
+    (confidence,) = set_in(SCRIPT, r"kind\(BUDGET, ([\d.]+),")
     assert (budget, confidence) == (BUDGET, CONFIDENCE)
-    (seed,) = written(r"kind: type\[Guard\], seed: int = (\d+)")
+    (seed,) = set_in(SCRIPT, r"kind: type\[Guard\], seed: int = (\d+)")
     says(TEXT, "`threshold=#`, budget # %, confidence # %, seed #. Streams are", threshold, 100 * budget,
          100 * confidence, seed)  # fmt: skip
     says(TEXT, "Streams are the first # lines of the later # % of each log", lines, 100 * (1 - first))
     says(TEXT, "The classifier learns from the first # % of OpenSSH and HDFS", 100 * first)
     says(TEXT, "Then the later # % go through it twice", 100 * (1 - first))
-    samples, streams = written(r"generator\.random\(([\d_]+)\) < BUDGET / 2\) for _ in range\((\d+)\)")
+    samples, streams = set_in(SCRIPT, r"generator\.random\(([\d_]+)\) < BUDGET / 2\) for _ in range\((\d+)\)")
     says(TEXT, "of # streams of # samples had a false alarm", streams, samples)
     rates = [100 * float(rate) for rate in FOUND["simulated"]["falsely_certified"]]
     says(TEXT, "with a true rate of #, # and # % of changed answers", *rates)

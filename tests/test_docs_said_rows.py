@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from docs_tools import DOCS, RowsCase, measured, numbers, page, says, table_rows
+from docs_tools import RowsCase, measured, numbers, page, says, set_in, table_rows
 
 from attmemo.embed.sketch import Sketch
 from attmemo.embed.tokens import GRAPH_FROM, _Shelf
@@ -20,12 +20,6 @@ from attmemo.profiler.race import MIN_COSINE
 ROWS, MEASURED = page("rows.md"), page("measured.md")
 SIZES = (1, 8, 32)
 LOG = 2000  # lines of a log
-
-
-def set_in(script: str, pattern: str) -> list[float]:
-    """Numbers that a script sets: the groups of a pattern, which it has once."""
-    (found,) = re.finditer(pattern, (DOCS.parent / "scripts" / script).read_text(encoding="utf-8"))
-    return [float(number) for number in found.groups()]
 
 
 def peer_runs(dtype: str) -> list[dict[str, Any]]:
