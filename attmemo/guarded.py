@@ -1,5 +1,6 @@
 """A forward under a guard: serve, look at the answers, compute again what is too near to call, verify what was chosen.
 
+    answers that are owed, if they are many ─► computed whole and compared with those that were given
     the model, with what its caller gave
       some sequences are served from records, the others computed whole
       the blocks ran twice     ─► all again, whole
@@ -7,6 +8,7 @@
       served, below the margin ─► the same sequences again, whole; their answers replace the first ones
       to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
                                   the answers are compared, not given
+      served, to be verified   ─► owed: verified while no request runs, or before a later one
 
 The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
 what is verified is what would be served. Answers that are pooled from what the blocks gave need no second run. A
@@ -16,7 +18,8 @@ verification that fails costs time, never an answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final
 
@@ -24,8 +27,10 @@ import torch
 from torch import Tensor
 
 from attmemo.counters import Counters
+from attmemo.debts import Debt, Debts, Forward, batches
 from attmemo.guard import Answers, Cover, Guard, Verdict
 from attmemo.guard.answers import Read, cosines
+from attmemo.idle import Idle
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
@@ -33,10 +38,12 @@ from attmemo.reuse.rows import Rows
 
 _LOG = logging.getLogger("attmemo")
 
-Forward = Callable[..., Any]
-
 BOTH_WAYS: Final = 32
 """Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
+OWED: Final = 8
+"""Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
+AT_ONCE: Final = 4
+"""Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
 KEY: Final = 8
 """Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
 
@@ -64,6 +71,16 @@ class Guarded:
         self.guard, self.answers, self.planner = guard, answers, planner
         self._rows, self._store, self._key = rows, store, key
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
+        self.debts, self.idle = Debts(), Idle(self._pay_some)
+        self._counters: Counters | None = None  # of the last forward
+        planner.is_unsure = self._is_unsure
+
+    def _is_unsure(self, record: int, cover: Cover) -> bool:
+        """Whether the record's own answer is below the margin: what it serves will hardly be above."""
+        note = b"" if self._store is None or self.answers.are_vectors else self._store.note_of(record)
+        if note[:KEY] != self._key or len(note) != KEY + 4:
+            return False
+        return self.guard.is_low(struct.unpack("<f", note[KEY:])[0], cover)
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -72,25 +89,39 @@ class Guarded:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
             return forward(*args, **kwargs)
+        self._counters = counters
+        self.idle.began()
+        try:
+            return self._guarded(forward, given, args, kwargs, counters)
+        finally:
+            self.idle.ended()
+            if self.debts:
+                self.idle.wake()
+
+    def _guarded(
+        self, forward: Forward, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        counters: Counters,
+    ) -> Any:  # fmt: skip
         args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = _shallow((args, kwargs))
-        thread = self._rows.thread
+        thread, start = self._rows.thread, perf_counter()
+        if len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords()):
+            self.pay()  # samples make the next answer cheaper
         thread.forget()
-        start = perf_counter()
-        with self.planner.asking() as asking:
+        began = perf_counter()
+        with self.planner.asking(room=self.debts.room) as asking:
             output = forward(*args, **kwargs)
         offers, beside = thread.admitted, thread.beside
         hidden = self.answers.pooled_from(output) if beside else None
         gives_out = hidden is not None and thread.last is not None and hidden.is_set_to(thread.last)
         thread.admitted, thread.beside, thread.last = {}, {}, None
         if asking.twice:  # no answer has a margin, and none can be verified
-            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
-        asking.leave_only(Verdict.SERVE, thread.served)  # a record could not be read: an exact answer proves nothing
+            return self._whole(forward, inputs, output, asking.served)
+        asking.serve_only(thread.served)  # a record could not be read: an exact answer proves nothing
         try:
             return self._checked(forward, inputs, output, _mask(given), offers, beside, gives_out, asking, counters)
         finally:
-            seconds = perf_counter() - start
-            self._offer(offers, asking, seconds)
+            self._offer(offers, asking, perf_counter() - began)
             self.planner.took(asking, perf_counter() - start)
 
     def _checked(
@@ -101,10 +132,10 @@ class Guarded:
 
         `gives_out`: the hidden states that answers are pooled from are those of the blocks, where the blocks put them.
         """
-        if not asking.chosen and not (offers and self.answers.are_vectors):
+        if not asking.chosen and not offers:
             return output
         if _has_loss(output):
-            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
+            return self._whole(forward, inputs, output, asking.served)
         try:
             seen = self.answers.read(output, mask)
             if len(seen.values) != asking.batch:
@@ -112,12 +143,12 @@ class Guarded:
             self._note(seen, offers)
         except Exception as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
-            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
+            return self._whole(forward, inputs, output, asking.served)
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
         except Exception as error:
             self._failed(counters, "an answer below the margin could not be computed alone", error)
-            return self._whole(forward, inputs, output, asking.where(Verdict.SERVE))
+            return self._whole(forward, inputs, output, asking.served)
         try:
             self._verify(forward, inputs, gives_out, mask, seen, beside, asking)
         except Exception as error:
@@ -127,11 +158,18 @@ class Guarded:
     def _raise_low(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
     ) -> Any:
-        """The output, with answers below the margin computed whole."""
-        margins = self._margins(seen, {place: asking.chosen[place] for place in asking.where(Verdict.SERVE)})
+        """The output, with answers below the margin computed whole. Of the others some are owed."""
+        margins = self._margins(seen, {place: asking.chosen[place] for place in asking.served})
         for place, margin in margins.items():
             self.guard.served(asking.chosen[place].gaps, asking.chosen[place].cover, margin)
         low = [place for place, margin in margins.items() if self.guard.is_low(margin, asking.chosen[place].cover)]
+        for place in asking.where(Verdict.OWE):
+            if place not in low:
+                one = torch.tensor([place])
+                self.debts.add(Debt(
+                    forward, _take(inputs, one, len(seen.values)), None if mask is None else mask[one], seen.of(place),
+                    margins[place], asking.chosen[place], self.guard.owe(),
+                ))  # fmt: skip
         if not low:
             return output
         again = self._run(forward, inputs, len(seen.values), low)
@@ -160,6 +198,10 @@ class Guarded:
             values = seen.values.float().numpy()
             for place, offer in offers.items():
                 offer.note = self._key + values[place].tobytes()
+        elif seen.margins is not None:
+            margins = seen.margins.float().numpy()
+            for place, offer in offers.items():
+                offer.note = self._key + margins[place].tobytes()
 
     def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
         """Have sequences kept, those that a record could have served only while there is room for them.
@@ -170,7 +212,7 @@ class Guarded:
             return
         self._store.took(seconds)
         futile = {place for place, one in asking.chosen.items() if one.cover is Cover.FUTILE}
-        for place in (futile | set(asking.where(Verdict.SERVE, Verdict.SAMPLE))) - asking.changed:
+        for place in (futile | set(asking.served) | set(asking.where(Verdict.SAMPLE))) - asking.changed:
             if place in offers:
                 offers[place].spare = True
         self._store.offer(list(offers.values()))
@@ -193,7 +235,46 @@ class Guarded:
             if changed:
                 asking.changed.add(place)
             if self.guard.compared(one.verdict, one.gaps, one.cover, margins[number], changed):
-                _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
+                self._tell_alarm()
+
+    def pay(self, most: int | None = None) -> None:
+        """Verify answers that are owed, so many at most. One that cannot be verified any more is forgotten."""
+        for debts, (args, kwargs), mask in batches(self.debts.take(len(self.debts) if most is None else most)):
+            try:
+                with torch.inference_mode(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
+                    output = debts[0].forward(*args, **kwargs)
+                if asking.planned and not asking.twice:  # else it is another model by now, or trains
+                    self._settle(debts, self.answers.read(output, mask))
+            except Exception as error:
+                self._failed(self._counters, "an answer could not be verified", error)
+
+    def _settle(self, debts: Sequence[Debt], exact: Read) -> None:
+        """Compare answers that were given with the exact ones."""
+        for number, debt in enumerate(debts):
+            one, guard = debt.chosen, self.guard
+            if debt.epoch != guard.epoch:
+                continue
+            changed = self.answers.differ(debt.answer, 0, exact, number)
+            if guard.compared(one.verdict, one.gaps, one.cover, debt.margin, changed):
+                self._tell_alarm()
+
+    def _pay_some(self) -> bool:
+        """Verify some of the answers that are owed, in the thread for idle times; whether there are more."""
+        self.pay(AT_ONCE)
+        return bool(self.debts)
+
+    def begin_anew(self, guard: Guard) -> None:
+        """Ask this guard from now on."""
+        self.guard = guard
+        self.debts.forget()
+
+    def close(self) -> None:
+        """Owe nothing, and end the thread for idle times."""
+        self.debts.forget()
+        self.idle.close()
+
+    def _tell_alarm(self) -> None:
+        _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
 
     def _from_records(
         self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
@@ -238,8 +319,8 @@ class Guarded:
         with self.planner.asking(again=True, last=last), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
-    def _failed(self, counters: Counters, what: str, error: Exception) -> None:
-        if counters.failure(what, error, 1):
+    def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:
+        if counters is not None and counters.failure(what, error, 1):
             _LOG.warning("attmemo: %s: %s", what, error)
 
 

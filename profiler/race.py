@@ -84,11 +84,12 @@ def samples_needed(guard: Mapping[str, Any]) -> int | None:
 
     As `attmemo.guard.Guard.certified` asks it, of the statistics of a guard.
     """
-    least, served = int(guard["changed"]), guard["done"].get("served", 0)
+    least = int(guard["changed"])
+    could = guard["done"].get("served", 0) + guard["verified"] - guard["verified_afterwards"]
 
     def enough(samples: int) -> bool:
         highest = highest_rate(least, samples - least, guard["confidence"])
-        return certifies(highest, served, guard["verified"], guard["requests"], guard["budget"])
+        return certifies(highest, could, guard["requests"], guard["budget"])
 
     low, high = least, _MOST_SAMPLES
     if not enough(high):

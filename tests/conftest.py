@@ -69,6 +69,14 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _never_idle() -> Iterator[None]:
+    """What is owed is paid when a test says so, not whenever there is time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attmemo.idle.QUIET", 3600.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache directory."""

@@ -63,19 +63,31 @@ class TestCertificate:
 
     @given(st.lists(st.sampled_from(["ask", "ask", "other", "same", "changed"]), max_size=120), st.integers(1, 120))
     @settings(max_examples=25, deadline=None)
-    def test_the_rates_of_served_answers_never_sum_up_to_more_than_was_earned(
+    def test_served_answers_never_cost_more_than_was_earned_and_never_less_than_the_lowest_bound(
         self, events: list[str], repeated: int
     ) -> None:
-        certificate, spent = Certificate(0.03, 0.9), 0.0
+        certificate, lowest, served = Certificate(0.03, 0.9), 1.0, 0
         for event in itertools.chain(["same"] * repeated, events, ["other"] * repeated, events):
             if event in ("same", "changed"):
                 certificate.sample(event == "changed")
+                lowest = min(lowest, certificate.highest)
+                assert certificate.counts.spent <= served * certificate.highest + 1e-9
                 continue
-            served = event == "ask" and certificate.affords()
-            spent += served * certificate.highest
-            certificate.request(served)
-            assert spent <= 0.03 * certificate.counts.requests + 1e-9
-        assert certificate.counts.spent == pytest.approx(spent)
+            asked = event == "ask" and certificate.affords()
+            served += asked
+            certificate.request(asked)
+            assert served * lowest - 1e-9 <= certificate.counts.spent <= 0.03 * certificate.counts.requests + 1e-9
+        assert certificate.counts.served == served
+
+    def test_a_sample_that_changed_makes_no_answer_dearer_that_was_served_before(self) -> None:
+        certificate = Certificate(0.01, 0.95)
+        for _ in range(400):
+            certificate.sample(False)
+            certificate.request(certificate.affords())
+        before = certificate.counts.spent
+        certificate.sample(True)
+        assert certificate.counts.spent == before
+        assert certificate.highest > 0.01
 
     def test_an_answer_before_any_sample_costs_a_whole_one(self) -> None:
         certificate, budget = Certificate(1 / 64, 0.95), 1 / 64
@@ -96,7 +108,7 @@ class TestCertificate:
         assert EARNINGS / 64 - 1 <= served <= EARNINGS / 64 + 1
 
     def test_counts_are_copied(self) -> None:
-        counts = Counts(1, 2, 3, 4, 5.5, 6.5)
+        counts = Counts(1, 2, 3, 4, 5, 6.5, 7.5)
         other = counts.copy()
         assert other == counts
         other.same += 1

@@ -27,6 +27,10 @@ class Read:
     values: Tensor  # [B] classes or [B, H] vectors
     margins: Tensor | None  # [B]: between the probabilities of the two best classes
 
+    def of(self, place: int) -> Read:
+        """One answer alone."""
+        return Read(self.values[place : place + 1], None if self.margins is None else self.margins[place : place + 1])
+
     def margin(self, place: int) -> float | None:
         """The margin of one answer; None if there is none."""
         return None if self.margins is None else float(self.margins[place])

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 
-_PARTS: Final = np.geomspace(0.01, 0.95, 24)
+_PARTS: Final = np.geomspace(0.02, 0.95, 24)
 """p as a share of t. Logarithmic steps favour small rates, at little cost for others."""
-_SPREAD: Final = _PARTS**-0.5 / (_PARTS**-0.5).sum()
-"""Shares of the stake, one for each part. Small parts get more: 1 % at 95 % takes 321 samples if no answer changed,
-where equal shares take 347; 661 if one did, where equal shares take 646. Every such test needs at least 299."""
+_SPREAD: Final = 1 / _PARTS / (1 / _PARTS).sum()
+"""Shares of the stake, one for each part. Small parts get more: 1 % at 95 % takes 318 samples if no answer changed,
+and 644 if one did. Every such test needs at least 299."""
 _HALVINGS: Final = 40
 
 EARNINGS: Final = 1000
@@ -51,13 +51,14 @@ def highest_rate(changed: int, same: int, confidence: float) -> float:
     return high
 
 
-def certifies(highest: float, served: int, verified: int, requests: int, budget: float) -> bool:
+def certifies(highest: float, could: int, requests: int, budget: float) -> bool:
     """Whether every answer whose changes are verified may be served: `highest` is the highest rate of changed answers.
 
-    Of all requests, those that were `verified` could have been `served` too; a half is supposed at least.
+    Of all requests so many `could` be served: those that were, and those that were verified in place of it. A half is
+    supposed at least.
     """
-    could = (served + verified) / max(requests, 1)
-    return highest < 1.0 and highest * min(max(could, 0.5), 1.0) <= budget
+    share = could / max(requests, 1)
+    return highest < 1.0 and highest * min(max(share, 0.5), 1.0) <= budget
 
 
 @dataclass(slots=True)
@@ -68,7 +69,8 @@ class Counts:
     changed: int = 0
     requests: int = 0
     served: int = 0  # of these, from a record
-    spent: float = 0.0  # sum of the highest rates under which answers were served
+    owed: int = 0  # of the samples, those that were served first
+    spent: float = 0.0  # what the served answers cost
     lost: float = 0.0  # what was saved up for too long
 
     def copy(self) -> Counts:
@@ -80,8 +82,9 @@ class Certificate:
     """Which answers may be served within a budget.
 
     Each request of any kind earns `budget`. A served answer costs the highest rate of changed answers that the samples
-    do not rule out. While the account covers the cost, an answer may be served: the expected number of changed answers
-    stays below ``budget * requests`` with probability `confidence`, from the first request on.
+    do not rule out. Later samples may rule out more: the bounds hold for all numbers of samples at once, so the lowest
+    one is what an answer cost. While the account covers the cost, an answer may be served: the expected number of
+    changed answers stays below ``budget * requests`` with probability `confidence`, from the first request on.
 
     Parameters
     ----------
@@ -97,8 +100,8 @@ class Certificate:
         self._alarm = np.ones(len(WORSE))
 
     def affords(self) -> bool:
-        """Whether one more answer may be served."""
-        return self._saved >= self.highest
+        """Whether one more answer may be served: its own request earns, too."""
+        return self._saved + self.budget >= self.highest
 
     def request(self, served: bool) -> None:
         """One more request."""
@@ -109,18 +112,31 @@ class Certificate:
             c.spent += self.highest
         c.lost += max(self._saved - self.budget * EARNINGS, 0.0)
 
+    def give_back(self) -> None:
+        """An answer that was to be served was computed exactly after all."""
+        c = self.counts
+        c.served -= 1
+        c.spent = max(c.spent - self.highest, 0.0)
+
     @property
     def _saved(self) -> float:
         """Changed answers that the requests so far have earned and not spent."""
         c = self.counts
         return self.budget * c.requests - c.spent - c.lost
 
-    def sample(self, changed: bool) -> bool:
-        """One verified answer, as it would have been served. True: too many answers change."""
+    def sample(self, changed: bool, served: bool = False) -> bool:
+        """One verified answer, as it would have been served, or was. True: too many answers change."""
+        self.counts.owed += served
         self.counts.changed += changed
         self.counts.same += not changed
-        self.highest = highest_rate(self.counts.changed, self.counts.same, self.confidence)
+        self._bound()
         return self.alarms(changed)
+
+    def _bound(self) -> None:
+        """Bound the rate anew, and what was served before it."""
+        c = self.counts
+        self.highest = highest_rate(c.changed, c.same, self.confidence)
+        c.spent = min(c.spent, c.served * self.highest)
 
     def alarms(self, changed: bool) -> bool:
         """Go on with the bet that the rate is above the budget; whether it is won."""
@@ -132,7 +148,7 @@ class Certificate:
     def adopt(self, counts: Counts) -> None:
         """Go on from these counts."""
         self.counts = counts
-        self.highest = highest_rate(counts.changed, counts.same, self.confidence)
+        self._bound()
 
     def restart(self) -> None:
         """Begin a new epoch."""

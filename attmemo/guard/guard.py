@@ -6,14 +6,18 @@
       all changes verified (words in free slots: only with a great margin)
         answers after such changes are too far away ─► exact; a small share is verified
         the budget does not afford it ───────────────► exact, and verified: a sample for the certificate (paid)
-        drawn by chance, a small share ──────────────► exact, and verified: a sample for the certificate
-        else ────────────────────────────────────────► served; below the margin computed again, exactly
+        drawn by chance, a small share;
+        before there is a certificate all (paid) ────► served, and verified afterwards: a sample, too. Where too many
+                                                       answers are owed already, drawn ones are exact, and verified
+        else ────────────────────────────────────────► served
+                                                       what is served is computed again below the margin, exactly
     a request without a record ──────────────────────► exact
 
 What is paid for comes from an account: so many verifications at first, then a few for each request, and more for each
 served answer. On an empty account a request is exact and is not verified: where nothing comes of it, verifying ends.
 
-A verified request is answered exactly. So it cannot change an answer, whatever the verification finds.
+What is verified at once is answered exactly: that cannot change an answer, whatever the verification finds. What is
+verified afterwards was afforded like every served answer.
 """
 
 from __future__ import annotations
@@ -35,9 +39,9 @@ from attmemo.guard.verified import Cover, Gaps, Verified
 from attmemo.locking import ThreadLock
 
 DRAWN: Final = 0.02
-"""Share of the answers to be served that are verified instead, at most."""
+"""Share of the answers to be served that are verified, at most."""
 SAVED: Final = 500.0
-"""Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 321."""
+"""Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 318."""
 EARNED: Final = 0.1
 """Verifications that each request pays for."""
 RETURNED: Final = 0.2
@@ -48,9 +52,15 @@ class Verdict(Enum):
     """What becomes of a request that has a record."""
 
     SERVE = "served"
+    OWE = "owed"  # served, and verified afterwards
     SAMPLE = "sampled"  # exact, and verified: its changes are verified
     LEARN = "learned"  # exact, and verified: a change is not, or the kind of change is futile
     LEAVE = "left"  # exact
+
+    @property
+    def serves(self) -> bool:
+        """Whether the answer is one from a record."""
+        return self in (Verdict.SERVE, Verdict.OWE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,7 @@ class Guard:
     confidence : float
         In (0, 1).
     drawn : float
-        Share of the answers to be served that are verified instead, at most (`draw`).
+        Share of the answers to be served that are verified, at most (`draw`).
     free : bool
         Whether any value may stand in a slot that enough values were harmless in.
     seed : int, optional
@@ -146,35 +156,42 @@ class Guard:
         """Whether such a request would be served now, unless it is drawn as a sample."""
         return cover is Cover.SAME or (cover.may_serve and self.certificate.affords())
 
-    def decide(self, covers: Sequence[Cover | None]) -> list[Verdict | None]:
-        """What becomes of the requests of a batch, by how well changes are verified; None: there is no record."""
-        with self._lock:
-            return [self._decide(cover) for cover in covers]
+    def decide(self, covers: Sequence[Cover | None], room: int = 0, *, draws: bool = True) -> list[Verdict | None]:
+        """What becomes of the requests of a batch, by how well changes are verified; None: there is no record.
 
-    def _decide(self, cover: Cover | None) -> Verdict | None:
-        """One request; the account and the draw go on."""
+        `room`: so many answers may be verified afterwards. `draws`: what could be served may be drawn as a sample.
+        """
+        with self._lock:
+            found = list[Verdict | None]()
+            for cover in covers:
+                found.append(self._decide(cover, room > 0, self.draw.share if draws else 0.0))
+                room -= found[-1] is Verdict.OWE
+            return found
+
+    def _decide(self, cover: Cover | None, later: bool, share: float) -> Verdict | None:
+        """One request, drawn with this probability; the account goes on. `later`: it may be verified afterwards."""
         earned, verdict = EARNED, None
-        affords, share = self.certificate.affords(), self.draw.share
-        seen = 1.0 if affords or self._saved >= 1.0 else share
+        affords, pays = self.certificate.affords(), self._saved >= 1.0
+        owes = 1.0 if later and pays and not self.certified else share  # how probably, if it is served
+        seen = 1.0 if affords or pays else share
         if cover is not Cover.FUTILE:  # such an answer is in none of the margin's counts
-            self.margin.request(seen, share if affords else seen)
+            self.margin.request(seen, owes if affords else seen)
         if cover is Cover.SAME:
             verdict = Verdict.SERVE
         elif cover is Cover.FUTILE:
             verdict = Verdict.LEARN if self._random.random() < self.draw.most else Verdict.LEAVE
         elif cover:
-            drawn = self._random.random() < share
-            if drawn:
-                verdict = Verdict.SAMPLE
-            elif affords:
-                verdict, earned = Verdict.SERVE, EARNED + RETURNED
+            drawn = self._random.random() < (owes if affords else share)
+            if affords and not (drawn and not later):
+                verdict, earned = Verdict.OWE if drawn else Verdict.SERVE, EARNED + RETURNED
             else:
-                verdict = self._paid(Verdict.SAMPLE)
+                verdict = Verdict.SAMPLE if drawn else self._paid(Verdict.SAMPLE)
         elif cover is not None:
             verdict = self._paid(Verdict.LEARN)
         self._saved = min(self._saved + earned, SAVED)
-        self.certificate.request(verdict is Verdict.SERVE and cover is not Cover.SAME)
-        self._done["whole" if verdict is None else verdict.value] += 1
+        serves = verdict is not None and verdict.serves
+        self.certificate.request(serves and cover is not Cover.SAME)
+        self._done["whole" if verdict is None else "served" if serves else verdict.value] += 1
         self._dirty = True
         return verdict
 
@@ -182,9 +199,12 @@ class Guard:
         """This verification, or none if the account is empty."""
         if self._saved < 1.0:
             return Verdict.LEAVE
+        self._pay()
+        return verdict
+
+    def _pay(self) -> None:
         self._saved -= 1.0
         self._patience -= 1.0
-        return verdict
 
     def note_rows(self, rows: int, drawable: int, tokens: int) -> None:
         """What the rows of a batch say about the draw: `Draw.note`."""
@@ -201,17 +221,18 @@ class Guard:
         """An answer from a record and the exact one were compared. True: an alarm began."""
         with self._lock:
             self._dirty = True
-            low = self.is_low(margin, cover)
+            low = verdict is not Verdict.OWE and self.is_low(margin, cover)  # what is owed was served: it was not low
             if margin is not None and cover is Cover.FULLY:
                 self.margin.sample(margin, changed)
-            if cover and verdict is not Verdict.SERVE:
-                self._note_kind(gaps, margin)
+            if cover and not verdict.serves:
+                self._note_kind(gaps, cover, margin)
             if low:
                 if verdict is Verdict.SERVE:
                     self._saved -= RETURNED  # it saved nothing
+                    self.certificate.give_back()
                     self._done["served"] -= 1
                     self._done["below the margin"] += 1
-            elif verdict is Verdict.SAMPLE and self.certificate.sample(changed):
+            elif verdict in (Verdict.SAMPLE, Verdict.OWE) and self.certificate.sample(changed, verdict.serves):
                 self.verified.changed(gaps)
                 self._alarm()
                 return True
@@ -225,11 +246,18 @@ class Guard:
         """An answer from a record is known, and may be below the margin."""
         with self._lock:
             if cover is not Cover.SAME:
-                self._note_kind(gaps, margin)
+                self._note_kind(gaps, cover, margin)
 
-    def _note_kind(self, gaps: Gaps, margin: float | None) -> None:
+    def owe(self) -> int:
+        """An answer was served that will be verified: in which epoch. Before there is a certificate this is paid."""
+        with self._lock:
+            if not self.certified:
+                self._pay()
+            return self._epoch
+
+    def _note_kind(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
         if margin is not None:
-            self.futile.note(gaps, self.margin.is_hopeless(margin))
+            self.futile.note(gaps, self.margin.is_hopeless(margin, cover is Cover.FREELY))
 
     def sync(self, ledger: Ledger) -> None:
         """Share what was learned with a file. OSError: it cannot be written; nothing is lost but the sharing."""
@@ -310,7 +338,8 @@ class Guard:
     def certified(self) -> bool:
         """Whether every answer whose changes are verified may be served."""
         c = self.certificate.counts
-        return certifies(self.certificate.highest, c.served, c.same + c.changed, c.requests, self.budget)
+        could = c.served + c.same + c.changed - c.owed
+        return certifies(self.certificate.highest, could, c.requests, self.budget)
 
     def state(self) -> State:
         """Where the guard stands now."""
@@ -335,6 +364,7 @@ class Guard:
             "highest_share_changed": state.highest,
             "highest_rate_of_served": self.certificate.highest,
             "verified": counts.same + counts.changed,
+            "verified_afterwards": counts.owed,
             "changed": counts.changed,
             "requests": counts.requests,
             "margin": state.margin,

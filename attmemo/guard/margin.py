@@ -62,9 +62,9 @@ class Margin:
         """The least margin; `freely`: a word stands in a free slot."""
         return max(self.least, self._sure) if freely else self.least
 
-    def is_hopeless(self, margin: float) -> bool:
-        """Whether an answer is below every margin that can be chosen."""
-        return not margin >= self._steps[0]
+    def is_hopeless(self, margin: float, freely: bool) -> bool:
+        """Whether an answer is below every margin that can be chosen; `freely`: a word stands in a free slot."""
+        return not margin >= max(self._steps[0], self._sure if freely else 0.0)
 
     def request(self, below: float, above: float) -> None:
         """A request was made, and its answer would be seen with these probabilities: below the margin, and above."""

@@ -69,12 +69,19 @@ class StackMemoization(Memoization):
         assert isinstance(self.planner, GuardedPlanner)
         if self.guarded.answers.are_vectors:
             guard.compare_vectors()
-        self.guarded.guard = guard
+        self.guarded.begin_anew(guard)
         self.planner.begin_anew(guard)
+
+    def disable(self) -> None:
+        super().disable()
+        if self.guarded is not None:
+            self.guarded.debts.forget()
 
     def undo(self) -> None:
         """Disable for good, give windows back, and keep what the guard has learned."""
         super().undo()
+        if self.guarded is not None:
+            self.guarded.close()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -183,7 +190,12 @@ class StackMemoization(Memoization):
             return [len(sequence) for sequence in tokens]
 
     def flush(self, seconds: float = 60.0) -> bool:
-        """Wait until what requests have handed over is stored, and can be found; False: it takes longer."""
+        """Verify answers that are owed, and wait until what requests have handed over is stored, and can be found.
+
+        False: it takes longer.
+        """
+        if self.guarded is not None:
+            self.guarded.pay()
         store = self._store
         return store is None or store.flush(seconds)
 

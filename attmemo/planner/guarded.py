@@ -50,10 +50,12 @@ class Asking:
         Whether it repeats a part of another forward: nothing is looked up.
     last : Tensor, optional
         Last hidden states ``[B, L, H]`` that its blocks give. None: all is computed.
+    room : int
+        Answers of it that may be verified afterwards.
     """
 
-    def __init__(self, *, again: bool = False, last: Tensor | None = None) -> None:
-        self.again, self.last, self.planned, self.batch = again, last, False, 0
+    def __init__(self, *, again: bool = False, last: Tensor | None = None, room: int = 0) -> None:
+        self.again, self.last, self.room, self.planned, self.batch = again, last, room, False, 0
         self.tokens = self.sequences = 0  # of the forward
         self.looked = False  # whether records were looked up
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
@@ -64,11 +66,16 @@ class Asking:
         """Sequences with one of these verdicts."""
         return [sequence for sequence, chosen in self.chosen.items() if chosen.verdict in verdicts]
 
-    def leave_only(self, verdict: Verdict, sequences: Set[int]) -> None:
-        """Of the sequences with this verdict, forget all but these."""
+    @property
+    def served(self) -> list[int]:
+        """Sequences with answers from records."""
+        return [sequence for sequence, chosen in self.chosen.items() if chosen.verdict.serves]
+
+    def serve_only(self, sequences: Set[int]) -> None:
+        """Of the sequences that were to be served, forget all but these."""
         self.chosen = {
             sequence: chosen for sequence, chosen in self.chosen.items()
-            if chosen.verdict is not verdict or sequence in sequences
+            if not chosen.verdict.serves or sequence in sequences
         }  # fmt: skip
 
 
@@ -92,6 +99,11 @@ class GuardedPlanner(RowPlanner):
         Gets a number of sequences; returns whether these may become records if they are computed whole.
 
     The other parameters are those of `RowPlanner`.
+
+    Attributes
+    ----------
+    is_unsure : function
+        Whether a record's own answer is too near to another one to serve what is so covered. `Guarded` knows.
     """
 
     grows = True
@@ -103,12 +115,13 @@ class GuardedPlanner(RowPlanner):
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
         self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
+        self.is_unsure: Callable[[int, Cover], bool] = lambda record, cover: False
         self._thread = _Thread()
 
     @contextmanager
-    def asking(self, *, again: bool = False, last: Tensor | None = None) -> Iterator[Asking]:
+    def asking(self, *, again: bool = False, last: Tensor | None = None, room: int = 0) -> Iterator[Asking]:
         """While inside, this thread's forwards are guarded. The parameters are those of `Asking`."""
-        self._thread.asking = asking = Asking(again=again, last=last)
+        self._thread.asking = asking = Asking(again=again, last=last, room=room)
         try:
             yield asking
         finally:
@@ -142,7 +155,7 @@ class GuardedPlanner(RowPlanner):
         looked = perf_counter()
         found, gaps, covers = self._find(asked, candidates)
         own = np.split(asked.tokens, asked.starts[1:-1])
-        verdicts = self._decide(own, covers)
+        verdicts = self._decide(own, covers, asking.room)
         self._note_rows(asked, found, covers)
         parts = np.split(found.source, asked.starts[1:-1])
         asking.chosen = {
@@ -150,7 +163,7 @@ class GuardedPlanner(RowPlanner):
             for number, (verdict, gap, cover) in enumerate(zip(verdicts, gaps, covers, strict=True))
             if verdict is not None and gap is not None and cover is not None
         }
-        served = np.array([verdict is Verdict.SERVE for verdict in verdicts])
+        served = np.array([verdict is not None and verdict.serves for verdict in verdicts])
         whole = np.flatnonzero(~served).tolist()
         admitted = {number: own[number] for number in whole} if whole and self._admit(len(whole)) else {}
         # The gate looks at records, not at trust.
@@ -160,16 +173,17 @@ class GuardedPlanner(RowPlanner):
         beside = {number: asking.chosen[number].reused for number in verified}
         return plan_of(layer, spans, asked, found, served, admitted, beside)
 
-    def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None]) -> list[Verdict | None]:
+    def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None], room: int) -> list[Verdict | None]:
         """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
         first: dict[bytes, int] = {}
         firsts = [first.setdefault(one.tobytes(), place) for place, one in enumerate(tokens)]
         verdicts: dict[int, Verdict | None] = dict(
-            zip(first.values(), self.guard.decide([covers[place] for place in first.values()]), strict=True)
+            zip(first.values(), self.guard.decide([covers[place] for place in first.values()], room), strict=True)
         )
         later = [place for place, other in enumerate(firsts) if other != place]
-        served = [covers[place] if verdicts[firsts[place]] is Verdict.SERVE else None for place in later]
-        verdicts |= zip(later, self.guard.decide(served), strict=True)
+        serving = {place for place, verdict in verdicts.items() if verdict is not None and verdict.serves}
+        served = [covers[place] if firsts[place] in serving else None for place in later]
+        verdicts |= zip(later, self.guard.decide(served, draws=False), strict=True)
         return [verdicts[place] for place in range(len(tokens))]
 
     def _note_rows(self, asked: Asked, found: Alignment, covers: Sequence[Cover | None]) -> None:
@@ -228,6 +242,8 @@ class GuardedPlanner(RowPlanner):
             for number in np.flatnonzero(enough & there).tolist():
                 own = changes.of(number)
                 cover = self.guard.ask(own) if len(own) or self._rounds else Cover.SAME
+                if cover.may_serve and self.is_unsure(int(found.record[number]), cover):
+                    cover = Cover.FUTILE
                 if covers[number] is None or cover.may_serve:
                     covers[number], gaps[number] = cover, own
                     part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
