@@ -5,8 +5,8 @@
     python scripts/bench_guard.py SHARED OUT --merge docs/guard.json    all that OUT holds in one file
 
 `SHARED` holds `data/loghub_2k` and `models/deberta-loghub`. Each case writes OUT/CASE.json. Streams are the first
-lines of the later 30 % of each log, in order of time. Every stream runs three times through the path that a user gets:
-with the guard, with verified changes and the margin but without the certificate, and without any guard. An answer
+lines of the later 30 % of each log, in order of time. Every stream runs four times through the path that a user gets:
+with the guard, without its certificate, without its margin, and without any guard. An answer
 counts as changed if it is another one than the same model gives with `reuse="none"`.
 """
 
@@ -55,6 +55,13 @@ class Unproven(Guard):
         self.certificate = Rich(budget, confidence)
 
 
+class Certain(Guard):
+    """Takes every answer for sure: no margin."""
+
+    def is_low(self, margin: float | None, cover: Cover) -> bool:
+        return False
+
+
 class Unguarded(Guard):
     """Serves whatever supplies enough tokens."""
 
@@ -62,7 +69,9 @@ class Unguarded(Guard):
         return Cover.SAME
 
 
-GUARDS: dict[str, type[Guard]] = {"guard": Guard, "no certificate": Unproven, "no guard": Unguarded}
+GUARDS: dict[str, type[Guard]] = {
+    "guard": Guard, "no certificate": Unproven, "no margin": Certain, "no guard": Unguarded,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
