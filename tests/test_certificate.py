@@ -95,7 +95,19 @@ class TestCertificate:
         for _ in range(64 * 5 + 1):
             served.append(certificate.affords())
             certificate.request(served[-1])
-        assert np.flatnonzero(served).tolist() == [round(k / budget) for k in range(1, 6)]
+        assert np.flatnonzero(served).tolist() == [round(k / budget) - 1 for k in range(1, 6)]
+
+    def test_an_answer_that_was_not_served_after_all_costs_nothing(self) -> None:
+        certificate = Certificate(0.01, 0.95)
+        for _ in range(400):
+            certificate.sample(False)
+            certificate.request(False)
+        before = certificate.counts.copy()
+        certificate.request(True)
+        certificate.give_back()
+        assert certificate.counts.served == before.served
+        assert certificate.counts.spent == pytest.approx(before.spent)
+        assert certificate.counts.requests == before.requests + 1
 
     def test_what_is_saved_up_is_bounded(self) -> None:
         certificate = Certificate(1 / 64, 0.95)

@@ -284,8 +284,10 @@ class TestGuard:
         guard.decide([Cover.NOT] * 2000)
         before = guard._saved
         assert guard.decide([Cover.FULLY]) == [Verdict.SERVE]
+        served = guard.certificate.counts.served
         guard.compared(Verdict.SERVE, gaps(), Cover.FULLY, 0.1, False)
         assert guard._saved == pytest.approx(before + guard_module.EARNED)
+        assert guard.certificate.counts.served == served - 1
 
     def test_alarms_without_end_are_no_error(self) -> None:
         guard = Guard(0.01, 0.95, drawn=0.0)
@@ -341,6 +343,14 @@ class TestGuard:
         done = guard.state().done
         assert (done["served"], done["below the margin"]) == (1, 1)
         assert guard.ask(gaps(number(1, 2, 3))) is Cover.FULLY  # the margin has done its work
+
+    def test_where_a_word_stands_in_a_free_slot_an_answer_is_hopeless_below_its_greater_margin(self) -> None:
+        margin = Margin(0.01)
+        assert margin.is_hopeless(0.05, False)
+        assert not margin.is_hopeless(0.5, False)
+        assert margin.is_hopeless(0.5, True)
+        assert not margin.is_hopeless(SURE, True)
+        assert not Margin(0.01, vectors=True).is_hopeless(0.94, True)
 
     def test_a_kind_of_change_that_is_always_too_far_is_left_and_sometimes_tried(self) -> None:
         guard, own = certified(drawn=0.5), gaps(number(1, 2, 3))

@@ -13,7 +13,22 @@ import torch
 import transformers as hf
 from families import FAMILIES, SIZES, _bias
 from packed_tools import NEAR, batch, gap, last, rows_database, valid
-from test_guarded import BASE, BOTH, FIRST, Case, certify, done, field, guarded, rows_of, run, taught, variant, worst
+from test_guarded import (
+    BASE,
+    BOTH,
+    FIRST,
+    Case,
+    certify,
+    done,
+    field,
+    guarded,
+    rows_of,
+    run,
+    taught,
+    trusting,
+    variant,
+    worst,
+)  # fmt: skip
 
 from attmemo import AdapterCheckError, Database, memoize, unmemoize
 from attmemo.hooks import AnswerHook, ModelHook
@@ -271,7 +286,7 @@ class TestAnswersThatFail:
         bare = copy.deepcopy(classifier.bare)
         with torch.no_grad():
             bare.classifier.weight.mul_(1e-4)
-        model = taught(bare)
+        model = trusting(taught(bare))
 
         def whole_batch(module: Any, args: Any) -> None:
             if len(args[0]) not in (2, 6):
