@@ -18,9 +18,10 @@ from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import greatest_length, load_model, tokenize
-from attmemo.profiler.peers import another, installed_peers
+from attmemo.profiler.peers import Way, another, installed_peers
 from attmemo.profiler.pooling import own_pooling
-from attmemo.profiler.race import Race
+from attmemo.profiler.quick_maps import JUDGED, STORED, quick_maps
+from attmemo.profiler.race import MAPS, Race
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
@@ -28,10 +29,16 @@ FEWEST: Final = 200  # lines
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
 RESERVE: Final = 4.0  # seconds for the plot
+MAPS_FROM: Final = 60.0  # seconds of a demo that has time for a database of maps: it takes about ten
+MAPS_SHARE: Final = 0.2  # of the lines, at most, that go into it
 Service = Literal["payments", "login", "web", "jobs", "storage"]
 """What an invented log is of: one service, as most files of logs are. The first is the default."""
 MODEL: Final = "all-MiniLM-L6-v2"
 MARK: Final = ".attmemo-demo"  # marks the directory of a demo, which may be overwritten
+_FEW_FOR_MAPS: Final = (
+    f"they need {MAPS_FROM:.0f} seconds, and a file of {round((STORED + JUDGED) / MAPS_SHARE):,} lines, of which the "
+    f"first {STORED + JUDGED} are stored or judged"
+)
 _INVENTED: Final = 1 << 20  # lines; more than any machine computes in that time
 
 
@@ -96,6 +103,20 @@ class Source:
         return in_batches(iter(log), BATCH)
 
 
+def _lines_for_maps(
+    source: Source, batches: Iterator[Sequence[str]], seconds: float
+) -> tuple[list[str], Iterator[Sequence[str]]]:
+    """Lines for a database of maps, and the batches behind them. No lines: there is no time, or there are too few."""
+    if source.descriptor is not None or seconds < MAPS_FROM:
+        return [], batches
+    needed = STORED + JUDGED
+    ahead = list(itertools.islice(batches, round(needed / MAPS_SHARE / BATCH)))
+    if sum(map(len, ahead)) < needed / MAPS_SHARE:
+        return [], itertools.chain(ahead, batches)
+    lines = [line for batch in ahead[: needed // BATCH] for line in batch]
+    return lines, itertools.chain(ahead[needed // BATCH :], batches)
+
+
 def run_demo(
     source: Source, output: Path, seconds: float = SECONDS, tell: Callable[[str], None] | None = None,
     after: Callable[[Race], None] | None = None, dtype: str = "auto",
@@ -130,14 +151,20 @@ def run_demo(
     loaded = load_model(name, dtype)
     loaded.pooling = own_pooling(name)
     longest = min(LONGEST, greatest_length(loaded, None))
+    for_maps, batches = _lines_for_maps(source, batches, seconds)
     first = next(batches, None)
     if first is None:
         raise DataError(f"{source.name} ended before the first line.", "write lines to it, or give a file")
     texts = tokenize(loaded, first, longest)
     with TemporaryDirectory() as folder:
-        tell("preparing the ways that are compared")
         peers, notes = installed_peers(another(loaded), texts, Path(folder))
-        race = Race(loaded, peers, BUDGET)
+        ways: dict[str, Way] = dict(peers)
+        if for_maps:
+            ways[MAPS] = quick_maps(loaded, for_maps, longest, BUDGET, Path(folder), tell)
+        else:
+            notes.append(f"attention maps are left out: {_FEW_FOR_MAPS}")
+        tell("preparing the ways that are compared")
+        race = Race(loaded, ways, BUDGET)
         race.warm_up(texts)
         begun = time.monotonic()
         rest = (tokenize(loaded, batch, longest) for batch in batches)
@@ -146,6 +173,7 @@ def run_demo(
     result = race.result() | {
         "source": source.name, "invented": source.log is None and source.descriptor is None, "model": MODEL,
         "dtype": dtype, "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
+        "maps": [STORED, JUDGED] if for_maps else None,
         "loading_seconds": begun - start, "stream_seconds": ended - begun, "conditions": conditions(),
         "plot": str(output / "demo.png"),
     }  # fmt: skip

@@ -25,6 +25,9 @@ STOCK: Final = "stock"
 PACKED: Final = "exact, packed"
 ROWS: Final = "rows, guarded"
 CACHE: Final = "packed, behind a cache"
+MAPS: Final = "attention maps"
+APPROXIMATE: Final = (ROWS, MAPS)
+"""Ways whose answers may differ from the exact ones. All others are exact up to rounding."""
 EVERY: Final = 4  # one batch of so many is computed by the other ways too: the stream lasts longer
 CONFIDENCE: Final = 0.95
 MIN_COSINE: Final = 0.98

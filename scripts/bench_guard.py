@@ -26,15 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 from bench_rows import minilm_folder
+from scipy.stats import rankdata
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from attmemo import idle, memoize
 from attmemo.guard import Answers, Cover, Guard
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
+from attmemo.guard.margin import COSINES, STEPS
 from attmemo.machine import conditions
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
+EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")
 BUDGET, LINES = 0.01, 600
 
 idle.QUIET = 3600.0  # what is owed is paid by later requests: else numbers would depend on when this machine rests
@@ -63,10 +66,22 @@ class Certain(Guard):
 
 
 class Unguarded(Guard):
-    """Serves whatever supplies enough tokens."""
+    """Serves whatever supplies enough tokens, and remembers how it was covered.
+
+    Attributes
+    ----------
+    last : tuple or None
+        Words that changed, and the margin, of the request that was served last.
+    """
+
+    last: tuple[int, float | None] | None = None
 
     def ask(self, gaps: Any) -> Cover:
+        self._words = int(gaps.word.sum())
         return Cover.SAME
+
+    def served(self, gaps: Any, cover: Cover, margin: float | None) -> None:
+        self.last = self._words, margin
 
 
 GUARDS: dict[str, type[Guard]] = {
@@ -171,6 +186,45 @@ def alone(shared: Path, which: str, logs: Sequence[str], batch: int, **settings:
     return {
         log: Served.of(shared, which, Guard, **settings).run(lines_of(shared, log), batch, 256) for log in logs
     }
+
+
+def predictors(shared: Path) -> dict[str, Any]:
+    """What says beforehand that an answer from a record is another one: of each stream, without a guard.
+
+    The area under the curve is the probability that an answer that changed looks worse than one that did not. The
+    curve has, for margins (of vectors: cosines to the record's own answer), the share of the answers that are at least
+    so sure, and of these the share that changed.
+    """
+    found: dict[str, Any] = {}
+    for what, which, logs in (("classes", "deberta", LOGS), ("vectors", "minilm", EMBEDDED)):
+        served, seen = Served.of(shared, which, Unguarded, **SETTINGS), list[tuple[float, ...]]()
+        handle: Any = served.model.attmemo
+        guard: Unguarded = handle.guarded.guard
+        for log in logs:
+            for line in lines_of(shared, log):
+                guard.last = None
+                run = served.run([line], 1, 256)
+                if guard.last is not None and guard.last[1] is not None:
+                    words, margin = guard.last
+                    seen.append((run["changed"], margin, -run["rows"] / run["tokens"], -words))
+        changed, *looks = np.array(seen).T
+        names = ("margin", "share of the rows computed", "words changed")
+        steps = COSINES if what == "vectors" else STEPS
+        found[what] = {
+            "answers": len(changed), "changed": int(changed.sum()),
+            "area": {name: _area(look, changed == 1) for name, look in zip(names, looks, strict=True)},
+            "curve": [[step, float((looks[0] >= step).mean()), float(changed[looks[0] >= step].mean())]
+                      for step in (0.0, *steps)],
+        }  # fmt: skip
+        print(what, found[what], flush=True)
+    return found
+
+
+def _area(look: np.ndarray[Any, Any], changed: np.ndarray[Any, Any]) -> float:
+    """The probability that an answer that changed looks worse than one that did not; ties count half."""
+    ranks = rankdata(look)
+    worse = ranks[~changed].mean() - (np.count_nonzero(~changed) + 1) / 2  # changed ones below one that did not, mean
+    return float(worse / np.count_nonzero(changed))
 
 
 def switch(shared: Path) -> dict[str, Any]:
@@ -382,8 +436,11 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
     yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
     yield "near", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=1, **one)
+    yield "near 0", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=0, **one)
+    yield "near 2", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=2, **one)
     yield "windows", lambda: streams(shared, "deberta", LOGS, 1, 4, ("guard", "no guard"), **one)
-    yield "embeddings", lambda: streams(shared, "minilm", ("OpenSSH", "HDFS", "Apache", "BGL"), 1, **one)
+    yield "embeddings", lambda: streams(shared, "minilm", EMBEDDED, 1, **one)
+    yield "predictors", lambda: predictors(shared)
     yield "switch", lambda: switch(shared)
     yield "adversaries", lambda: adversaries(shared)
     yield "overhead", lambda: overhead(shared)

@@ -21,12 +21,12 @@ from attmemo.cli.app import app
 from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard import Guard
-from attmemo.profiler import demo
+from attmemo.profiler import demo, quick_maps
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
 from attmemo.profiler.peers import Duplicates, another, way_of
-from attmemo.profiler.race import CACHE, EVERY, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
+from attmemo.profiler.race import CACHE, EVERY, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
 
 
 def run(*args: str | Path) -> Any:
@@ -100,6 +100,31 @@ class TestRun:
         source = demo.Source(service=service)
         assert service in source.name
         assert list(next(source.batches())) == list(generate_log(demo.BATCH, 0, (service,)))
+
+    @pytest.mark.usefixtures("small")
+    def test_attention_maps_of_the_first_lines_take_part_where_there_is_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (demo, quick_maps):
+            monkeypatch.setattr(module, "STORED", 96)
+            monkeypatch.setattr(module, "JUDGED", 32)
+        monkeypatch.setattr(demo, "MAPS_SHARE", 0.5)
+        told: list[str] = []
+        found = demo.run_demo(demo.Source(), tmp_path / "out", tell=told.append, dtype="float32")
+        assert found["maps"] == [96, 32]
+        assert sum(lap["texts"] for lap in found["laps"]) == 320 - 96 - 32
+        assert {STOCK, PACKED, ROWS, CACHE, MAPS} == found["parts"]["all"]["ms"].keys()
+        assert "choosing the threshold of the maps" in told
+        summary = command.summarize(found)
+        assert any(line.startswith(MAPS) for line in summary)
+        assert "of 96 earlier lines" in " ".join(summary)
+
+    @pytest.mark.usefixtures("small")
+    def test_a_short_log_goes_through_the_other_ways_from_its_first_line_on(self, tmp_path: Path) -> None:
+        found = demo.run_demo(demo.Source(), tmp_path / "out", dtype="float32")
+        assert found["maps"] is None
+        assert sum(lap["texts"] for lap in found["laps"]) == 320
+        assert any("attention maps are left out" in note for note in found["notes"])
 
     @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
@@ -269,7 +294,7 @@ def test_bfloat16_is_taken_where_the_processor_multiplies_it(
 class TestVerdict:
     def result(self, rows_ms: float, late_ms: float, certified: bool) -> dict[str, Any]:
         def part(ms: float) -> dict[str, Any]:
-            all_ms = {STOCK: 10.0, PACKED: 8.0, ROWS: ms}
+            all_ms = {STOCK: 10.0, PACKED: 8.0, ROWS: ms, MAPS: 1.0}  # maps are not exact, however fast they are
             return {"ms": all_ms, "speed": {name: 10.0 / value for name, value in all_ms.items()}}
 
         parts = {"all": part(rows_ms), "certified": part(late_ms) if certified else None, "last third": part(late_ms)}

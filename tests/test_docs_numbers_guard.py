@@ -12,10 +12,12 @@ LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunder
 STREAMS = [
     ("lines of 8 logs", "**the guard**", "lines", "guard"), ("", "the same with `near=1`", "near", "guard"),
     ("", "without the certificate: verified changes and the margin alone", "lines", "no certificate"),
+    ("", "without the margin", "lines", "no margin"),
     ("", "no guard: whatever supplies .4 of the tokens", "lines", "no guard"),
     ("windows of 4 lines", "**the guard**", "windows", "guard"), ("", "no guard", "windows", "no guard"),
     ("embeddings of 4 logs", "**the guard**", "embeddings", "guard"),
-    ("", "without the certificate", "embeddings", "no certificate"), ("", "no guard", "embeddings", "no guard"),
+    ("", "without the certificate", "embeddings", "no certificate"),
+    ("", "without the margin", "embeddings", "no margin"), ("", "no guard", "embeddings", "no guard"),
 ]  # fmt: skip
 """The rows of the table: what they begin with, a case and what guarded it."""
 
@@ -40,9 +42,14 @@ def test_the_table_of_streams_was_measured() -> None:
 def test_what_falls_short_was_measured() -> None:
     _, served, second, *_, rows = sums(FOUND["lines"]["guard"])
     says(TEXT, "the guard served # and #, and computed #.", served, second, rows)
-    assert {run["state"] for run in FOUND["alone"].values()} == {"learning"}, "none has a certificate after 600 lines"
-    worst = FOUND["embeddings"]["guard"]["BGL"]
-    says(TEXT, "BGL is at the bound of # %", 100 * worst["changed"] / worst["lines"])
+    embeddings = FOUND["embeddings"]["guard"]
+    first = embeddings["OpenSSH"]
+    assert all(embeddings[log]["served"] >= 0.8 * first["lines"] for log in ("OpenSSH", "HDFS", "Apache")), "are met"
+    assert all(run["changed"] <= 0.01 * run["lines"] for run in embeddings.values()), "are met"
+    assert first["served"] == 0.8 * first["lines"] + 1, "by one line"
+    says(TEXT, "before the budget affords all answers, # of its lines are samples", first["done"]["sampled"])
+    together, alone = (sum(run["rows"] for run in runs.values()) for runs in (FOUND["lines"]["guard"], FOUND["alone"]))
+    assert alone > together, "a log alone pays for all samples itself"
 
 
 def test_what_each_log_was_served_was_measured() -> None:
@@ -71,7 +78,7 @@ def test_the_budget_was_kept_over_all_lines_and_nearly_in_each_log() -> None:
 def test_what_windows_cost_where_they_do_not_pay_was_measured() -> None:
     runs = [FOUND["windows"]["guard"][log] for log in ("BGL", "Mac")]
     shares = [run["rows"] / run["tokens"] for run in runs]
-    says(TEXT, "that costs more than it saves, # and # times the rows without reuse", *shares)
+    says(TEXT, "records cost more than they save, # and # times the rows without reuse", *shares)
 
 
 def test_what_samples_cost_was_measured() -> None:

@@ -29,10 +29,10 @@ def runs(found: Any) -> list[Any]:
 
 
 def test_what_a_prepared_database_gains_was_measured() -> None:
-    template = "With a prepared database and AMX rows are # to # times as fast as stock, on streams"
+    template = "rows of a prepared database are # to # times as fast as stock there, on streams"
     says(FIRST, template, *spread(REPEATED, "rows"))
     packed = [RowsCase(name).over("packed") for name in ("deberta-windows", "deberta-base-8x512")]
-    says(FIRST, "with DeBERTa packed blocks are # to # times as fast", *packed)
+    says(FIRST, "With DeBERTa packed blocks are # to # times as fast", *packed)
 
 
 def test_the_first_page_has_the_default_budget() -> None:

