@@ -46,6 +46,7 @@ def main() -> None:
         with contextlib.redirect_stdout(said):
             exec(compile(code, "README.md", "exec"), names)
         stats = names["model"].attmemo.stats()
+        names["model"].attmemo.undo()  # its folder goes
         os.chdir(output.parent)
     kept = {name: stats[name] for name in ("sequences", "served", "tokens", "rows_computed", "not_looked_up")}
     found = {"says": said.getvalue().strip(), "lines": len(log.splitlines()), "stats": kept, "guard": stats["guard"]}

@@ -325,7 +325,7 @@ def test_what_the_page_of_rows_says_of_single_cases_was_measured() -> None:
     assert questions.stats("served") == 11
     says(text, "Eleven of # questions of banking77 were served", questions.stats("sequences"))
     strict = RowsCase("lines-HDFS-threshold52")
-    template = "A threshold of # does the same with # of the rows: # and #."
+    template = "A threshold of # brings them nearer, too, with # of the rows: # and #."
     says(text, template, strict.stats("threshold"), strict.stats("share_computed"), *strict.cosines())
     first, stored = RowsCase("lines-OpenSSH"), RowsCase("lines-OpenSSH", storage="int8")
     share = 100 * stored.found["record_bytes"] / first.found["record_bytes"]

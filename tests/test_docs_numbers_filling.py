@@ -54,3 +54,16 @@ def test_what_never_repeats_was_measured() -> None:
     last, resident = late[-1], sorted(one["resident"] for one in late)
     values = last["disk"] / 1e6, last["files"], last["mappings"], resident[0] / 1e6, resident[-1] / 1e6
     says(TEXT, "disk # MB, # open files, # mappings, # to # MB resident", *values)
+
+
+def test_what_is_worth_storing_was_simulated() -> None:
+    found = measured("filling-simulated.json")["admission"]
+    logs = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
+    names = ("every miss", "one miss in two", "seen twice", "every miss, batches of 32",
+             "the same, asked again before storing")  # fmt: skip
+    rows = table_rows(TEXT, "| stored | OpenSSH | HDFS")
+    for (_, *cells), name in zip(rows, names, strict=True):
+        for cell, log in zip(cells, logs, strict=True):
+            one = found[log][name]
+            shares = one["served"] / one["lines"], one["records"], one["rows"] / one["tokens"]
+            agree([part.strip() for part in cell.split("/")], shares)

@@ -93,6 +93,30 @@ def test_what_samples_cost_was_measured() -> None:
     assert "avx512f" in FOUND["overhead"]["conditions"]["features"]
 
 
+def test_what_says_beforehand_that_an_answer_changes_was_measured() -> None:
+    found = FOUND["predictors"]
+    rows = table_rows(TEXT, "| answers | looked at | changed | the margin")
+    assert [row[0] for row in rows] == list(found) == ["classes", "vectors"]
+    for (_, *cells), one in zip(rows, found.values(), strict=True):
+        agree(cells, [one["answers"], one["changed"], *one["area"].values()])
+        assert max(one["area"], key=lambda name: one["area"][name]) == "margin", "says most"
+    for head, one in zip(("| classes: margin of", "| vectors: cosine of"), found.values(), strict=True):
+        line = next(line for line in TEXT.splitlines() if line.startswith(head))
+        agree(numbers(line), [step for step, _, _ in one["curve"]])
+        (_, *shares), (_, *changed) = table_rows(TEXT, head)
+        agree(shares, [share for _, share, _ in one["curve"]])
+        agree(changed, [100 * share for _, _, share in one["curve"]])
+
+
+def test_other_numbers_of_neighbours_were_measured() -> None:
+    none, two = (FOUND[case]["guard"] for case in ("near 0", "near 2"))
+    _, served, *_, worst, rows = sums(none)
+    says(TEXT, "(`near=0`): lines # served and # of the rows computed, but # % of the answers to Thunderbird changed",
+         served, rows, worst)  # fmt: skip
+    assert worst == 100 * none["Thunderbird"]["changed"] / none["Thunderbird"]["lines"]
+    says(TEXT, "(`near=2`): lines # served", sums(two)[1])
+
+
 def test_streams_that_switch_were_measured() -> None:
     rows = table_rows(TEXT, "| stream | first log | second log")
     assert len(rows) == len(FOUND["switch"])

@@ -139,3 +139,12 @@ class TestTutorial:
 
     def test_rows_of_the_service_are_those_of_the_output(self) -> None:
         says(TUTORIAL, "so all # rows were computed", float(re.findall(r"rows-computed: (\d+)", TUTORIAL)[0]))
+
+
+def test_what_opening_takes_was_measured() -> None:
+    turns = FOUND["opening"].values()
+    (records,) = {turn["records"] for turn in turns}
+    seconds = [turn["all"] for turn in turns]
+    (tokens,) = set_in("bench_filling.py", r"integers\(0, 30000, \(1000, (\d+)\)\)")
+    template = "Opening # records of # tokens takes # to # seconds until all can be found"
+    says(TEXT, template, records, tokens, min(seconds), max(seconds))

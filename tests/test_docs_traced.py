@@ -33,11 +33,8 @@ UNTRACED = {
     ("measured.md", "| data, model | threshold |"): "of maps; scripts/reproduce.py prints it",
     ("measured.md", "| model | tokens × batch |"): "of maps; scripts/reproduce.py prints it",
     ("filling.md", "| policy | 1/2 |"): "simulated; scripts/simulate_filling.py prints it",
-    ("filling.md", "| stored | OpenSSH |"): "simulated; scripts/simulate_filling.py prints it",
-    ("rows.md", "| | the first 300 lines"): "scripts/study_drift.py prints it",
     ("rows.md", "| | stored as bfloat16"): "measured once, on logs that tests do not have",
     ("scale.md", "| lines | one actor"): "of Ray; scripts/bench_ray.py writes it",
-    ("service.md", "| float32, AVX2 only"): "of a version before; no file was kept",
     ("serving.md", "| cache | bytes a token |"): "test_ops_serving.py bounds it",
     ("tutorial.md", "| `done` | lines |"): "one run; the lines are drawn by chance",
 }
