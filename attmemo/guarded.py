@@ -24,13 +24,14 @@ from time import perf_counter
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attmemo.counters import Counters
-from attmemo.debts import Debt, Debts, Forward, batches
+from attmemo.debts import Batch, Debt, Debts, Forward, batches, stamp_of
 from attmemo.guard import Answers, Cover, Guard, Verdict
 from attmemo.guard.answers import Read, cosines
 from attmemo.idle import Idle
+from attmemo.locking import ThreadLock
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
@@ -72,8 +73,31 @@ class Guarded:
         self._rows, self._store, self._key = rows, store, key
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
         self.debts, self.idle = Debts(), Idle(self._pay_some)
+        self._paying, self._paid = ThreadLock(), 0.0  # seconds that requests paid, and no forward was charged for
         self._counters: Counters | None = None  # of the last forward
+        self._model: nn.Module | None = None
+        self._pad: int | None = None
+        self._hooks: list[Any] = []
         planner.is_unsure = self._is_unsure
+
+    def watch(self, model: nn.Module, pad: int | None) -> None:
+        """Owe answers of this model from now on. Without it none is owed.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Whose forward is called, head and all.
+        pad : int or None
+            The id of padding; None: there is none.
+        """
+        self._model = model
+        self._pad = None if callable(self.answers.rule) else pad  # a rule of the caller's own may read padding
+        self._hooks = [hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+
+    @property
+    def _room(self) -> int:
+        """Answers that may be owed. Hooks of the user must not be called at other times, with other inputs."""
+        return 0 if self._model is None or any(self._hooks) else self.debts.room
 
     def _is_unsure(self, record: int, cover: Cover) -> bool:
         """Whether the record's own answer is below the margin: what it serves will hardly be above."""
@@ -105,11 +129,13 @@ class Guarded:
         args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
         inputs = _shallow((args, kwargs))
         thread, start = self._rows.thread, perf_counter()
-        if len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords()):
-            self.pay()  # samples make the next answer cheaper
+        owes_much = len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords())
+        if owes_much and not self.planner.asked_whole:  # samples make the next answer cheaper
+            self.pay(wait=False)
+            self._paid += perf_counter() - start
+            start = perf_counter()
         thread.forget()
-        began = perf_counter()
-        with self.planner.asking(room=self.debts.room) as asking:
+        with self.planner.asking(room=self._room) as asking:
             output = forward(*args, **kwargs)
         offers, beside = thread.admitted, thread.beside
         hidden = self.answers.pooled_from(output) if beside else None
@@ -121,8 +147,11 @@ class Guarded:
         try:
             return self._checked(forward, inputs, output, _mask(given), offers, beside, gives_out, asking, counters)
         finally:
-            self._offer(offers, asking, perf_counter() - began)
-            self.planner.took(asking, perf_counter() - start)
+            self._offer(offers, asking, perf_counter() - start)
+            paid = 0.0
+            if asking.looked:  # verifying is what reuse costs
+                paid, self._paid = self._paid, 0.0
+            self.planner.took(asking, perf_counter() - start + paid)
 
     def _checked(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],
@@ -163,13 +192,7 @@ class Guarded:
         for place, margin in margins.items():
             self.guard.served(asking.chosen[place].gaps, asking.chosen[place].cover, margin)
         low = [place for place, margin in margins.items() if self.guard.is_low(margin, asking.chosen[place].cover)]
-        for place in asking.where(Verdict.OWE):
-            if place not in low:
-                one = torch.tensor([place])
-                self.debts.add(Debt(
-                    forward, _take(inputs, one, len(seen.values)), None if mask is None else mask[one], seen.of(place),
-                    margins[place], asking.chosen[place], self.guard.owe(),
-                ))  # fmt: skip
+        self._owe(forward, inputs, mask, seen, asking, margins, set(low))
         if not low:
             return output
         again = self._run(forward, inputs, len(seen.values), low)
@@ -177,8 +200,27 @@ class Guarded:
         for number, place in enumerate(low):
             changed = self.answers.differ(seen, place, exact, number)
             chosen = asking.chosen[place]
-            self.guard.compared(Verdict.SERVE, chosen.gaps, chosen.cover, margins[place], changed)
+            self.guard.compared(
+                Verdict.SERVE, chosen.gaps, chosen.cover, margins[place], changed, chosen.epoch
+            )  # fmt: skip
         return _put(output, again, torch.tensor(low), len(seen.values))
+
+    def _owe(
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read, asking: Asking,
+        margins: Mapping[int, float | None], low: set[int],
+    ) -> None:  # fmt: skip
+        """Have served answers verified afterwards; those in `low` were computed exactly after all."""
+        places = asking.where(Verdict.OWE)
+        stamp = stamp_of(self._model) if places and self._model is not None else None
+        for place in places:
+            if stamp is None or place in low:
+                self.guard.give_back()
+                continue
+            one = torch.tensor([place])
+            self.debts.add(Debt(
+                forward, _take(inputs, one, len(seen.values)), None if mask is None else mask[one], seen.of(place),
+                margins[place], asking.chosen[place], self.guard, stamp,
+            ))  # fmt: skip
 
     def _margins(self, seen: Read, chosen: Mapping[int, Chosen]) -> dict[int, float | None]:
         """How sure answers from records are: ahead of the second best class, or near the record's own answer."""
@@ -234,28 +276,49 @@ class Guarded:
             changed = self.answers.differ(seen, place, reused, number)
             if changed:
                 asking.changed.add(place)
-            if self.guard.compared(one.verdict, one.gaps, one.cover, margins[number], changed):
+            if self.guard.compared(one.verdict, one.gaps, one.cover, margins[number], changed, one.epoch):
                 self._tell_alarm()
 
-    def pay(self, most: int | None = None) -> None:
-        """Verify answers that are owed, so many at most. One that cannot be verified any more is forgotten."""
-        for debts, (args, kwargs), mask in batches(self.debts.take(len(self.debts) if most is None else most)):
+    def pay(self, most: int | None = None, *, wait: bool = True) -> None:
+        """Verify answers that are owed. One that cannot be verified any more is forgotten.
+
+        Parameters
+        ----------
+        most : int, optional
+            So many at most; by default all.
+        wait : bool
+            Whether to wait for another thread that verifies some. If not, nothing is done meanwhile.
+        """
+        with self._paying.held(wait) as mine:
+            if not mine:
+                return
+            thread = self._rows.thread
+            observed, thread.observed = thread.observed, None  # these rows are of other requests
             try:
-                with torch.inference_mode(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
-                    output = debts[0].forward(*args, **kwargs)
-                if asking.planned and not asking.twice:  # else it is another model by now, or trains
-                    self._settle(debts, self.answers.read(output, mask))
+                for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):
+                    self._pay(batch)
             except Exception as error:
                 self._failed(self._counters, "an answer could not be verified", error)
+            finally:
+                thread.observed = observed
 
-    def _settle(self, debts: Sequence[Debt], exact: Read) -> None:
-        """Compare answers that were given with the exact ones."""
+    def _pay(self, batch: Batch) -> None:
+        """Compare answers that were given with the exact ones, if the model is the same as it was."""
+        model = self._model
+        debts = [debt for debt in batch.debts if debt.guard is self.guard]
+        stamp = None if model is None else stamp_of(model)
+        if model is None or len(debts) < len(batch.debts) or any(debt.stamp != stamp for debt in debts):
+            return
+        args, kwargs = _shallow(batch.inputs)
+        with torch.no_grad(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
+            output = debts[0].forward(*args, **kwargs)
+        if not asking.planned or asking.twice or stamp != stamp_of(model):
+            return
+        exact = self.answers.read(output, batch.mask)
         for number, debt in enumerate(debts):
-            one, guard = debt.chosen, self.guard
-            if debt.epoch != guard.epoch:
-                continue
+            one = debt.chosen
             changed = self.answers.differ(debt.answer, 0, exact, number)
-            if guard.compared(one.verdict, one.gaps, one.cover, debt.margin, changed):
+            if debt.guard.compared(one.verdict, one.gaps, one.cover, debt.margin, changed, one.epoch):
                 self._tell_alarm()
 
     def _pay_some(self) -> bool:

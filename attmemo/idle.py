@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Final
 
 from attmemo.locking import ThreadLock
+
+_LOG = logging.getLogger("attmemo")
 
 QUIET: Final = 0.02
 """Seconds without a request after which work may begin."""
@@ -22,7 +26,8 @@ PATIENCE: Final = 10.0
 class Idle:
     """Works while no request runs, at most half of the time.
 
-    A thread begins with the first work. A forked child has a thread of its own.
+    A thread begins with the first work. A fork waits for the part of the work that is being done: a child that is
+    copied from the middle of a forward may find locks of libraries held for ever. The child has its own thread.
 
     Parameters
     ----------
@@ -34,19 +39,32 @@ class Idle:
         self._work, self._quiet = weakref.WeakMethod(work), QUIET
         self._lock = ThreadLock()
         self._begin()
-        self._leave = partial(_close, weakref.ref(self))
+        own = weakref.ref(self)
+        self._leave = partial(_call, own, "close")
         atexit.register(self._leave)
+        os.register_at_fork(
+            before=partial(_call, own, "_before_fork"), after_in_parent=partial(_call, own, "_after_fork"),
+            after_in_child=partial(_call, own, "_begin"),
+        )  # fmt: skip
 
     def _begin(self) -> None:
-        self._process, self._running, self._ended = os.getpid(), 0, monotonic()
+        self._running, self._ended = 0, monotonic()
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
+        self._part = threading.Lock()  # held while a part is done
+
+    def _before_fork(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._part.acquire(timeout=PATIENCE)
+
+    def _after_fork(self) -> None:
+        if threading.current_thread() is not self._thread:
+            with suppress(RuntimeError):  # it took too long
+                self._part.release()
 
     def began(self) -> None:
         """A request begins."""
         with self._lock:
-            if self._process != os.getpid():  # the parent's thread is not here, nor are its requests
-                self._begin()
             self._running += 1
 
     def ended(self) -> None:
@@ -55,14 +73,18 @@ class Idle:
             self._running, self._ended = max(self._running - 1, 0), monotonic()
 
     def wake(self) -> None:
-        """There is work."""
+        """There is work. If no thread can be had, it stays undone."""
         with self._lock:
             if self._thread is None and not self._signal.closing.is_set():
-                weakref.finalize(self, self._signal.close)  # a thread that waits ends when nothing holds this
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=_run, args=(weakref.ref(self), self._signal), daemon=True, name="attmemo-idle"
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return
+                self._thread = thread
+                weakref.finalize(self, self._signal.close)  # a thread that waits ends when nothing holds this
         self._signal.work.set()
 
     def wait(self) -> float:
@@ -72,14 +94,15 @@ class Idle:
 
     def part(self) -> bool:
         """Do a part of the work; whether there is more."""
-        work = self._work()
-        return work is not None and work()
+        with self._part:
+            work = self._work()
+            return work is not None and work()
 
     def close(self) -> None:
-        """End the thread, after the part that it works at."""
+        """End the thread, after the part that it works at. Nothing is done any more."""
         atexit.unregister(self._leave)
         self._signal.close()
-        thread = self._thread if self._process == os.getpid() else None
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(PATIENCE)
 
@@ -105,14 +128,17 @@ def _run(own: weakref.ref[Idle], signal: _Signal) -> None:
         if not rest:
             signal.work.clear()
             start = perf_counter()
-            if idle.part():
-                signal.work.set()
+            try:
+                if idle.part():
+                    signal.work.set()
+            except Exception as error:
+                _LOG.warning("attmemo: work for idle times failed: %s", error)
             rest = perf_counter() - start  # as long as it worked
         del idle
         signal.closing.wait(rest)
 
 
-def _close(own: weakref.ref[Idle]) -> None:
+def _call(own: weakref.ref[Idle], name: str) -> None:
     idle = own()
     if idle is not None:
-        idle.close()
+        getattr(idle, name)()

@@ -54,6 +54,18 @@ class ThreadLock:
         with suppress(RuntimeError):  # this thread forked inside of the statement: the child's lock is another one
             self._lock.release()
 
+    @contextmanager
+    def held(self, wait: bool) -> Iterator[bool]:
+        """While inside, hold the lock; without `wait`, only if it is free. Yields whether it is held."""
+        lock = self._lock
+        mine = lock.acquire(blocking=wait)
+        try:
+            yield mine
+        finally:
+            if mine:
+                with suppress(RuntimeError):
+                    lock.release()
+
     def renew(self) -> None:
         """Free the lock, whatever thread holds it."""
         self._lock = threading.Lock()

@@ -32,7 +32,7 @@ class Played:
     rows : int64 [texts]
         Computed for the answer.
     verified : int64 [texts]
-        Computed once more, from a record, to verify the guard.
+        Computed once more to verify the guard: from a record, or whole.
     records, tokens : int
         That are stored at the end.
     known : bool [texts]
@@ -70,8 +70,9 @@ def play_tokens(
         for place, tokens in enumerate(own):
             known[start + place] = tokens.tobytes() in seen
             verdict = verdicts[place]
-            if verdict is Verdict.SERVE:
+            if verdict is not None and verdict.serves:
                 rows[start + place] = computed[place]
+                verified[start + place] = len(tokens) if verdict is Verdict.OWE else 0
             elif verdict in (Verdict.SAMPLE, Verdict.LEARN):
                 verified[start + place] = computed[place]
         seen.update(tokens.tobytes() for tokens in own)
@@ -99,10 +100,10 @@ def _decide(
         changes, there = index.changes(tokens, starts, near, records, rule, kinds)
         gaps = [changes.of(place) if one else None for place, one in enumerate(enough & there)]
         covers = [None if gap is None else guard.ask(gap) if len(gap) else Cover.SAME for gap in gaps]
-        verdicts = guard.decide(covers)
+        verdicts = guard.decide(covers, len(covers))
         for verdict, gap, cover in zip(verdicts, gaps, covers, strict=True):
-            if verdict in (Verdict.SAMPLE, Verdict.LEARN) and gap is not None and cover is not None:
+            if verdict in (Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN) and gap is not None and cover is not None:
                 guard.compared(verdict, gap, cover, None, False)
-    whole = [place for place, verdict in enumerate(verdicts) if verdict is not Verdict.SERVE]
+    whole = [place for place, verdict in enumerate(verdicts) if verdict is None or not verdict.serves]
     exact = found.computed == 0  # the very tokens are stored
     return [place for place in whole if not exact[place]], verdicts, found.computed

@@ -63,15 +63,16 @@ def certifies(highest: float, could: int, requests: int, budget: float) -> bool:
 
 @dataclass(slots=True)
 class Counts:
-    """Samples and requests since an epoch began. Sums: those of several processes can be added."""
+    """Samples and requests since an epoch began. All but `lowest` are sums: those of several processes are added."""
 
     same: int = 0
     changed: int = 0
     requests: int = 0
     served: int = 0  # of these, from a record
     owed: int = 0  # of the samples, those that were served first
-    spent: float = 0.0  # what the served answers cost
+    charged: float = 0.0  # sum of the highest rates under which answers were served
     lost: float = 0.0  # what was saved up for too long
+    lowest: float = 1.0  # of the highest rates so far: not a sum, the lowest of all processes holds
 
     def copy(self) -> Counts:
         """The same numbers."""
@@ -109,20 +110,25 @@ class Certificate:
         c.requests += 1
         if served:
             c.served += 1
-            c.spent += self.highest
+            c.charged += self.highest
         c.lost += max(self._saved - self.budget * EARNINGS, 0.0)
 
     def give_back(self) -> None:
         """An answer that was to be served was computed exactly after all."""
         c = self.counts
-        c.served -= 1
-        c.spent = max(c.spent - self.highest, 0.0)
+        c.served = max(c.served - 1, 0)
+        c.charged = max(c.charged - self.highest, 0.0)
+
+    @property
+    def cost(self) -> float:
+        """Changed answers so far, at most: what was served costs no more than the lowest bound there was."""
+        return min(self.counts.charged, self.counts.served * self.counts.lowest)
 
     @property
     def _saved(self) -> float:
         """Changed answers that the requests so far have earned and not spent."""
         c = self.counts
-        return self.budget * c.requests - c.spent - c.lost
+        return self.budget * c.requests - self.cost - c.lost
 
     def sample(self, changed: bool, served: bool = False) -> bool:
         """One verified answer, as it would have been served, or was. True: too many answers change."""
@@ -133,10 +139,10 @@ class Certificate:
         return self.alarms(changed)
 
     def _bound(self) -> None:
-        """Bound the rate anew, and what was served before it."""
+        """Bound the rate anew."""
         c = self.counts
         self.highest = highest_rate(c.changed, c.same, self.confidence)
-        c.spent = min(c.spent, c.served * self.highest)
+        c.lowest = min(c.lowest, self.highest)
 
     def alarms(self, changed: bool) -> bool:
         """Go on with the bet that the rate is above the budget; whether it is won."""

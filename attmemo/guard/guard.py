@@ -48,6 +48,22 @@ RETURNED: Final = 0.2
 """Verifications that each served answer pays for."""
 
 
+_NO_SUMS: Final = {TOP: (max, 0.0), "lowest": (min, 1.0)}
+"""Counts that are no sums: how those of two processes are joined, and what they are at first."""
+
+
+def _minus(counts: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
+    """What was counted beyond what is known."""
+    return {name: count if name in _NO_SUMS else count - known.get(name, 0.0) for name, count in counts.items()}
+
+
+def _plus(counts: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """What two processes have counted."""
+    found = {name: count + others.get(name, 0.0) for name, count in counts.items()}
+    joined = {name: join(counts[name], others.get(name, first)) for name, (join, first) in _NO_SUMS.items()}
+    return found | joined
+
+
 class Verdict(Enum):
     """What becomes of a request that has a record."""
 
@@ -159,19 +175,19 @@ class Guard:
     def decide(self, covers: Sequence[Cover | None], room: int = 0, *, draws: bool = True) -> list[Verdict | None]:
         """What becomes of the requests of a batch, by how well changes are verified; None: there is no record.
 
-        `room`: so many answers may be verified afterwards. `draws`: what could be served may be drawn as a sample.
+        `room`: so many answers may be verified afterwards. `draws`: what could be served may be a sample.
         """
         with self._lock:
             found = list[Verdict | None]()
             for cover in covers:
-                found.append(self._decide(cover, room > 0, self.draw.share if draws else 0.0))
+                found.append(self._decide(cover, room > 0, draws))
                 room -= found[-1] is Verdict.OWE
             return found
 
-    def _decide(self, cover: Cover | None, later: bool, share: float) -> Verdict | None:
-        """One request, drawn with this probability; the account goes on. `later`: it may be verified afterwards."""
-        earned, verdict = EARNED, None
-        affords, pays = self.certificate.affords(), self._saved >= 1.0
+    def _decide(self, cover: Cover | None, later: bool, draws: bool) -> Verdict | None:
+        """One request; the account and the draw go on. `later`: its answer may be verified afterwards."""
+        earned, verdict, share = EARNED, None, self.draw.share if draws else 0.0
+        affords, pays = self.certificate.affords(), draws and self._saved >= 1.0
         owes = 1.0 if later and pays and not self.certified else share  # how probably, if it is served
         seen = 1.0 if affords or pays else share
         if cover is not Cover.FUTILE:  # such an answer is in none of the margin's counts
@@ -184,6 +200,10 @@ class Guard:
             drawn = self._random.random() < (owes if affords else share)
             if affords and not (drawn and not later):
                 verdict, earned = Verdict.OWE if drawn else Verdict.SERVE, EARNED + RETURNED
+                if drawn and owes == 1.0 and not self.certified:
+                    self._pay()
+            elif not draws:
+                verdict = Verdict.LEAVE
             else:
                 verdict = Verdict.SAMPLE if drawn else self._paid(Verdict.SAMPLE)
         elif cover is not None:
@@ -217,9 +237,16 @@ class Guard:
             return False
         return not margin >= self.margin.least_for(cover is Cover.FREELY)
 
-    def compared(self, verdict: Verdict, gaps: Gaps, cover: Cover, margin: float | None, changed: bool) -> bool:
-        """An answer from a record and the exact one were compared. True: an alarm began."""
+    def compared(
+        self, verdict: Verdict, gaps: Gaps, cover: Cover, margin: float | None, changed: bool, epoch: int | None = None
+    ) -> bool:
+        """An answer from a record and the exact one were compared. True: an alarm began.
+
+        `epoch`: in which it was decided. If an alarm came since, the answer is no sample, and nothing is given back.
+        """
         with self._lock:
+            if epoch is not None and epoch != self._epoch:
+                return False
             self._dirty = True
             low = verdict is not Verdict.OWE and self.is_low(margin, cover)  # what is owed was served: it was not low
             if margin is not None and cover is Cover.FULLY:
@@ -248,12 +275,11 @@ class Guard:
             if cover is not Cover.SAME:
                 self._note_kind(gaps, cover, margin)
 
-    def owe(self) -> int:
-        """An answer was served that will be verified: in which epoch. Before there is a certificate this is paid."""
+    def give_back(self) -> None:
+        """An answer that was to be verified afterwards will not be: what was paid for that comes back."""
         with self._lock:
             if not self.certified:
-                self._pay()
-            return self._epoch
+                self._saved, self._patience = min(self._saved + 1.0, SAVED), self._patience + 1.0
 
     def _note_kind(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
         if margin is not None:
@@ -266,8 +292,7 @@ class Guard:
             known = self._synced
             if self._inherited and (stored is None or stored.epoch < self._epoch):
                 # What the parent counted it will write itself.
-                top, inherited = own[TOP], self._inherited
-                own = {name: count - inherited.get(name, 0.0) for name, count in own.items()} | {TOP: top}
+                own = _minus(own, self._inherited)
                 self._adopt(own)
                 self._synced = known = None
             self._inherited = {}
@@ -280,10 +305,7 @@ class Guard:
                     self._patience = max(self._patience, self._price())
                     self.certificate.restart()
                 elif stored.epoch == self._epoch:
-                    before = known or {}
-                    own = {name: count - before.get(name, 0.0) for name, count in own.items()}
-                    top = max(self.margin.counts()[TOP], stored.counts.get(TOP, 0.0))
-                    own = {name: count + stored.counts.get(name, 0.0) for name, count in own.items()} | {TOP: top}
+                    own = _plus(_minus(own, known or {}), stored.counts)
                     self._since = min(self._since, stored.since)
                 self._adopt(own)
                 # Until the file has the sum: what is known beyond the file's counts is not shared yet.
@@ -307,7 +329,8 @@ class Guard:
 
     def _adopt(self, counts: Mapping[str, float]) -> None:
         types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}
-        self.certificate.adopt(Counts(**{name: kind(counts.get(name, 0)) for name, kind in types.items()}))
+        known = {name: kind(counts.get(name, _NO_SUMS.get(name, (0, 0))[1])) for name, kind in types.items()}
+        self.certificate.adopt(Counts(**known))
         self.margin.adopt(counts)
 
     def _price(self) -> float:
@@ -346,7 +369,7 @@ class Guard:
         with self._lock:
             c = self.certificate.counts
             name = "certified" if self.certified else "alarm" if self._alarmed else "learning"
-            highest = c.spent / c.requests if c.requests else 0.0
+            highest = self.certificate.cost / c.requests if c.requests else 0.0
             return State(
                 name, highest, c.copy(), self.margin.least, len(self.verified),
                 self._since, dict(self._done),

@@ -60,6 +60,7 @@ class StackMemoization(Memoization):
     def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
         """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
         self._outer, self.guarded, self._keeper = outer, guarded, keeper
+        guarded.watch(outer, getattr(getattr(self.host, "config", None), "pad_token_id", None))
         if self._store is not None:
             self._store.watch(partial(_work_of, self.engine))
 

@@ -39,6 +39,7 @@ class Chosen:
     reused: Reused
     gaps: Changes
     cover: Cover
+    epoch: int  # of the guard, when it decided
 
 
 class Asking:
@@ -155,11 +156,12 @@ class GuardedPlanner(RowPlanner):
         looked = perf_counter()
         found, gaps, covers = self._find(asked, candidates)
         own = np.split(asked.tokens, asked.starts[1:-1])
+        epoch = self.guard.epoch
         verdicts = self._decide(own, covers, asking.room)
         self._note_rows(asked, found, covers)
         parts = np.split(found.source, asked.starts[1:-1])
         asking.chosen = {
-            number: Chosen(verdict, Reused(int(found.record[number]), parts[number]), gap, cover)
+            number: Chosen(verdict, Reused(int(found.record[number]), parts[number]), gap, cover, epoch)
             for number, (verdict, gap, cover) in enumerate(zip(verdicts, gaps, covers, strict=True))
             if verdict is not None and gap is not None and cover is not None
         }
@@ -192,6 +194,11 @@ class GuardedPlanner(RowPlanner):
         same = np.array([cover is Cover.SAME for cover in covers])
         rows = np.where(may, found.computed, asked.lengths)
         self.guard.note_rows(int(rows.sum()), int(asked.lengths[may & ~same].sum()), int(asked.lengths.sum()))
+
+    @property
+    def asked_whole(self) -> bool:
+        """Whether this thread's forwards are to be served from no record."""
+        return self._wishes.whole
 
     def _pays(self, tokens: int) -> bool:
         return self.times.ask(tokens, learns=self.guard.learns)
