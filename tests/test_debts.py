@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attmemo import debts as debts_module
 from attmemo.debts import Debt, batches
-from attmemo.guard import Verdict
+from attmemo.guard import Guard, Verdict
 from attmemo.guard.certificate import Counts
 from attmemo.guard.draw import Draw
 from attmemo.guarded import OWED, Guarded
@@ -103,6 +103,16 @@ class TestOwed:
         assert len(model.attmemo.guarded.debts) == 2
         assert done(model)["served"] == 4
 
+    def test_equal_sequences_are_one_sample_however_little_the_budget_affords(self, case: Case) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        guard = model.attmemo.guarded.guard
+        guard.certificate.adopt(Counts(same=150, requests=2))  # which affords one, and not another at once
+        before = guard_of(model)["verified"]
+        run(model, rows_of(BOTH, 0, 0, 0, 0, 0, 0))
+        assert guard_of(model)["verified"] == before + 1
+        assert done(model)["left"] >= 1
+        assert done(model)["served"] + done(model)["left"] == 6
+
     def test_an_answer_below_the_margin_is_exact_and_not_owed(
         self, case: Case, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -167,11 +177,53 @@ class TestForgotten:
             next(model.parameters()).add_(0.1)
         assert self.verified(model) == (before, 0)
 
+    def test_once_the_head_is_another(self, case: Case) -> None:
+        model = owing(case)
+        before = guard_of(model)["verified"]
+        with torch.no_grad():
+            (model.classifier if hasattr(model, "classifier") else model.pooler.dense).weight.mul_(-1.0)
+        assert self.verified(model) == (before, 0)
+        assert guard_of(model)["changed"] == 0
+
+    def test_nothing_is_owed_while_a_module_has_a_hook(self, case: Case) -> None:
+        model = taught(case.bare, min_cosine=-1.0)
+        model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
+        seen: list[int] = []
+        hook = model.get_input_embeddings().register_forward_hook(lambda *given: seen.append(1))
+        ask(model, BOTH)
+        assert not model.attmemo.guarded.debts
+        assert done(model)["sampled"] == len(LENGTHS)
+        hook.remove()
+
+    def test_not_by_a_request_that_asks_for_no_record(self, case: Case) -> None:
+        model = owing(case)
+        ask(model, BOTH)
+        owed, verified = len(model.attmemo.guarded.debts), guard_of(model)["verified"]
+        assert owed > OWED
+        with model.attmemo.observe(reuse=False) as seen:
+            ask(model, BOTH)
+        assert (len(model.attmemo.guarded.debts), guard_of(model)["verified"]) == (owed, verified)
+        with model.attmemo.observe() as seen:
+            ask(model, BOTH)
+        assert guard_of(model)["verified"] == verified + owed
+        assert seen.extra == 0, "rows of other requests"
+
+    def test_by_a_guard_that_begins_anew(self, case: Case) -> None:
+        model = owing(case)
+        handle, debts = model.attmemo, model.attmemo.guarded.debts
+        (kept, *_) = debts.take(1)
+        handle.guard_anew(Guard(0.01, 0.95))
+        assert not debts
+        debts.add(kept)
+        assert self.verified(model) == (0, 0)
+
     def test_in_training(self, case: Case) -> None:
         model = owing(case)
         before = guard_of(model)["verified"]
         model.train()
+        drawn = torch.get_rng_state()
         assert self.verified(model) == (before, 0)
+        assert torch.equal(torch.get_rng_state(), drawn), "nothing was run"
 
     def test_if_the_model_fails(self, case: Case) -> None:
         model = owing(case)
@@ -229,8 +281,9 @@ class TestBatches:
         short = {name: value[:, :26] for name, value in rows_of(BOTH, 4, 5).items()}
         debts = self.debts(case, rows_of(BOTH, 0), short)
         assert sorted({int(debt.mask.shape[1]) for debt in debts if debt.mask is not None}) == [26, 33]
-        ((together, (_, kwargs), mask),) = batches(debts)
-        assert [id(debt) for debt in together] == [id(debt) for debt in debts]
+        (batch,) = batches(debts, 0)
+        kwargs, mask = batch.inputs[1], batch.mask
+        assert [id(debt) for debt in batch.debts] == [id(debt) for debt in debts]
         assert isinstance(mask, Tensor)
         assert mask.shape == (3, 33)
         assert mask.sum(1).tolist() == [30, 25, 20]
@@ -252,18 +305,35 @@ class TestBatches:
             made = [
                 replace(debt, inputs=((), debt.inputs[1] | more)) for debt, more in zip(debts, parts, strict=True)
             ]
-            assert [one[0][0] is debt for one, debt in zip(batches(made), made, strict=True)] == [True, True], parts
-        assert len(batches([replace(debt, mask=None) for debt in debts])) == 2
-        assert len(batches([debts[0], replace(debts[1], forward=print)])) == 2
+            apart = zip(batches(made, 0), made, strict=True)
+            assert [one.debts[0] is debt and one.inputs is debt.inputs for one, debt in apart] == [True, True], parts
+        assert len(batches([replace(debt, mask=None) for debt in debts], 0)) == 2
+        assert len(batches([debts[0], replace(debts[1], forward=print)], 0)) == 2
 
     def test_settings_that_all_share_stay_as_they_are(self, case: Case) -> None:
         debts = self.debts(case, rows_of(BOTH, 0, 1))
         more = {"return_dict": True, "extra": ("a", None)}
         told = [replace(debt, inputs=((), debt.inputs[1] | more)) for debt in debts]
-        ((_, (_, kwargs), _),) = batches(told)
+        (batch,) = batches(told, 0)
+        kwargs = batch.inputs[1]
         assert (kwargs["return_dict"], kwargs["extra"]) == (True, ("a", None))
         other = replace(told[1], inputs=((), told[1].inputs[1] | {"return_dict": False}))
-        assert len(batches([told[0], other])) == 2
+        assert len(batches([told[0], other], 0)) == 2
+
+    def test_one_that_fits_no_other_leaves_the_others_together(self, case: Case) -> None:
+        first, second, third = self.debts(case, rows_of(BOTH, 0, 1, 2))
+        odd = replace(second, inputs=((), second.inputs[1] | {"return_dict": False}))
+        assert [len(batch.debts) for batch in batches([first, odd, third], 0)] == [2, 1]
+
+    def test_ids_get_the_id_of_padding_and_positional_arguments_none(self, case: Case) -> None:
+        short = {name: value[:, :26] for name, value in rows_of(BOTH, 4).items()}
+        one, other = self.debts(case, rows_of(BOTH, 0), short)
+        (batch,) = batches([one, other], 7)
+        assert batch.inputs[1]["input_ids"][1, 26:].tolist() == [7] * 7
+        assert batch.inputs[1]["attention_mask"][1, 26:].tolist() == [0] * 7
+        assert len(batches([one, other], None)) == 2, "there is no padding"
+        placed = [replace(debt, inputs=((debt.inputs[1]["input_ids"],), {})) for debt in (one, other)]
+        assert len(batches(placed, 7)) == 2, "it is not known what these numbers are"
 
 
 def test_only_so_many_answers_are_owed(case_one: Case, monkeypatch: pytest.MonkeyPatch) -> None:

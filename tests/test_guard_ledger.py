@@ -67,6 +67,29 @@ def test_counts_of_two_processes_are_added_once(ledger: Ledger) -> None:
     assert first.ask(gap(2, 5)) == second.ask(gap(1, 5)) == Cover.FULLY
 
 
+def test_what_served_answers_cost_is_shared_once_however_low_the_bounds_fall(ledger: Ledger) -> None:
+    """Answers were charged under high bounds, and samples lower these: in each process, and again by joining both."""
+    guards = [Guard(0.01, 0.95, seed=seed, drawn=0.0) for seed in range(3)]
+    for turn in range(4):
+        for number, guard in enumerate(guards):
+            verify(guard, number, range(30))
+            for _ in range(60):
+                guard.certificate.request(guard.certificate.affords())
+            guard.sync(ledger)
+            fresh = Guard(0.01, 0.95, seed=9)
+            fresh.sync(ledger)  # one that only looks takes nothing away
+            counts = fresh.certificate.counts
+            assert counts.charged >= fresh.certificate.cost >= 0.0
+            assert fresh.certificate.cost <= 0.01 * counts.requests + 3 * fresh.certificate.highest
+            assert counts.lowest == fresh.certificate.highest
+            if turn:
+                assert counts.served > 0
+    for guard in guards:
+        guard.sync(ledger)
+    assert len({guard.certificate.cost for guard in guards}) == 1
+    assert len({guard.certificate.counts.served for guard in guards}) == 1
+
+
 def _learn(path: Path, slot: int) -> None:
     guard = Guard(0.01, 0.95, seed=slot)
     ledger = Ledger(path, SETTINGS)

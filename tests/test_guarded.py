@@ -519,7 +519,7 @@ class TestVerification:
             guard = model.attmemo.guarded.guard
 
             def compared(*given: Any, rule: Any = rule, own: Any = guard.compared) -> bool:
-                seen.setdefault(rule if isinstance(rule, str) else "function", []).append(given[3:])
+                seen.setdefault(rule if isinstance(rule, str) else "function", []).append(given[3:5])
                 return bool(own(*given))
 
             monkeypatch.setattr(guard, "compared", compared)

@@ -119,3 +119,54 @@ def test_a_forked_child_works_in_a_thread_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     assert worker.parts == 2
     worker.idle.close()
+
+
+def test_work_that_fails_does_not_end_the_thread() -> None:
+    worker, done = Worker(parts=2), list[int]()
+
+    def fail_once() -> bool:
+        done.append(1)
+        if len(done) == 1:
+            raise ValueError("no such thing")
+        return False
+
+    worker.idle.part = fail_once  # type: ignore[method-assign]
+    worker.idle.wake()
+    assert until(lambda: len(done) == 1)
+    worker.idle.wake()
+    assert until(lambda: len(done) == 2)
+    worker.idle.close()
+
+
+def test_where_no_thread_can_be_had_work_stays_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        worker.idle.wake()
+        worker.idle.close()
+    assert worker.parts == 1
+
+
+def test_a_fork_waits_for_the_part_that_is_done() -> None:
+    worker, inside, go = Worker(), threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        inside.set()
+        go.wait(10)
+        worker.threads.append(1)
+        return False
+
+    worker.idle._work = lambda: slow  # type: ignore[assignment]
+    worker.idle.wake()
+    assert inside.wait(10)
+    threading.Timer(0.2, go.set).start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if worker.threads == [1] and worker.idle._thread is None else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    worker.idle.close()
