@@ -132,7 +132,9 @@ class Race:
             min_cosine=MIN_COSINE, tokenizer=loaded.tokenizer,
         )  # fmt: skip
         self._kind = loaded.kind
-        self._handle: Any = rows.model.attmemo
+        handle: Any = rows.model.attmemo
+        handle.guarded.idle.close()  # else it would verify while other ways are timed
+        self._handle = handle
         self._exact = way_of(packed)
         self.cache = Duplicates(self._exact)
         self._often: dict[str, Way] = {PACKED: self._exact, ROWS: way_of(rows)}

@@ -30,7 +30,7 @@ def highest(changed: int, same: int) -> float:
 
 
 def test_the_shares_of_samples_are_those_of_the_code() -> None:
-    says(TEXT, "every served answer is one. Afterwards # % are drawn", 100 * DRAWN)
+    says(TEXT, "as long as the account (below) pays. Afterwards # % are drawn", 100 * DRAWN)
     says(TEXT, "as many as add about # % to the time, but always # % of these answers",
          100 * draw.ADDED, 100 * draw.LEAST)  # fmt: skip
     says(TEXT, "Of # to # answers that could be served, one is a sample", 1 / DRAWN, 1 / draw.LEAST)

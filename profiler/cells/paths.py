@@ -159,6 +159,7 @@ def _rows(linear: LinearName, order: Order) -> Ready:
         loaded.model, database=":memory:", reuse="rows", budget=order.budget, answer=rule, min_cosine=MIN_COSINE,
         tokenizer=loaded.tokenizer, linear=linear,
     )  # fmt: skip
+    _handle(loaded).guarded.idle.close()  # else it would verify while other paths are timed
     return Ready(way_of(loaded), _handle(loaded))
 
 
