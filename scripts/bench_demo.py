@@ -73,10 +73,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="JSON that gets the run")
     parser.add_argument("name", help="of the run in it")
-    parser.add_argument("--here", action="store_true", help="no clone: what is installed beside this Python")
-    parser.add_argument("more", nargs="*", help="arguments of attmemo demo, with --here, behind --")
-    args = parser.parse_args()
-    found = here(args.more) if args.here else fresh(args.more)
+    parser.add_argument("--here", action="store_true", help="no clone: this Python; behind -- arguments of the demo")
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    args, more = parser.parse_args(words[:at]), words[at + 1 :]
+    found = here(more) if args.here else fresh(more)
     runs = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     runs[args.name] = {name: short(value) for name, value in found.items() if name not in LEFT}
     write_whole("the JSON", args.out, f"{json.dumps(runs, indent=1, ensure_ascii=False)}\n".encode())

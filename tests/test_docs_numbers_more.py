@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from docs_tools import agree, measured, numbers, page, says, shows, table_rows
+from docs_tools import agree, measured, numbers, page, says, set_in, shows, table_rows
 
 SCRIPTS = str(Path(__file__).parents[1] / "scripts")
 SHAPES = {"BART-large": "bart-large", "T5-base": "t5-base", "GPT-2-medium": "gpt2-medium"}
@@ -324,3 +324,14 @@ class TestScale:
         shape = [rows[f"bert-{shape}-bfloat16-bfloat16"]["paths"] for shape in ("1x128", "8x128", "32x128")]
         gains = [paths["stock"]["ms"] / paths["rows"]["ms"] for paths in shape]
         says(text, "with 30 % of the rows is # to # times as fast as the stock model", min(gains), max(gains))
+
+
+def test_what_the_drift_gains_was_measured() -> None:
+    found = measured("drift.json")
+    rows = table_rows(page("rows.md"), "| | the first 300 lines of OpenSSH")
+    assert len(rows) == 2
+    for (_, *cells), share in zip(rows, ("0.0", "1.0"), strict=True):
+        for cell, log in zip(cells, ("OpenSSH", "HDFS", "BGL", "Apache", "Mac"), strict=True):
+            agree(numbers(cell), [found[log][share]["below .98"], found[log][share]["mean"]])
+    lines = set_in("study_drift.py", r"LINES: Final = (\d+)")
+    says(page("rows.md"), "the first # lines of each log one by one", *lines)

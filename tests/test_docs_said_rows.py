@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from docs_tools import RowsCase, agree, measured, numbers, page, says, set_in, table_rows
+from docs_tools import RowsCase, measured, numbers, page, says, set_in, table_rows
 
 from attmemo.embed.sketch import Sketch
 from attmemo.embed.tokens import GRAPH_FROM, _Shelf
@@ -122,13 +122,3 @@ def test_what_other_pages_measured_is_said_again() -> None:
     says(MEASURED, "A classifier pruned to # % is served more", 100 * pruned["pruning"]["sparsity"])
     sizes = [int(size) for size in pruned["models"]["dense"]["levels"][0]["accuracy"]]
     says(MEASURED, "answers and hits are the same in batches of #, # and # (", *sizes)
-
-
-def test_what_the_drift_gains_was_measured() -> None:
-    found = measured("drift.json")
-    rows = table_rows(ROWS, "| | the first 300 lines of OpenSSH")
-    assert len(rows) == 2
-    for (_, *cells), share in zip(rows, ("0.0", "1.0"), strict=True):
-        for cell, log in zip(cells, ("OpenSSH", "HDFS", "BGL", "Apache", "Mac"), strict=True):
-            agree(numbers(cell), [found[log][share]["below .98"], found[log][share]["mean"]])
-    says(ROWS, "the first # lines of each log one by one", *set_in("study_drift.py", r"LINES: Final = (\d+)"))
