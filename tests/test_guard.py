@@ -344,6 +344,21 @@ class TestGuard:
         assert (done["served"], done["below the margin"]) == (1, 1)
         assert guard.ask(gaps(number(1, 2, 3))) is Cover.FULLY  # the margin has done its work
 
+    def test_a_certificate_stands_while_more_is_served_and_the_account_affords_it(self) -> None:
+        guard = Guard(0.01, 0.95, drawn=0.0)
+        guard.certificate.adopt(Counts(same=200, requests=400, served=0))
+        guard.decide([None])
+        assert guard.state().name == "certified", "a half could be served"
+        for _ in range(20):
+            guard.decide([Cover.FULLY] * 20)
+        assert not guard.certified, "all could be served: that takes more samples"
+        assert guard.certificate.affords()
+        assert guard.state().name == "certified"
+        while guard.certificate.affords():
+            guard.decide([Cover.FULLY])
+        guard.decide([Cover.FULLY])
+        assert guard.state().name == "learning"
+
     def test_where_a_word_stands_in_a_free_slot_an_answer_is_hopeless_below_its_greater_margin(self) -> None:
         margin = Margin(0.01)
         assert margin.is_hopeless(0.05, False)

@@ -138,6 +138,7 @@ class Guard:
         self.margin = Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
+        self._stands = False  # certified once, and nothing was refused for want of samples since
         self._synced: dict[str, float] | None = None  # counts of the last sync
         self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
         self._dirty = False
@@ -181,6 +182,7 @@ class Guard:
             found = list[Verdict | None]()
             for cover in covers:
                 found.append(self._decide(cover, room > 0, draws))
+                self._stands = self.certified or (self._stands and self.certificate.affords())
                 room -= found[-1] is Verdict.OWE
             return found
 
@@ -300,7 +302,7 @@ class Guard:
                 self.verified.merge(stored.hashes)
                 if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
                     self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
-                    self._alarmed = True
+                    self._alarmed, self._stands = True, False
                     self._saved = self._price() if known is None else max(self._saved, self._price())
                     self._patience = max(self._patience, self._price())
                     self.certificate.restart()
@@ -339,6 +341,7 @@ class Guard:
 
     def _alarm(self) -> None:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
+        self._stands = False
         self.margin.rise()
         self.certificate.restart()
         self._saved = max(self._saved, self._price())
@@ -368,7 +371,9 @@ class Guard:
         """Where the guard stands now."""
         with self._lock:
             c = self.certificate.counts
-            name = "certified" if self.certified else "alarm" if self._alarmed else "learning"
+            # Where more is served than before, more samples are needed. Meanwhile the account may afford all the same.
+            certified = self.certified or self._stands
+            name = "certified" if certified else "alarm" if self._alarmed else "learning"
             highest = self.certificate.cost / c.requests if c.requests else 0.0
             return State(
                 name, highest, c.copy(), self.margin.least, len(self.verified),
