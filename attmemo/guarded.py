@@ -32,6 +32,7 @@ from attmemo.guard import Answers, Cover, Guard, Verdict
 from attmemo.guard.answers import Read, cosines
 from attmemo.idle import Idle
 from attmemo.locking import ThreadLock
+from attmemo.observed import Observed
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
@@ -73,6 +74,7 @@ class Guarded:
         self._rows, self._store, self._key = rows, store, key
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
         self.debts, self.idle = Debts(), Idle(self._pay_some)
+        self.rows_afterwards = 0  # computed to verify answers afterwards
         self._paying, self._paid = ThreadLock(), 0.0  # seconds that requests paid, and no forward was charged for
         self._counters: Counters | None = None  # of the last forward
         self._model: nn.Module | None = None
@@ -293,13 +295,14 @@ class Guarded:
             if not mine:
                 return
             thread = self._rows.thread
-            observed, thread.observed = thread.observed, None  # these rows are of other requests
+            observed, thread.observed = thread.observed, Observed()  # these rows are of other requests
             try:
                 for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):
                     self._pay(batch)
             except Exception as error:
                 self._failed(self._counters, "an answer could not be verified", error)
             finally:
+                self.rows_afterwards += thread.observed.extra
                 thread.observed = observed
 
     def _pay(self, batch: Batch) -> None:

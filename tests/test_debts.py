@@ -71,6 +71,7 @@ class TestOwed:
         assert found["verified_afterwards"] == len(LENGTHS)
         assert found["changed"] == changed_classes(seen, exact)
         assert model.attmemo.stats()["rows_computed"] - computed == sum(LENGTHS), "what that took is counted"
+        assert model.attmemo.stats()["rows_afterwards"] == sum(LENGTHS)
         assert not model.attmemo.guarded.debts
         assert not model.attmemo.stats()["failures"]
 

@@ -116,7 +116,8 @@ class StackMemoization(Memoization):
             ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
             ``weight_bytes`` (of weights made ready, beside the model's own),
             ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
-            served), ``offered`` (sequences that could have become records, by what became of them), ``guard`` (see
+            served), ``offered`` (sequences that could have become records, by what became of them),
+            ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
             docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
             than without; None: not known).
         """
@@ -143,6 +144,7 @@ class StackMemoization(Memoization):
             "linear": self.packed.linear,
             "weight_bytes": self.packed.nbytes,
             **self._growth(),
+            "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
             "pays": None if self.guarded is None else self.guarded.planner.times.pays,
         }

@@ -30,6 +30,9 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
             "Share of answers that changed, at most, at the confidence given.", guard.get("highest_share_changed"),
         ),
         "attmemo_guard_verified": ("Served answers that were verified.", guard.get("verified")),
+        "attmemo_guard_rows_afterwards": (
+            "Rows computed to verify answers after they were given.", found.get("rows_afterwards"),
+        ),
         "attmemo_guard_changed": ("Of these, answers that had changed.", guard.get("changed")),
     }  # fmt: skip
 
