@@ -120,7 +120,7 @@ def batches(debts: Sequence[Debt], pad: int | None) -> list[Batch]:
             group.append(debt)
     found = []
     for group in groups:
-        joined = _joined_or_none(group, pad) if len(group) > 1 else (*group[0].inputs, group[0].mask)
+        joined = _joined_or_none(group, pad) if len(group) > 1 else None
         if joined is None:
             found += [Batch([debt], debt.inputs, debt.mask) for debt in group]
         else:

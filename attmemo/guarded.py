@@ -18,11 +18,12 @@ verification that fails costs time, never an answer.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -103,10 +104,8 @@ class Guarded:
 
     def _is_unsure(self, record: int, cover: Cover) -> bool:
         """Whether the record's own answer is below the margin: what it serves will hardly be above."""
-        note = b"" if self._store is None or self.answers.are_vectors else self._store.note_of(record)
-        if note[:KEY] != self._key or len(note) != KEY + 4:
-            return False
-        return self.guard.is_low(struct.unpack("<f", note[KEY:])[0], cover)
+        kept = None if self.answers.are_vectors else self._kept(record, 1)
+        return kept is not None and self.guard.is_low(float(kept[0]), cover)
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -201,10 +200,8 @@ class Guarded:
         exact = self.answers.read(again, None if mask is None else mask[low])
         for number, place in enumerate(low):
             changed = self.answers.differ(seen, place, exact, number)
-            chosen = asking.chosen[place]
-            self.guard.compared(
-                Verdict.SERVE, chosen.gaps, chosen.cover, margins[place], changed, chosen.epoch
-            )  # fmt: skip
+            one = asking.chosen[place]
+            self.guard.compared(Verdict.SERVE, one.gaps, one.cover, margins[place], changed, one.epoch)
         return _put(output, again, torch.tensor(low), len(seen.values))
 
     def _owe(
@@ -213,7 +210,7 @@ class Guarded:
     ) -> None:  # fmt: skip
         """Have served answers verified afterwards; those in `low` were computed exactly after all."""
         places = asking.where(Verdict.OWE)
-        stamp = stamp_of(self._model) if places and self._model is not None else None
+        stamp = self._stamp() if places else None
         for place in places:
             if stamp is None or place in low:
                 self.guard.give_back()
@@ -224,28 +221,32 @@ class Guarded:
                 margins[place], asking.chosen[place], self.guard, stamp,
             ))  # fmt: skip
 
+    def _stamp(self) -> object:
+        """That of the model; None: nothing can be owed."""
+        return None if self._model is None else stamp_of(self._model)
+
     def _margins(self, seen: Read, chosen: Mapping[int, Chosen]) -> dict[int, float | None]:
         """How sure answers from records are: ahead of the second best class, or near the record's own answer."""
         if not seen.are_vectors:
             return {place: seen.margin(place) for place in chosen}
-        own: dict[int, Tensor] = {}
-        for place, one in chosen.items():
-            note = b"" if self._store is None else self._store.note_of(one.reused.record)
-            if note[:KEY] == self._key and len(note) == KEY + 4 * seen.values.shape[1]:
-                own[place] = torch.frombuffer(bytearray(note[KEY:]), dtype=torch.float32)
-        known = cosines(seen.values[list(own)], torch.stack(list(own.values()))) if own else []
+        found = {place: self._kept(one.reused.record, seen.values.shape[1]) for place, one in chosen.items()}
+        own = {place: kept for place, kept in found.items() if kept is not None}
+        known = cosines(seen.values[list(own)], torch.from_numpy(np.stack(list(own.values())))) if own else []
         return dict.fromkeys(chosen) | dict(zip(own, known, strict=True))
 
     def _note(self, seen: Read, offers: Mapping[int, Offer]) -> None:
-        """Have the answers of sequences that may become records kept with them."""
-        if seen.are_vectors:
-            values = seen.values.float().numpy()
+        """Have the answers of sequences that may become records kept with them: of classes, how sure they are."""
+        kept = seen.values if seen.are_vectors else seen.margins
+        if kept is not None:
+            numbers = kept.float().numpy()
             for place, offer in offers.items():
-                offer.note = self._key + values[place].tobytes()
-        elif seen.margins is not None:
-            margins = seen.margins.float().numpy()
-            for place, offer in offers.items():
-                offer.note = self._key + margins[place].tobytes()
+                offer.note = self._key + numbers[place].tobytes()
+
+    def _kept(self, record: int, count: int) -> npt.NDArray[np.float32] | None:
+        """So many numbers of a record's own answer; None: they are not known."""
+        note = b"" if self._store is None else self._store.note_of(record)
+        known = note[:KEY] == self._key and len(note) == KEY + 4 * count
+        return np.frombuffer(note, np.float32, offset=KEY) if known else None
 
     def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
         """Have sequences kept, those that a record could have served only while there is room for them.
@@ -307,15 +308,13 @@ class Guarded:
 
     def _pay(self, batch: Batch) -> None:
         """Compare answers that were given with the exact ones, if the model is the same as it was."""
-        model = self._model
-        debts = [debt for debt in batch.debts if debt.guard is self.guard]
-        stamp = None if model is None else stamp_of(model)
-        if model is None or len(debts) < len(batch.debts) or any(debt.stamp != stamp for debt in debts):
+        debts, stamp = batch.debts, self._stamp()
+        if any(debt.guard is not self.guard or debt.stamp != stamp for debt in debts):
             return
         args, kwargs = _shallow(batch.inputs)
         with torch.no_grad(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
             output = debts[0].forward(*args, **kwargs)
-        if not asking.planned or asking.twice or stamp != stamp_of(model):
+        if not asking.planned or asking.twice or stamp != self._stamp():
             return
         exact = self.answers.read(output, batch.mask)
         for number, debt in enumerate(debts):

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Final
@@ -51,16 +50,15 @@ class Idle:
         self._running, self._ended = 0, monotonic()
         self._signal = _Signal()
         self._thread: threading.Thread | None = None
-        self._part = threading.Lock()  # held while a part is done
+        self._part = threading.Lock()  # held while a part is done, and while a fork is made
+        self._forks = False  # whether the fork that is made holds it
 
     def _before_fork(self) -> None:
-        if threading.current_thread() is not self._thread:
-            self._part.acquire(timeout=PATIENCE)
+        self._forks = threading.current_thread() is not self._thread and self._part.acquire(timeout=PATIENCE)
 
     def _after_fork(self) -> None:
-        if threading.current_thread() is not self._thread:
-            with suppress(RuntimeError):  # it took too long
-                self._part.release()
+        if self._forks:
+            self._part.release()
 
     def began(self) -> None:
         """A request begins."""

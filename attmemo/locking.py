@@ -57,14 +57,13 @@ class ThreadLock:
     @contextmanager
     def held(self, wait: bool) -> Iterator[bool]:
         """While inside, hold the lock; without `wait`, only if it is free. Yields whether it is held."""
-        lock = self._lock
-        mine = lock.acquire(blocking=wait)
+        if not self._lock.acquire(blocking=wait):
+            yield False
+            return
         try:
-            yield mine
+            yield True
         finally:
-            if mine:
-                with suppress(RuntimeError):
-                    lock.release()
+            self.__exit__()
 
     def renew(self) -> None:
         """Free the lock, whatever thread holds it."""

