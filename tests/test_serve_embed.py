@@ -226,8 +226,12 @@ def _ask(app: Any, inputs: Any, path: str = "/embed", root: str = "") -> tuple[i
         "server": ("x", 80), "client": ("x", 1),
     }  # fmt: skip
 
+    arriving = iter([{"type": "http.request", "body": body, "more_body": False}])
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+        for message in arriving:
+            return message
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # the client waits
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
