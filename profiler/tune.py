@@ -2,13 +2,14 @@
 
 The certified path is the path that serves: each candidate runs with the gate on (the rule: `perfmodel.tuner`). For a
 lookup in every layer, the candidates are fixed thresholds, one for all layers. For one lookup per sequence and too few
-texts for two halves, they are fixed radii, one for all layers. With enough texts each layer gets a radius of its own:
+texts for two parts, they are fixed radii, one for all layers. With enough texts each layer gets a radius of its own:
 layers are ordered by the harm that each does alone, and served in nested groups. These forced passes, without a gate,
-see the selection half of the texts only. `perfmodel.policy` makes candidates of them for the certification half.
+see the selection part of the texts only. `perfmodel.policy` makes candidates of them for the certification part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,16 @@ from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
 from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.handles.maps import MapMemoization
-from attmemo.perfmodel.policy import NEVER, propose, split_halves
-from attmemo.perfmodel.tuner import Candidate, Outcome, changes_allowed, choose, sequences_needed
+from attmemo.perfmodel.policy import NEVER, propose, split
+from attmemo.perfmodel.tuner import (
+    JUDGED,
+    Candidate,
+    Outcome,
+    changes_allowed,
+    choose,
+    sequences_judged,
+    sequences_needed,
+)
 from attmemo.planner import MapPlanner
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
@@ -98,11 +107,12 @@ def tune(
             raise TuningError("there is no text to tune on.", "check the files and --text-column")
         judged: Sequence[Tokens] = tokens
         groups, policies = [list(range(database.manifest.model.layers))], None
-        if options.lookup == "sequence" and len(tokens) >= 2 * needed - 1:
-            needed = 2 * needed - 1
-            select, certify = split_halves(len(tokens), options.seed)
+        count = sequences_judged(len(tokens), options.budget, options.confidence)
+        if options.lookup == "sequence" and count:
+            needed = math.ceil(needed / JUDGED)
+            select, certify = split(len(tokens), count, options.seed)
             judged = [tokens[row] for row in certify]
-            allowed = changes_allowed(len(judged), options.budget, options.confidence)
+            allowed = changes_allowed(count, options.budget, options.confidence) * len(select) / count
             texts = _Texts(loaded, [tokens[row] for row in select], options, tell)
             groups, policies = _policies(loaded, database, texts, allowed)
         texts = _Texts(loaded, judged, options, tell)
@@ -241,7 +251,7 @@ def _reach(curves: Sequence[Calibration]) -> float:
 
 
 def _policies(
-    loaded: LoadedModel, database: Database, texts: _Texts, allowed: int
+    loaded: LoadedModel, database: Database, texts: _Texts, allowed: float
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Groups of layers, and policies worth a test: a radius for each layer. From forced passes over these texts."""
     with serving(loaded, database, "sequence") as handle:

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.perfmodel.policy import NEVER, propose, split_halves
-from attmemo.perfmodel.tuner import Candidate, Choice, Outcome, changes_allowed, choose, upper_bound
+from attmemo.perfmodel.policy import NEVER, propose, split
+from attmemo.perfmodel.tuner import (
+    JUDGED,
+    Candidate,
+    Choice,
+    Outcome,
+    changes_allowed,
+    choose,
+    sequences_judged,
+    upper_bound,
+)
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 MANY = 10_000  # so many policies that none is left out
@@ -46,9 +55,9 @@ def count_changed(distances: np.ndarray, changed: np.ndarray, radii: tuple[float
 
 
 def tuned(distances: np.ndarray, changed: np.ndarray, sizes: list[int], budget: float, seed: int = 0) -> Choice:
-    """Policies from one half, tested on the other."""
-    select, certify = split_halves(len(distances), seed)
-    allowed = changes_allowed(len(certify), budget)
+    """Policies from one part, tested on the other."""
+    select, certify = split(len(distances), sequences_judged(len(distances), budget), seed)
+    allowed = changes_allowed(len(certify), budget) * len(select) / len(certify)
     policies = propose(distances[select], changed[:, select], [float(size) for size in sizes], allowed)
 
     def run(candidate: Candidate) -> Outcome:
@@ -104,9 +113,9 @@ def test_a_certified_policy_breaks_the_budget_in_no_more_draws_than_promised(
     assert serving >= 0.95 * draws  # and not by serving nothing
 
 
-def test_a_lucky_certification_half_does_not_overrule_the_other() -> None:
-    # no answer of the certifying half changes, every tenth of the selecting one does
-    select, _ = split_halves(2000, 0)
+def test_a_lucky_certification_part_does_not_overrule_the_other() -> None:
+    # no answer of the certifying part changes, every tenth of the selecting one does
+    select, _ = split(2000, sequences_judged(2000, 0.01), 0)
     distances = np.random.default_rng(0).random(2000)
     changed = np.zeros((1, 2000), bool)
     changed[0, select[::10]] = True
@@ -114,8 +123,20 @@ def test_a_lucky_certification_half_does_not_overrule_the_other() -> None:
     assert (changed[0] & served).mean() <= 0.01
 
 
-def test_neighbours_go_to_the_same_half() -> None:
-    select, certify = split_halves(4000, 3)
+@pytest.mark.parametrize("total", [59, 400, 700, 1000, 2400])
+def test_most_judge_and_not_one_more_than_their_changes_take(total: int) -> None:
+    for budget in (0.01, 0.05):
+        judged, most = sequences_judged(total, budget), int(JUDGED * total)
+        allowed = changes_allowed(most, budget)
+        assert (judged > 0) == (allowed >= 0)
+        if judged:
+            assert judged <= most
+            assert changes_allowed(judged, budget) == allowed > changes_allowed(judged - 1, budget)
+
+
+def test_neighbours_go_to_the_same_part() -> None:
+    select, certify = split(4000, 2990, 3)
+    assert len(certify) == 2990
     assert sorted([*select, *certify]) == list(range(4000))
     first = set(select.tolist())
     changes = sum((i in first) != (i + 1 in first) for i in range(3999))
@@ -253,19 +274,19 @@ def test_nothing_is_served_beyond_the_greatest_distance_that_chose() -> None:
     assert policies[-1] == (0.5,)
 
 
-def test_the_same_seed_gives_the_same_halves_and_another_one_others() -> None:
-    (first, _), (again, _), (other, _) = (split_halves(900, seed) for seed in (7, 7, 8))
+def test_the_same_seed_gives_the_same_parts_and_another_one_others() -> None:
+    (first, _), (again, _), (other, _) = (split(900, 600, seed) for seed in (7, 7, 8))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
 def test_what_certifies_does_not_see_what_was_chosen_by() -> None:
     distances, changed = a_population(np.random.default_rng(1), 1200, [0.05, 0.5])
-    _, certify = split_halves(1200, 0)
+    _, certify = split(1200, sequences_judged(1200, 0.05), 0)
     other = changed.copy()
     other[:, certify] = ~other[:, certify]
     first, second = (tuned(distances, c, [1, 1], 0.05) for c in (changed, other))
     shorter = min(len(first.path), len(second.path))
     assert [point["radii"] for point in first.path[:shorter]] == [point["radii"] for point in second.path[:shorter]]
     assert first.served > second.served
-    assert first.upper_bound == upper_bound(round(first.observed * 600), 600)
+    assert first.upper_bound == upper_bound(round(first.observed * len(certify)), len(certify))

@@ -5,7 +5,7 @@ sequences while 0.5 % of the answers change, the first two for 60 %. So the laye
 robust first, and each group gets a radius, not increasing from group to group: a sequence whose nearest record lies at
 distance d is served in the groups k with d <= r_k. K forced passes (the first group served, the first two, ...) tell
 how *every* such policy would do without a gate. They see the selection half of the sequences only, since a policy
-picked among many looks better than it is. The certification half tests what `propose` gives (`tuner.choose`).
+picked among many looks better than it is. The certification part tests what `propose` gives (`tuner.choose`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEVER = -1.0
 """The radius of a layer that is never served: no distance is that small."""
 
 _GRID = 40  # radii to choose from
-_STRETCH = 20  # consecutive sequences that are never split between the halves
+_STRETCH = 20  # consecutive sequences that never go to both parts, but at the border between the parts
 # Added to the changes that a move costs. A move over ten sequences that saw no change is not free: after x changes the
 # Jeffreys estimate of a Poisson mean is x + 1/2. It also makes the larger of two moves without changes the better one.
 _UNSEEN = 0.5
@@ -26,34 +26,34 @@ _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 
 
-def split_halves(total: int, seed: int) -> tuple[_Ints, _Ints]:
-    """Sequence numbers of the selection half and of the certification half, which may be one larger.
+def split(total: int, judged: int, seed: int) -> tuple[_Ints, _Ints]:
+    """Sequence numbers of the selection part, and of the `judged` sequences of the certification part.
 
-    Stretches of consecutive sequences go to one half together: neighbours in a log are near copies of each other, and
-    dealt out one by one they would make the halves agree more than a new day agrees with either.
+    Stretches of consecutive sequences go to one part together: neighbours in a log are near copies of each other, and
+    dealt out one by one they would make the parts agree more than a new day agrees with either.
     """
     stretch = max(1, min(_STRETCH, total // 40))
     stretches = np.random.default_rng(seed).permutation(-(-total // stretch))
     order = np.concatenate([np.arange(s * stretch, min(total, (s + 1) * stretch)) for s in stretches])
-    return order[: total // 2], order[total // 2 :]
+    return order[: total - judged], order[total - judged :]
 
 
 def propose(
-    distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: int, most: int = 10
+    distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: float, most: int = 10
 ) -> list[tuple[float, ...]]:
     """At most `most` policies worth a test, each containing the one before; the first serves nothing.
 
     Each is a radius for each of K groups; `NEVER` for a group that is not served. `distances` ``[Q]`` are those of the
     nearest records, inf where there is none. ``changed[k - 1, q]`` (``[K, Q]``) says whether the answer to sequence q
     is another one when it is served in the first k groups. `gains` ``[K]``, > 0, say what serving one sequence in each
-    group saves; only ratios matter. With `allowed` changed answers a policy still passes its test.
+    group saves; only ratios matter. `allowed` of as many sequences as these may change in the test.
     """
     radii, reach, changes = _counts(np.asarray(distances, np.float64), np.asarray(changed, np.bool_))
     weights = np.asarray(gains, np.float64)
     path = _path(reach, changes, weights)
     count = np.maximum.accumulate(changes[np.arange(len(changes)), path].sum(axis=1))
-    # Policies with a few more changes than may pass: this half may have been unlucky.
-    hopeful = count <= allowed + allowed // 2 + 1
+    # Policies with a few more changes than may pass: this part may have been unlucky.
+    hopeful = count <= 1.5 * allowed + 1
     gain, count = (reach[path] @ weights)[hopeful], count[hopeful]
     # Half of the steps by gain, half by changes: where changes begin to count, steps are small.
     progress = gain / max(float(gain[-1]), 1e-12) + count / max(int(count[-1]), 1)

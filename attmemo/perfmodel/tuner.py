@@ -21,6 +21,10 @@ from scipy.special import betainc, betaincinv  # type: ignore[import-untyped,unu
 from attmemo.errors import TuningError
 
 
+JUDGED = 0.75
+"""Of the sequences; the others choose. Certifying needs more: few sequences tell which layers are robust."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Thresholds to test."""
@@ -191,6 +195,20 @@ def sequences_needed(budget: float, confidence: float = 0.95) -> int:
     while upper_bound(0, needed, confidence) > budget:
         needed += 1
     return needed
+
+
+def sequences_judged(total: int, budget: float, confidence: float = 0.95) -> int:
+    """How many of `total` sequences to judge candidates on, where the others choose the candidates; 0: too few.
+
+    At most `JUDGED` of them, and no more than the changes that are allowed then take: another sequence would raise the
+    bound, or choose better.
+
+    >>> sequences_judged(398, 0.01), sequences_judged(399, 0.01), sequences_judged(700, 0.01)
+    (0, 299, 473)
+    """
+    most = int(JUDGED * total)
+    allowed = changes_allowed(most, budget, confidence)
+    return next((n for n in range(1, most + 1) if allowed >= 0 and upper_bound(allowed, n, confidence) <= budget), 0)
 
 
 def changes_allowed(total: int, budget: float, confidence: float = 0.95) -> int:
