@@ -10,6 +10,8 @@ picked among many looks better than it is. The certification part tests what `pr
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -18,6 +20,7 @@ NEVER = -1.0
 
 _GRID = 40  # radii to choose from
 _STRETCH = 20  # consecutive sequences that never go to both parts, but at the border between the parts
+_WIDEST = 0.05  # of the greatest gain: where two policies lie further apart, one between them is tested too
 # Added to the changes that a move costs. A move over ten sequences that saw no change is not free: after x changes the
 # Jeffreys estimate of a Poisson mean is x + 1/2. It also makes the larger of two moves without changes the better one.
 _UNSEEN = 0.5
@@ -39,7 +42,7 @@ def split(total: int, judged: int, seed: int) -> tuple[_Ints, _Ints]:
 
 
 def propose(
-    distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: float, most: int = 10
+    distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: float, most: int = 20
 ) -> list[tuple[float, ...]]:
     """At most `most` policies worth a test, each containing the one before; the first serves nothing.
 
@@ -57,8 +60,41 @@ def propose(
     gain, count = (reach[path] @ weights)[hopeful], count[hopeful]
     # Half of the steps by gain, half by changes: where changes begin to count, steps are small.
     progress = gain / max(float(gain[-1]), 1e-12) + count / max(int(count[-1]), 1)
-    steps = np.searchsorted(progress, np.linspace(0.0, float(progress[-1]), most), side="right") - 1
-    return [tuple(radii[path[step]].tolist()) for step in np.unique(steps)]
+    ends = np.linspace(0.0, float(progress[-1]), max(2, most // 2))
+    steps = np.searchsorted(progress, ends, side="right") - 1
+    levels = _close(path[np.unique(steps)], reach, weights, most)
+    return [tuple(radii[one].tolist()) for one in levels]
+
+
+def _close(levels: _Ints, reach: _Ints, gains: _Floats, most: int) -> _Ints:
+    """The policies and others between them, at most `most`, until no two are far apart in gain.
+
+    The first that breaks the budget ends the test, and what lies before it is served. Between two policies the
+    selection part may have seen more changes than at the second one. That was chance: what serves less risks less.
+    """
+    found = list(levels)
+    whole = float(reach[found[-1]] @ gains)
+    while len(found) < most:
+        wide = [
+            (float((reach[after] - reach[before]) @ gains), place)
+            for place, (before, after) in enumerate(pairwise(found))
+            if int((after - before).sum()) > 1
+        ]
+        gap, place = max(wide, default=(0.0, 0))
+        if gap <= _WIDEST * whole:
+            break
+        found.insert(place + 1, _between(found[place], found[place + 1]))
+    return np.stack(found)
+
+
+def _between(before: _Ints, after: _Ints) -> _Ints:
+    """A policy that contains the first and lies in the second, and is neither."""
+    middle = (before + after) // 2
+    if np.array_equal(middle, before):  # no group is two levels higher: half of those that are one level higher
+        higher = np.flatnonzero(after > before)
+        middle = before.copy()
+        middle[higher[: len(higher) // 2]] += 1
+    return middle
 
 
 def _counts(distance: _Floats, changed: NDArray[np.bool_]) -> tuple[_Floats, _Ints, _Ints]:
