@@ -20,7 +20,6 @@ from scipy.special import betainc, betaincinv  # type: ignore[import-untyped,unu
 
 from attmemo.errors import TuningError
 
-
 JUDGED = 0.75
 """Of the sequences; the others choose. Certifying needs more: few sequences tell which layers are robust."""
 
