@@ -2,12 +2,12 @@
 
     python scripts/reproduce.py ../shared results            # all cases, about 40 minutes on two cores
     python scripts/reproduce.py ../shared results openssh    # one of them
+    python scripts/reproduce.py ../shared results --page     # docs/maps.json and the table, of what results hold
 
-Each case builds a database, trains and profiles it, evaluates it at a fixed threshold on the last 30 % of the data
-(the first 70 % were stored), then tunes for a budget of 1 % changed answers on the first half of those 30 % and
-evaluates the tuned thresholds on the second half. Beside it: the cost of memoization where it serves nothing. A case
-of its own (`ceiling`) shows the saving of a DeBERTa-v2 of base size with every sequence served. Results are written
-as JSON with a report beside them; the table is printed as Markdown.
+Each case builds a database, trains and profiles it, tunes it for a budget of 1 % changed answers on data that is
+neither stored nor asked, and evaluates the tuned thresholds; logs are also evaluated at a fixed threshold. Of a log
+the first 40 % are stored, the next 45 % tuned on, the last 15 % asked: of 300 lines tuned on none may change, and 900
+allow two. Beside it: the cost of memoization where it serves nothing. Results are written as JSON with a report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from loghub_windows import windows
 from attmemo import memoize
 from attmemo.db import Database
 from attmemo.profiler.answers import prepare
-from attmemo.profiler.bench import bench_layer
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.models import answers, load_model
@@ -39,6 +38,9 @@ from attmemo.profiler.open import open_model, open_texts
 from attmemo.profiler.report import write_report
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
+
+STORED, TUNED = 0.4, 0.85  # of the lines of a log: where tuning begins, and asking
+WINDOWS = 4000  # stored
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ def embedding_model() -> str:
 
 
 def log_case(shared: Path, system: str, threshold: float) -> Case:
-    """Lines of a log, split in time."""
+    """Lines of a log, divided in time."""
     lines = (shared / f"data/loghub_2k/{system}_2k.log").read_text(errors="replace").split("\n")
     rows = [{"text": line} for line in lines if line.strip()]
-    first, middle = int(0.7 * len(rows)), int(0.85 * len(rows))
+    first, middle = int(STORED * len(rows)), int(TUNED * len(rows))
     return Case(embedding_model(), threshold, rows[:first], rows[first:middle], rows[middle:], 256)
 
 
@@ -98,7 +100,7 @@ def deberta_case(shared: Path) -> Case:
     folder, model = shared / "data/loghub_2k", shared / "models/deberta-loghub"
     known = set(json.loads((model / "config.json").read_text())["label2id"])
     asked = [[w for w in windows(folder, a, b) if w["label"] in known] for a, b in ((0.7, 0.85), (0.85, 1.0))]
-    stored = pd.DataFrame(windows(folder, 0.0, 0.7)).sample(1500, random_state=0).to_dict("records")
+    stored = pd.DataFrame(windows(folder, 0.0, 0.7)).sample(WINDOWS, random_state=0).to_dict("records")
     return Case(str(model), None, stored, asked[0], asked[1], 128, labels=True, compile=True)
 
 
@@ -163,14 +165,13 @@ def save(rows: list[dict[str, Any]], file: Path) -> Path:
     return file
 
 
-def run(name: str, case: Case, output: Path, keep: bool = False) -> list[dict[str, Any]]:
+def run(name: str, case: Case, output: Path, keep: bool = False) -> dict[str, Any]:
     """All measurements of a case."""
     folder = output / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     build, tuning = save(case.build, folder / "build.jsonl"), save(case.tune, folder / "tune.jsonl")
     ask = save(case.ask, folder / "ask.jsonl")
-    both = save(case.tune + case.ask, folder / "last30.jsonl")
     database = folder / "database"
     label = "label" if case.labels else None
 
@@ -187,78 +188,89 @@ def run(name: str, case: Case, output: Path, keep: bool = False) -> list[dict[st
     print(" ", build_database(load_model(case.model), [build], database, built), file=sys.stderr)
     train_database(database, progress=told("train"))
     common: dict[str, Any] = {"text_column": "text", "label_column": label, "compile": case.compile, "sweep": False}
-    results = []
+    found: dict[str, Any] = {"stored": len(case.build)}
     if case.threshold is not None:
         fixed = EvaluateOptions(threshold=case.threshold, **common)
-        asked = both if not case.labels else ask
-        results.append(evaluate(database, [asked], fixed, told(f"threshold {case.threshold}")))
-        write_report(results[-1], folder / "fixed")
+        result = evaluate(database, [ask], fixed, told(f"threshold {case.threshold}"))
+        write_report(result, folder / "fixed")
+        found["fixed"] = summary(result)
     tuned = tune(database, [tuning], TuneOptions(text_column="text", allow_uncertified=True), told("tune"))
     (folder / "tune.json").write_text(json.dumps(tuned, indent=1))
     print("  " + tuned["sentence"], file=sys.stderr)
     auto = EvaluateOptions(threshold="auto", **common)
-    results.append(evaluate(database, [ask], auto, told("auto")))
-    write_report(results[-1], folder / "auto")
-    idle = overhead(database, ask)
-    (folder / "overhead.json").write_text(json.dumps(idle, indent=1))
-    print("  where nothing is served: " + ", ".join(f"{k}: {v:.4g}" for k, v in idle.items()), file=sys.stderr)
+    result = evaluate(database, [ask], auto, told("auto"))
+    write_report(result, folder / "auto")
+    found["tune"] = {key: tuned[key] for key in ("judged", "total", "observed", "upper_bound", "certified", "served")}
+    found |= {"tuned": summary(result), "overhead": overhead(database, ask)}
     if not keep:
         shutil.rmtree(database)
-    return results
+    return found
 
 
-def ceiling(output: Path) -> None:
-    """A DeBERTa-v2 of base size, every sequence served, end to end."""
-    result = bench_layer(family="deberta-v2", layers=12, length=256, batch=8, compile=True)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "ceiling.json").write_text(json.dumps(result, indent=1))
-    for line in result["rows"]:
-        print(f"  ceiling: {line['variant']}: {line['speedup_best']:.2f}x the best exact", file=sys.stderr)
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of an evaluation, with its conditions."""
+    times = ("exact_ms", "best_exact", "memoized_ms", "speedup", "speedup_low", "speedup_high")
+    return {
+        "threshold": result["threshold"],
+        "asked": result["data"]["sequences"],
+        "in_database": result["data"]["in_database"],
+        "served": result["hit_rate"],
+        "exhaustive": result.get("exhaustive_hit_rate"),
+        "time": {key: result["time"][key] for key in times},
+        "quality": result["quality"],
+        "controls": result.get("controls", []),
+        "conditions": result["conditions"],
+    }
 
 
-def row(name: str, result: dict[str, Any]) -> str:
+def row(name: str, one: dict[str, Any]) -> str:
     """One line of the table."""
-    time_, quality = result["time"], result["quality"]
-    threshold = "1 % budget" if "tuned" in result["threshold_source"] else f"{result['threshold']:g}"
-    accuracy = ""
+    speed, quality, shown = one["time"], one["quality"], one["threshold"]
+    exhaustive = "" if one["exhaustive"] is None else f" ({100 * one['exhaustive']:.0f} %)"
+    answers = f"{100 * quality['changed']:.1f} % changed"
     if quality["accuracy_exact"] is not None:
-        accuracy = f"{quality['accuracy_exact']:.3f} → {quality['accuracy_memoized']:.3f}"
-    controls = {c["name"]: c for c in result.get("controls", [])}
-    kind = "agreement" if quality.get("logit_distance_mean") is not None else "cosine_mean"
-    best = " / ".join(f"{controls[c][kind]:.3f}" for c in ("mean map", "random map") if c in controls)
-    exhaustive = result.get("exhaustive_hit_rate")
+        answers += f"; accuracy {quality['accuracy_exact']:.3f} → {quality['accuracy_memoized']:.3f}"
+    else:
+        answers += f"; cosine mean {quality['cosine_mean']:.3f}, 1st percentile {quality['cosine_p1']:.3f}"
     cells = [
         name,
-        threshold,
-        f"{100 * result['hit_rate']:.0f} %",
-        "" if exhaustive is None else f"{100 * exhaustive:.0f} %",
-        f"{time_['speedup']:.2f} ({time_['speedup_low']:.2f}–{time_['speedup_high']:.2f})",
-        f"{100 * quality['changed']:.1f} %",
-        f"{quality['cosine_mean']:.4f} / {quality['cosine_p1']:.3f}",
-        accuracy,
-        best,
+        f"{shown:g}" if isinstance(shown, float) else "tuned, 1 %",
+        f"{100 * one['served']:.0f} %{exhaustive}",
+        f"{speed['speedup']:.2f} ({speed['speedup_low']:.2f}–{speed['speedup_high']:.2f})",
+        answers,
     ]
     return "| " + " | ".join(cells) + " |"
 
 
+def page(output: Path) -> None:
+    """Gather the cases of `output` into maps.json, and print the table."""
+    files = {name: output / f"{name}.json" for name in CASES}
+    found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    (output / "maps.json").write_text(json.dumps(found, indent=1))
+    print("| data | threshold | calls served (exhaustive search) | speed | answers |")
+    print("|---|---|---|---|---|")
+    for name, case in found.items():
+        for kind in ("fixed", "tuned"):
+            if kind in case:
+                print(row(name, case[kind]))
+
+
 def main() -> None:
+    """Measure the cases that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shared", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("cases", nargs="*", default=[*CASES, "ceiling"], help=f"of {', '.join(CASES)}, ceiling")
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--keep", action="store_true", help="leave the databases, several GiB, where they are")
+    parser.add_argument("--page", action="store_true", help="measure nothing; gather what was measured")
     args = parser.parse_args()
-    rows = []
+    if args.page:
+        page(args.output)
+        return
     for name in args.cases:
-        if name == "ceiling":
-            ceiling(args.output)
-            continue
-        for result in run(name, CASES[name](args.shared), args.output, args.keep):
-            rows.append(row(name, result))
-            print(rows[-1], file=sys.stderr, flush=True)
-    print("| data | threshold | served | exhaustive | speed-up | changed | cosine mean / p1 | accuracy | controls |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    print("\n".join(rows))
+        found = run(name, CASES[name](args.shared), args.output, args.keep)
+        (args.output / f"{name}.json").write_text(json.dumps(found, indent=1))
+        print("\n".join(row(name, found[kind]) for kind in ("fixed", "tuned") if kind in found), flush=True)
 
 
 if __name__ == "__main__":

@@ -441,6 +441,8 @@ COUNTS: dict[str, Callable[[int], Unbounded]] = {
 }
 POLICIES = {**RECORDS, **CARRIED, **TWO_QUEUES}
 FEW = ("records: FIFO", "records: LRU", "records: SIEVE", "records: S3-FIFO", *CARRIED, *list(TWO_QUEUES)[:3])
+PAGE = (*FEW[:4], *(f"segments: carry {carry}" for carry in (0, 0.5, 1)), "segments: small queue, carry 0.5")
+"""What docs/filling.md shows."""
 
 
 # Simulation
@@ -517,6 +519,10 @@ PLANS: dict[str, list[Plan]] = {
         ("one log after the other", 3, ("every miss",), FEW),
     ],
     "tight": [("mixed", 24, ("every miss",), (*FEW, *COUNTS))],
+    "page": [
+        *(("mixed", part, ("every miss",), PAGE) for part in (2, 3, 6, 24)),
+        ("three tenths other text", 3, ("every miss",), PAGE),
+    ],
 }
 """Streams, parts of the bytes that the logs alone would take, and what is tried with them."""
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from docs_tools import DOCS, NUMBER
+from test_docs_traced import WHOLE
 
 TESTS = Path(__file__).parent
-PAGES = ("../README.md", "measured.md", "first-steps.md", "service.md", "guard.md", "filling.md", "rows.md",
-         "how-rows-work.md", "tutorial.md")  # fmt: skip
-"""Pages that say what was measured. peers.md and others are made whole: see test_docs_traced.py."""
+MADE = WHOLE.keys() - {"generate.md"}
+"""Pages that are made from a JSON: see test_docs_traced.py. generate.md has more text than tables."""
+PAGES = ("../README.md", *sorted(path.name for path in DOCS.glob("*.md") if path.name not in MADE))
 SHOWN = re.compile(
     r"(?<![\w.,/:-])(?:\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)(?![\w/:-]|\.\d|,\d{3})"
     r"(?: ?(?:%|times\b|ms\b|MiB|milliseconds))?"
@@ -29,30 +30,8 @@ UNTRACED: dict[str, dict[str, str]] = {
         "The aims for embeddings were .80 served of OpenSSH, HDFS and Apache, and at most 1 % changed in "
         "each log": "aims, set before it was measured",
     },
-    "filling.md": {
-        "16,000 lines of eight logs, interleaved, and a tenth of texts that never come again. Share of the "
-        "lines that an unbounded database serves (.88)": "simulated; scripts/simulate_filling.py prints it",
-        ".880 of the lines are served without a bound, .857 with a third: .973, as simulated":
-            "measured once; scripts/bench_filling.py mixed writes it",
-        "A byte admitted costs .45 bytes of copying at 1/3": "simulated; scripts/simulate_filling.py prints it",
-    },
-    "rows.md": {
-        "the first 70 % of the lines of a log stored, the next 320 asked": "a setting of a run that was made once",
-    },
-    "measured.md": {
-        "At the threshold 0.9, 82 % of the calls were served, speed 1.22 (1.18–1.23), cosine .997 and .990. "
-        "Tuned for 1 %, 95 % were served, speed 1.19, and 2.0 % of the later lines changed.":
-            "of maps; scripts/reproduce.py prints it",
-        "the tuner certified 63 % of the calls (exhaustive search 68 %), speed 1.20 (1.18–1.22), .4 % of the "
-        "answers changed, accuracy .981 → .977": "of maps; scripts/reproduce.py prints it",
-        "the mean map of the length leaves 86.6 % of the answers unchanged, a random record's maps 79.7 %, "
-        "memoization 99.2 %": "of maps; scripts/reproduce.py prints it",
-        "disabled 1.00 at batch 1 and 32; enabled with a score of 1.0 asked, so that nothing hits, 1.01–1.02 "
-        "at batch 1 and 1.00–1.01 at batch 32": "of maps; scripts/reproduce.py prints it",
-        "With AVX2 only: disabled 1.00 and 1.01, no hits 1.03 and 1.01.": "of maps; scripts/reproduce.py prints it",
-    },
 }  # fmt: skip
-"""By page: a part of a sentence, as it stands there in one line, and why no file has its numbers."""
+"""By page: a part of a sentence, as it stands there in one line, and why its numbers are no measurements."""
 
 
 def prose(name: str) -> str:

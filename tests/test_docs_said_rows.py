@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from docs_tools import RowsCase, measured, numbers, page, says, set_in, table_rows
+from docs_tools import RowsCase, measured, page, says, set_in
 
 from attmemo.embed.sketch import Sketch
 from attmemo.embed.tokens import GRAPH_FROM, _Shelf
 from attmemo.kernels.linear8 import Linear8
-from attmemo.perfmodel.tuner import upper_bound
+from attmemo.mmap import HUGE_PAGE
 from attmemo.planner.rows import THRESHOLD
 from attmemo.profiler.evaluate import EvaluateOptions
 from attmemo.profiler.race import MIN_COSINE
@@ -97,11 +97,6 @@ def test_settings_of_the_runs_are_those_of_the_scripts() -> None:
     (least,) = set_in("study_drift.py", r"\(own < (\S+)\)\.mean")
     template = "no guard, `threshold=#`: the share of served lines whose cosine to the exact embedding is below #, and"
     says(ROWS, template, threshold, least)
-    stored, tuned = set_in("reproduce.py", r"first, middle = int\((\S+) \* len\(rows\)\), int\((\S+) \* len")
-    says(MEASURED, "Logs are split in time: the first # % of the lines are stored", 100 * stored)
-    lines = round((tuned - stored) * LOG)
-    says(MEASURED, "The tuning data of a log were # lines. That certifies a budget of # % only if no", lines, 1)
-    assert upper_bound(0, lines, 0.95) <= 0.01 < upper_bound(1, lines, 0.95)
 
 
 def test_an_answer_has_changed_below_the_cosine_that_the_pages_say() -> None:
@@ -113,11 +108,12 @@ def test_an_answer_has_changed_below_the_cosine_that_the_pages_say() -> None:
 
 
 def test_what_other_pages_measured_is_said_again() -> None:
-    (copy,) = (time for step, time in table_rows(page("decisions.md"), "| step | time |") if "fresh copy" in step)
-    *_, least, _ = map(float, numbers(copy))
-    assert least >= 300
-    says(MEASURED, "A fresh copy of a batch of # maps takes more than # times as long as mapping the batch",
-         64, least // 100 * 100)  # fmt: skip
+    cells = [cell for cell in measured("paper/table6.json")["cells"] if cell["page_bytes"] == HUGE_PAGE]
+    last = max(cells, key=lambda cell: int(cell["batch"]))
+    (least,) = re.findall(r"takes more than (\d+) times as long as mapping the\s+batch", MEASURED)
+    template = "In pages of # MiB, a fresh copy of a batch of # maps takes more than # times as long as mapping the"
+    says(MEASURED, f"{template} batch", HUGE_PAGE >> 20, last["batch"], float(least))
+    assert last["ways"]["copy"]["fetch_ms"] > float(least) * last["ways"]["map"]["fetch_ms"]
     pruned = measured("study-pruned.json")
     says(MEASURED, "A classifier pruned to # % is served more", 100 * pruned["pruning"]["sparsity"])
     sizes = [int(size) for size in pruned["models"]["dense"]["levels"][0]["accuracy"]]

@@ -1,4 +1,4 @@
-"""Every table of measurements on a page is compared with a JSON by a test, or is named here with the reason."""
+"""Every table of measurements on a page is compared with a JSON by a test."""
 
 from __future__ import annotations
 
@@ -24,21 +24,6 @@ WHOLE = {
 }  # fmt: skip
 """Pages whose tables are made from a JSON, and the test that makes them again."""
 
-UNTRACED = {
-    ("decisions.md", "| embedder | similarity |"): "measured when the decision was taken",
-    ("decisions.md", "| log | one scale for all rows |"): "measured when the decision was taken",
-    ("decisions.md", "| tokens | shape | float32 |"): "counted from sizes",
-    ("decisions.md", "| step | time |"): "measured when the decision was taken",
-    ("decisions.md", "| maps | matrix unit |"): "measured when the decision was taken",
-    ("measured.md", "| data, model | threshold |"): "of maps; scripts/reproduce.py prints it",
-    ("measured.md", "| model | tokens × batch |"): "of maps; scripts/reproduce.py prints it",
-    ("filling.md", "| policy | 1/2 |"): "simulated; scripts/simulate_filling.py prints it",
-    ("rows.md", "| | stored as bfloat16"): "measured once, on logs that tests do not have",
-    ("scale.md", "| lines | one actor"): "of Ray; scripts/bench_ray.py writes it",
-    ("serving.md", "| cache | bytes a token |"): "test_ops_serving.py bounds it",
-    ("tutorial.md", "| `done` | lines |"): "one run; the lines are drawn by chance",
-}
-"""Tables of numbers that no test compares with a file."""
 SAID = {("service.md", "| under load"), ("README.md", "| stock = 1 | OpenVINO |")}
 """Tables that tests find in another way: sentence by sentence, and in test_docs.py."""
 NONE = {
@@ -64,7 +49,7 @@ def named() -> frozenset[tuple[str, str]]:
     The page is "" where a test names it apart from the table.
     """
     found = set[tuple[str, str]]()
-    for path in (*TESTS.glob("test_docs_numbers*.py"), TESTS / "test_readme.py"):
+    for path in (*TESTS.glob("test_docs_numbers*.py"), *TESTS.glob("test_docs_said_*.py"), TESTS / "test_readme.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "table_rows"
             lists = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("TABLES", "STREAMS_TABLES")
@@ -83,7 +68,7 @@ def is_compared(page: str, text: str, start: int, before: int) -> bool:
 
 
 def listed(page: str, head: str) -> list[tuple[str, str]]:
-    return [key for key in [*UNTRACED, *SAID, *NONE] if key[0] == page and head.startswith(key[1])]
+    return [key for key in [*SAID, *NONE] if key[0] == page and head.startswith(key[1])]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -101,4 +86,4 @@ def test_every_table_of_numbers_is_compared_or_named_here(path: Path) -> None:
 
 def test_what_is_named_here_is_still_on_its_page() -> None:
     there = {key for path in PAGES for _, _, head in tables(path) for key in listed(path.name, head)}
-    assert there == {*UNTRACED, *SAID, *NONE}
+    assert there == {*SAID, *NONE}

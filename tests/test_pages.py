@@ -14,8 +14,10 @@ import torch
 from conftest import shared
 from page_code import DOCS, run
 from transformers import AutoModel, AutoTokenizer
+from typer.testing import CliRunner
 
 from attmemo import adapters, memoize
+from attmemo.cli.app import app
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import load_model
 
@@ -34,6 +36,8 @@ def test_the_family_of_the_page_is_served_and_a_wrong_adapter_is_refused() -> No
     for seen, shown in others:
         assert seen == shown
     assert NUMBERS.sub("N", refused[0]) == NUMBERS.sub("N", str(refused[1]))
+    seen, shown = ([float(number) for number in NUMBERS.findall(str(text))] for text in refused)
+    assert seen == pytest.approx(shown, rel=0.01)
 
 
 def test_the_poolings_of_the_page_are_what_the_guard_compares(tiny_bert: str, log_lines: list[str]) -> None:
@@ -108,6 +112,12 @@ def test_the_tutorial_prints_what_it_shows(minilm: None) -> None:
     for seen, _ in (outputs[3], outputs[4]):
         changed = re.findall(r"(\d+) vectors changed", seen)
         assert int(changed[0]) <= 15
+    pattern = re.compile(r"records +(\d+), used ([\d,]+) times[\s\S]*?, records ([\d.]+) MiB")
+    texts = CliRunner().invoke(app, ["inspect", "sshd-rows"]).output, (DOCS / "tutorial.md").read_text("utf-8")
+    seen, shown = ([float(number.replace(",", "")) for number in pattern.findall(text)[0]] for text in texts)
+    assert seen[0] == pytest.approx(shown[0], rel=0.25), "records: more if they were found later"
+    assert seen[1] == pytest.approx(shown[1], rel=0.1), "uses"
+    assert seen[2] / seen[0] == pytest.approx(shown[2] / shown[0], rel=0.1), "MiB of a record"
 
 
 def test_the_picture_shows_what_the_library_would_compute(minilm: None) -> None:

@@ -27,7 +27,7 @@ Six rows and 64 columns were as fast within noise. Tasks of 48 rows, as in float
 
 ROADS NOT TAKEN, with a matrix unit: rows read where they lie (16 rows from 16 places at each step: 1.4e12 in place of
 2.2e12 operations a second); asking for tiles some steps before they are needed, into the first cache (slower), or a
-panel ahead (with 32 rows 6.3 in place of 4.8 ms for 170 MiB of weights: docs/decisions.md).
+panel ahead (with 32 rows 6.3 in place of 4.8 ms for 170 MiB of weights).
 """
 
 from __future__ import annotations
