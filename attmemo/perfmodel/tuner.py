@@ -11,6 +11,7 @@ promise is about sequences drawn independently from the traffic that will be ser
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -207,7 +208,10 @@ def sequences_judged(total: int, budget: float, confidence: float = 0.95) -> int
     """
     most = int(JUDGED * total)
     allowed = changes_allowed(most, budget, confidence)
-    return next((n for n in range(1, most + 1) if allowed >= 0 and upper_bound(allowed, n, confidence) <= budget), 0)
+    if allowed < 0:
+        return 0
+    counts = range(allowed, most + 1)
+    return counts[bisect_left(counts, True, key=lambda n: upper_bound(allowed, n, confidence) <= budget)]
 
 
 def changes_allowed(total: int, budget: float, confidence: float = 0.95) -> int:
