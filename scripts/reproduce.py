@@ -1,8 +1,8 @@
 """Measure every row of the table of maps in docs/measured.md, from the shared data and models.
 
-    python scripts/reproduce.py ../shared results            # all cases, about 40 minutes on two cores
+    python scripts/reproduce.py ../shared results            # all cases, about an hour on two cores
     python scripts/reproduce.py ../shared results openssh    # one of them
-    python scripts/reproduce.py ../shared results --page     # docs/maps.json and the table, of what results hold
+    python scripts/reproduce.py ../shared results --page     # gather results/maps.json, and print the table
 
 Each case builds a database, trains and profiles it, tunes it for a budget of 1 % changed answers on data that is
 neither stored nor asked, and evaluates the tuned thresholds; logs are also evaluated at a fixed threshold. Of a log
@@ -72,29 +72,6 @@ def log_case(shared: Path, system: str, threshold: float) -> Case:
     return Case(embedding_model(), threshold, rows[:first], rows[first:middle], rows[middle:], 256)
 
 
-def sst2_case(shared: Path) -> Case:
-    """Short free sentences: dev asked, the labelled test sentences tuned on."""
-    parts = {
-        name: pd.read_csv(shared / f"data/sst2/{name}.tsv", sep="\t", quoting=3).to_dict("records")
-        for name in ("train", "dev", "test_labeled")
-    }
-    rows = {k: [{"text": r["sentence"], "label": int(r["label"])} for r in v] for k, v in parts.items()}
-    model = str(shared / "models/minilm-sst2")
-    # Phrases of at least eight words: the train split is full of fragments that no one asks.
-    long = [row for row in rows["train"] if len(row["text"].split()) >= 8][:6000]
-    return Case(model, 0.7, long, rows["test_labeled"], rows["dev"], 64, labels=True)
-
-
-def imdb_case(shared: Path) -> Case:
-    """Free long text: nothing to gain, and nothing may be lost."""
-    parts = [
-        [json.loads(line) for line in (shared / f"data/imdb/{name}_subset.jsonl").open() if line.strip()]
-        for name in ("train", "test")
-    ]
-    rows = [[{"text": r["text"]} for r in part] for part in parts]
-    return Case(embedding_model(), 0.9, rows[0][:1000], rows[1][:400], rows[1][400:700], 128)
-
-
 def deberta_case(shared: Path) -> Case:
     """Windows of log lines classified by a DeBERTa-v2, whose attention has no fused kernel."""
     folder, model = shared / "data/loghub_2k", shared / "models/deberta-loghub"
@@ -108,8 +85,6 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "openssh": lambda shared: log_case(shared, "OpenSSH", 0.9),
     "hdfs": lambda shared: log_case(shared, "HDFS", 0.8),
     "bgl": lambda shared: log_case(shared, "BGL", 0.8),
-    "sst2": sst2_case,
-    "imdb": imdb_case,
     "deberta": deberta_case,
 }
 

@@ -287,6 +287,13 @@ def test_no_two_policies_lie_far_apart_where_one_fits_between_them(problem: dict
         assert steps <= 1 or high - low <= 0.05 * gains[-1] + 1e-9
 
 
+def test_no_policy_with_many_changes_stands_in_the_way_of_one_without() -> None:
+    """Every tenth answer changes when the first layer is served, and changes back when the second one is, too."""
+    changed = np.zeros((2, 1000), bool)
+    changed[0, ::10] = True
+    assert propose(np.full(1000, 0.1), changed, [1.0, 1.0], 2) == [(NEVER, NEVER), (0.1, 0.1)]
+
+
 @pytest.mark.parametrize("edge", [0.31, 0.43, 0.54, 0.65, 0.76])
 def test_what_is_served_ends_near_where_answers_begin_to_change(edge: float) -> None:
     """The selecting sequences saw no change, so steps are by gain alone."""

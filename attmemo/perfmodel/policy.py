@@ -4,7 +4,7 @@ Layers differ in how much a foreign map hurts them: on a six-layer DeBERTa the l
 sequences while 0.5 % of the answers change, the first two for 60 %. So the layers are put into nested groups, the most
 robust first, and each group gets a radius, not increasing from group to group: a sequence whose nearest record lies at
 distance d is served in the groups k with d <= r_k. K forced passes (the first group served, the first two, ...) tell
-how *every* such policy would do without a gate. They see the selection half of the sequences only, since a policy
+how *every* such policy would do without a gate. They see the selection part of the sequences only, since a policy
 picked among many looks better than it is. The certification part tests what `propose` gives (`tuner.choose`).
 """
 
@@ -56,34 +56,41 @@ def propose(
     path = _path(reach, changes, weights)
     count = np.maximum.accumulate(changes[np.arange(len(changes)), path].sum(axis=1))
     # Policies with a few more changes than may pass: this part may have been unlucky.
-    hopeful = count <= 1.5 * allowed + 1
+    most_changes = 1.5 * allowed + 1
+    hopeful = count <= most_changes
     gain, count = (reach[path] @ weights)[hopeful], count[hopeful]
     # Half of the steps by gain, half by changes: where changes begin to count, steps are small.
     progress = gain / max(float(gain[-1]), 1e-12) + count / max(int(count[-1]), 1)
     ends = np.linspace(0.0, float(progress[-1]), max(2, most // 2))
     steps = np.searchsorted(progress, ends, side="right") - 1
-    levels = _close(path[np.unique(steps)], reach, weights, most)
+    levels = _close(path[np.unique(steps)], reach, weights, most, changes, most_changes)
     return [tuple(radii[one].tolist()) for one in levels]
 
 
-def _close(levels: _Ints, reach: _Ints, gains: _Floats, most: int) -> _Ints:
+def _close(
+    levels: _Ints, reach: _Ints, gains: _Floats, most: int, changes: _Ints, most_changes: float
+) -> _Ints:  # fmt: skip
     """The policies and others between them, at most `most`, until no two are far apart in gain.
 
-    The first that breaks the budget ends the test, and what lies before it is served. Between two policies the
-    selection part may have seen more changes than at the second one. That was chance: what serves less risks less.
+    The first that breaks the budget ends the test, and what lies before it is served. Between two policies this part
+    may have seen more changes than at the second one. Such a policy is tested too, while the changes are hopeful.
     """
-    found = list(levels)
-    whole = float(reach[found[-1]] @ gains)
+    found, every = list(levels), np.arange(len(changes))
+    whole, closed = float(reach[found[-1]] @ gains), set[tuple[int, ...]]()
     while len(found) < most:
         wide = [
             (float((reach[after] - reach[before]) @ gains), place)
             for place, (before, after) in enumerate(pairwise(found))
-            if int((after - before).sum()) > 1
+            if int((after - before).sum()) > 1 and tuple(before) not in closed
         ]
         gap, place = max(wide, default=(0.0, 0))
         if gap <= _WIDEST * whole:
             break
-        found.insert(place + 1, _between(found[place], found[place + 1]))
+        middle = _between(found[place], found[place + 1])
+        if changes[every, middle].sum() <= most_changes:
+            found.insert(place + 1, middle)
+        else:
+            closed.add(tuple(found[place]))
     return np.stack(found)
 
 

@@ -200,8 +200,8 @@ def sequences_needed(budget: float, confidence: float = 0.95) -> int:
 def sequences_judged(total: int, budget: float, confidence: float = 0.95) -> int:
     """How many of `total` sequences to judge candidates on, where the others choose the candidates; 0: too few.
 
-    At most `JUDGED` of them, and no more than the changes that are allowed then take: another sequence would raise the
-    bound, or choose better.
+    At most `JUDGED` of them, and no more than it takes to allow as many changes: another one may change too, but
+    allows no further change. It is better used to choose.
 
     >>> sequences_judged(398, 0.01), sequences_judged(399, 0.01), sequences_judged(700, 0.01)
     (0, 299, 473)
