@@ -63,11 +63,12 @@ def claims(found: Found) -> list[Claim]:
 
 
 def caption(found: Found) -> str:
-    first = found["cells"][0]
+    pages = {cell["length"]: cell["page_bytes"] // 1024 for cell in found["cells"]}
+    sizes = " and ".join(f"{size} KiB ({length} tokens)" for length, size in pages.items())
     loads = [cell["load"] for cell in found["cells"]]
     return (
         f"Maps of {found['heads']} heads, {found['dtype']}, in a file that is in the page cache, pages of "
-        f"{first['page_bytes'] // 1024} KiB; medians; map and unmap together. Paper: memory mode of Optane; its "
+        f"{sizes}; medians; map and unmap together. Paper: memory mode of Optane; its "
         f"table says seconds, its text milliseconds (taken here). {where(found)}; load {min(loads):g} to "
         f"{max(loads):g}."
     )
@@ -91,17 +92,21 @@ def rows(found: Found) -> str:
 
 
 def why(found: Found) -> str:
-    last = found["cells"][-1]
-    ways = last["ways"]
+    large, smallest = found["cells"][-1], min(cell["page_bytes"] for cell in found["cells"])
+    small = [cell for cell in found["cells"] if cell["page_bytes"] == smallest][-1]
+
+    def times(cell: dict[str, Any]) -> str:
+        mapped, there = (cell["ways"][name]["fetch_matmul_ms"] for name in ("map", "contiguous"))
+        return f"{mapped:.0f} ms on mapped pages and {there:.0f} ms on a tensor that is there already"
+
     return (
-        "Mapping is far cheaper than copying, as the paper says, as long as nothing reads the maps. The product "
-        f"A·V that follows reads them: for {last['length']} tokens and a batch of {last['batch']} it takes "
-        f"{ways['map']['fetch_matmul_ms']:.0f} ms on mapped pages and {ways['contiguous']['fetch_matmul_ms']:.0f} "
-        "ms on a tensor that is there already, because each small page is faulted in. Table 4 of the paper has the "
-        "same cost in the line “other computation” (47.3 ms without memoization, 163.6 ms with it). The library "
-        f"therefore multiplies each record where it lies ({ways['direct']['fetch_matmul_ms']:.0f} ms, no fetch), "
-        "and maps only where pages of 2 MiB are to be had. The paper's copy (111 for 12.6 MB) is slower than any "
-        "copy in memory that we could measure."
+        "Mapping is far cheaper than copying, as the paper says. The product A·V that follows reads the maps, and "
+        f"pays for small pages, because each is faulted in: for {small['length']} tokens and a batch of "
+        f"{small['batch']} it takes {times(small)}. Pages of 2 MiB cost nothing there: for {large['length']} tokens "
+        f"{times(large)}. Table 4 of the paper has the first cost in the line “other computation” (47.3 ms without "
+        "memoization, 163.6 ms with it). Where pages are small the library therefore reads each record where it "
+        "lies, and maps only where pages of 2 MiB are to be had. The paper's copy (111 for 12.6 MB) is slower than "
+        "any copy in memory that we could measure."
     )
 
 
