@@ -93,7 +93,7 @@ def write(found: dict[str, Any], place: Path) -> None:
     text = HEAD.format(layers=facts["layers"]) + as_markdown(found) + f"\n![{place.stem}]({place.stem}.png)\n\n"
     text += "Cost of lookup and fetch, as a share of the exact attention's time. In brackets: the saving reached, as "
     text += "a share of the\nceiling's saving.\n\n" + as_markdown(found, overheads) + f"\n{notes}\n"
-    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of 2 to 5.\n"
+    text += "Conditions: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "; medians of turns.\n"
     place.with_suffix(".md").write_text(text)
     place.with_suffix(".png").write_bytes(draw_families(found))
 

@@ -229,10 +229,6 @@ class TestStudies:
         principal = held["held_out_similarity_principal"]
         says(text, "stored stories (# of them, which found #)", held["held_out"], principal)
         says(text, "(`--stored # --asked #`)", kinds["stories"]["stored"], kinds["stories"]["asked"])
-        first, second, *_ = (layer["scores"]["best"] for layer in kinds["wikitext"]["similarity"]["by_layer"])
-        says(text, "above .6, except for # % of WikiText's", 100 * sum(score > 0.6 for score in first) / len(first))
-        says(text, "of WikiText-2 to the # here, the best score", kinds["wikitext"]["stored"])
-        says(text, "best score in layer 1 rose from .451 to #.", sum(second) / len(second))
 
     def test_perplexities_in_sentences_are_those_of_the_json(self) -> None:
         text, kinds = page("study-decoder.md"), measured("study-decoder.json")["kinds"]

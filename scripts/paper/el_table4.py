@@ -76,10 +76,12 @@ def rows(found: Found) -> str:
 
 
 def why(found: Found) -> str:
+    last, own = found["rows"][-1], found["allocated"]
+    whole, tensors = last["multi-head"] / last["el"], own["shared"] / own["el"]
     return (
-        "The table counts the states of the input and leaves the decoder's own cache out. Half of the factor of 96 "
-        "is there for any shared cache: 4 beams; the rest is two tensors in each of 12 layers in the place of one "
-        "for all."
+        "The table counts the states of the input and leaves the decoder's own cache out. Of the factor of "
+        f"{whole:.0f} any shared cache has {whole / tensors:.0f}, the beams; the other {tensors:.0f} are two tensors "
+        f"in each of {tensors / 2:.0f} layers in the place of one for all."
     )
 
 
