@@ -7,6 +7,7 @@ guard, its verifications and its filling. Every answer that it gives is compared
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -94,16 +95,9 @@ def samples_needed(guard: Mapping[str, Any]) -> int | None:
         highest = highest_rate(least, samples - least, guard["confidence"])
         return certifies(highest, could, guard["requests"], guard["budget"])
 
-    low, high = least, _MOST_SAMPLES
-    if not enough(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    samples = range(least, _MOST_SAMPLES + 1)
+    place = bisect_left(samples, True, key=enough)
+    return samples[place] if place < len(samples) else None
 
 
 class Race:

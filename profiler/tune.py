@@ -107,8 +107,8 @@ def tune(
             raise TuningError("there is no text to tune on.", "check the files and --text-column")
         judged: Sequence[Tokens] = tokens
         groups, policies = [list(range(database.manifest.model.layers))], None
-        count = sequences_judged(len(tokens), options.budget, options.confidence)
-        if options.lookup == "sequence" and count:
+        by_layer = options.lookup == "sequence"
+        if by_layer and (count := sequences_judged(len(tokens), options.budget, options.confidence)):
             needed = math.ceil(needed / JUDGED)
             select, certify = split(len(tokens), count, options.seed)
             judged = [tokens[row] for row in certify]

@@ -217,6 +217,11 @@ def row(name: str, one: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def rows(name: str, case: dict[str, Any]) -> str:
+    """The lines of a case."""
+    return "\n".join(row(name, case[kind]) for kind in ("fixed", "tuned") if kind in case)
+
+
 def page(output: Path) -> None:
     """Gather the cases of `output` into maps.json, and print the table."""
     files = {name: output / f"{name}.json" for name in CASES}
@@ -225,9 +230,7 @@ def page(output: Path) -> None:
     print("| data | threshold | calls served (exhaustive search) | speed | answers |")
     print("|---|---|---|---|---|")
     for name, case in found.items():
-        for kind in ("fixed", "tuned"):
-            if kind in case:
-                print(row(name, case[kind]))
+        print(rows(name, case))
 
 
 def main() -> None:
@@ -245,7 +248,7 @@ def main() -> None:
     for name in args.cases:
         found = run(name, CASES[name](args.shared), args.output, args.keep)
         (args.output / f"{name}.json").write_text(json.dumps(found, indent=1))
-        print("\n".join(row(name, found[kind]) for kind in ("fixed", "tuned") if kind in found), flush=True)
+        print(rows(name, found), flush=True)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,11 @@ def set_in(script: str, pattern: str, places: int = 1) -> list[float]:
     return [float(number) for number in found[0]]
 
 
+def release(version: str) -> float:
+    """2.13 of 2.13.0+cpu."""
+    return float(".".join(version.split(".")[:2]))
+
+
 def samples_needed(changed: int, budget: float = 0.01, confidence: float = 0.95) -> int:
     """Verified answers that certify a budget, if so many of them changed."""
     from attmemo.guard.certificate import highest_rate

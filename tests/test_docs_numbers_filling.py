@@ -69,8 +69,17 @@ def test_what_is_worth_storing_was_simulated() -> None:
             agree([part.strip() for part in cell.split("/")], shares)
 
 
+BOUNDED = measured("filling-simulated.json")["eviction"]
+RUNS = {(one["stream"], one["part"], one["policy"]): one for one in BOUNDED["runs"]}
+CHOSEN = "mixed", 3, "segments: carry 0.5"
+
+
+def kept(stream: str, part: int, policy: str) -> float:
+    """Lines served within a bound, as a share of those that an unbounded database serves."""
+    return float(RUNS[stream, part, policy]["served"] / BOUNDED["unbounded"][stream]["served"])
+
+
 def test_what_bounds_cost_was_simulated() -> None:
-    found = measured("filling-simulated.json")["eviction"]
     names = {
         "records: FIFO": "records: FIFO", "records: LRU": "records: LRU", "records: SIEVE": "records: SIEVE",
         "records: S3-FIFO": "records: S3-FIFO", "segments: carry 0": "segments, nothing carried",
@@ -78,28 +87,20 @@ def test_what_bounds_cost_was_simulated() -> None:
         "segments: small queue, carry 0.5": "segments, a small queue in front (S3-FIFO), half carried",
     }  # fmt: skip
     columns = [*(("mixed", part) for part in (2, 3, 6, 24)), ("three tenths other text", 3)]
-    runs = {(one["stream"], one["part"], one["policy"]): one for one in found["runs"]}
-    assert len(runs) == len(found["runs"]) == len(names) * len(columns)
-    shares = {
-        (kind, part, policy): one["served"] / found["unbounded"][kind]["served"]
-        for (kind, part, policy), one in runs.items()
-    }
+    assert len(RUNS) == len(BOUNDED["runs"]) == len(names) * len(columns)
     rows = table_rows(TEXT, "| policy | 1/2 |")
     assert [name for name, *_ in rows] == list(names.values())
     for (_, *cells), policy in zip(rows, names, strict=True):
-        agree(cells, [shares[kind, part, policy] for kind, part in columns])
-    mixed = found["unbounded"]["mixed"]
+        agree(cells, [kept(kind, part, policy) for kind, part in columns])
+    mixed, carried = BOUNDED["unbounded"]["mixed"], RUNS[CHOSEN]
     template = "# lines of eight logs, interleaved, and a tenth of texts that never come again. Share of the lines"
     says(TEXT, f"{template} that an unbounded database serves (#)", mixed["lines"], mixed["served"] / mixed["lines"])
-    carried = runs["mixed", 3, "segments: carry 0.5"]
     says(TEXT, "A byte admitted costs # bytes of copying at 1/3", carried["copied"] / carried["admitted"])
 
 
 def test_the_library_serves_as_many_lines_as_the_simulation() -> None:
-    mixed, found = FOUND["mixed"], measured("filling-simulated.json")["eviction"]
+    mixed = FOUND["mixed"]
     shares = [mixed[name]["served"] for name in ("unbounded", "a third")]
     text = "# of the lines are served without a bound, # with a third: #, as simulated"
     says(TEXT, text, *shares, mixed["share"])
-    (simulated,) = (one["served"] for one in found["runs"]
-                    if (one["stream"], one["part"], one["policy"]) == ("mixed", 3, "segments: carry 0.5"))  # fmt: skip
-    assert abs(mixed["share"] - simulated / found["unbounded"]["mixed"]["served"]) < 0.005
+    assert abs(mixed["share"] - kept(*CHOSEN)) < 0.005

@@ -58,7 +58,7 @@ def test_the_conditions_of_maps_are_those_of_the_runs() -> None:
     (kept,) = set_in("reproduce.py", r"^WINDOWS = (\d+)  #")
     (until,) = set_in("reproduce.py", r'windows\(folder, 0\.0, (\S+)\)\)\.sample')
     says(TEXT, "Of windows, # are stored, drawn by chance from the first # % of the eight logs;", kept, 100 * until)
-    ((begin, middle, end),) = (set_in("reproduce.py", r"for a, b in \(\((\S+), (\S+)\), \(0\.85, (\S+)\)\)"),)
+    begin, middle, end = set_in("reproduce.py", r"for a, b in \(\((\S+), (\S+)\), \(0\.85, (\S+)\)\)")
     assert begin == until
     text = "those of the next # % tune, those of the last # % are asked."
     says(TEXT, text, 100 * (middle - begin), 100 * (end - middle))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
 from itertools import groupby
-from pathlib import Path
 
 import torch
-from docs_tools import RowsCase, measured, page, says
+from docs_tools import RowsCase, measured, page, says, set_in
 
 from attmemo.db.forms import STORAGE, TOPS
 from attmemo.db.index import EXACT_BELOW
@@ -25,19 +23,12 @@ from attmemo.profiler.build import BuildOptions, _split
 from attmemo.reuse import filler, growing, pace
 
 TEXT = page("decisions.md")
-NATIVE = Path(__file__).parents[1] / "native"
 KIB, MIB = 1 << 10, 1 << 20
 
 
 def model(heads: int, hidden: int) -> ModelInfo:
     """An encoder, as a database knows it."""
     return ModelInfo("", "bert", "padding", 12, heads, hidden, "float32", 512, "", {}, None)
-
-
-def set_in_c(file: str, name: str) -> int:
-    """A constant of an enum in `native/`."""
-    (value,) = re.findall(rf"\b{name} = (\d+)\b", (NATIVE / file).read_text(encoding="utf-8"))
-    return int(value)
 
 
 def input_share(storage: str, heads: int, tokens: int, hidden: int) -> float:
@@ -116,8 +107,10 @@ def test_the_filler_is_that_of_the_code() -> None:
 
 def test_kernels_are_what_the_page_says() -> None:
     says(TEXT, "Both lie in panels of # columns", PANEL)
-    says(TEXT, "what a matrix unit does with tiles: # rows of sums in registers", set_in_c("tiles.h", "SIDE"))
-    says(TEXT, "It pays from # queries on", set_in_c("row_attention.c", "FEW"))
+    side, few = (set_in(f"../native/{file}", rf"\b{name} = (\d+)\b")
+                 for file, name in (("tiles.h", "SIDE"), ("row_attention.c", "FEW")))  # fmt: skip
+    says(TEXT, "what a matrix unit does with tiles: # rows of sums in registers", *side)
+    says(TEXT, "It pays from # queries on", *few)
 
 
 def test_the_grid_of_rows_is_that_of_the_code() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from conftest import shared
-from docs_tools import measured, numbers, page, says, set_in, table_rows
+from docs_tools import measured, numbers, page, release, says, set_in, table_rows
 from test_ops_serving import ROOT, example, rounded_perplexity
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,11 +25,6 @@ from attmemo.fastseq.serving.cached_model import make_cache
 FAST, GENERATE, SERVING = page("fastseq.md"), page("generate.md"), page("serving.md")
 SMALL = {"num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
 """The sizes of stories260K that decide how many bytes a token takes."""
-
-
-def release(version: str) -> float:
-    """2.13 of 2.13.0+cpu."""
-    return float(".".join(version.split(".")[:2]))
 
 
 def setting(record: str, **wanted: Any) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from attmemo.profiler.race import MIN_COSINE
 
 ROWS, MEASURED = page("rows.md"), page("measured.md")
 SIZES = (1, 8, 32)
-LOG = 2000  # lines of a log
 
 
 def peer_runs(dtype: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from docs_tools import measured, page, says, set_in
+from docs_tools import measured, page, release, says, set_in
 
 from attmemo.embed.calibration import COVERAGE
 from attmemo.profiler.controls import MEAN_OF
@@ -88,7 +88,7 @@ class TestOperator:
 
     def test_what_a_gpu_takes_was_measured(self) -> None:
         torch, device = GPU["conditions"]["torch"], GPU["conditions"]["device"]
-        says(OPERATOR, "The Triton kernels on an H100, torch #", float(".".join(torch.split(".")[:2])))
+        says(OPERATOR, "The Triton kernels on an H100, torch #", release(torch))
         assert "H100" in device
         sizes = ((1, 128), (64, 2048))
         decoded = rows(GPU["rows"]["bfloat16"], kind="decode")
@@ -211,7 +211,7 @@ class TestPaper:
 
     def test_what_an_h100_gains_was_measured(self) -> None:
         gpu = measured("fastseq-gpu.json")
-        says(PAPER, "one H100, float16, torch #", float(".".join(gpu["conditions"]["torch"].split(".")[:2])))
+        says(PAPER, "one H100, float16, torch #", release(gpu["conditions"]["torch"]))
         short = [row["ratio"] for row in gpu["rows"] if row["length"] == 128]
         assert all(row[way] < 1 for row in short for way in ("shared", "el")), "nothing gains there"
         (memory,) = re.findall(r"H100 (\d+)GB", gpu["conditions"]["processor"])

@@ -54,7 +54,7 @@ def propose(
     radii, reach, changes = _counts(np.asarray(distances, np.float64), np.asarray(changed, np.bool_))
     weights = np.asarray(gains, np.float64)
     path = _path(reach, changes, weights)
-    count = np.maximum.accumulate(changes[np.arange(len(changes)), path].sum(axis=1))
+    count = np.maximum.accumulate(_changed(changes, path))
     # Policies with a few more changes than may pass: this part may have been unlucky.
     most_changes = 1.5 * allowed + 1
     hopeful = count <= most_changes
@@ -67,16 +67,20 @@ def propose(
     return [tuple(radii[one].tolist()) for one in levels]
 
 
-def _close(
-    levels: _Ints, reach: _Ints, gains: _Floats, most: int, changes: _Ints, most_changes: float
-) -> _Ints:  # fmt: skip
+def _changed(changes: _Ints, levels: _Ints) -> _Ints:
+    """Changed answers of policies ``[..., groups]``."""
+    found: _Ints = changes[np.arange(len(changes)), levels].sum(axis=-1)
+    return found
+
+
+def _close(levels: _Ints, reach: _Ints, gains: _Floats, most: int, changes: _Ints, most_changes: float) -> _Ints:
     """The policies and others between them, at most `most`, until no two are far apart in gain.
 
     The first that breaks the budget ends the test, and what lies before it is served. Between two policies this part
     may have seen more changes than at the second one. Such a policy is tested too, while the changes are hopeful.
     """
-    found, every = list(levels), np.arange(len(changes))
-    whole, closed = float(reach[found[-1]] @ gains), set[tuple[int, ...]]()
+    found, closed = list(levels), set[tuple[int, ...]]()
+    whole = float(reach[found[-1]] @ gains)
     while len(found) < most:
         wide = [
             (float((reach[after] - reach[before]) @ gains), place)
@@ -87,7 +91,7 @@ def _close(
         if gap <= _WIDEST * whole:
             break
         middle = _between(found[place], found[place + 1])
-        if changes[every, middle].sum() <= most_changes:
+        if _changed(changes, middle) <= most_changes:
             found.insert(place + 1, middle)
         else:
             closed.add(tuple(found[place]))
@@ -148,12 +152,12 @@ def _path(reach: _Ints, changes: _Ints, gains: _Floats) -> _Ints:
         # The least price, and of equal ones the one with fewer changes. Where changes fall although more is gained the
         # price is negative, so such a move comes before all that cost anything.
         best = np.lexsort((costs, (costs + _UNSEEN) / brings))[0]
-        k, limit = group[best], changes[every, current].sum() + costs[best]
+        k, limit = group[best], _changed(changes, current) + costs[best]
         for j in range(int(current[k]) + 1, int(to[best]) + 1):
             stop = current.copy()
             stop[: k + 1] = np.maximum(stop[: k + 1], j)
             # A stop on the way with more changes than the end of the move is worse in both respects.
-            if changes[every, stop].sum() <= limit:
+            if _changed(changes, stop) <= limit:
                 path.append(stop)
         current = path[-1]
     return np.stack(path)

@@ -11,7 +11,7 @@ promise is about sequences drawn independently from the traffic that will be ser
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -216,10 +216,7 @@ def sequences_judged(total: int, budget: float, confidence: float = 0.95) -> int
 
 def changes_allowed(total: int, budget: float, confidence: float = 0.95) -> int:
     """Most changed answers of `total` that still certify the budget; -1 if none do."""
-    allowed = -1
-    while allowed + 1 < total and upper_bound(allowed + 1, total, confidence) <= budget:
-        allowed += 1
-    return allowed
+    return bisect_right(range(total), budget, key=lambda changed: upper_bound(changed, total, confidence)) - 1
 
 
 def percent(share: float) -> str:
