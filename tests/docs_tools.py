@@ -83,6 +83,17 @@ def release(version: str) -> float:
     return float(".".join(version.split(".")[:2]))
 
 
+def having(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """The rows that have these values."""
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def only(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The one row that has these values."""
+    (row,) = having(rows, **wanted)
+    return row
+
+
 def samples_needed(changed: int, budget: float = 0.01, confidence: float = 0.95) -> int:
     """Verified answers that certify a budget, if so many of them changed."""
     from attmemo.guard.certificate import highest_rate

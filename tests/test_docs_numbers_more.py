@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from docs_tools import agree, measured, numbers, page, says, set_in, shows, table_rows
+from docs_tools import agree, measured, numbers, only, page, says, set_in, shows, table_rows
 
 SCRIPTS = str(Path(__file__).parents[1] / "scripts")
 SHAPES = {"BART-large": "bart-large", "T5-base": "t5-base", "GPT-2-medium": "gpt2-medium"}
@@ -27,12 +27,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Scripts:
     """Imports a script of the repository by its name."""
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
-
-
-def only(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """The one row that has these values."""
-    (row,) = (row for row in rows if wanted.items() <= row.items())
-    return row
 
 
 def setting(record: str, shape: str, length: int, new: int = 100, beams: int = 4, lines: int = 4) -> dict[str, Any]:

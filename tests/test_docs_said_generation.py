@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from conftest import shared
-from docs_tools import measured, numbers, page, release, says, set_in, table_rows
+from docs_tools import measured, numbers, only, page, release, says, set_in, table_rows
 from test_ops_serving import ROOT, example, rounded_perplexity
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,8 +29,7 @@ SMALL = {"num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads"
 
 def setting(record: str, **wanted: Any) -> dict[str, Any]:
     """The one row of a JSON that has these values."""
-    (row,) = (row for row in measured(record)["rows"] if wanted.items() <= row.items())
-    return dict(row)
+    return only(measured(record)["rows"], **wanted)
 
 
 class TestFastseq:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from docs_tools import measured, page, release, says, set_in
+from docs_tools import having, measured, only, page, release, says, set_in
 
 from attmemo.embed.calibration import COVERAGE
 from attmemo.profiler.controls import MEAN_OF
@@ -21,11 +21,6 @@ CPU, GPU = measured("attention-op.json"), measured("attention-op-gpu.json")
 KINDS, STUDY = measured("study-decoder.json")["kinds"], measured("study-pruned.json")
 PROSE = ("stories", "captions", "wikitext")
 RAGGED = "128-4096"
-
-
-def rows(record: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """The rows that have these values."""
-    return [row for row in record if wanted.items() <= row.items()]
 
 
 def figure(name: str) -> Any:
@@ -41,7 +36,7 @@ class TestOperator:
         assert settings["threads"] == 2
         shortest, behind = set_in(BENCH, r"torch\.randint\((\d+), (\d+), ")
         assert f"{shortest:.0f}-{behind - 1:.0f}" == RAGGED
-        batches = [row["batch"] for row in rows(CPU["rows"], lengths=RAGGED, kind="decode")]
+        batches = [row["batch"] for row in having(CPU["rows"], lengths=RAGGED, kind="decode")]
         template = "(uniform in # to #): geometric means over batches of # to #."
         says(OPERATOR, template, shortest, behind - 1, min(batches), max(batches))
         says(OPERATOR, "int4 has groups of #", *set_in(BENCH, r'"int4": \{"bits": 4, "group": (\d+)\}'))
@@ -51,28 +46,28 @@ class TestOperator:
 
     def test_what_a_float32_cache_gains_was_measured(self) -> None:
         says(OPERATOR, "A float32 cache is not # times as fast as the packed way", 3)
-        [mean] = rows(CPU["summary"]["speedup at ragged lengths, geometric means"], queries="float32", cache="float32")
+        means = CPU["summary"]["speedup at ragged lengths, geometric means"]
+        mean = only(means, queries="float32", cache="float32")
         assert mean["padded, packed"] < 3
-        ragged = rows(CPU["rows"], lengths=RAGGED, kind="decode", queries="float32")
-        assert "Padding is about half of what SDPA reads" in OPERATOR.replace("\n", " ")
+        ragged = having(CPU["rows"], lengths=RAGGED, kind="decode", queries="float32")
+        says(OPERATOR, "Padding is about half of what SDPA reads")
         assert round(fmean(1 - row["keys"] / (row["longest"] * row["batch"]) for row in ragged), 1) == 0.5
         assert all(2 * row["bytes"]["bfloat16"] == row["bytes"]["float32"] for row in ragged)
 
     def test_where_it_is_slower_was_measured(self) -> None:
-        alone = rows(CPU["rows"], batch=1, kind="decode")
+        alone = having(CPU["rows"], batch=1, kind="decode")
         for kind in ("float32", "bfloat16"):
-            long = rows(alone, queries=kind, lengths="all 8192")
+            long = having(alone, queries=kind, lengths="all 8192")
             assert all(row["speedup over"]["padded SDPA"][kind] < 1 for row in long)
-        short = [row["milliseconds"] for row in rows(alone, lengths="all 128")]
-        forms = rows(alone, lengths="all 128")[0]["bytes"].keys()
-        own = [taken for ms in short for name, taken in ms.items() if name in forms]
-        others = [ms["padded SDPA"] for ms in short]
+        short = having(alone, lengths="all 128")
+        own = [taken for row in short for name, taken in row["milliseconds"].items() if name in row["bytes"]]
+        others = [row["milliseconds"]["padded SDPA"] for row in short]
         template = "One sequence of # tokens takes # to # ms, where padded SDPA takes # to # ms"
         says(OPERATOR, template, 128, min(own), max(own), min(others), max(others))
 
     def test_prompts_on_quantised_caches_are_as_the_page_says(self) -> None:
         found = {}
-        for row in rows(CPU["rows"], kind="prefill", queries="bfloat16"):
+        for row in having(CPU["rows"], kind="prefill", queries="bfloat16"):
             gains = row["speedup over"]["padded SDPA"]
             found[row["keys"]] = [gain for name, gain in gains.items() if name.startswith("int")]
         short, long = found[512], found[2048]
@@ -91,8 +86,8 @@ class TestOperator:
         says(OPERATOR, "The Triton kernels on an H100, torch #", release(torch))
         assert "H100" in device
         sizes = ((1, 128), (64, 2048))
-        decoded = rows(GPU["rows"]["bfloat16"], kind="decode")
-        found = [one for count, keys in sizes for one in rows(decoded, batch=count, lengths=f"all {keys}")]
+        decoded = having(GPU["rows"]["bfloat16"], kind="decode")
+        found = [only(decoded, batch=count, lengths=f"all {keys}") for count, keys in sizes]
         padded = [row["milliseconds"]["padded SDPA"] for row in found]
         took = [row["milliseconds"]["padded SDPA"] / row["speedup over"]["bfloat16"]["padded SDPA"] for row in found]
         says(OPERATOR, "A call with one sequence of # tokens takes # ms: checks,", sizes[0][1], took[0])
@@ -101,10 +96,10 @@ class TestOperator:
         read = 2 * 2 * 64 * 2048 * heads * width  # bytes of keys and values in bfloat16
         template = "With # sequences of # tokens the operator reads about # GB a second"
         says(OPERATOR, template, *sizes[1], round(read / took[1] / 1e6, -2))  # the record has one digit of how fast
-        mixed = rows(GPU["rows"]["bfloat16"], kind="mixed")
+        mixed = having(GPU["rows"]["bfloat16"], kind="mixed")
         quantised = {row["speedup over"][form]["padded SDPA"] for row in mixed for form in ("int8", "int4")}
         assert quantised == {0.1}, "ten times as long"
-        prompts = rows(GPU["rows"]["float32"], kind="prefill")
+        prompts = having(GPU["rows"]["float32"], kind="prefill")
         assert {row["speedup over"]["float32"]["padded SDPA"] for row in prompts} == {0.1}, "a tenth"
 
 
@@ -151,7 +146,7 @@ class TestDecoder:
         says(DECODER, "Stories were served at #, although", max(stories))
         says(DECODER, "At the same threshold of # the first token", 0.9)  # that of test_docs_numbers_more.py
         templates = KINDS["templates"]["serving"]
-        [each] = rows(templates["points"], lookup="layer", threshold=0.95)
+        each = only(templates["points"], lookup="layer", threshold=0.95)
         assert each["perplexity"] <= templates["perplexity_exact"], "at no cost"
 
 
@@ -180,23 +175,23 @@ class TestPaper:
 
     def test_claims_about_gpus_are_as_many_as_the_page_says(self) -> None:
         claims = re.findall(r"^\| \[[^\]]+\]\(paper/\w+\.json\) \|.*$", PAPER, re.MULTILINE)
-        assert "three claims about GPUs were measured on an H100" in PAPER.replace("\n", " ")
+        says(PAPER, "three claims about GPUs were measured on an H100")
         assert sum("H100" in claim for claim in claims) == 3
 
     def test_sizes_of_maps_are_counted(self) -> None:
         layer = figure("table4")
         says(PAPER, "four tensors of # GB are asked for", 4 * 12 * layer["batch"] * layer["length"] ** 2 / 1e9)
-        (length,) = {row["length"] for row in figure("fig10")["rows"] if row["family"] == "gpt2"}
+        (length,) = {row["length"] for row in having(figure("fig10")["rows"], family="gpt2")}
         template = "GPT-2 in batches of # is left out: its eager path needs several tensors of # GB"
         says(PAPER, template, 64, 4 * 12 * 64 * length**2 / 1e9)
 
     def test_searches_are_as_fast_as_the_page_says(self) -> None:
-        assert "stays below a millisecond and does not grow with the database" in PAPER.replace("\n", " ")
+        says(PAPER, "stays below a millisecond and does not grow with the database")
         assert figure("fig07")["ms"]["embedding"] < 1
         sizes = figure("table3")["rows"]
         assert sizes[-1]["lookup_us"] <= sizes[0]["lookup_us"] < 1000
         rates = [100 * row["rate"] for row in sizes]
-        assert "the rate moves by a point" in PAPER.replace("\n", " ")
+        says(PAPER, "the rate moves by a point")
         assert round(max(rates) - min(rates)) == 1
 
     def test_similarity_grows_from_the_length_on_that_the_page_names(self) -> None:
@@ -212,11 +207,11 @@ class TestPaper:
     def test_what_an_h100_gains_was_measured(self) -> None:
         gpu = measured("fastseq-gpu.json")
         says(PAPER, "one H100, float16, torch #", release(gpu["conditions"]["torch"]))
-        short = [row["ratio"] for row in gpu["rows"] if row["length"] == 128]
+        short = [row["ratio"] for row in having(gpu["rows"], length=128)]
         assert all(row[way] < 1 for row in short for way in ("shared", "el")), "nothing gains there"
         (memory,) = re.findall(r"H100 (\d+)GB", gpu["conditions"]["processor"])
         says(PAPER, "and has # GB, which stock's states nearly fill with batch # (not run)", float(memory), 320)
-        [largest] = rows(figure("el_table3")["rows"], batch=320)
+        largest = only(figure("el_table3")["rows"], batch=320)
         assert 0.9 < largest["stock"] / (float(memory) * 1e9) < 1
 
     def test_the_vocabulary_and_the_first_part_of_a_step_are_as_the_page_says(self) -> None:
