@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from attmemo.guard.answers import Read, cosines
 from attmemo.idle import Idle
 from attmemo.locking import ThreadLock
 from attmemo.observed import Observed
+from attmemo.plan import Reused
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
@@ -49,6 +50,14 @@ AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
 KEY: Final = 8
 """Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
+
+
+class _Answer(NamedTuple):
+    """One answer, and how sure it is."""
+
+    read: Read
+    number: int  # in `read`
+    margin: float | None
 
 
 class Guarded:
@@ -81,7 +90,7 @@ class Guarded:
         self._model: nn.Module | None = None
         self._pad: int | None = None
         self._hooks: list[Any] = []
-        planner.is_unsure = self._is_unsure
+        planner.sureness = self._sureness
 
     def watch(self, model: nn.Module, pad: int | None) -> None:
         """Owe answers of this model from now on. Without it none is owed.
@@ -102,10 +111,10 @@ class Guarded:
         """Answers that may be owed. Hooks of the user must not be called at other times, with other inputs."""
         return 0 if self._model is None or any(self._hooks) else self.debts.room
 
-    def _is_unsure(self, record: int, cover: Cover) -> bool:
-        """Whether the record's own answer is below the margin: what it serves will hardly be above."""
+    def _sureness(self, record: int) -> float | None:
+        """How sure the record's own answer is: what it serves will hardly be surer. None: not known."""
         kept = None if self.answers.are_vectors else self._kept(record, 1)
-        return kept is not None and self.guard.is_low(float(kept[0]), cover)
+        return None if kept is None else float(kept[0])
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -188,37 +197,76 @@ class Guarded:
     def _raise_low(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
     ) -> Any:
-        """The output, with answers below the margin computed whole. Of the others some are owed."""
+        """The output, with answers below the margin computed again: with more rows where that may do, or else whole.
+
+        Of the answers that stay from records some are owed.
+        """
         margins = self._margins(seen, {place: asking.chosen[place] for place in asking.served})
-        for place, margin in margins.items():
-            self.guard.served(asking.chosen[place].gaps, asking.chosen[place].cover, margin)
-        low = [place for place, margin in margins.items() if self.guard.is_low(margin, asking.chosen[place].cover)]
-        self._owe(forward, inputs, mask, seen, asking, margins, set(low))
+        first = {place: _Answer(seen, place, margin) for place, margin in margins.items()}
+        low, last = self._low(first, asking.chosen), dict(first)
+        again, wider = self._wider(forward, inputs, asking.batch, mask, {place: asking.chosen[place] for place in low})
+        if wider:
+            output = _put(output, again, torch.tensor(list(wider)), asking.batch)
+            asking.chosen |= {place: one for place, (one, _) in wider.items()}
+            last |= {place: answer for place, (_, answer) in wider.items()}
+            left = self._low({place: answer for place, (_, answer) in wider.items()}, asking.chosen)
+            for place in wider.keys() - set(left):
+                self.guard.computed_again(first[place].margin, self._differ(first[place], last[place]))
+            low = [place for place in low if place not in wider or place in left]
+        self._owe(forward, inputs, mask, last, asking, set(low))
         if not low:
             return output
-        again = self._run(forward, inputs, len(seen.values), low)
+        again = self._run(forward, inputs, asking.batch, low)
         exact = self.answers.read(again, None if mask is None else mask[low])
         for number, place in enumerate(low):
-            changed = self.answers.differ(seen, place, exact, number)
-            one = asking.chosen[place]
-            self.guard.compared(Verdict.SERVE, one.gaps, one.cover, margins[place], changed, one.epoch)
-        return _put(output, again, torch.tensor(low), len(seen.values))
+            one, true = asking.chosen[place], _Answer(exact, number, None)
+            if place in wider:
+                self.guard.computed_again(first[place].margin, self._differ(first[place], true))
+            changed = self._differ(last[place], true)
+            self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
+        return _put(output, again, torch.tensor(low), asking.batch)
+
+    def _low(self, answers: Mapping[int, _Answer], chosen: Mapping[int, Chosen]) -> list[int]:
+        """Which of these answers from records are below the margin; the guard is told of all."""
+        for place, answer in answers.items():
+            self.guard.served(chosen[place].gaps, chosen[place].cover, answer.margin)
+        return [place for place, answer in answers.items() if self.guard.is_low(answer.margin, chosen[place].cover)]
+
+    def _differ(self, one: _Answer, other: _Answer) -> bool:
+        return self.answers.differ(one.read, one.number, other.read, other.number)
+
+    def _wider(
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, mask: Tensor | None,
+        low: Mapping[int, Chosen],
+    ) -> tuple[Any, dict[int, tuple[Chosen, _Answer]]]:  # fmt: skip
+        """The output for some of these sequences with more rows computed, and the answers there, by place."""
+        wider = {place: one for place, former in low.items() if (one := self.planner.wider(former)) is not None}
+        if not wider:
+            return None, {}
+        places = list(wider)
+        again = self._run(forward, inputs, batch, places, reused=[one.reused for one in wider.values()])
+        if len(self._rows.thread.served) < len(wider):  # a record went: an exact answer proves nothing
+            return None, {}
+        read = self.answers.read(again, None if mask is None else mask[places])
+        margins = self._margins(read, dict(enumerate(wider.values())))
+        answers = {place: _Answer(read, number, margins[number]) for number, place in enumerate(places)}
+        return again, {place: (one, answers[place]) for place, one in wider.items()}
 
     def _owe(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read, asking: Asking,
-        margins: Mapping[int, float | None], low: set[int],
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, answers: Mapping[int, _Answer],
+        asking: Asking, low: set[int],
     ) -> None:  # fmt: skip
-        """Have served answers verified afterwards; those in `low` were computed exactly after all."""
+        """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
         places = asking.where(Verdict.OWE)
         stamp = self._stamp() if places else None
         for place in places:
             if stamp is None or place in low:
                 self.guard.give_back()
                 continue
-            one = torch.tensor([place])
+            one, answer = torch.tensor([place]), answers[place]
             self.debts.add(Debt(
-                forward, _take(inputs, one, len(seen.values)), None if mask is None else mask[one], seen.of(place),
-                margins[place], asking.chosen[place], self.guard, stamp,
+                forward, _take(inputs, one, asking.batch), None if mask is None else mask[one],
+                answer.read.of(answer.number), answer.margin, asking.chosen[place], self.guard, stamp,
             ))  # fmt: skip
 
     def _stamp(self) -> object:
@@ -274,12 +322,21 @@ class Guarded:
         if reused is None:
             return
         margins = self._margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
-        for number, place in enumerate(places):
-            one = asking.chosen[place]
-            changed = self.answers.differ(seen, place, reused, number)
+        found = {place: _Answer(reused, number, margins[number]) for number, place in enumerate(places)}
+        low = {
+            place: one for place, answer in found.items() if (one := asking.chosen[place]).verdict is Verdict.SAMPLE
+            and self.guard.is_low(answer.margin, one.cover)
+        }  # fmt: skip
+        _, wider = self._wider(forward, inputs, asking.batch, mask, low)  # what would have been served
+        for place, answer in found.items():
+            one, true = asking.chosen[place], _Answer(seen, place, None)
+            if place in wider:
+                self.guard.computed_again(answer.margin, self._differ(answer, true))
+                one, answer = wider[place]
+            changed = self._differ(answer, true)
             if changed:
                 asking.changed.add(place)
-            if self.guard.compared(one.verdict, one.gaps, one.cover, margins[number], changed, one.epoch):
+            if self.guard.compared(one.verdict, one.gaps, one.cover, answer.margin, changed, one.epoch):
                 self._tell_alarm()
 
     def pay(self, most: int | None = None, *, wait: bool = True) -> None:
@@ -377,11 +434,12 @@ class Guarded:
             return forward(*args, **kwargs)
 
     def _run(
-        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
-    ) -> Any:
-        """The output for some sequences, computed whole or from these last hidden states."""
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None,
+        reused: Sequence[Reused] | None = None,
+    ) -> Any:  # fmt: skip
+        """The output for some sequences, computed whole, from these last hidden states or from these records."""
         args, kwargs = _take(inputs, torch.tensor(places), batch)
-        with self.planner.asking(again=True, last=last), self._rows.thread.repeating():
+        with self.planner.asking(again=True, last=last, reused=reused), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
     def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:

@@ -34,7 +34,7 @@ from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.draw import Draw
 from attmemo.guard.futile import Futile
 from attmemo.guard.ledger import Learned, Ledger
-from attmemo.guard.margin import TOP, Margin
+from attmemo.guard.margin import CLASSES, VECTORS, WIDER, Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
 from attmemo.locking import ThreadLock
 
@@ -48,7 +48,7 @@ RETURNED: Final = 0.2
 """Verifications that each served answer pays for."""
 
 
-_NO_SUMS: Final = {TOP: (max, 0.0), "lowest": (min, 1.0)}
+_NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
 """Counts that are no sums: how those of two processes are joined, and what they are at first."""
 
 
@@ -134,8 +134,9 @@ class Guard:
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
         self.budget, self.confidence, self.draw = float(budget), float(confidence), Draw(drawn)
-        self.verified, self.futile = Verified(free), Futile()
-        self.margin = Margin(float(budget))
+        self.verified, self.futile, self.futile_wider = Verified(free), Futile(), Futile()
+        self.margin, self.wider = Margin(float(budget)), Margin(float(budget), WIDER)
+        self._widens = True
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
         self._stands = False  # certified once, and nothing was refused for want of samples since
@@ -161,13 +162,21 @@ class Guard:
 
     def compare_vectors(self) -> None:
         """Answers are vectors; to be called before the first request."""
-        self.margin = Margin(self.budget, vectors=True)
+        self.margin, self._widens = Margin(self.budget, VECTORS), False
 
-    def ask(self, gaps: Gaps) -> Cover:
-        """How well the changes of a request are verified."""
+    def ask(self, gaps: Gaps, own: float | None = None) -> Cover:
+        """How well the changes of a request are verified; `own`: how sure the record's own answer is, if it is known."""
         with self._lock:
             cover = self.verified.ask(gaps)
-            return Cover.FUTILE if cover and self.futile.expects(gaps) else cover
+            if not cover or not (self.futile.expects(gaps) or self.is_low(own, cover)):
+                return cover
+            return Cover.UNSURE if self.may_widen(gaps, own, cover) else Cover.FUTILE
+
+    def may_widen(self, gaps: Gaps, own: float | None, cover: Cover) -> bool:
+        """Whether an answer below the margin may be served with more rows computed."""
+        if not self._widens or cover is not Cover.FULLY or self.futile_wider.expects(gaps):
+            return False
+        return own is None or not self.wider.is_hopeless(own, False)
 
     def serves(self, cover: Cover) -> bool:
         """Whether such a request would be served now, unless it is drawn as a sample."""
@@ -193,8 +202,11 @@ class Guard:
         learns = later and pays and not self.certified
         owes = 1.0 if learns else share  # how probably, if it is served
         seen = 1.0 if affords or pays else share
-        if cover is not Cover.FUTILE:  # such an answer is in none of the margin's counts
-            self.margin.request(seen, owes if affords else seen)
+        above = owes if affords else seen
+        if cover is not Cover.FUTILE:  # such an answer is in none of the margins' counts
+            self.wider.request(seen, above)
+            if cover is not Cover.UNSURE:
+                self.margin.request(seen, above)
         if cover is Cover.SAME:
             verdict = Verdict.SERVE
         elif cover is Cover.FUTILE:
@@ -238,7 +250,15 @@ class Guard:
         """Whether an answer is too near to another one to be served."""
         if margin is None or cover is Cover.SAME:
             return False
+        if cover is Cover.UNSURE:
+            return not margin >= self.wider.least
         return not margin >= self.margin.least_for(cover is Cover.FREELY)
+
+    def computed_again(self, margin: float | None, differs: bool) -> None:
+        """An answer below the margin was computed again with more rows, or exactly; whether that differs."""
+        if margin is not None:
+            with self._lock:
+                self.margin.sample(margin, differs)
 
     def compared(
         self, verdict: Verdict, gaps: Gaps, cover: Cover, margin: float | None, changed: bool, epoch: int | None = None
@@ -252,8 +272,8 @@ class Guard:
                 return False
             self._dirty = True
             low = verdict is not Verdict.OWE and self.is_low(margin, cover)  # what is owed was served: it was not low
-            if margin is not None and cover is Cover.FULLY:
-                self.margin.sample(margin, changed)
+            if margin is not None and cover in (Cover.FULLY, Cover.UNSURE):
+                (self.margin if cover is Cover.FULLY else self.wider).sample(margin, changed)
             if cover and not verdict.serves:
                 self._note_kind(gaps, cover, margin)
             if low:
@@ -285,7 +305,9 @@ class Guard:
                 self._saved, self._patience = min(self._saved + 1.0, SAVED), self._patience + 1.0
 
     def _note_kind(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
-        if margin is not None:
+        if margin is not None and cover is Cover.UNSURE:
+            self.futile_wider.note(gaps, self.wider.is_hopeless(margin, False))
+        elif margin is not None:
             self.futile.note(gaps, self.margin.is_hopeless(margin, cover is Cover.FREELY))
 
     def sync(self, ledger: Ledger) -> None:
@@ -328,13 +350,17 @@ class Guard:
 
     def _counts(self) -> dict[str, float]:
         counts = self.certificate.counts
-        return {name: float(getattr(counts, name)) for name in Counts.__slots__} | self.margin.counts()
+        return {name: float(getattr(counts, name)) for name in Counts.__slots__} | self._margin_counts()
+
+    def _margin_counts(self) -> dict[str, float]:
+        return self.margin.counts() | self.wider.counts()
 
     def _adopt(self, counts: Mapping[str, float]) -> None:
         types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}
         known = {name: kind(counts.get(name, _NO_SUMS.get(name, (0, 0))[1])) for name, kind in types.items()}
         self.certificate.adopt(Counts(**known))
         self.margin.adopt(counts)
+        self.wider.adopt(counts)
 
     def _price(self) -> float:
         """What is paid for a certificate of this epoch: after every alarm less, for it may never come."""
@@ -344,6 +370,7 @@ class Guard:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
         self._stands = False
         self.margin.rise()
+        self.wider.rise()
         self.certificate.restart()
         self._saved = max(self._saved, self._price())
         self._patience = max(self._patience, self._price())

@@ -8,6 +8,7 @@ below the margin, so they choose it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,22 +19,40 @@ Numbers = npt.NDArray[np.float64]
 
 STEPS: Final = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97)
 """Margins between probabilities that can be chosen."""
-FIRST: Final = 3
-"""The step before anything is known: 0.5."""
 SURE: Final = 0.9
 """Least margin where a word stands in a free slot."""
 COSINES: Final = (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995)
 """Cosines to the record's own answer that can be chosen."""
-FIRST_COSINE: Final = 3
-"""The step before anything is known: 0.975."""
 SHARE: Final = 0.5
 """Share of the budget that answers below the first margin may take, once they are served."""
 SURENESS: Final = 0.9
 """How sure it must be that these take no more."""
 SEEN: Final = 10
 """Answers between two steps that must be seen before the margin is lowered to the lower step."""
-TOP: Final = "margin_top"
-"""Name of the highest step in use, among the counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What margins are, and which can be chosen."""
+
+    name: str  # that counts begin with
+    steps: tuple[float, ...]
+    first: int  # the step before anything is known
+    sure: float  # least margin where a word stands in a free slot
+
+    @property
+    def top(self) -> str:
+        """Name of the highest step in use, among the counts."""
+        return f"{self.name}_top"
+
+
+CLASSES: Final = Scale("margin", STEPS, 3, SURE)
+"""How far the best class is ahead of the second best: 0.5 at first."""
+VECTORS: Final = Scale("margin", COSINES, 3, 0.0)
+"""The cosine to the record's own answer: 0.975 at first. An answer that moved far from it was moved by rows that were
+computed, and those that were not computed should have moved too."""
+WIDER: Final = Scale("wider", (0.02, 0.05, *STEPS), 3, SURE)
+"""As `CLASSES`, of answers with more rows computed (`Cover.UNSURE`): 0.2 at first."""
 
 
 class Margin:
@@ -43,16 +62,12 @@ class Margin:
     ----------
     budget : float
         Share of answers that may change.
-    vectors : bool
-        Whether answers are vectors. Then the margin is the cosine to the record's own answer: an answer that moved far
-        from it was moved by rows that were computed, and those that were not computed should have moved too.
+    scale : Scale
     """
 
-    def __init__(self, budget: float, vectors: bool = False) -> None:
-        self._budget = budget
-        self._steps = np.array(COSINES if vectors else STEPS)
-        self._first = self._top = FIRST_COSINE if vectors else FIRST
-        self._sure = 0.0 if vectors else SURE
+    def __init__(self, budget: float, scale: Scale = CLASSES) -> None:
+        self._budget, self._scale = budget, scale
+        self._steps, self._top, self._sure = np.array(scale.steps), scale.first, scale.sure
         # By the highest step that an answer reaches: answers seen, those that changed, and the requests in which an
         # answer there would have been seen.
         self._seen, self._changed, self._asked = np.zeros((3, len(self._steps)))
@@ -100,16 +115,16 @@ class Margin:
     def counts(self) -> dict[str, float]:
         """What was seen, by step."""
         return {
-            f"margin_{name}_{step}": float(count)
+            f"{self._scale.name}_{name}_{step}": float(count)
             for name, column in self._columns()
             for step, count in enumerate(column)
-        } | {TOP: float(self._top)}
+        } | {self._scale.top: float(self._top)}
 
     def adopt(self, counts: Mapping[str, float]) -> None:
         """Go on from these counts."""
         for name, column in self._columns():
-            column[:] = [counts.get(f"margin_{name}_{step}", 0.0) for step in range(len(self._steps))]
-        self._top = int(counts.get(TOP, self._first))
+            column[:] = [counts.get(f"{self._scale.name}_{name}_{step}", 0.0) for step in range(len(self._steps))]
+        self._top = int(counts.get(self._scale.top, self._scale.first))
         self._choose()
 
     def _columns(self) -> tuple[tuple[str, Numbers], ...]:

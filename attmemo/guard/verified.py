@@ -39,9 +39,10 @@ class Cover(IntEnum):
 
     NOT = 0
     FUTILE = 1  # all are verified, but the answer is expected to be too far away (`attmemo.guard.futile`)
-    FREELY = 2  # some of them are words in free slots
-    FULLY = 3
-    SAME = 4  # nothing changed, and the record is as exact as the model
+    UNSURE = 2  # all are verified, and the answer is expected below the margin: more rows are computed
+    FREELY = 3  # some of them are words in free slots
+    FULLY = 4
+    SAME = 5  # nothing changed, and the record is as exact as the model
 
     @property
     def may_serve(self) -> bool:

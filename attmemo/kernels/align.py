@@ -246,6 +246,13 @@ def _ruled(partner: list[int], rule: Rule, near: int) -> list[int]:
     return [-2 - own if j in computed and own >= 0 else own for j, own in enumerate(partner)]
 
 
+def widened(source: Tokens, near: int) -> Tokens:
+    """`source` of one input, as in `Alignment`, with so many neighbours of each token without a partner computed."""
+    reach = np.convolve(source == -1, np.ones(2 * near + 1), "same") > 0.5
+    found: Tokens = np.where(reach & (source >= 0), -2 - source, source)
+    return found
+
+
 def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> npt.NDArray[np.float32]:
     """Sums of random signs as vectors of length 1, or 0 if there is nothing to add: float32 ``[B, dimensions]``.
 

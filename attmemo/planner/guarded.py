@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,7 @@ from attmemo.adapters import Call, Spans
 from attmemo.counters import Counters
 from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
-from attmemo.kernels.align import Alignment, Rule
+from attmemo.kernels.align import Alignment, Rule, widened
 from attmemo.kernels.changes import Changes, Tokens
 from attmemo.kernels.kinds import Kinds
 from attmemo.perfmodel.forward_times import ForwardTimes
@@ -27,6 +27,11 @@ from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
 TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
 verified. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
+
+WIDER: Final = 2
+"""Neighbours more of a token without a partner that are computed, where an answer is unsure."""
+WIDEST: Final = 0.9
+"""Most of the rows that are computed so: beyond, the sequence is computed whole."""
 
 _UNGUARDED = "not called through the model whose answers are guarded"
 
@@ -41,6 +46,13 @@ class Chosen:
     cover: Cover
     epoch: int  # of the guard, when it decided
 
+    def wider(self, near: int) -> Chosen | None:
+        """The same with more rows computed; None: nearly all would be."""
+        source = wide_enough(self.reused.source, near)
+        if source is None:
+            return None
+        return replace(self, reused=Reused(self.reused.record, source), cover=Cover.UNSURE)
+
 
 class Asking:
     """One guarded forward: what was decided in it.
@@ -51,12 +63,17 @@ class Asking:
         Whether it repeats a part of another forward: nothing is looked up.
     last : Tensor, optional
         Last hidden states ``[B, L, H]`` that its blocks give. None: all is computed.
+    reused : sequence of Reused, optional
+        Which record serves each of its sequences. None: none does.
     room : int
         Answers of it that may be verified afterwards.
     """
 
-    def __init__(self, *, again: bool = False, last: Tensor | None = None, room: int = 0) -> None:
-        self.again, self.last, self.room, self.planned, self.batch = again, last, room, False, 0
+    def __init__(
+        self, *, again: bool = False, last: Tensor | None = None, reused: Sequence[Reused] | None = None, room: int = 0
+    ) -> None:
+        self.again, self.last, self.reused, self.room = again, last, reused, room
+        self.planned, self.batch = False, 0
         self.tokens = self.sequences = 0  # of the forward
         self.looked = False  # whether records were looked up
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
@@ -103,8 +120,8 @@ class GuardedPlanner(RowPlanner):
 
     Attributes
     ----------
-    is_unsure : function
-        Whether a record's own answer is too near to another one to serve what is so covered. `Guarded` knows.
+    sureness : function
+        How far the best class of a record's own answer is ahead of the second best; None: not known. `Guarded` knows.
     """
 
     grows = True
@@ -116,13 +133,13 @@ class GuardedPlanner(RowPlanner):
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
         self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
         self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
-        self.is_unsure: Callable[[int, Cover], bool] = lambda record, cover: False
+        self.sureness: Callable[[int], float | None] = lambda record: None
         self._thread = _Thread()
 
     @contextmanager
-    def asking(self, *, again: bool = False, last: Tensor | None = None, room: int = 0) -> Iterator[Asking]:
+    def asking(self, **settings: Any) -> Iterator[Asking]:
         """While inside, this thread's forwards are guarded. The parameters are those of `Asking`."""
-        self._thread.asking = asking = Asking(again=again, last=last, room=room)
+        self._thread.asking = asking = Asking(**settings)
         try:
             yield asking
         finally:
@@ -144,9 +161,7 @@ class GuardedPlanner(RowPlanner):
             return Whole.plan(self, layer, call, spans, given, counters)
         asking.planned, asking.batch = True, batch
         if asking.again:
-            if asking.last is None:
-                return Whole.plan(self, layer, call, spans, given, counters)
-            return Plan(spans=spans, layers={layer: RowShare.computed(asking.last)})
+            return self._again(layer, call, spans, given, counters, asking)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         asking.looked = asked is not None
@@ -174,6 +189,24 @@ class GuardedPlanner(RowPlanner):
         verified = asking.where(Verdict.SAMPLE, Verdict.LEARN)
         beside = {number: asking.chosen[number].reused for number in verified}
         return plan_of(layer, spans, asked, found, served, admitted, beside)
+
+    def _again(
+        self, layer: int, call: Call, spans: Spans, given: Given, counters: Counters, asking: Asking
+    ) -> Plan:
+        """The plan of a forward that repeats a part of another one."""
+        if asking.last is not None:
+            return Plan(spans=spans, layers={layer: RowShare.computed(asking.last)})
+        if asking.reused is None:
+            return Whole.plan(self, layer, call, spans, given, counters)
+        records = np.array([one.record for one in asking.reused], np.int64)
+        source = np.concatenate([one.source for one in asking.reused])
+        return Plan(spans=spans, layers={layer: RowShare.of(np.asarray(spans.lengths), records, source)})
+
+    def wider(self, chosen: Chosen) -> Chosen | None:
+        """A sequence with more rows computed; None: it is not to be served so."""
+        own = self.sureness(chosen.reused.record)
+        may = self.guard.may_widen(chosen.gaps, own, chosen.cover)
+        return chosen.wider(self.rule.near + WIDER) if may else None
 
     def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None], room: int) -> list[Verdict | None]:
         """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
@@ -248,18 +281,28 @@ class GuardedPlanner(RowPlanner):
             )  # fmt: skip
             for number in np.flatnonzero(enough & there).tolist():
                 own = changes.of(number)
-                cover = self.guard.ask(own) if len(own) or self._rounds else Cover.SAME
-                if cover.may_serve and self.is_unsure(int(found.record[number]), cover):
-                    cover = Cover.FUTILE
-                if covers[number] is None or cover.may_serve:
-                    covers[number], gaps[number] = cover, own
-                    part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
-                    best.record[number], best.computed[number] = found.record[number], found.computed[number]
-                    best.source[part] = found.source[part]
-            left = enough & np.array([cover is None or not cover.may_serve for cover in covers])
+                record, former = int(found.record[number]), covers[number]
+                cover = self.guard.ask(own, self.sureness(record)) if len(own) or self._rounds else Cover.SAME
+                part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
+                source: Tokens | None = found.source[part]
+                if cover is Cover.UNSURE:
+                    source = wide_enough(found.source[part], self.rule.near + WIDER)
+                    cover = Cover.FUTILE if source is None else cover
+                if former is None or cover.may_serve and cover > former:
+                    covers[number], gaps[number], best.record[number] = cover, own, record
+                    best.source[part] = found.source[part] if source is None else source
+                    best.computed[number] = np.count_nonzero(best.source[part] < 0)
+            # Another record may be surer.
+            left = enough & np.array([cover is None or cover <= Cover.UNSURE for cover in covers])
             if not left.any():
                 break
             tried = candidates.shelf.rows_of(found.record)
             rows = np.where(left[:, None] & (rows != tried[:, None]), rows, -1)
         assert best is not None
         return best, gaps, covers
+
+
+def wide_enough(source: Tokens, near: int) -> Tokens | None:
+    """`source` with so many neighbours of each token without a partner computed; None: nearly all rows would be."""
+    found = widened(source, near)
+    return found if np.count_nonzero(found < 0) <= WIDEST * len(found) else None
