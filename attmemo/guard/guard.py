@@ -165,7 +165,7 @@ class Guard:
         self.margin, self._widens = Margin(self.budget, VECTORS), False
 
     def ask(self, gaps: Gaps, own: float | None = None) -> Cover:
-        """How well the changes of a request are verified; `own`: how sure the record's own answer is, if it is known."""
+        """How well the changes of a request are verified; `own`: how sure the record's own answer is, if known."""
         with self._lock:
             cover = self.verified.ask(gaps)
             if not cover or not (self.futile.expects(gaps) or self.is_low(own, cover)):

@@ -288,7 +288,7 @@ class GuardedPlanner(RowPlanner):
                 if cover is Cover.UNSURE:
                     source = wide_enough(found.source[part], self.rule.near + WIDER)
                     cover = Cover.FUTILE if source is None else cover
-                if former is None or cover.may_serve and cover > former:
+                if former is None or (cover.may_serve and cover > former):
                     covers[number], gaps[number], best.record[number] = cover, own, record
                     best.source[part] = found.source[part] if source is None else source
                     best.computed[number] = np.count_nonzero(best.source[part] < 0)
