@@ -5,7 +5,8 @@
       some sequences are served from records, the others computed whole
       the blocks ran twice     ─► all again, whole
     answers
-      served, below the margin ─► the same sequences again, whole; their answers replace the first ones
+      served, below the margin ─► the same sequences again, with more rows computed where that may do
+      below the margin of such answers, or no more rows may do ─► again, whole; the last answers are given
       to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
                                   the answers are compared, not given
       served, to be verified   ─► owed: verified while no request runs, or before a later one

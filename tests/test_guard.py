@@ -23,7 +23,11 @@ from attmemo.guard import guard as guard_module
 from attmemo.guard.certificate import Counts, highest_rate
 from attmemo.guard.draw import Draw
 from attmemo.guard.futile import FEWEST
-from attmemo.guard.margin import FIRST, SEEN, STEPS, SURE, Margin
+from attmemo.guard.guard import AGAIN
+from attmemo.guard.margin import CLASSES, SEEN, VECTORS, Margin
+from attmemo.guard.verified import WORDS
+
+STEPS, FIRST, SURE = CLASSES.steps, CLASSES.first, CLASSES.sure
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -365,14 +369,15 @@ class TestGuard:
         assert not margin.is_hopeless(0.5, False)
         assert margin.is_hopeless(0.5, True)
         assert not margin.is_hopeless(SURE, True)
-        assert not Margin(0.01, vectors=True).is_hopeless(0.94, True)
+        assert not Margin(0.01, VECTORS).is_hopeless(0.94, True)
 
     def test_a_kind_of_change_that_is_always_too_far_is_left_and_sometimes_tried(self) -> None:
         guard, own = certified(drawn=0.5), gaps(number(1, 2, 3))
         guard.verified.stayed(own)
-        for _ in range(FEWEST):
-            assert guard.ask(own) is Cover.FULLY
-            guard.served(own, Cover.FULLY, 0.0)
+        for cover in (Cover.FULLY, Cover.UNSURE):  # first with more rows computed
+            for _ in range(FEWEST):
+                assert guard.ask(own) is cover
+                guard.served(own, cover, 0.0)
         assert guard.ask(own) is Cover.FUTILE
         assert not guard.serves(Cover.FUTILE)
         saved = guard._saved
@@ -387,6 +392,68 @@ class TestGuard:
             turns += 1
         assert 1 < turns <= FEWEST, "answers of this kind are near again"
         assert guard.margin.counts() == counts, "the margin was not asked"
+
+    def test_more_rows_are_computed_only_where_every_change_is_verified_and_answers_are_classes(self) -> None:
+        own, free = gaps(number(1, 2, 3)), gaps(word(1, 2, 3))
+        for vectors, known, cover in (
+            (False, own, Cover.UNSURE), (False, free, Cover.FUTILE), (True, own, Cover.FUTILE)
+        ):  # fmt: skip
+            guard = certified()
+            if vectors:
+                guard.compare_vectors()
+            if known is free:
+                for value in range(40, 40 + WORDS):
+                    guard.verified.stayed(gaps(word(1, value, 3)))
+            else:
+                guard.verified.stayed(known)
+            for _ in range(FEWEST):
+                assert guard.ask(known) in (Cover.FULLY, Cover.FREELY)
+                guard.served(known, guard.ask(known), 0.0)
+            assert guard.ask(known) is cover
+
+    @pytest.mark.parametrize(
+        ("own", "cover"), [(0.6, Cover.FULLY), (0.4, Cover.UNSURE), (0.02, Cover.UNSURE), (0.01, Cover.FUTILE)]
+    )
+    def test_how_sure_the_records_own_answer_is_says_what_is_computed(self, own: float, cover: Cover) -> None:
+        guard, changed = certified(), gaps(number(1, 2, 3))
+        guard.verified.stayed(changed)
+        assert guard.ask(changed, own) is cover
+
+    def test_answers_with_more_rows_computed_have_a_margin_of_their_own(self) -> None:
+        guard, own = certified(), gaps(number(1, 2, 3))
+        first, wider = guard.margin.least, guard.wider.least
+        assert wider < first
+        assert guard.is_low(wider - 0.01, Cover.UNSURE)
+        assert not guard.is_low(wider, Cover.UNSURE)
+        guard.decide([Cover.UNSURE] * 1000)
+        for _ in range(SEEN):
+            guard.compared(Verdict.SERVE, own, Cover.UNSURE, wider - 0.01, False)
+        assert guard.wider.least < wider
+        assert guard.margin.least == first
+        guard.decide([Cover.FULLY] * 1000)
+        for _ in range(SEEN):
+            guard.computed_again(first - 0.01, False)
+        assert guard.margin.least < first
+
+    def test_both_margins_rise_with_an_alarm(self) -> None:
+        guard = certified()
+        before = guard.margin.least, guard.wider.least
+        while not sampled(guard, 1, changed=True)[0]:
+            pass
+        assert guard.margin.least > before[0]
+        assert guard.wider.least > before[1]
+
+    def test_a_certificate_that_stood_is_earned_again_from_some_of_the_served_answers(self) -> None:
+        guard = certified()
+        guard.certificate.adopt(Counts(same=400, requests=4000, served=3600))
+        guard.decide([None])
+        assert guard.certified
+        guard.certificate.sample(True)
+        assert not guard.certified
+        assert guard.state().name == "certified", "the account affords it"
+        verdicts = [guard.decide([Cover.FULLY], 1)[0] for _ in range(500)]
+        assert set(verdicts) == {Verdict.SERVE, Verdict.OWE}
+        assert verdicts.count(Verdict.OWE) == pytest.approx(500 * AGAIN, rel=0.3)
 
     def test_a_kind_of_change_is_judged_by_all_of_its_answers(self) -> None:
         """Answers that are served are not compared. Were they not counted, a few far ones would make a kind futile."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -21,6 +23,8 @@ from attmemo.guard import Cover, Guard
 from attmemo.guard.certificate import Counts
 from attmemo.guard.draw import Draw
 from attmemo.perfmodel.forward_times import ForwardTimes
+from attmemo.plan import Reused
+from attmemo.planner.guarded import WIDER, WIDEST, wide_enough
 from attmemo.planner.rows import LONGER
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
@@ -94,11 +98,19 @@ def taught(model: Any, **options: Any) -> Any:
 
 
 BOTH = variant(FIRST, SECOND)
+FEW, MANY = 5, 9
+"""Rows of one of its sequences: a token with a neighbour on each side, and the ends; with two neighbours more."""
 
 
 def trusting(model: Any) -> Any:
     """A model that tries its records, however sure their own answers are."""
-    model.attmemo.planner.is_unsure = lambda record, cover: False
+    model.attmemo.planner.sureness = lambda record: None
+    return model
+
+
+def strict(model: Any) -> Any:
+    """A model whose answers are never sure enough, however many rows are computed: below the margin they are exact."""
+    model.attmemo.guarded.guard.wider.least = 1.0
     return model
 
 
@@ -145,7 +157,8 @@ class TestFutile:
         self, case: Case, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = taught(case.bare)
-        monkeypatch.setattr(model.attmemo.guarded.guard.futile, "expects", lambda gaps: True)
+        for kinds in (model.attmemo.guarded.guard.futile, model.attmemo.guarded.guard.futile_wider):
+            monkeypatch.setattr(kinds, "expects", lambda gaps: True)
         before = model.attmemo.stats()
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         after = model.attmemo.stats()
@@ -156,12 +169,13 @@ class TestFutile:
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         assert done(model)["served"] == len(LENGTHS), "the same input is not far"
 
+    @pytest.mark.parametrize("first", [Cover.FUTILE, Cover.UNSURE])
     def test_another_record_is_tried_if_the_first_one_leads_too_far(
-        self, case: Case, monkeypatch: pytest.MonkeyPatch
+        self, case: Case, monkeypatch: pytest.MonkeyPatch, first: Cover
     ) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        covers = [Cover.FUTILE] * len(LENGTHS) + [Cover.FULLY] * len(LENGTHS)
-        monkeypatch.setattr(model.attmemo.guarded.guard, "ask", lambda gaps: covers.pop(0))
+        covers = [first] * len(LENGTHS) + [Cover.FULLY] * len(LENGTHS)
+        monkeypatch.setattr(model.attmemo.guarded.guard, "ask", lambda gaps, own: covers.pop(0))
         monkeypatch.setattr(model.attmemo.guarded.guard, "is_low", lambda margin, cover: False)
         run(model, BOTH)
         assert done(model)["served"] == len(LENGTHS)
@@ -301,7 +315,9 @@ class TestServed:
 def _torn(classifier: Case) -> Any:
     """A classifier that is sure of three of the answers it is served, and of three not; and which these are."""
     model = copy.deepcopy(classifier.bare)
-    apart = run(taught(model), BOTH).logits.diff(dim=1).abs().flatten()
+    serving = trusting(taught(model))
+    serving.attmemo.guarded.guard.margin.least = 0.0
+    apart = run(serving, BOTH).logits.diff(dim=1).abs().flatten()
     with torch.no_grad():
         model.classifier.weight.mul_(float(2 * torch.atanh(torch.tensor(0.5)) / apart.sort().values[2:4].mean()))
     low = apart < apart.sort().values[2:4].mean()
@@ -312,7 +328,7 @@ def _torn(classifier: Case) -> Any:
 class TestMargin:
     def test_an_answer_below_the_margin_is_replaced_and_others_stay(self, torn: Any) -> None:
         bare, low = torn
-        model, serving = trusting(taught(bare)), trusting(taught(bare))
+        model, serving = strict(trusting(taught(bare))), trusting(taught(bare))
         serving.attmemo.guarded.guard.margin.least = 0.0
         approximate, exact = run(serving, BOTH).logits, run(bare, BOTH).logits
         assert done(serving)["served"] == 6
@@ -329,7 +345,7 @@ class TestMargin:
         bare, low = torn
         bare.__class__, own = OutputOf[form], bare.__class__
         try:
-            model, serving = trusting(taught(bare)), trusting(taught(bare))
+            model, serving = strict(trusting(taught(bare))), trusting(taught(bare))
             exact = run(bare, BOTH)
         finally:
             bare.__class__ = own
@@ -345,19 +361,95 @@ class TestMargin:
                 n = LENGTHS[row] if one.dim() == 3 else None
                 assert gap(one[row][:n], right[row][:n]) <= NEAR
 
-    def test_a_record_whose_own_answer_is_below_the_margin_is_not_tried(self, torn: Any) -> None:
+    def test_an_answer_below_the_margin_is_served_with_more_rows_computed_where_that_suffices(self, torn: Any) -> None:
+        bare, low = torn
+        model, wide = trusting(taught(bare)), trusting(taught(bare, near=1 + WIDER, threshold=0.3))
+        model.attmemo.guarded.guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
+        before = model.attmemo.stats()["rows_computed"]
+        seen, exact, wider = (run(one, BOTH).logits for one in (model, bare, wide))
+        assert done(model)["served"] == done(wide)["served"] == 6
+        assert gap(seen[low], wider[low]) <= NEAR
+        assert gap(seen[~low], wider[~low]) > NEAR, "these are served as they were"
+        assert gap(seen[low], exact[low]) > NEAR, "else they were computed whole"
+        assert model.attmemo.stats()["rows_computed"] - before == 6 * FEW + 3 * MANY
+        assert not model.attmemo.stats()["failures"]
+
+    def test_the_margin_learns_from_answers_with_more_rows_computed(self, torn: Any) -> None:
+        bare, low = torn
+        model = trusting(taught(bare))
+        guard = model.attmemo.guarded.guard
+        guard.wider.least = 0.0
+        run(model, BOTH)
+        seen, wider = (
+            sum(count for name, count in margin.counts().items() if "_seen_" in name)
+            for margin in (guard.margin, guard.wider)
+        )
+        assert seen == int(low.sum())
+        assert not wider, "none was computed exactly"
+
+    def test_a_sample_below_the_margin_is_the_answer_that_would_have_been_served(
+        self, torn: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("attmemo.debts.MOST", 0)
+        bare, low = torn
+        model = trusting(taught(bare))
+        guard = model.attmemo.guarded.guard
+        guard.draw, guard.wider.least = Draw(1.0, added=1e9), 0.0
+        compared: list[tuple[Cover, bool]] = []
+        own = guard.compared
+
+        def noted(verdict: Any, gaps: Any, cover: Cover, *rest: Any) -> bool:
+            compared.append((cover, verdict.serves))
+            return bool(own(verdict, gaps, cover, *rest))
+
+        guard.compared = noted
+        assert gap(run(model, BOTH).logits, run(bare, BOTH).logits) <= NEAR
+        assert compared == [(Cover.UNSURE if one else Cover.FULLY, False) for one in low.tolist()]
+        assert guard.certificate.counts.same + guard.certificate.counts.changed == 100_006, "all of them are samples"
+
+    def test_where_the_record_itself_is_unsure_more_rows_are_computed_at_once(self, torn: Any) -> None:
         bare, _ = torn
-        model = taught(bare)
-        answers = memoize(copy.deepcopy(bare), reuse="none")
-        margins = run(answers, BASE).logits.softmax(-1).diff(dim=1).abs().flatten()
-        unsure = int((margins < 0.5).sum())
-        assert 0 < unsure < len(LENGTHS)
+        model, wide = taught(bare), trusting(taught(bare, near=1 + WIDER, threshold=0.3))
+        guard = model.attmemo.guarded.guard
+        model.attmemo.planner.sureness = lambda record: 0.4  # below the margin, and above what more rows ask for
+        guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
+        before = model.attmemo.stats()["rows_computed"]
+        assert gap(run(model, BOTH).logits, run(wide, BOTH).logits) <= NEAR
+        assert done(model)["served"] == 6
+        assert model.attmemo.stats()["rows_computed"] - before == 6 * MANY
+
+    @pytest.mark.parametrize("tokens", [9, 10, 20])
+    def test_more_rows_are_computed_unless_they_are_nearly_all(self, tokens: int) -> None:
+        source = np.arange(tokens, dtype=np.int32)
+        source[4] = -1
+        found = wide_enough(source, 4)  # so 9 rows are computed
+        assert (found is None) == (WIDEST * tokens < 9)
+        if found is not None:
+            assert found.tolist() == [-1 if row == 4 else -2 - row if row < 9 else row for row in range(tokens)]
+
+    def test_a_record_whose_own_answer_is_below_every_margin_is_not_tried(self, torn: Any) -> None:
+        model = taught(sure(copy.deepcopy(torn[0]), 1e-4))
         before = model.attmemo.stats()
         run(model, BOTH)
-        found = done(model)
-        assert found.get("left", 0) >= 1
-        assert found["served"] + found.get("below the margin", 0) + found["left"] == len(LENGTHS)
-        assert model.attmemo.stats()["records"] > before["records"], "computed whole, they become records"
+        assert done(model)["left"] == len(LENGTHS)
+        assert model.attmemo.stats()["records"] - before["records"] == len(LENGTHS), "computed whole, they are kept"
+
+    def test_an_answer_is_exact_if_the_record_goes_before_more_rows_are_computed(
+        self, torn: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bare, low = torn
+        model = trusting(taught(bare))
+        model.attmemo.guarded.guard.wider.least = 0.0
+        own = model.attmemo.planner.wider
+
+        def emptied(chosen: Any) -> Any:
+            found = own(chosen)
+            return None if found is None else replace(found, reused=Reused(1 << 40, found.reused.source))
+
+        monkeypatch.setattr(model.attmemo.planner, "wider", emptied)
+        seen, exact = run(model, BOTH).logits, run(bare, BOTH).logits
+        assert gap(seen[low], exact[low]) <= NEAR
+        assert done(model)["below the margin"] == 3
 
     def test_the_very_input_is_served_below_the_margin(self, torn: Any) -> None:
         bare, low = torn
@@ -371,7 +463,7 @@ class TestMargin:
         bare, low = torn
         bare.__class__, own = Named, bare.__class__
         try:
-            model, exact = trusting(taught(bare)), run(bare, BOTH)
+            model, exact = strict(trusting(taught(bare))), run(bare, BOTH)
         finally:
             bare.__class__ = own
         seen = run(model, BOTH)

@@ -4,13 +4,15 @@
       nothing changed ───────────────────────────────► served: its answer is the record's
       a change that is not verified ─────────────────► exact, and verified: the change may be learned    (paid)
       all changes verified (words in free slots: only with a great margin)
-        answers after such changes are too far away ─► exact; a small share is verified
+        answers after such changes are far away, or the
+        record's own answer is below the margin ─────► more rows are computed. If that does not do: exact; a small
+                                                       share is verified
         the budget does not afford it ───────────────► exact, and verified: a sample for the certificate (paid)
         drawn by chance, a small share;
         before there is a certificate all (paid) ────► served, and verified afterwards: a sample, too. Where too many
                                                        answers are owed already, drawn ones are exact, and verified
-        else ────────────────────────────────────────► served
-                                                       what is served is computed again below the margin, exactly
+        else ────────────────────────────────────────► served. Below the margin it is computed again, with more rows
+                                                       where that may do; below the margin of such answers, exactly
     a request without a record ──────────────────────► exact
 
 What is paid for comes from an account: so many verifications at first, then a few for each request, and more for each
@@ -46,6 +48,10 @@ EARNED: Final = 0.1
 """Verifications that each request pays for."""
 RETURNED: Final = 0.2
 """Verifications that each served answer pays for."""
+AGAIN: Final = 0.2
+"""Share of the served answers that are verified while a certificate has to be earned again: a changed answer asks for
+some 330 samples more. Meanwhile what was saved up pays for what is served, for 2,500 requests if the account is full.
+To verify all of them would make these requests as slow as exact ones."""
 
 
 _NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
@@ -164,6 +170,11 @@ class Guard:
         """Answers are vectors; to be called before the first request."""
         self.margin, self._widens = Margin(self.budget, VECTORS), False
 
+    @property
+    def margins(self) -> list[list[float]]:
+        """Margins that can be chosen: at first, and where more rows are computed."""
+        return [list(one.scale.steps) for one in ((self.margin, self.wider) if self._widens else (self.margin,))]
+
     def ask(self, gaps: Gaps, own: float | None = None) -> Cover:
         """How well the changes of a request are verified; `own`: how sure the record's own answer is, if known."""
         with self._lock:
@@ -200,7 +211,9 @@ class Guard:
         earned, verdict, share = EARNED, None, self.draw.share if draws else 0.0
         affords, pays = self.certificate.affords(), draws and self._saved >= 1.0
         learns = later and pays and not self.certified
-        owes = 1.0 if learns else share  # how probably, if it is served
+        owes = share  # how probably, if it is served
+        if learns:
+            owes = max(share, AGAIN) if self._stands else 1.0
         seen = 1.0 if affords or pays else share
         above = owes if affords else seen
         if cover is not Cover.FUTILE:  # such an answer is in none of the margins' counts
@@ -271,7 +284,8 @@ class Guard:
             if epoch is not None and epoch != self._epoch:
                 return False
             self._dirty = True
-            low = verdict is not Verdict.OWE and self.is_low(margin, cover)  # what is owed was served: it was not low
+            # What is served is compared if it is low, and what is owed if it is not, whatever the margin is by now.
+            low = verdict is Verdict.SERVE or (verdict is not Verdict.OWE and self.is_low(margin, cover))
             if margin is not None and cover in (Cover.FULLY, Cover.UNSURE):
                 (self.margin if cover is Cover.FULLY else self.wider).sample(margin, changed)
             if cover and not verdict.serves:
@@ -424,6 +438,7 @@ class Guard:
             "changed": counts.changed,
             "requests": counts.requests,
             "margin": state.margin,
+            "margin_with_more_rows": self.wider.least if self._widens else None,
             "changes_known": state.verified,
             "since": state.since,
             "done": state.done,

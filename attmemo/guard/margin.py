@@ -1,8 +1,8 @@
 """The margin: how far the best class of a served answer must be ahead of the second best, or how near a vector must
 be to the record's own answer.
 
-An answer below the margin is computed again, exactly. These answers are samples too: they say what would have changed
-below the margin, so they choose it.
+An answer below the margin is computed again: with more rows where that may do (`WIDER`), or exactly. These answers are
+samples too: they say what would have changed below the margin, so they choose it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ from scipy.special import gammaincinv  # type: ignore[import-untyped,unused-igno
 
 Numbers = npt.NDArray[np.float64]
 
-STEPS: Final = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97)
-"""Margins between probabilities that can be chosen."""
-SURE: Final = 0.9
-"""Least margin where a word stands in a free slot."""
-COSINES: Final = (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995)
-"""Cosines to the record's own answer that can be chosen."""
 SHARE: Final = 0.5
 """Share of the budget that answers below the first margin may take, once they are served."""
 SURENESS: Final = 0.9
@@ -33,12 +27,24 @@ SEEN: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What margins are, and which can be chosen."""
+    """What margins are, and which can be chosen.
 
-    name: str  # that counts begin with
+    Attributes
+    ----------
+    name : str
+        What the names of counts begin with.
+    steps : tuple of float
+        Margins that can be chosen, the lowest one first.
+    first : int
+        The step before anything is known.
+    sure : float
+        Least margin where a word stands in a free slot.
+    """
+
+    name: str
     steps: tuple[float, ...]
-    first: int  # the step before anything is known
-    sure: float  # least margin where a word stands in a free slot
+    first: int
+    sure: float
 
     @property
     def top(self) -> str:
@@ -46,13 +52,13 @@ class Scale:
         return f"{self.name}_top"
 
 
-CLASSES: Final = Scale("margin", STEPS, 3, SURE)
-"""How far the best class is ahead of the second best: 0.5 at first."""
-VECTORS: Final = Scale("margin", COSINES, 3, 0.0)
-"""The cosine to the record's own answer: 0.975 at first. An answer that moved far from it was moved by rows that were
-computed, and those that were not computed should have moved too."""
-WIDER: Final = Scale("wider", (0.02, 0.05, *STEPS), 3, SURE)
-"""As `CLASSES`, of answers with more rows computed (`Cover.UNSURE`): 0.2 at first."""
+CLASSES: Final = Scale("margin", (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97), 3, 0.9)
+"""How far the probability of the best class is ahead of the second best one's."""
+WIDER: Final = Scale("wider", (0.02, 0.05, *CLASSES.steps), 3, CLASSES.sure)
+"""The same, of answers with more rows computed (`attmemo.guard.verified.Cover.UNSURE`)."""
+VECTORS: Final = Scale("margin", (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995), 3, 0.0)
+"""The cosine to the record's own answer. An answer that moved far from it was moved by rows that were computed, and
+those that were not computed should have moved too."""
 
 
 class Margin:
@@ -66,7 +72,7 @@ class Margin:
     """
 
     def __init__(self, budget: float, scale: Scale = CLASSES) -> None:
-        self._budget, self._scale = budget, scale
+        self._budget, self.scale = budget, scale
         self._steps, self._top, self._sure = np.array(scale.steps), scale.first, scale.sure
         # By the highest step that an answer reaches: answers seen, those that changed, and the requests in which an
         # answer there would have been seen.
@@ -115,16 +121,16 @@ class Margin:
     def counts(self) -> dict[str, float]:
         """What was seen, by step."""
         return {
-            f"{self._scale.name}_{name}_{step}": float(count)
+            f"{self.scale.name}_{name}_{step}": float(count)
             for name, column in self._columns()
             for step, count in enumerate(column)
-        } | {self._scale.top: float(self._top)}
+        } | {self.scale.top: float(self._top)}
 
     def adopt(self, counts: Mapping[str, float]) -> None:
         """Go on from these counts."""
         for name, column in self._columns():
-            column[:] = [counts.get(f"{self._scale.name}_{name}_{step}", 0.0) for step in range(len(self._steps))]
-        self._top = int(counts.get(self._scale.top, self._scale.first))
+            column[:] = [counts.get(f"{self.scale.name}_{name}_{step}", 0.0) for step in range(len(self._steps))]
+        self._top = int(counts.get(self.scale.top, self.scale.first))
         self._choose()
 
     def _columns(self) -> tuple[tuple[str, Numbers], ...]:

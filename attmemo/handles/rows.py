@@ -26,7 +26,6 @@ from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger, is_class_of_first_row
-from attmemo.guard.margin import COSINES, STEPS
 from attmemo.guarded import KEY, Guarded
 from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
@@ -35,6 +34,7 @@ from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.linear8 import LinearName
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
+from attmemo.planner.guarded import WIDER
 from attmemo.planner.rows import THRESHOLD
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import Packed
@@ -190,7 +190,7 @@ def prepare_rows(
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
                     "near": rule.near, "near_numbers": rule.near_where(words=False),
                     "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
-                    "margins": list(COSINES if guarding.answers.are_vectors else STEPS),
+                    "margins": planner.guard.margins, "wider": WIDER,
                     "dtype": arithmetic(str(packed.dtype), linear),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
