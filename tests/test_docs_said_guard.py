@@ -11,10 +11,11 @@ from docs_tools import measured, page, samples_needed, says, set_in
 
 from attmemo import debts
 from attmemo.guard import certificate, draw, futile, keeper, margin, verified
-from attmemo.guard.guard import DRAWN, EARNED, RETURNED, SAVED
+from attmemo.guard.guard import AGAIN, DRAWN, EARNED, RETURNED, SAVED
 from attmemo.guarded import AT_ONCE, BOTH_WAYS, OWED
+from attmemo.kernels.align import Rule
 from attmemo.perfmodel import forward_times
-from attmemo.planner.guarded import TRIED
+from attmemo.planner.guarded import TRIED, WIDER, WIDEST
 from attmemo.profiler.race import PACKED, ROWS
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
@@ -31,6 +32,8 @@ def highest(changed: int, same: int) -> float:
 
 def test_the_shares_of_samples_are_those_of_the_code() -> None:
     says(TEXT, "as long as the account (below) pays. Afterwards # % are drawn", 100 * DRAWN)
+    says(TEXT, "One of them that changed takes # more. Until", samples_needed(1) - samples_needed(0))
+    says(TEXT, "one served answer in # is a sample", 1 / AGAIN)
     says(TEXT, "as many as add about # % to the time, but always # % of these answers",
          100 * draw.ADDED, 100 * draw.LEAST)  # fmt: skip
     says(TEXT, "Of # to # answers that could be served, one is a sample", 1 / DRAWN, 1 / draw.LEAST)
@@ -47,14 +50,22 @@ def test_what_makes_a_slot_free_is_that_of_the_code() -> None:
 
 
 def test_margins_are_those_of_the_code() -> None:
-    says(TEXT, "must be ahead of the second best: by # of probability at first", margin.STEPS[margin.FIRST])
+    says(TEXT, "must be ahead of the second best: by # of probability at first",
+         margin.CLASSES.steps[margin.CLASSES.first])  # fmt: skip
     assert margin.SHARE == 0.5, "half of the budget"
-    says(TEXT, "it falls down to # while half of the budget", margin.STEPS[0])
+    says(TEXT, "they fall down to #, and to # with more rows, while half of the budget",
+         margin.CLASSES.steps[0], margin.WIDER.steps[0])  # fmt: skip
+    says(TEXT, "Such an answer has a margin of its own, # at first", margin.WIDER.steps[margin.WIDER.first])
+    says(TEXT, "where more than # of the rows would be computed", WIDEST)
+    assert Rule().near + WIDER == 3, "three neighbours of every token"
+    assert WIDER == 2, "two more than usual"
     none_changed = -math.log(1 - margin.SURENESS)  # the mean at which no change at all is as unlikely
     says(TEXT, "An upper bound is taken for this, at # %: if no answer was seen to change, # may",
          100 * margin.SURENESS, none_changed)  # fmt: skip
-    says(TEXT, "Where a word stands in a free slot, the margin is #", margin.SURE)
-    says(TEXT, "with a cosine of # at first and # at least", margin.COSINES[margin.FIRST_COSINE], margin.COSINES[0])
+    says(TEXT, "Where a word stands in a free slot, the margin is #", margin.CLASSES.sure)
+    assert margin.WIDER.sure == margin.CLASSES.sure, "one margin of words in free slots"
+    says(TEXT, "with a cosine of # at first and # at least", margin.VECTORS.steps[margin.VECTORS.first],
+         margin.VECTORS.steps[0])  # fmt: skip
     says(TEXT, "at least # at each step", margin.SEEN)
 
 
