@@ -22,8 +22,7 @@ _PEERS: Final = (ORANGE, "#9c5a8a")
 def draw_race(result: Mapping[str, Any]) -> bytes:
     """The result of a race as a PNG."""
     laps = [Lap(**lap) for lap in result["laps"]]
-    size = max(EVERY, len(laps) // WINDOWS // EVERY * EVERY)
-    windows = [laps[start : start + size] for start in range(0, len(laps), size)]
+    windows = windows_of(laps)
     with mpl.rc_context(STYLE):
         figure = Figure((8.0, 5.6), dpi=120, layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
@@ -37,6 +36,13 @@ def draw_race(result: Mapping[str, Any]) -> bytes:
                 axes.axvline(at, color=FAINT, linewidth=1, linestyle=":", label="the guard is certified")
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
         return png(figure)
+
+
+def windows_of(laps: Sequence[Lap]) -> list[Sequence[Lap]]:
+    """Windows that begin with a batch that all ways computed; the last one has what is left over, too."""
+    size = max(EVERY, len(laps) // WINDOWS // EVERY * EVERY)
+    starts = list(range(0, max(len(laps) // size, 1) * size, size))
+    return [laps[start:end] for start, end in zip(starts, [*starts[1:], len(laps)], strict=True)]
 
 
 def _ends(windows: Sequence[Sequence[Lap]]) -> list[int]:

@@ -22,6 +22,7 @@ from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard import Guard
 from attmemo.profiler import demo, quick_maps
+from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
@@ -309,6 +310,16 @@ class TestVerdict:
         assert "does not pay" in never
         assert "over the last third" in never
         assert "reuse='none'), 1.25x the stock model" in never
+
+
+@pytest.mark.parametrize("batches", [1, 3, 4, 7, 96, 100, 150, 200])
+def test_no_window_of_the_plot_is_shorter_than_the_others(batches: int) -> None:
+    laps = [Lap(1, 1, 1, 0, "learning", {}, {}) for _ in range(batches)]
+    windows = windows_of(laps)
+    assert [lap for window in windows for lap in window] == laps
+    lengths = [len(window) for window in windows]
+    assert min(lengths) == lengths[0]
+    assert not any(length % EVERY for length in lengths[:-1]), "each begins with a batch that all ways computed"
 
 
 def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
