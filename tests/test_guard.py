@@ -451,7 +451,9 @@ class TestGuard:
         guard.certificate.sample(True)
         assert not guard.certified
         assert guard.state().name == "certified", "the account affords it"
+        guard._saved = 10.0
         verdicts = [guard.decide([Cover.FULLY], 1)[0] for _ in range(500)]
+        assert guard._saved > 10.0, "only what is verified is paid for"
         assert set(verdicts) == {Verdict.SERVE, Verdict.OWE}
         assert verdicts.count(Verdict.OWE) == pytest.approx(500 * AGAIN, rel=0.3)
 

@@ -48,10 +48,10 @@ EARNED: Final = 0.1
 """Verifications that each request pays for."""
 RETURNED: Final = 0.2
 """Verifications that each served answer pays for."""
-AGAIN: Final = 0.2
+AGAIN: Final = 0.1
 """Share of the served answers that are verified while a certificate has to be earned again: a changed answer asks for
-326 samples more. To verify all of them would make these requests as slow as exact ones. A tenth is enough, too: where
-.7 to .95 of the requests are served, the certificate is back before what was saved up is spent."""
+326 samples more. To verify all of them would make these requests as slow as exact ones. Where .7 to .95 of the requests
+are served, a tenth is enough: the certificate is back before what was saved up of the budget is spent."""
 
 
 _NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
@@ -228,7 +228,7 @@ class Guard:
             drawn = self._random.random() < (owes if affords else share)
             if affords and not (drawn and not later):
                 verdict, earned = Verdict.OWE if drawn else Verdict.SERVE, EARNED + RETURNED
-                if learns:
+                if learns and drawn:
                     self._pay()
             elif not draws:
                 verdict = Verdict.LEAVE
