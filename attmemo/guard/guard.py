@@ -50,8 +50,8 @@ RETURNED: Final = 0.2
 """Verifications that each served answer pays for."""
 AGAIN: Final = 0.1
 """Share of the served answers that are verified while a certificate has to be earned again: a changed answer asks for
-326 samples more. To verify all of them would make these requests as slow as exact ones. Where .7 to .95 of the requests
-are served, a tenth is enough: the certificate is back before what was saved up of the budget is spent."""
+326 samples more. To verify all of them would make these requests as slow as exact ones. A tenth is enough where .7 to
+.95 of the requests are served: the certificate is back before what was saved up of the budget is spent."""
 
 
 _NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
