@@ -200,7 +200,7 @@ class Guarded:
     ) -> Any:
         """The output, with answers below the margin computed again: with more rows where that may do, or else whole.
 
-        Of the answers that stay from records some are owed.
+        Some of the answers that stay from records are owed.
         """
         margins = self._margins(seen, {place: asking.chosen[place] for place in asking.served})
         first = {place: _Answer(seen, place, margin) for place, margin in margins.items()}
@@ -212,7 +212,7 @@ class Guarded:
             last |= {place: answer for place, (_, answer) in wider.items()}
             left = self._low({place: answer for place, (_, answer) in wider.items()}, asking.chosen)
             for place in wider.keys() - set(left):
-                self.guard.computed_again(first[place].margin, self._differ(first[place], last[place]))
+                self._computed_again(asking.chosen[place], first[place], last[place])
             low = [place for place in low if place not in wider or place in left]
         self._owe(forward, inputs, mask, last, asking, set(low))
         if not low:
@@ -222,7 +222,7 @@ class Guarded:
         for number, place in enumerate(low):
             one, true = asking.chosen[place], _Answer(exact, number, None)
             if place in wider:
-                self.guard.computed_again(first[place].margin, self._differ(first[place], true))
+                self._computed_again(one, first[place], true)
             changed = self._differ(last[place], true)
             self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
         return _put(output, again, torch.tensor(low), asking.batch)
@@ -236,6 +236,10 @@ class Guarded:
     def _differ(self, one: _Answer, other: _Answer) -> bool:
         return self.answers.differ(one.read, one.number, other.read, other.number)
 
+    def _computed_again(self, one: Chosen, first: _Answer, other: _Answer) -> None:
+        """Tell the guard of an answer below the margin, and of another one with more rows computed, or of all."""
+        self.guard.computed_again(first.margin, self._differ(first, other), one.epoch)
+
     def _wider(
         self, forward: Forward, inputs: tuple[Any, Any], batch: int, mask: Tensor | None,
         low: Mapping[int, Chosen],
@@ -245,6 +249,7 @@ class Guarded:
         if not wider:
             return None, {}
         places = list(wider)
+        self._rows.thread.forget()
         again = self._run(forward, inputs, batch, places, reused=[one.reused for one in wider.values()])
         if len(self._rows.thread.served) < len(wider):  # a record went: an exact answer proves nothing
             return None, {}
@@ -332,7 +337,8 @@ class Guarded:
         for place, answer in found.items():
             one, true = asking.chosen[place], _Answer(seen, place, None)
             if place in wider:
-                self.guard.computed_again(answer.margin, self._differ(answer, true))
+                self.guard.served(one.gaps, one.cover, answer.margin)  # as if it were: `_raise_low`
+                self._computed_again(one, answer, true)
                 one, answer = wider[place]
             changed = self._differ(answer, true)
             if changed:

@@ -10,7 +10,10 @@ from docs_tools import agree, measured, numbers, page, says, table_rows
 TEXT, FOUND = page("guard.md"), measured("guard.json")
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 STREAMS = [
-    ("lines of 8 logs", "**the guard**", "lines", "guard"), ("", "the same with `near=1`", "near", "guard"),
+    ("lines of 8 logs", "**the guard**", "lines", "guard"), ("", "the same, seed 1", "seed 1", "guard"),
+    ("", "the same, seed 2", "seed 2", "guard"),
+    ("", "whole at once below the margin", "lines", "whole below the margin"),
+    ("", "with `near=1`", "near", "guard"),
     ("", "without the certificate: verified changes and the margin alone", "lines", "no certificate"),
     ("", "without the margin", "lines", "no margin"),
     ("", "no guard: whatever supplies .4 of the tokens", "lines", "no guard"),

@@ -15,7 +15,7 @@ from attmemo.guard.guard import AGAIN, DRAWN, EARNED, RETURNED, SAVED
 from attmemo.guarded import AT_ONCE, BOTH_WAYS, OWED
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel import forward_times
-from attmemo.planner.guarded import TRIED, WIDER, WIDEST
+from attmemo.planner.guarded import MORE_NEAR, MOST_ROWS, TRIED
 from attmemo.profiler.race import PACKED, ROWS
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
@@ -56,14 +56,13 @@ def test_margins_are_those_of_the_code() -> None:
     says(TEXT, "they fall down to #, and to # with more rows, while half of the budget",
          margin.CLASSES.steps[0], margin.WIDER.steps[0])  # fmt: skip
     says(TEXT, "Such an answer has a margin of its own, # at first", margin.WIDER.steps[margin.WIDER.first])
-    says(TEXT, "where more than # of the rows would be computed", WIDEST)
-    assert Rule().near + WIDER == 3, "three neighbours of every token"
-    assert WIDER == 2, "two more than usual"
+    says(TEXT, "where more than # of the rows would be computed", MOST_ROWS)
+    assert Rule().near + MORE_NEAR == 3, "three neighbours of every token"
+    assert MORE_NEAR == 2, "two more than usual"
     none_changed = -math.log(1 - margin.SURENESS)  # the mean at which no change at all is as unlikely
     says(TEXT, "An upper bound is taken for this, at # %: if no answer was seen to change, # may",
          100 * margin.SURENESS, none_changed)  # fmt: skip
     says(TEXT, "Where a word stands in a free slot, the margin is #", margin.CLASSES.sure)
-    assert margin.WIDER.sure == margin.CLASSES.sure, "one margin of words in free slots"
     says(TEXT, "with a cosine of # at first and # at least", margin.VECTORS.steps[margin.VECTORS.first],
          margin.VECTORS.steps[0])  # fmt: skip
     says(TEXT, "at least # at each step", margin.SEEN)

@@ -432,8 +432,28 @@ class TestGuard:
         assert guard.margin.least == first
         guard.decide([Cover.FULLY] * 1000)
         for _ in range(SEEN):
-            guard.computed_again(first - 0.01, False)
+            guard.computed_again(first - 0.01, False, guard.epoch)
         assert guard.margin.least < first
+
+    def test_what_was_computed_again_before_an_alarm_is_not_counted_after_it(self) -> None:
+        guard = certified()
+        before = guard.epoch
+        while not sampled(guard, 1, changed=True)[0]:
+            pass
+        counts = guard.margin.counts()
+        guard.computed_again(0.4, False, before)
+        assert guard.margin.counts() == counts
+        guard.computed_again(0.4, False, guard.epoch)
+        assert guard.margin.counts() != counts
+
+    @pytest.mark.parametrize("margin", [0.1, 0.99])
+    def test_a_served_answer_that_was_computed_again_was_low_whatever_the_margin_is_now(self, margin: float) -> None:
+        guard, own = certified(), gaps(number(1, 2, 3))
+        guard.verified.stayed(own)
+        assert guard.decide([Cover.FULLY]) == [Verdict.SERVE]
+        guard.compared(Verdict.SERVE, own, Cover.FULLY, margin, True)
+        assert guard.state().done["below the margin"] == 1
+        assert guard.ask(own) is Cover.FULLY, "its slot is not blamed"
 
     def test_both_margins_rise_with_an_alarm(self) -> None:
         guard = certified()

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from attmemo.guard import Cover, Guard, Keeper, Ledger, Verdict, all_in
+from attmemo.guard.margin import SEEN
 
 SETTINGS = {"budget": 0.01, "confidence": 0.95, "answer": "auto"}
 FAR = 3600.0
@@ -51,6 +52,23 @@ def test_what_was_learned_survives_a_restart(ledger: Ledger) -> None:
     assert other.certificate.counts == guard.certificate.counts
     assert other.certificate.highest == guard.certificate.highest
     assert other.state().since == pytest.approx(guard.state().since)
+
+
+def test_both_margins_survive_a_restart(ledger: Ledger) -> None:
+    guard, own = Guard(0.01, 0.95, seed=0), gap(7, 3)
+    verify(guard, 7, range(1, 40))
+    first = guard.margin.least, guard.wider.least
+    guard.decide([Cover.UNSURE] * 5000)
+    guard.decide([Cover.FULLY] * 5000)
+    for _ in range(SEEN):
+        guard.compared(Verdict.SERVE, own, Cover.UNSURE, first[1] - 0.01, False)
+        guard.computed_again(first[0] - 0.01, False, guard.epoch)
+    learned = guard.margin.least, guard.wider.least
+    assert all(now < before for now, before in zip(learned, first, strict=True))
+    Keeper(guard, ledger, FAR).close()
+    other = Guard(0.01, 0.95, seed=0)
+    Keeper(other, ledger, FAR).close()
+    assert (other.margin.least, other.wider.least) == learned
 
 
 def test_counts_of_two_processes_are_added_once(ledger: Ledger) -> None:

@@ -24,7 +24,7 @@ from attmemo.guard.certificate import Counts
 from attmemo.guard.draw import Draw
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Reused
-from attmemo.planner.guarded import WIDER, WIDEST, wide_enough
+from attmemo.planner.guarded import MORE_NEAR, MOST_ROWS, wider_or_none
 from attmemo.planner.rows import LONGER
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
@@ -363,7 +363,7 @@ class TestMargin:
 
     def test_an_answer_below_the_margin_is_served_with_more_rows_computed_where_that_suffices(self, torn: Any) -> None:
         bare, low = torn
-        model, wide = trusting(taught(bare)), trusting(taught(bare, near=1 + WIDER, threshold=0.3))
+        model, wide = trusting(taught(bare)), trusting(taught(bare, near=1 + MORE_NEAR, threshold=0.3))
         model.attmemo.guarded.guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
         before = model.attmemo.stats()["rows_computed"]
         seen, exact, wider = (run(one, BOTH).logits for one in (model, bare, wide))
@@ -402,14 +402,16 @@ class TestMargin:
             compared.append((cover, verdict.serves))
             return bool(own(verdict, gaps, cover, *rest))
 
-        guard.compared = noted
+        first: list[Cover] = []
+        guard.compared, guard.served = noted, lambda gaps, cover, margin: first.append(cover)
         assert gap(run(model, BOTH).logits, run(bare, BOTH).logits) <= NEAR
         assert compared == [(Cover.UNSURE if one else Cover.FULLY, False) for one in low.tolist()]
         assert guard.certificate.counts.same + guard.certificate.counts.changed == 100_006, "all of them are samples"
+        assert first == [Cover.FULLY] * int(low.sum()), "the first answers are told, too"
 
     def test_where_the_record_itself_is_unsure_more_rows_are_computed_at_once(self, torn: Any) -> None:
         bare, _ = torn
-        model, wide = taught(bare), trusting(taught(bare, near=1 + WIDER, threshold=0.3))
+        model, wide = taught(bare), trusting(taught(bare, near=1 + MORE_NEAR, threshold=0.3))
         guard = model.attmemo.guarded.guard
         model.attmemo.planner.sureness = lambda record: 0.4  # below the margin, and above what more rows ask for
         guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
@@ -422,10 +424,36 @@ class TestMargin:
     def test_more_rows_are_computed_unless_they_are_nearly_all(self, tokens: int) -> None:
         source = np.arange(tokens, dtype=np.int32)
         source[4] = -1
-        found = wide_enough(source, 4)  # so 9 rows are computed
-        assert (found is None) == (WIDEST * tokens < 9)
+        found = wider_or_none(source, 4)  # so 9 rows are computed
+        assert (found is None) == (MOST_ROWS * tokens < 9)
         if found is not None:
             assert found.tolist() == [-1 if row == 4 else -2 - row if row < 9 else row for row in range(tokens)]
+
+    def test_no_more_rows_are_computed_where_tokens_were_only_removed(self) -> None:
+        source = np.array([0, 1, -4, 4, -7, 6], np.int32)  # the record's row 3 has no token here
+        assert wider_or_none(source, 3) is None
+
+    def test_an_answer_with_more_rows_computed_is_verified_afterwards(self, torn: Any) -> None:
+        bare, low = torn
+        model = trusting(taught(bare))
+        guard = model.attmemo.guarded.guard
+        guard.draw, guard.wider.least = Draw(1.0, added=1e9), 0.0
+        compared: list[Cover] = []
+        own = guard.compared
+
+        def noted(verdict: Any, gaps: Any, cover: Cover, *rest: Any) -> bool:
+            compared.append(cover)
+            return bool(own(verdict, gaps, cover, *rest))
+
+        guard.compared = noted
+        with torch.inference_mode():
+            model(**BOTH)
+        assert not compared, "owed"
+        assert model.attmemo.flush()
+        assert compared.count(Cover.UNSURE) == int(low.sum())
+        assert compared.count(Cover.FULLY) == int((~low).sum())
+        assert guard.certificate.counts.owed == 6
+        assert not model.attmemo.stats()["failures"]
 
     def test_a_record_whose_own_answer_is_below_every_margin_is_not_tried(self, torn: Any) -> None:
         model = taught(sure(copy.deepcopy(torn[0]), 1e-4))

@@ -267,10 +267,11 @@ class Guard:
             return not margin >= self.wider.least
         return not margin >= self.margin.least_for(cover is Cover.FREELY)
 
-    def computed_again(self, margin: float | None, differs: bool) -> None:
+    def computed_again(self, margin: float | None, differs: bool, epoch: int) -> None:
         """An answer below the margin was computed again with more rows, or exactly; whether that differs."""
-        if margin is not None:
-            with self._lock:
+        with self._lock:
+            if margin is not None and epoch == self._epoch:
+                self._dirty = True
                 self.margin.sample(margin, differs)
 
     def compared(
@@ -364,10 +365,8 @@ class Guard:
 
     def _counts(self) -> dict[str, float]:
         counts = self.certificate.counts
-        return {name: float(getattr(counts, name)) for name in Counts.__slots__} | self._margin_counts()
-
-    def _margin_counts(self) -> dict[str, float]:
-        return self.margin.counts() | self.wider.counts()
+        own = {name: float(getattr(counts, name)) for name in Counts.__slots__}
+        return own | self.margin.counts() | self.wider.counts()
 
     def _adopt(self, counts: Mapping[str, float]) -> None:
         types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}

@@ -38,8 +38,8 @@ class Cover(IntEnum):
     """How well the changes of a request are verified."""
 
     NOT = 0
-    FUTILE = 1  # all are verified, but the answer is expected to be too far away (`attmemo.guard.futile`)
-    UNSURE = 2  # all are verified, and the answer is expected below the margin: more rows are computed
+    FUTILE = 1  # all are verified, but the answer is expected to be too far away, even if more rows are computed
+    UNSURE = 2  # all are verified, but the answer is expected below the margin: more rows are computed
     FREELY = 3  # some of them are words in free slots
     FULLY = 4
     SAME = 5  # nothing changed, and the record is as exact as the model

@@ -248,7 +248,7 @@ def _ruled(partner: list[int], rule: Rule, near: int) -> list[int]:
 
 def widened(source: Tokens, near: int) -> Tokens:
     """`source` of one input, as in `Alignment`, with so many neighbours of each token without a partner computed."""
-    reach = np.convolve(source == -1, np.ones(2 * near + 1), "same") > 0.5
+    reach = np.convolve(source == -1, np.ones(2 * near + 1))[near : near + len(source)] > 0.5
     found: Tokens = np.where(reach & (source >= 0), -2 - source, source)
     return found
 

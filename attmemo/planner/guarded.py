@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from torch import Tensor
@@ -28,9 +28,9 @@ TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
 verified. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
 
-WIDER: Final = 2
-"""Neighbours more of a token without a partner that are computed, where an answer is unsure."""
-WIDEST: Final = 0.9
+MORE_NEAR: Final = 2
+"""So many more neighbours of a token without a partner are computed, where an answer is unsure."""
+MOST_ROWS: Final = 0.9
 """Most of the rows that are computed so: beyond, the sequence is computed whole."""
 
 _UNGUARDED = "not called through the model whose answers are guarded"
@@ -47,8 +47,8 @@ class Chosen:
     epoch: int  # of the guard, when it decided
 
     def wider(self, near: int) -> Chosen | None:
-        """The same with more rows computed; None: nearly all would be."""
-        source = wide_enough(self.reused.source, near)
+        """The same with more rows computed; None: there are none, or nearly all would be."""
+        source = wider_or_none(self.reused.source, near)
         if source is None:
             return None
         return replace(self, reused=Reused(self.reused.record, source), cover=Cover.UNSURE)
@@ -137,9 +137,11 @@ class GuardedPlanner(RowPlanner):
         self._thread = _Thread()
 
     @contextmanager
-    def asking(self, **settings: Any) -> Iterator[Asking]:
+    def asking(
+        self, *, again: bool = False, last: Tensor | None = None, reused: Sequence[Reused] | None = None, room: int = 0
+    ) -> Iterator[Asking]:
         """While inside, this thread's forwards are guarded. The parameters are those of `Asking`."""
-        self._thread.asking = asking = Asking(**settings)
+        self._thread.asking = asking = Asking(again=again, last=last, reused=reused, room=room)
         try:
             yield asking
         finally:
@@ -206,7 +208,7 @@ class GuardedPlanner(RowPlanner):
         """A sequence with more rows computed; None: it is not to be served so."""
         own = self.sureness(chosen.reused.record)
         may = self.guard.may_widen(chosen.gaps, own, chosen.cover)
-        return chosen.wider(self.rule.near + WIDER) if may else None
+        return chosen.wider(self.rule.near + MORE_NEAR) if may else None
 
     def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None], room: int) -> list[Verdict | None]:
         """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
@@ -286,7 +288,7 @@ class GuardedPlanner(RowPlanner):
                 part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
                 source: Tokens | None = found.source[part]
                 if cover is Cover.UNSURE:
-                    source = wide_enough(found.source[part], self.rule.near + WIDER)
+                    source = wider_or_none(found.source[part], self.rule.near + MORE_NEAR)
                     cover = Cover.FUTILE if source is None else cover
                 if former is None or (cover.may_serve and cover > former):
                     covers[number], gaps[number], best.record[number] = cover, own, record
@@ -302,7 +304,11 @@ class GuardedPlanner(RowPlanner):
         return best, gaps, covers
 
 
-def wide_enough(source: Tokens, near: int) -> Tokens | None:
-    """`source` with so many neighbours of each token without a partner computed; None: nearly all rows would be."""
+def wider_or_none(source: Tokens, near: int) -> Tokens | None:
+    """`source` with so many neighbours of each token without a partner computed.
+
+    None: no more rows are computed than before (tokens were only removed), or nearly all would be.
+    """
     found = widened(source, near)
-    return found if np.count_nonzero(found < 0) <= WIDEST * len(found) else None
+    computed = np.count_nonzero(found < 0)
+    return found if np.count_nonzero(source < 0) < computed <= MOST_ROWS * len(found) else None
