@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from attmemo.counters import Counters
 from attmemo.debts import Batch, Debt, Debts, Forward, batches, stamp_of
 from attmemo.guard import Answers, Cover, Guard, Verdict
-from attmemo.guard.answers import Read, cosines
+from attmemo.guard.answers import Answer, Read, cosines
 from attmemo.idle import Idle
 from attmemo.locking import ThreadLock
 from attmemo.observed import Observed
-from attmemo.plan import Reused
+from attmemo.parts import has_loss, mask_in, put, shallow, take
 from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
@@ -51,14 +51,6 @@ AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
 KEY: Final = 8
 """Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
-
-
-class _Answer(NamedTuple):
-    """One answer, and how sure it is."""
-
-    read: Read
-    number: int  # in `read`
-    margin: float | None
 
 
 class Guarded:
@@ -137,8 +129,8 @@ class Guarded:
         self, forward: Forward, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         counters: Counters,
     ) -> Any:  # fmt: skip
-        args, kwargs = _shallow((args, kwargs))  # sentence-transformers writes into its argument
-        inputs = _shallow((args, kwargs))
+        args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
+        inputs = shallow((args, kwargs))
         thread, start = self._rows.thread, perf_counter()
         owes_much = len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords())
         if owes_much and not self.planner.asked_whole:  # samples make the next answer cheaper
@@ -156,7 +148,7 @@ class Guarded:
             return self._whole(forward, inputs, output, asking.served)
         asking.serve_only(thread.served)  # a record could not be read: an exact answer proves nothing
         try:
-            return self._checked(forward, inputs, output, _mask(given), offers, beside, gives_out, asking, counters)
+            return self._checked(forward, inputs, output, mask_in(given), offers, beside, gives_out, asking, counters)
         finally:
             self._offer(offers, asking, perf_counter() - start)
             paid = 0.0
@@ -174,7 +166,7 @@ class Guarded:
         """
         if not asking.chosen and not offers:
             return output
-        if _has_loss(output):
+        if has_loss(output):
             return self._whole(forward, inputs, output, asking.served)
         try:
             seen = self.answers.read(output, mask)
@@ -203,11 +195,11 @@ class Guarded:
         Some of the answers that stay from records are owed.
         """
         margins = self._margins(seen, {place: asking.chosen[place] for place in asking.served})
-        first = {place: _Answer(seen, place, margin) for place, margin in margins.items()}
+        first = {place: Answer(seen, place, margin) for place, margin in margins.items()}
         low, last = self._low(first, asking.chosen), dict(first)
         again, wider = self._wider(forward, inputs, asking.batch, mask, {place: asking.chosen[place] for place in low})
         if wider:
-            output = _put(output, again, torch.tensor(list(wider)), asking.batch)
+            output = put(output, again, torch.tensor(list(wider)), asking.batch)
             asking.chosen |= {place: one for place, (one, _) in wider.items()}
             last |= {place: answer for place, (_, answer) in wider.items()}
             left = self._low({place: answer for place, (_, answer) in wider.items()}, asking.chosen)
@@ -220,46 +212,46 @@ class Guarded:
         again = self._run(forward, inputs, asking.batch, low)
         exact = self.answers.read(again, None if mask is None else mask[low])
         for number, place in enumerate(low):
-            one, true = asking.chosen[place], _Answer(exact, number, None)
+            one, true = asking.chosen[place], Answer(exact, number, None)
             if place in wider:
                 self._computed_again(one, first[place], true)
             changed = self._differ(last[place], true)
             self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
-        return _put(output, again, torch.tensor(low), asking.batch)
+        return put(output, again, torch.tensor(low), asking.batch)
 
-    def _low(self, answers: Mapping[int, _Answer], chosen: Mapping[int, Chosen]) -> list[int]:
+    def _low(self, answers: Mapping[int, Answer], chosen: Mapping[int, Chosen]) -> list[int]:
         """Which of these answers from records are below the margin; the guard is told of all."""
         for place, answer in answers.items():
             self.guard.served(chosen[place].gaps, chosen[place].cover, answer.margin)
         return [place for place, answer in answers.items() if self.guard.is_low(answer.margin, chosen[place].cover)]
 
-    def _differ(self, one: _Answer, other: _Answer) -> bool:
+    def _differ(self, one: Answer, other: Answer) -> bool:
         return self.answers.differ(one.read, one.number, other.read, other.number)
 
-    def _computed_again(self, one: Chosen, first: _Answer, other: _Answer) -> None:
+    def _computed_again(self, one: Chosen, first: Answer, other: Answer) -> None:
         """Tell the guard of an answer below the margin, and of another one with more rows computed, or of all."""
         self.guard.computed_again(first.margin, self._differ(first, other), one.epoch)
 
     def _wider(
         self, forward: Forward, inputs: tuple[Any, Any], batch: int, mask: Tensor | None,
         low: Mapping[int, Chosen],
-    ) -> tuple[Any, dict[int, tuple[Chosen, _Answer]]]:  # fmt: skip
+    ) -> tuple[Any, dict[int, tuple[Chosen, Answer]]]:  # fmt: skip
         """The output for some of these sequences with more rows computed, and the answers there, by place."""
         wider = {place: one for place, former in low.items() if (one := self.planner.wider(former)) is not None}
         if not wider:
             return None, {}
         places = list(wider)
         self._rows.thread.forget()
-        again = self._run(forward, inputs, batch, places, reused=[one.reused for one in wider.values()])
+        again = self._run(forward, inputs, batch, places, chosen=list(wider.values()))
         if len(self._rows.thread.served) < len(wider):  # a record went: an exact answer proves nothing
             return None, {}
         read = self.answers.read(again, None if mask is None else mask[places])
         margins = self._margins(read, dict(enumerate(wider.values())))
-        answers = {place: _Answer(read, number, margins[number]) for number, place in enumerate(places)}
+        answers = {place: Answer(read, number, margins[number]) for number, place in enumerate(places)}
         return again, {place: (one, answers[place]) for place, one in wider.items()}
 
     def _owe(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, answers: Mapping[int, _Answer],
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, answers: Mapping[int, Answer],
         asking: Asking, low: set[int],
     ) -> None:  # fmt: skip
         """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
@@ -271,7 +263,7 @@ class Guarded:
                 continue
             one, answer = torch.tensor([place]), answers[place]
             self.debts.add(Debt(
-                forward, _take(inputs, one, asking.batch), None if mask is None else mask[one],
+                forward, take(inputs, one, asking.batch), None if mask is None else mask[one],
                 answer.read.of(answer.number), answer.margin, asking.chosen[place], self.guard, stamp,
             ))  # fmt: skip
 
@@ -328,14 +320,14 @@ class Guarded:
         if reused is None:
             return
         margins = self._margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
-        found = {place: _Answer(reused, number, margins[number]) for number, place in enumerate(places)}
+        found = {place: Answer(reused, number, margins[number]) for number, place in enumerate(places)}
         low = {
             place: one for place, answer in found.items() if (one := asking.chosen[place]).verdict is Verdict.SAMPLE
             and self.guard.is_low(answer.margin, one.cover)
         }  # fmt: skip
         _, wider = self._wider(forward, inputs, asking.batch, mask, low)  # what would have been served
         for place, answer in found.items():
-            one, true = asking.chosen[place], _Answer(seen, place, None)
+            one, true = asking.chosen[place], Answer(seen, place, None)
             if place in wider:
                 self.guard.served(one.gaps, one.cover, answer.margin)  # as if it were: `_raise_low`
                 self._computed_again(one, answer, true)
@@ -375,7 +367,7 @@ class Guarded:
         debts, stamp = batch.debts, self._stamp()
         if any(debt.guard is not self.guard or debt.stamp != stamp for debt in debts):
             return
-        args, kwargs = _shallow(batch.inputs)
+        args, kwargs = shallow(batch.inputs)
         with torch.no_grad(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
             output = debts[0].forward(*args, **kwargs)
         if not asking.planned or asking.twice or stamp != self._stamp():
@@ -436,70 +428,20 @@ class Guarded:
         """The output of a batch whose answers cannot be checked: nothing is served."""
         if not served:
             return output
-        args, kwargs = _shallow(inputs)
+        args, kwargs = shallow(inputs)
         with self.planner.asking(again=True), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
     def _run(
         self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None,
-        reused: Sequence[Reused] | None = None,
+        chosen: Sequence[Chosen] = (),
     ) -> Any:  # fmt: skip
         """The output for some sequences, computed whole, from these last hidden states or from these records."""
-        args, kwargs = _take(inputs, torch.tensor(places), batch)
+        args, kwargs = take(inputs, torch.tensor(places), batch)
+        reused = [one.reused for one in chosen] or None
         with self.planner.asking(again=True, last=last, reused=reused), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
     def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:
         if counters is not None and counters.failure(what, error, 1):
             _LOG.warning("attmemo: %s: %s", what, error)
-
-
-def _mask(given: Mapping[str, Any]) -> Tensor | None:
-    """The attention mask among the arguments, also inside of a dict of features."""
-    found = given.get("attention_mask")
-    for value in given.values():
-        if found is None and isinstance(value, Mapping):
-            found = value.get("attention_mask")
-    return found if isinstance(found, Tensor) else None
-
-
-def _shallow(value: Any) -> Any:
-    """Copies of containers with the same tensors."""
-    if isinstance(value, Mapping):
-        return {name: _shallow(item) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(_shallow, value))
-    return value
-
-
-def _take(value: Any, places: Tensor, batch: int) -> Any:
-    """The same arguments for some sequences of the batch."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, places) if value.dim() and value.shape[0] == batch else value
-    if isinstance(value, dict):
-        return {name: _take(item, places, batch) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_take(item, places, batch) for item in value)
-    return value
-
-
-def _put(value: Any, new: Any, places: Tensor, batch: int) -> Any:
-    """An output with some sequences replaced; its type stays."""
-    if isinstance(value, Tensor):
-        if not value.dim() or value.shape[0] != batch or not isinstance(new, Tensor):
-            return value
-        return value.index_copy(0, places, new.to(value.dtype))
-    if isinstance(value, dict):  # model outputs of transformers are dicts
-        for name in list(value):
-            value[name] = _put(value[name], new.get(name), places, batch)
-        return value
-    if isinstance(value, (tuple, list)):
-        parts = [_put(one, other, places, batch) for one, other in zip(value, new, strict=True)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def _has_loss(output: Any) -> bool:
-    """Whether some number of an output belongs to the whole batch: no part of it can be computed again."""
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    return any(isinstance(value, Tensor) and not value.dim() for value in values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Read:
     def are_vectors(self) -> bool:
         """Whether the answers are vectors."""
         return self.values.is_floating_point()
+
+
+class Answer(NamedTuple):
+    """One answer, and how sure it is."""
+
+    read: Read
+    number: int  # in `read`
+    margin: float | None
 
 
 class Answers:

@@ -1,0 +1,59 @@
+"""Some sequences of a batch: of what a model is given, and of what it gives out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def mask_in(given: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask among the arguments, also inside of a dict of features."""
+    found = given.get("attention_mask")
+    for value in given.values():
+        if found is None and isinstance(value, Mapping):
+            found = value.get("attention_mask")
+    return found if isinstance(found, Tensor) else None
+
+
+def shallow(value: Any) -> Any:
+    """Copies of containers with the same tensors."""
+    if isinstance(value, Mapping):
+        return {name: shallow(item) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(shallow, value))
+    return value
+
+
+def take(value: Any, places: Tensor, batch: int) -> Any:
+    """The same arguments for some sequences of the batch."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, places) if value.dim() and value.shape[0] == batch else value
+    if isinstance(value, dict):
+        return {name: take(item, places, batch) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(take(item, places, batch) for item in value)
+    return value
+
+
+def put(value: Any, new: Any, places: Tensor, batch: int) -> Any:
+    """An output with some sequences replaced; its type stays."""
+    if isinstance(value, Tensor):
+        if not value.dim() or value.shape[0] != batch or not isinstance(new, Tensor):
+            return value
+        return value.index_copy(0, places, new.to(value.dtype))
+    if isinstance(value, dict):  # model outputs of transformers are dicts
+        for name in list(value):
+            value[name] = put(value[name], new.get(name), places, batch)
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [put(one, other, places, batch) for one, other in zip(value, new, strict=True)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def has_loss(output: Any) -> bool:
+    """Whether some number of an output belongs to the whole batch: no part of it can be computed again."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return any(isinstance(value, Tensor) and not value.dim() for value in values)
