@@ -114,6 +114,19 @@ def strict(model: Any) -> Any:
     return model
 
 
+def comparisons(guard: Any) -> list[tuple[Cover, bool]]:
+    """What the guard compares from now on: how well changes were verified, and whether the answer was served."""
+    found: list[tuple[Cover, bool]] = []
+    own = guard.compared
+
+    def noted(verdict: Any, gaps: Any, cover: Cover, *rest: Any) -> bool:
+        found.append((cover, verdict.serves))
+        return bool(own(verdict, gaps, cover, *rest))
+
+    guard.compared = noted
+    return found
+
+
 def done(model: Any) -> dict[str, int]:
     """What became of the requests so far."""
     found: dict[str, int] = model.attmemo.stats()["guard"]["done"]
@@ -395,15 +408,9 @@ class TestMargin:
         model = trusting(taught(bare))
         guard = model.attmemo.guarded.guard
         guard.draw, guard.wider.least = Draw(1.0, added=1e9), 0.0
-        compared: list[tuple[Cover, bool]] = []
-        own = guard.compared
-
-        def noted(verdict: Any, gaps: Any, cover: Cover, *rest: Any) -> bool:
-            compared.append((cover, verdict.serves))
-            return bool(own(verdict, gaps, cover, *rest))
-
+        compared = comparisons(guard)
         first: list[Cover] = []
-        guard.compared, guard.served = noted, lambda gaps, cover, margin: first.append(cover)
+        guard.served = lambda gaps, cover, margin: first.append(cover)
         assert gap(run(model, BOTH).logits, run(bare, BOTH).logits) <= NEAR
         assert compared == [(Cover.UNSURE if one else Cover.FULLY, False) for one in low.tolist()]
         assert guard.certificate.counts.same + guard.certificate.counts.changed == 100_006, "all of them are samples"
@@ -438,20 +445,13 @@ class TestMargin:
         model = trusting(taught(bare))
         guard = model.attmemo.guarded.guard
         guard.draw, guard.wider.least = Draw(1.0, added=1e9), 0.0
-        compared: list[Cover] = []
-        own = guard.compared
-
-        def noted(verdict: Any, gaps: Any, cover: Cover, *rest: Any) -> bool:
-            compared.append(cover)
-            return bool(own(verdict, gaps, cover, *rest))
-
-        guard.compared = noted
+        compared = comparisons(guard)
         with torch.inference_mode():
             model(**BOTH)
         assert not compared, "owed"
         assert model.attmemo.flush()
-        assert compared.count(Cover.UNSURE) == int(low.sum())
-        assert compared.count(Cover.FULLY) == int((~low).sum())
+        assert compared.count((Cover.UNSURE, True)) == int(low.sum())
+        assert compared.count((Cover.FULLY, True)) == int((~low).sum())
         assert guard.certificate.counts.owed == 6
         assert not model.attmemo.stats()["failures"]
 

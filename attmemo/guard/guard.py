@@ -263,9 +263,10 @@ class Guard:
         """Whether an answer is too near to another one to be served."""
         if margin is None or cover is Cover.SAME:
             return False
-        if cover is Cover.UNSURE:
-            return not margin >= self.wider.least
-        return not margin >= self.margin.least_for(cover is Cover.FREELY)
+        return not margin >= self._margin_of(cover).least_for(cover is Cover.FREELY)
+
+    def _margin_of(self, cover: Cover) -> Margin:
+        return self.wider if cover is Cover.UNSURE else self.margin
 
     def computed_again(self, margin: float | None, differs: bool, epoch: int) -> None:
         """An answer below the margin was computed again with more rows, or exactly; whether that differs."""
@@ -288,7 +289,7 @@ class Guard:
             # What is served is compared if it is low, and what is owed if it is not, whatever the margin is by now.
             low = verdict is Verdict.SERVE or (verdict is not Verdict.OWE and self.is_low(margin, cover))
             if margin is not None and cover in (Cover.FULLY, Cover.UNSURE):
-                (self.margin if cover is Cover.FULLY else self.wider).sample(margin, changed)
+                self._margin_of(cover).sample(margin, changed)
             if cover and not verdict.serves:
                 self._note_kind(gaps, cover, margin)
             if low:
@@ -320,10 +321,9 @@ class Guard:
                 self._saved, self._patience = min(self._saved + 1.0, SAVED), self._patience + 1.0
 
     def _note_kind(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
-        if margin is not None and cover is Cover.UNSURE:
-            self.futile_wider.note(gaps, self.wider.is_hopeless(margin, False))
-        elif margin is not None:
-            self.futile.note(gaps, self.margin.is_hopeless(margin, cover is Cover.FREELY))
+        if margin is not None:
+            kinds = self.futile_wider if cover is Cover.UNSURE else self.futile
+            kinds.note(gaps, self._margin_of(cover).is_hopeless(margin, cover is Cover.FREELY))
 
     def sync(self, ledger: Ledger) -> None:
         """Share what was learned with a file. OSError: it cannot be written; nothing is lost but the sharing."""
