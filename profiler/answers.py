@@ -30,10 +30,12 @@ def ask(
     loaded: LoadedModel,
     prepared: Sequence[Batch],
     *,
+    before: Callable[[list[Tokens]], None] | None = None,
     after: Callable[[list[Tokens]], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Answers of all texts, in the order of rows; calls `after` with each batch, `progress` with the texts done.
+    """Answers of all texts, in the order of rows; calls `before` and `after` with each batch, `progress` with the
+    texts done.
 
     Answers are as `answers` gives them, but of a language model the `KEPT` likeliest tokens and their probabilities
     ``[Q, K, 2]``: logits of the whole vocabulary would take gigabytes.
@@ -42,6 +44,8 @@ def ask(
     rows: list[int] = []
     with torch.inference_mode():
         for batch, inputs in prepared:
+            if before is not None:
+                before(batch)
             given = answers(loaded, inputs)
             found.append(likeliest(given) if loaded.kind == "language-model" else given)
             rows += [item.row for item in batch]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from attmemo.adapters import adapter_for
 from attmemo.db import Database, ModelInfo
+from attmemo.embed.indexing import learned_below
+from attmemo.embed.lookup import places_in_time
 from attmemo.errors import DataError, StaleDatabaseError
 from attmemo.fingerprint import check_fields, model_fields, tokenizer_digest
 from attmemo.profiler.data import Row, digest, read_texts
@@ -16,6 +21,8 @@ from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.stored import stored_texts
 
 _OTHER_DATA = "give data that is not in the database"
+_LAST = 1 << 22  # behind every file that a database holds
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -25,6 +32,8 @@ class Asked:
     rows: list[Row]
     tokens: list[Tokens]
     in_database: int = 0  # texts that were left out, because the database holds them
+    before: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [Q]: see `LookupInTime`
+    in_time: int = 0  # texts that the database holds, and that are asked as if they came when they were stored
 
 
 def open_model(
@@ -76,11 +85,45 @@ def open_texts(
     for file in files:
         if Path(file).is_file() and digest(file) in known:
             raise DataError(f"{file} is what the database was built from; every text would find itself.", _OTHER_DATA)
+    return _asked(loaded, database, files, (text_column, label_column, limit), {})
+
+
+def open_in_time(
+    loaded: LoadedModel, database: Database, files: Sequence[str | Path], text_column: str | None, limit: int | None
+) -> Asked:
+    """Texts to ask, each as if it came when the file was stored that it is from: `Asked.before` says when.
+
+    Files that the database does not hold come last; of those, texts that the database holds are left out. Data that
+    cannot be read, or that holds nothing new, or that the embedder has learned from, is a `DataError`.
+    """
+    numbers = {source.digest: number for number, source in enumerate(database.manifest.sources)}
+    learned = database.records.sources[database.records.ids < learned_below(database.embedder_ref())]
+    stored = {}
+    for file in files:
+        number = numbers.get(digest(file)) if Path(file).is_file() else None
+        if number is None:
+            continue
+        if number in learned:
+            what = f"{file} is what the embedder was trained on; every text would find itself."
+            raise DataError(what, "give data that is not in the database, or that was added after the training")
+        stored[str(file)] = number
+    return _asked(loaded, database, files, (text_column, None, limit), stored)
+
+
+def _asked(
+    loaded: LoadedModel, database: Database, files: Sequence[str | Path],
+    columns: tuple[str | None, str | None, int | None], stored: Mapping[str, int],
+) -> Asked:  # fmt: skip
+    """Texts of all files; `stored`: numbers of those that the database holds."""
+    text_column, label_column, limit = columns
     rows = list(read_texts(files, text_column=text_column, label_column=label_column, limit=limit))
     tokens = tokenize(loaded, [row.text for row in rows], database.manifest.model.max_length)
-    inside = stored_texts(loaded, database, tokens)
+    new = [item for item in tokens if rows[item.row].source not in stored]
+    inside = stored_texts(loaded, database, new)
     if inside and len(inside) == len(rows):
         raise DataError(f"all {len(rows):,} texts are in the database; each would find itself.", _OTHER_DATA)
     kept = [item for item in tokens if item.row not in inside]
     renumbered = [replace(item, row=place) for place, item in enumerate(kept)]
-    return Asked([rows[item.row] for item in kept], renumbered, len(inside))
+    found = [rows[item.row] for item in kept]
+    before = places_in_time([stored.get(row.source, _LAST) for row in found], [row.row for row in found])
+    return Asked(found, renumbered, len(inside), before, len(tokens) - len(new))

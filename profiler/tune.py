@@ -1,4 +1,7 @@
-"""Choose thresholds from a budget of changed answers, on data that is not in the database.
+"""Choose thresholds from a budget of changed answers, on data that the embedder has not learned from.
+
+The data may be in the database, if it was added after the training. Then each text is judged as it would have been
+served when it came, with the records of the texts before it; and all records serve what comes later.
 
 The certified path is the path that serves: each candidate runs with the gate on (the rule: `perfmodel.tuner`). For a
 lookup in every layer, the candidates are fixed thresholds, one for all layers. For one lookup per sequence and too few
@@ -10,7 +13,8 @@ see the selection part of the texts only. `perfmodel.policy` makes candidates of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,8 @@ from torch import Tensor
 
 from attmemo.db import SEQUENCE, Database, DatabaseWriter, kept_in
 from attmemo.embed import Calibration
-from attmemo.embed.lookup import LookupName
-from attmemo.engine import Engine
+from attmemo.embed.indexing import extend_indexes, remove_stale
+from attmemo.embed.lookup import LookupInTime, LookupName
 from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.handles.maps import MapMemoization
 from attmemo.perfmodel.policy import NEVER, propose, split
@@ -39,12 +43,13 @@ from attmemo.planner import MapPlanner
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
-from attmemo.profiler.open import open_model, open_texts
+from attmemo.profiler.open import Ints, open_in_time, open_model
 
 Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
-RADII = (0.02, 0.03, 0.04, 0.06, 0.08, 0.11, 0.15, 0.2, 0.28, 0.4, 0.55)  # tested with little data, and the greatest
+# Tested with little data, and the greatest: twelve each time the distance doubles. More candidates cost no confidence.
+RADII = tuple(0.02 * 2.0 ** (step / 12) for step in range(58))
 THRESHOLDS = tuple(round(1.0 - 0.025 * step, 3) for step in range(40))  # tested for a lookup in every layer
 EXACT = 1.0  # the threshold of a layer that is never served: no prediction is so high
 
@@ -92,7 +97,7 @@ def tune(
     """
     tell = progress or (lambda what, done, total: None)
     needed = sequences_needed(options.budget, options.confidence)
-    DatabaseWriter.reopen(path).close()  # a database that cannot be written is refused now, not after the work
+    _index_all(path, tell)  # a database that cannot be written is refused now, not after the work
     with Database(path) as database:
         if kept_in(database.manifest) == "rows":
             raise TuningError(
@@ -101,22 +106,21 @@ def tune(
             )
         database.embedder_ref()
         loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
-        asked = open_texts(loaded, database, files, options.text_column, None, options.limit)
-        tokens = asked.tokens
+        asked = open_in_time(loaded, database, files, options.text_column, options.limit)
+        tokens, before = asked.tokens, asked.before
         if not tokens:
             raise TuningError("there is no text to tune on.", "check the files and --text-column")
-        judged: Sequence[Tokens] = tokens
+        judged = np.arange(len(tokens))
         groups, policies = [list(range(database.manifest.model.layers))], None
         by_layer = options.lookup == "sequence"
         if by_layer and (count := sequences_judged(len(tokens), options.budget, options.confidence)):
             needed = math.ceil(needed / JUDGED)
-            select, certify = split(len(tokens), count, options.seed)
-            judged = [tokens[row] for row in certify]
+            select, judged = split(len(tokens), count, options.seed)
             allowed = changes_allowed(count, options.budget, options.confidence) * len(select) / count
-            texts = _Texts(loaded, [tokens[row] for row in select], options, tell)
+            texts = _Texts(loaded, [tokens[row] for row in select], before[select], options, tell)
             groups, policies = _policies(loaded, database, texts, allowed)
-        texts = _Texts(loaded, judged, options, tell)
-        with serving(loaded, database, options.lookup, gate=True) as handle:
+        texts = _Texts(loaded, [tokens[row] for row in judged], before[judged], options, tell)
+        with _serving(loaded, database, options.lookup, gate=True) as handle:
             candidates = _candidates(options.lookup, handle.planner.index.curves, policies)
             trial, uncertified = _Trial(handle, texts, len(candidates)), options.allow_uncertified
             choice = choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
@@ -133,6 +137,7 @@ def tune(
         "pooling": loaded.pooling,
         "batch_size": options.batch_size,
         "in_database": asked.in_database,
+        "in_time": asked.in_time,
         "data": [Path(file).name for file in files],
         "digests": [digest(file) for file in files],
     }
@@ -148,31 +153,65 @@ def tune(
     return outcome
 
 
-class _Texts:
-    """Texts and their exact answers, with which a pass is compared."""
+def _index_all(path: Path, tell: Progress) -> None:
+    """Have every record found, also those that were stored after the training."""
+    with DatabaseWriter.reopen(path) as writer, Database(path) as database:
+        ref = database.manifest.embedder
+        if ref is not None and ref.next_id < database.manifest.next_id:
+            writer.publish(embedder=(found := extend_indexes(database, tell)))
+            remove_stale(path, found, ref)
 
-    def __init__(self, loaded: LoadedModel, tokens: Sequence[Tokens], options: TuneOptions, tell: Progress) -> None:
-        self.loaded, self.options, self.tell = loaded, options, tell
+
+@contextmanager
+def _serving(
+    loaded: LoadedModel, database: Database, lookup: LookupName, *, gate: bool = False
+) -> Iterator[MapMemoization]:
+    """The model memoized while inside, with a lookup that finds what was stored before a text."""
+    with serving(loaded, database, lookup, gate=gate) as handle:
+        handle.planner.index = LookupInTime(database, lookup)
+        yield handle
+
+
+class _Texts:
+    """Texts and their exact answers, with which a pass is compared. `before`: see `LookupInTime`."""
+
+    def __init__(
+        self, loaded: LoadedModel, tokens: Sequence[Tokens], before: Ints, options: TuneOptions, tell: Progress
+    ) -> None:
+        self.loaded, self.before, self.options, self.tell = loaded, before, options, tell
         self.tokens = _numbered(tokens)
         self.prepared = prepare(loaded, self.tokens, options.batch_size)
         self.distances = np.full(len(tokens), np.inf)  # of their records, as far as lookups were made
         self.exact = self.ask("exact answers")
 
-    def ask(self, what: str, engine: Engine | None = None) -> Tensor:
-        """One pass; `engine` is what serves the model, and tells distances."""
+    def ask(self, what: str, handle: MapMemoization | None = None) -> Tensor:
+        """One pass; `handle` is that of the served model, and tells distances."""
 
         def keep(batch: list[Tokens]) -> None:
-            found = None if engine is None else engine.last_found
+            found = None if handle is None else handle.engine.last_found
             if found is not None:
                 self.distances[[item.row for item in batch]] = found.distances
 
         total = len(self.tokens)
-        return ask(self.loaded, self.prepared, after=keep, progress=lambda done: self.tell(what, done, total))
+        turn = None if handle is None else _turn(handle, self.before)
+        return ask(
+            self.loaded, self.prepared, before=turn, after=keep, progress=lambda done: self.tell(what, done, total)
+        )
 
-    def changed(self, what: str, engine: Engine) -> npt.NDArray[np.bool_]:
+    def changed(self, what: str, handle: MapMemoization) -> npt.NDArray[np.bool_]:
         """Whose answer is another one now."""
-        given = self.ask(what, engine)
+        given = self.ask(what, handle)
         return np.asarray(changed(self.loaded.kind, self.exact, given, self.options.min_cosine), np.bool_)
+
+
+def _turn(handle: MapMemoization, before: Ints) -> Callable[[list[Tokens]], None]:
+    """Tell the lookup when the texts of the next batch came."""
+
+    def turn(batch: list[Tokens]) -> None:
+        assert isinstance(handle.planner.index, LookupInTime)
+        handle.planner.index.before = before[[item.row for item in batch]]
+
+    return turn
 
 
 def _numbered(tokens: Iterable[Tokens]) -> list[Tokens]:
@@ -204,7 +243,7 @@ class _Trial:
             outcome = self._before[2]
         else:
             self._handle.reset_stats()
-            flags = texts.changed(what, self._handle.engine)
+            flags = texts.changed(what, self._handle)
             outcome = Outcome(int(flags.sum()), total, float(self._handle.stats()["hit_rate"]))
             self._before = candidate, tried, outcome
         texts.tell(what, total, total)
@@ -254,13 +293,13 @@ def _policies(
     loaded: LoadedModel, database: Database, texts: _Texts, allowed: float
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Groups of layers, and policies worth a test: a radius for each layer. From forced passes over these texts."""
-    with serving(loaded, database, "sequence") as handle:
+    with _serving(loaded, database, "sequence") as handle:
         engine, planner = handle.engine, handle.planner
         groups = _groups(handle, texts)
         harmed = []
         for k in range(len(groups)):
             _serve_only(planner, [layer for group in groups[: k + 1] for layer in group])
-            harmed.append(texts.changed(f"layers {k + 1}/{len(groups)}", engine))
+            harmed.append(texts.changed(f"layers {k + 1}/{len(groups)}", handle))
         distances = np.where(texts.distances <= _reach(planner.index.curves), texts.distances, np.inf)
         gains = [float(len(group)) for group in groups]
         if planner.profile is not None:
@@ -282,7 +321,8 @@ def _groups(handle: MapMemoization, texts: _Texts) -> list[list[int]]:
     for layer in range(layers):
         texts.tell("sensitivity", layer, layers)
         _serve_only(handle.planner, [layer])
-        harms.append(float(harm(texts.loaded.kind, texts.exact[rows], ask(texts.loaded, prepared)).mean()))
+        given = ask(texts.loaded, prepared, before=_turn(handle, texts.before[rows]))
+        harms.append(float(harm(texts.loaded.kind, texts.exact[rows], given).mean()))
     texts.tell("sensitivity", layers, layers)
     order = np.argsort(harms, kind="stable")
     return [part.tolist() for part in np.array_split(order, min(MOST_GROUPS, layers))]

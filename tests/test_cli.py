@@ -105,6 +105,16 @@ def database(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "db"))
 
 
+def test_texts_that_are_added_after_the_training_tune_and_serve(
+    database: Path, tiny_bert: str, logs: dict[str, Path]
+) -> None:
+    out = succeed("build-database", "--model", tiny_bert, "--data", logs["tune"], "--output", database)
+    assert f"Next: attmemo tune {database} --data FILE" in out
+    out = succeed("tune", database, "--data", logs["tune"], "--budget", "0.5")
+    assert "200 texts are in the database; each was judged with the records before" in out
+    assert "left out" not in out
+
+
 class TestHelp:
     @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
     def test_explains_every_parameter(self, path: tuple[str, ...]) -> None:

@@ -327,3 +327,26 @@ def test_the_nearest_does_not_depend_on_the_rest_of_the_batch() -> None:
     together = index.search(vectors[:40], 1)[0][:, 0]
     assert together.tolist() == [int(index.search(vectors[i : i + 1], 1)[0][0, 0]) for i in range(40)]
     assert np.array_equal(vectors[together], vectors[:40])
+
+
+@pytest.mark.parametrize("looked_at", [1, 4, 64])
+def test_of_the_earlier_records_the_nearest_is_found(
+    backend: Backend, looked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many neighbours lie before it that are not early enough; none if no record is."""
+    monkeypatch.setattr(db_index, "_LOOKED_AT", looked_at)
+    generator = np.random.default_rng(3)
+    vectors, order = clustered(90), generator.permutation(90).astype(np.int64)
+    lengths = np.arange(90) % 3 + 4
+    found = LayerIndex.build(vectors, lengths, backend)
+    before = np.array([0, 1, 5, 40, 90] * 6, np.int64)
+    records, distances = found.search_before(5, vectors[:30], order, before)
+    for query, record, distance, time in zip(vectors[:30], records, distances, before, strict=True):
+        early = np.flatnonzero((lengths == 5) & (order < time))
+        apart = np.linalg.norm(vectors[early] - query, axis=1)
+        if not len(early):
+            assert (record, distance) == (-1, np.inf)
+            continue
+        assert record in early
+        assert distance == pytest.approx(apart.min(), abs=1e-4)
+    assert found.search_before(99, vectors[:2], order, before[:2])[0].tolist() == [-1, -1]

@@ -52,9 +52,13 @@ def test_the_conditions_of_maps_are_those_of_the_runs() -> None:
     assert features == {("avx2", "avx512f")}, "no matrix unit, no bfloat16"
     assert {one["conditions"]["batch_size"] for one in runs} == {32}
     assert {one["conditions"]["dtype"] for one in runs} == {"float32"}
-    stored, tuned = set_in("reproduce.py", r"^STORED, TUNED = (\S+), (\S+)  #")
-    says(TEXT, "the first # % of the lines are stored, the next # % tune, the last # % are asked.",
-         100 * stored, 100 * (tuned - stored), 100 * (1 - tuned))  # fmt: skip
+    trained, tuned = set_in("reproduce.py", r"^TRAINED, TUNED = (\S+), (\S+)  #")
+    says(TEXT, "the first # % of the lines train the embedder, the next # % are added then and tune, the last # % are",
+         100 * trained, 100 * (tuned - trained), 100 * (1 - tuned))  # fmt: skip
+    for name in ("openssh", "hdfs", "bgl"):
+        found = FOUND[name]
+        assert (found["trained"], found["stored"]) == (round(LOG * trained), round(LOG * tuned))
+        assert found["tune"]["in_time"] == found["tune"]["total"] == round(LOG * (tuned - trained))
     (kept,) = set_in("reproduce.py", r"^WINDOWS = (\d+)  #")
     (until,) = set_in("reproduce.py", r'windows\(folder, 0\.0, (\S+)\)\)\.sample')
     says(TEXT, "Of windows, # are stored, drawn by chance from the first # % of the eight logs;", kept, 100 * until)
@@ -64,7 +68,7 @@ def test_the_conditions_of_maps_are_those_of_the_runs() -> None:
     says(TEXT, text, 100 * (middle - begin), 100 * (end - middle))
     assert FOUND["deberta"]["stored"] == kept
     says(TEXT, "The exhaustive search looks at # of the asked texts.", EvaluateOptions().exhaustive)
-    lines = round(LOG * (tuned - stored))
+    lines = round(LOG * (tuned - trained))
     judged = sequences_judged(lines, 0.01)
     template = "Of # lines it judges on #, of which # may change within a budget of # % at # %; of # lines"
     few = round(LOG * 0.15)
@@ -77,6 +81,11 @@ def test_what_hdfs_serves_was_measured() -> None:
     one = FOUND["hdfs"]
     text = "HDFS serves # % of the calls of asked lines, and # % of those that judged."
     says(TEXT, text, 100 * one["tuned"]["served"], 100 * one["tune"]["served"])
+
+
+def test_what_a_score_does_that_was_not_judged_was_measured() -> None:
+    one = FOUND["bgl"]["fixed"]
+    says(TEXT, "at #, # % of the answers to BGL change.", one["threshold"], 100 * one["quality"]["changed"])
 
 
 def test_controls_of_maps_were_measured() -> None:

@@ -122,7 +122,13 @@ def build_database(
         if done.stopped:
             out.say(f"  Stopped before the end of the data: {done.stopped}. More: a larger --max-bytes.")
         place = shlex.quote(str(done.path))
-        following = f"train-embedder {place}" if reuse == "maps" else f"evaluate {place} --data FILE --report DIR"
+        following = f"evaluate {place} --data FILE --report DIR"
+        if reuse == "maps":
+            from attmemo.db import read_manifest
+
+            trained = read_manifest(done.path).embedder is not None
+            following = f"tune {place} --data FILE --budget 0.01   (FILE: what was added now)"
+            following = following if trained else f"train-embedder {place}"
         out.say(f"Next: attmemo {following}")
         out.result(asdict(done))
 
@@ -142,9 +148,9 @@ def train_embedder(
 ) -> None:  # fmt: skip
     """Learn to find similar records.
 
-    Trains the embedder, indexes the records, and measures what a lookup costs on this machine. Run it after every
-    build. It replaces the embedder, the index and the profile; a threshold chosen by `attmemo tune` is dropped,
-    because it belongs to the embedder.
+    Trains the embedder, indexes the records, and measures what a lookup costs on this machine. Run it after the first
+    build; `attmemo tune` indexes what later builds add. It replaces the embedder, the index and the profile; a
+    threshold chosen by `attmemo tune` is dropped, because it belongs to the embedder.
     """
     stopped = "interrupted; the database is as it was, the same command starts the training again"
     with output(json, quiet, stopped) as out:

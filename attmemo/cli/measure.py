@@ -32,9 +32,10 @@ def tune(
 ) -> None:  # fmt: skip
     """Choose the threshold for a budget.
 
-    Finds the one that serves most from memory while no more answers change than the budget allows. Texts that are in
-    the database are left out; the others should be like those that will be served. The choice is stored in the
-    database: `attmemo evaluate` and attmemo.memoize(model) use it as threshold auto.
+    Finds the one that serves most from memory while no more answers change than the budget allows. The texts should be
+    like those that will be served. A file that was added to the database after the training is judged in the order of
+    time: each text with the records of the texts before it. Other texts that are in the database are left out. The
+    choice is stored in the database: `attmemo evaluate` and attmemo.memoize(model) use it as threshold auto.
 
     \b
     attmemo tune DB --data today.log --budget 0.01 --confidence 0.95
@@ -46,6 +47,8 @@ def tune(
         chosen = options.choose(tuner.TuneOptions, values)
         tuning = tuner.tune(db, [*data, *(more or ())], chosen, out.stages)
         show_tuning(out, tuning)
+        if tuning["in_time"]:
+            out.say(f"Note: {tuning['in_time']:,} texts are in the database; each was judged with the records before")
         if tuning["in_database"]:
             out.say(f"Note: {tuning['in_database']:,} more texts are in the database; they were left out")
         place = shlex.quote(str(db))

@@ -29,6 +29,7 @@ EF_CONSTRUCTION: Final = 80
 EF_SEARCH: Final = 64
 # Vectors of one length from which a graph is built; for fewer exact search is as fast, and misses nothing.
 EXACT_BELOW: Final = 2000
+_LOOKED_AT: Final = 64  # neighbours of a query at first, where only some records may be found
 _RECHECKED = 8  # candidates beside those asked for whose distance is computed anew
 ALL: Final = "all"  # key of an index over records of any length
 _FLAT, _GRAPH = "flat", "index"  # what an entry of the container holds
@@ -186,6 +187,25 @@ class LayerIndex:
         index, records = self._indexes[key]
         order, distances = index.search(queries, k)
         return np.where(order < 0, -1, records[order]), distances.astype(np.float32)
+
+    def search_before(self, key: Key, queries: Vectors, order: Ids, before: Ids) -> tuple[Ids, Vectors]:
+        """The nearest record ``[q]`` of each query among those with ``order[record] < before[q]``; -1 if none.
+
+        `order` ``[R]`` are numbers of all records. More and more neighbours are looked at until one of them is early.
+        """
+        records, distances = np.full(len(queries), -1, np.int64), np.full(len(queries), np.inf, np.float32)
+        left = np.arange(len(queries))
+        count = len(self._indexes[key][0]) if key in self._indexes else 0
+        k = min(_LOOKED_AT, count)
+        while len(left) and k:
+            found, near = self.search(key, queries[left], k)
+            early = (found >= 0) & (order[found] < before[left, None])
+            any_, first = early.any(1), early.argmax(1)
+            rows = np.flatnonzero(any_)
+            records[left[rows]], distances[left[rows]] = found[rows, first[rows]], near[rows, first[rows]]
+            left = left[~any_]
+            k = min(8 * k, count) if k < count else 0
+        return records, distances
 
     def save(self, file: Path, ids: Ids, owner: Mapping[str, str] | None = None) -> None:
         """Write the container. `ids` are those of all records; `owner` says whose the file is, for messages."""

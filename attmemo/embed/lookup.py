@@ -15,12 +15,14 @@ import numpy.typing as npt
 from torch import Tensor
 
 from attmemo.db import SEQUENCE, Database
+from attmemo.db.index import LayerIndex
 from attmemo.embed.calibration import Calibration
 from attmemo.embed.siamese import SiameseEmbedder, load_embedders
 from attmemo.errors import DatabaseCorruptError
 
 LookupName = Literal["layer", "sequence"]
 """One lookup in each attention layer, as in the paper, or one for each sequence, at the first layer."""
+Vectors = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,45 @@ class Lookup:
             vectors = embedder.embed(hidden[known] if len(known) < len(lengths) else hidden, kept.tolist()).numpy()
             for length in np.unique(kept).tolist():
                 of_length = np.flatnonzero(kept == length)
-                ids, near = index.search(length, vectors[of_length])
                 places = np.asarray(known)[of_length]
-                records[places], distances[places] = ids[:, 0], near[:, 0]
+                records[places], distances[places] = self._nearest(index, length, vectors[of_length], places)
             # The index proposes, the record decides.
             stored = self._database.records.lengths[records]
             wrong = (records >= 0) & (stored != np.asarray(lengths))
             records[wrong], distances[wrong] = -1, np.inf
         return Found(records, distances)
+
+    def _nearest(
+        self, index: LayerIndex, length: int, vectors: Vectors, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], Vectors]:
+        """Record and distance ``[q]`` of vectors of one length; `places`: which sequences of the batch these are."""
+        records, distances = index.search(length, vectors)
+        return records[:, 0], distances[:, 0]
+
+
+class LookupInTime(Lookup):
+    """A lookup as it was when each text came: a text finds no record that was stored after it.
+
+    Attributes
+    ----------
+    before : int64 [B]
+        For each sequence of the next batch: a record is found if its `places_in_time` is less.
+    """
+
+    def __init__(self, database: Database, name: LookupName) -> None:
+        super().__init__(database, name)
+        self._order = places_in_time(database.records.sources, database.records.rows)
+        self.before = np.empty(0, np.int64)
+
+    def _nearest(
+        self, index: LayerIndex, length: int, vectors: Vectors, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], Vectors]:
+        return index.search_before(length, vectors, self._order, self.before[places])
+
+
+def places_in_time(sources: npt.ArrayLike, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Numbers that grow with time: files in the order in which they were stored, rows in the order of a file."""
+    return (np.asarray(sources, np.int64) << 40) + np.asarray(rows, np.int64)
 
 
 def _curve(calibration: dict[str, Any], owner: int, layer: int, database: Database) -> Calibration:

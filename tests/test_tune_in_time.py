@@ -1,0 +1,154 @@
+"""Tuning on what was added to a database after the training: each text as it would have been served when it came."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attmemo import Database, DataError, memoize
+from attmemo.db import SEQUENCE, DatabaseWriter
+from attmemo.embed.indexing import learned_below
+from attmemo.embed.lookup import LookupInTime, places_in_time
+from attmemo.embed.training import TrainOptions
+from attmemo.errors import StorageFullError
+from attmemo.profiler.answers import ask, changed, prepare
+from attmemo.profiler.build import BuildOptions, build_database
+from attmemo.profiler.logs import generate_log
+from attmemo.profiler.models import load_model, tokenize
+from attmemo.profiler.stored import first_inputs
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
+
+LINES = 80
+
+
+@pytest.fixture(scope="module")
+def recent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A later log of the same services. Its second half repeats the first one."""
+    file = tmp_path_factory.mktemp("recent") / "recent.log"
+    lines = list(generate_log(700, seed=5))[300 : 300 + LINES // 2]
+    file.write_text("".join(f"{line}\n" for line in lines * 2))
+    return file
+
+
+@pytest.fixture
+def grown(bert_database: Path, recent: Path, tmp_path: Path) -> Path:
+    """A trained database, with this log added after the training."""
+    path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+    with Database(path) as database:
+        model, storage = database.manifest.model, database.manifest.storage
+    build_database(load_model(model.name), [recent], path, BuildOptions(model.max_length, storage=storage))
+    return path
+
+
+def embedder_of(path: Path) -> Any:
+    """What the manifest says of the embedder."""
+    with Database(path) as database:
+        return database.embedder_ref()
+
+
+def test_a_text_finds_the_nearest_record_that_was_stored_before_it(grown: Path, recent: Path) -> None:
+    tune(grown, [recent], TuneOptions(budget=0.5))
+    with Database(grown) as database:
+        loaded = load_model(database.manifest.model.name)
+        tokens = tokenize(loaded, recent.read_text().splitlines(), database.manifest.model.max_length)
+        lookup, records = LookupInTime(database, "sequence"), database.records
+        source = len(database.manifest.sources) - 1
+        time = places_in_time(records.sources, records.rows)
+        repeated = 0
+        for item in tokens:
+            (hidden,) = first_inputs(loaded, [item])
+            lookup.before = places_in_time([source], [item.row])
+            found = lookup.find(SEQUENCE, hidden[None], [len(item)])
+            early = np.flatnonzero((records.lengths == len(item)) & (time < lookup.before[0]))
+            record = int(found.records[0])
+            assert record in early if len(early) else record == -1
+            repeated += item.row >= LINES // 2 and float(found.distances[0]) < 1e-3
+        assert repeated == LINES // 2, "the first half was stored before the second"
+
+
+def test_a_text_never_finds_its_own_record(grown: Path, recent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every pass: those that order the layers, those that choose, those that judge."""
+    import attmemo.profiler.tune as module
+
+    passes = []
+
+    def spied(*args: Any, **kwargs: Any) -> torch.Tensor:
+        before, after = kwargs["before"], kwargs.get("after")
+        passes.append((before is not None, after is not None))
+        return ask(*args, **kwargs)
+
+    monkeypatch.setattr(module, "ask", spied)
+    finding = LookupInTime.find
+
+    def find(self: LookupInTime, *args: Any) -> Any:
+        found = finding(self, *args)
+        order = places_in_time(self._database.records.sources, self._database.records.rows)
+        there = found.records >= 0
+        assert (order[found.records[there]] < self.before[there]).all()
+        found_any.append(int(there.sum()))
+        return found
+
+    found_any: list[int] = []
+    monkeypatch.setattr(LookupInTime, "find", find)
+    tune(grown, [recent], TuneOptions(budget=0.5))
+    assert sum(found_any) > LINES
+    assert passes.count((False, True)) == 2, "only the exact passes, of the texts that choose and of those that judge"
+
+
+def test_what_was_added_is_judged_and_serves_afterwards(grown: Path, recent: Path) -> None:
+    before = embedder_of(grown)
+    result = tune(grown, [recent], TuneOptions(budget=0.5))
+    assert (result["total"], result["in_time"], result["in_database"]) == (LINES, LINES, 0)
+    after = embedder_of(grown)
+    with Database(grown) as database:
+        assert before.next_id < after.next_id == database.manifest.next_id
+        assert (before.weights, learned_below(before)) == (after.weights, learned_below(after))
+        loaded = load_model(database.manifest.model.name)
+        tokens = tokenize(loaded, recent.read_text().splitlines(), database.manifest.model.max_length)
+        prepared = prepare(loaded, tokens, 16)
+        exact = ask(loaded, prepared)
+        memoize(loaded.model, "auto", database, gate=False)
+        given = ask(loaded, prepared)
+        stats: dict[str, Any] = loaded.model.attmemo.stats()  # type: ignore[union-attr,operator,assignment]
+    assert stats["hit_rate"] >= result["served"], "every text finds its own record by now"
+    assert not changed("classifier", exact, given, 0.98).any()
+
+
+def test_what_the_embedder_was_trained_on_is_refused(grown: Path, recent: Path, service_log: Path) -> None:
+    with pytest.raises(DataError, match="what the embedder was trained on"):
+        tune(grown, [service_log], TuneOptions(budget=0.5))
+    train_database(grown, TrainOptions(steps=0), profile=False)
+    with pytest.raises(DataError, match="what the embedder was trained on"):
+        tune(grown, [recent], TuneOptions(budget=0.5))
+
+
+def test_files_that_are_not_in_the_database_come_last(grown: Path, recent: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.log"
+    fresh = list(generate_log(800, seed=9))[700:740]
+    other.write_text("".join(f"{line}\n" for line in [*fresh, recent.read_text().splitlines()[0]]))
+    result = tune(grown, [other, recent], TuneOptions(budget=0.5))
+    assert (result["total"], result["in_time"], result["in_database"]) == (LINES + len(fresh), LINES, 1)
+
+
+def test_a_database_that_cannot_be_indexed_stays_as_it_was(
+    grown: Path, recent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import attmemo.embed.indexing as module
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = embedder_of(grown)
+    files = {file.name for file in grown.iterdir()}
+    monkeypatch.setattr(module.LayerIndex, "save", full)
+    with pytest.raises(StorageFullError):
+        tune(grown, [recent], TuneOptions(budget=0.5))
+    assert embedder_of(grown) == before
+    assert {file.name for file in grown.iterdir()} == files
+    DatabaseWriter.reopen(grown).close()
