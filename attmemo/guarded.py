@@ -23,15 +23,13 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from attmemo.counters import Counters
 from attmemo.debts import Batch, Debt, Debts, Forward, batches, stamp_of
 from attmemo.guard import Answers, Cover, Guard, Verdict
-from attmemo.guard.answers import Answer, Read, cosines
+from attmemo.guard.answers import Answer, Read
 from attmemo.idle import Idle
 from attmemo.locking import ThreadLock
 from attmemo.observed import Observed
@@ -40,6 +38,7 @@ from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
 from attmemo.reuse.rows import Rows
+from attmemo.sureness import Sureness
 
 _LOG = logging.getLogger("attmemo")
 
@@ -49,8 +48,8 @@ OWED: Final = 8
 """Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
 AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
-KEY: Final = 8
-"""Bytes in front of an answer that is kept with a record: what answers of this kind have in common."""
+ERRS: Final = 0.25
+"""Of vectors: an answer and one with more rows differ from this share of the distance on, for both may err alike."""
 
 
 class Guarded:
@@ -66,7 +65,7 @@ class Guarded:
     store : GrowingRows or None
         Keeps what was computed exactly.
     key : bytes
-        `KEY` bytes that stand for the model's head and the answer: with another key a record's answer is not known.
+        That of `Sureness`.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Guarded:
         key: bytes,
     ) -> None:  # fmt: skip
         self.guard, self.answers, self.planner = guard, answers, planner
-        self._rows, self._store, self._key = rows, store, key
+        self._rows, self._store, self.sureness = rows, store, Sureness(answers, store, key)
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
         self.debts, self.idle = Debts(), Idle(self._pay_some)
         self.rows_afterwards = 0  # computed to verify answers afterwards
@@ -83,7 +82,7 @@ class Guarded:
         self._model: nn.Module | None = None
         self._pad: int | None = None
         self._hooks: list[Any] = []
-        planner.sureness = self._sureness
+        planner.sureness = self.sureness.of_record
 
     def watch(self, model: nn.Module, pad: int | None) -> None:
         """Owe answers of this model from now on. Without it none is owed.
@@ -103,11 +102,6 @@ class Guarded:
     def _room(self) -> int:
         """Answers that may be owed. Hooks of the user must not be called at other times, with other inputs."""
         return 0 if self._model is None or any(self._hooks) else self.debts.room
-
-    def _sureness(self, record: int) -> float | None:
-        """How sure the record's own answer is: what it serves will hardly be surer. None: not known."""
-        kept = None if self.answers.are_vectors else self._kept(record, 1)
-        return None if kept is None else float(kept[0])
 
     def __call__(
         self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
@@ -172,7 +166,7 @@ class Guarded:
             seen = self.answers.read(output, mask)
             if len(seen.values) != asking.batch:
                 raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
-            self._note(seen, offers)
+            self.sureness.note(seen, offers)
         except Exception as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
             return self._whole(forward, inputs, output, asking.served)
@@ -194,17 +188,18 @@ class Guarded:
 
         Some of the answers that stay from records are owed.
         """
-        margins = self._margins(seen, {place: asking.chosen[place] for place in asking.served})
+        margins = self.sureness.margins(seen, {place: asking.chosen[place] for place in asking.served})
         first = {place: Answer(seen, place, margin) for place, margin in margins.items()}
         low, last = self._low(first, asking.chosen), dict(first)
-        again, wider = self._wider(forward, inputs, asking.batch, mask, {place: asking.chosen[place] for place in low})
+        chosen = {place: asking.chosen[place] for place in low}
+        again, wider = self._wider(forward, inputs, asking.batch, mask, chosen, first)
         if wider:
             output = put(output, again, torch.tensor(list(wider)), asking.batch)
             asking.chosen |= {place: one for place, (one, _) in wider.items()}
             last |= {place: answer for place, (_, answer) in wider.items()}
             left = self._low({place: answer for place, (_, answer) in wider.items()}, asking.chosen)
             for place in wider.keys() - set(left):
-                self._computed_again(asking.chosen[place], first[place], last[place])
+                self._computed_again(asking.chosen[place], first[place], last[place], ERRS)
             low = [place for place in low if place not in wider or place in left]
         self._owe(forward, inputs, mask, last, asking, set(low))
         if not low:
@@ -225,16 +220,16 @@ class Guarded:
             self.guard.served(chosen[place].gaps, chosen[place].cover, answer.margin)
         return [place for place, answer in answers.items() if self.guard.is_low(answer.margin, chosen[place].cover)]
 
-    def _differ(self, one: Answer, other: Answer) -> bool:
-        return self.answers.differ(one.read, one.number, other.read, other.number)
+    def _differ(self, one: Answer, other: Answer, share: float = 1.0) -> bool:
+        return self.answers.differ(one.read, one.number, other.read, other.number, share)
 
-    def _computed_again(self, one: Chosen, first: Answer, other: Answer) -> None:
+    def _computed_again(self, one: Chosen, first: Answer, other: Answer, share: float = 1.0) -> None:
         """Tell the guard of an answer below the margin, and of another one with more rows computed, or of all."""
-        self.guard.computed_again(first.margin, self._differ(first, other), one.epoch)
+        self.guard.computed_again(first.margin, self._differ(first, other, share), one.epoch)
 
     def _wider(
-        self, forward: Forward, inputs: tuple[Any, Any], batch: int, mask: Tensor | None,
-        low: Mapping[int, Chosen],
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, mask: Tensor | None, low: Mapping[int, Chosen],
+        first: Mapping[int, Answer],
     ) -> tuple[Any, dict[int, tuple[Chosen, Answer]]]:  # fmt: skip
         """The output for some of these sequences with more rows computed, and the answers there, by place."""
         wider = {place: one for place, former in low.items() if (one := self.planner.wider(former)) is not None}
@@ -246,7 +241,7 @@ class Guarded:
         if len(self._rows.thread.served) < len(wider):  # a record went: an exact answer proves nothing
             return None, {}
         read = self.answers.read(again, None if mask is None else mask[places])
-        margins = self._margins(read, dict(enumerate(wider.values())))
+        margins = self.sureness.margins(read, dict(enumerate(wider.values())), [first[place] for place in places])
         answers = {place: Answer(read, number, margins[number]) for number, place in enumerate(places)}
         return again, {place: (one, answers[place]) for place, one in wider.items()}
 
@@ -270,29 +265,6 @@ class Guarded:
     def _stamp(self) -> object:
         """That of the model; None: nothing can be owed."""
         return None if self._model is None else stamp_of(self._model)
-
-    def _margins(self, seen: Read, chosen: Mapping[int, Chosen]) -> dict[int, float | None]:
-        """How sure answers from records are: ahead of the second best class, or near the record's own answer."""
-        if not seen.are_vectors:
-            return {place: seen.margin(place) for place in chosen}
-        found = {place: self._kept(one.reused.record, seen.values.shape[1]) for place, one in chosen.items()}
-        own = {place: kept for place, kept in found.items() if kept is not None}
-        known = cosines(seen.values[list(own)], torch.from_numpy(np.stack(list(own.values())))) if own else []
-        return dict.fromkeys(chosen) | dict(zip(own, known, strict=True))
-
-    def _note(self, seen: Read, offers: Mapping[int, Offer]) -> None:
-        """Have the answers of sequences that may become records kept with them: of classes, how sure they are."""
-        kept = seen.values if seen.are_vectors else seen.margins
-        if kept is not None:
-            numbers = kept.float().numpy()
-            for place, offer in offers.items():
-                offer.note = self._key + numbers[place].tobytes()
-
-    def _kept(self, record: int, count: int) -> npt.NDArray[np.float32] | None:
-        """So many numbers of a record's own answer; None: they are not known."""
-        note = b"" if self._store is None else self._store.note_of(record)
-        known = note[:KEY] == self._key and len(note) == KEY + 4 * count
-        return np.frombuffer(note, np.float32, offset=KEY) if known else None
 
     def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
         """Have sequences kept, those that a record could have served only while there is room for them.
@@ -319,13 +291,13 @@ class Guarded:
         reused = self._from_records(forward, inputs, gives_out, mask, len(seen.values), beside)
         if reused is None:
             return
-        margins = self._margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
+        margins = self.sureness.margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
         found = {place: Answer(reused, number, margins[number]) for number, place in enumerate(places)}
         low = {
             place: one for place, answer in found.items() if (one := asking.chosen[place]).verdict is Verdict.SAMPLE
             and self.guard.is_low(answer.margin, one.cover)
         }  # fmt: skip
-        _, wider = self._wider(forward, inputs, asking.batch, mask, low)  # what would have been served
+        _, wider = self._wider(forward, inputs, asking.batch, mask, low, found)  # what would have been served
         for place, answer in found.items():
             one, true = asking.chosen[place], Answer(seen, place, None)
             if place in wider:

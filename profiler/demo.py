@@ -25,6 +25,7 @@ from attmemo.profiler.race import MAPS, Race
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
+OTHERS: Final = 8  # one batch of so many is computed by the ways beside packed blocks and rows
 FEWEST: Final = 200  # lines
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
@@ -164,7 +165,7 @@ def run_demo(
         else:
             notes.append(f"attention maps are left out: {_FEW_FOR_MAPS}")
         tell("preparing the ways that are compared")
-        race = Race(loaded, ways, BUDGET)
+        race = Race(loaded, ways, BUDGET, OTHERS)
         race.warm_up(texts)
         begun = time.monotonic()
         rest = (tokenize(loaded, batch, longest) for batch in batches)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from attmemo.profiler.plots import BLUE, FAINT, GREEN, GREY, ORANGE, STYLE, png
-from attmemo.profiler.race import CACHE, EVERY, PACKED, ROWS, STOCK, Lap, standing
+from attmemo.profiler.race import CACHE, PACKED, ROWS, STOCK, Lap, standing
 
 WINDOWS: Final = 24
 _COLORS: Final = {ROWS: BLUE, PACKED: GREEN, CACHE: GREY}
@@ -22,7 +22,7 @@ _PEERS: Final = (ORANGE, "#9c5a8a")
 def draw_race(result: Mapping[str, Any]) -> bytes:
     """The result of a race as a PNG."""
     laps = [Lap(**lap) for lap in result["laps"]]
-    windows = windows_of(laps)
+    windows = windows_of(laps, result["every"])
     with mpl.rc_context(STYLE):
         figure = Figure((8.0, 5.6), dpi=120, layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
@@ -38,9 +38,9 @@ def draw_race(result: Mapping[str, Any]) -> bytes:
         return png(figure)
 
 
-def windows_of(laps: Sequence[Lap]) -> list[Sequence[Lap]]:
-    """Windows that begin with a batch that all ways computed; the last one has what is left over, too."""
-    size = max(EVERY, len(laps) // WINDOWS // EVERY * EVERY)
+def windows_of(laps: Sequence[Lap], every: int) -> list[Sequence[Lap]]:
+    """Windows that begin with a batch that all ways computed, one of so many; the last one has what is left over."""
+    size = max(every, len(laps) // WINDOWS // every * every)
     starts = list(range(0, max(len(laps) // size, 1) * size, size))
     return [laps[start:end] for start, end in zip(starts, [*starts[1:], len(laps)], strict=True)]
 

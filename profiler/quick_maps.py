@@ -21,6 +21,9 @@ JUDGED: Final = 128
 _STEPS: Final = 60
 """Of training. The long way takes 300, and measures the machine's costs, which alone takes longer than all of this."""
 
+_RADII: Final = 1
+"""Tested each time the distance doubles."""
+
 
 def quick_maps(
     loaded: LoadedModel, lines: Sequence[str], longest: int, budget: float, folder: Path, tell: Callable[[str], None]
@@ -47,9 +50,9 @@ def quick_maps(
     tell("storing attention maps of the first lines")
     build_database(loaded, [files[0]], database, BuildOptions(max_length=longest))
     tell("training the embedder of the maps")
-    train_database(database, TrainOptions(steps=_STEPS), profile=False)
+    train_database(database, TrainOptions(steps=_STEPS, near=4, random=2), profile=False)
     tell("choosing the threshold of the maps")
-    tune(database, [files[1]], TuneOptions(budget=budget, allow_uncertified=True))
+    tune(database, [files[1]], TuneOptions(budget=budget, allow_uncertified=True, fineness=_RADII))
     served = another(loaded)
     memoize(served.model, database=database, reuse="maps")
     return way_of(served)

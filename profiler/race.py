@@ -29,7 +29,7 @@ CACHE: Final = "packed, behind a cache"
 MAPS: Final = "attention maps"
 APPROXIMATE: Final = (ROWS, MAPS)
 """Ways whose answers may differ from the exact ones. All others are exact up to rounding."""
-EVERY: Final = 4  # one batch of so many is computed by the other ways too: the stream lasts longer
+EVERY: Final = 4  # one batch of so many is computed by all ways
 CONFIDENCE: Final = 0.95
 MIN_COSINE: Final = 0.98
 _MOST_SAMPLES: Final = 1 << 16
@@ -53,9 +53,9 @@ class Standing:
     """What can be said of some laps."""
 
     texts: int
-    ms: dict[str, float]  # a text, of each way, over the batches that all ways computed
-    speed: dict[str, float]  # of each way over the stock model, over the same batches
-    over: dict[str, float]  # of the reused way over each way, over all batches that both computed
+    ms: dict[str, float]  # a text, of each way; the stock model's over the batches that all ways computed
+    speed: dict[str, float]  # of each way over the stock model, over the same batches; rows: by way of packed blocks
+    over: dict[str, float]  # speed of the reused way over that of each way
     changed: dict[str, float]  # share of the answers of each way
     rows: float  # share of the rows that the reused way computed
     served: float
@@ -71,13 +71,17 @@ def standing(laps: Sequence[Lap]) -> Standing | None:
     def spent(name: str, among: Sequence[Lap]) -> float:
         return sum(lap.seconds[name] for lap in among)
 
-    over, differ = {}, {}
+    # Batches that all ways compute are few, and what rows take differs from batch to batch.
+    both = [lap for lap in laps if PACKED in lap.seconds]
+    speed = {name: spent(STOCK, whole) / spent(name, whole) for name in names}
+    speed[ROWS] = speed[PACKED] * spent(PACKED, both) / spent(ROWS, both)
+    stock = 1e3 * spent(STOCK, whole) / sum(lap.texts for lap in whole)
+    ms = {name: stock / faster for name, faster in speed.items()}
+    over = {name: speed[ROWS] / speed[name] for name in names}
+    differ = {}
     for name in names:
         among = [lap for lap in laps if name in lap.seconds]
-        over[name] = spent(name, among) / spent(ROWS, among)
         differ[name] = sum(lap.changed[name] for lap in among) / sum(lap.texts for lap in among)
-    ms = {name: 1e3 * spent(name, whole) / sum(lap.texts for lap in whole) for name in names}
-    speed = {name: ms[STOCK] / ms[name] for name in names}
     texts = sum(lap.texts for lap in laps)
     rows = sum(lap.rows for lap in laps) / sum(lap.tokens for lap in laps)
     return Standing(texts, ms, speed, over, differ, rows, sum(lap.served for lap in laps) / texts)
@@ -111,13 +115,15 @@ class Race:
         Further ways by name.
     budget : float
         Share of the answers that may change.
+    every : int
+        Packed blocks and rows compute all batches, the other ways one of so many: the stream lasts longer.
 
     Attributes
     ----------
     laps : list of Lap
     """
 
-    def __init__(self, loaded: LoadedModel, peers: Mapping[str, Way], budget: float) -> None:
+    def __init__(self, loaded: LoadedModel, peers: Mapping[str, Way], budget: float, every: int = EVERY) -> None:
         packed, rows = another(loaded), another(loaded)
         memoize(packed.model, reuse="none")
         memoize(
@@ -134,6 +140,7 @@ class Race:
         self._often: dict[str, Way] = {PACKED: self._exact, ROWS: way_of(rows)}
         self._seldom: dict[str, Way] = {STOCK: way_of(loaded), **peers, CACHE: self.cache}
         self.laps: list[Lap] = []
+        self.every = every
 
     def warm_up(self, texts: Sequence[Tokens]) -> None:
         """Ask every way once, uncounted; nothing is learned of these texts."""
@@ -155,10 +162,10 @@ class Race:
     def run(self, texts: Sequence[Tokens]) -> Lap:
         """One batch through the ways, in another order each time."""
         turn = len(self.laps)
-        whole = turn % EVERY == 0
+        whole = turn % self.every == 0
         ways = self._often | self._seldom if whole else self._often
         names = list(ways)
-        first = (turn // EVERY if whole else turn) % len(names)
+        first = (turn // self.every if whole else turn) % len(names)
         before = self._handle.stats()
         seconds: dict[str, float] = {}
         given: dict[str, Tensor] = {}
@@ -194,12 +201,14 @@ class Race:
     def result(self) -> dict[str, Any]:
         """All laps and what can be said of them, JSON-able."""
         certified = [lap for lap in self.laps if lap.state == "certified"]
-        late = self.laps[2 * len(self.laps) // 3 // EVERY * EVERY :]  # begins with a batch that all ways computed
+        begin = 2 * len(self.laps) // 3 // self.every * self.every  # a batch that all ways computed
+        late = self.laps[begin:]
         parts = {"all": standing(self.laps), "certified": standing(certified), "last third": standing(late)}
         stats = self._handle.stats()
         return {
             "parts": {name: found and asdict(found) for name, found in parts.items()},
             "duplicates": self.cache.found / max(self.cache.texts, 1), "min_cosine": MIN_COSINE,
             "guard": stats["guard"], "records": stats["records"], "record_bytes": stats["record_bytes"],
+            "every": self.every,
             "laps": [asdict(lap) for lap in self.laps],
         }  # fmt: skip

@@ -48,8 +48,7 @@ from attmemo.profiler.open import Ints, open_in_time, open_model
 Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
-# Tested with little data, and the greatest: twelve each time the distance doubles. More candidates cost no confidence.
-RADII = tuple(0.02 * 2.0 ** (step / 12) for step in range(58))
+LEAST, MOST = 0.02, 0.55  # radii tested with little data, and the greatest
 THRESHOLDS = tuple(round(1.0 - 0.025 * step, 3) for step in range(40))  # tested for a lookup in every layer
 EXACT = 1.0  # the threshold of a layer that is never served: no prediction is so high
 
@@ -67,6 +66,7 @@ class TuneOptions:
     min_cosine: float = 0.98
     allow_uncertified: bool = False
     seed: int = 0
+    fineness: int = 12  # with little data: radii tested each time the distance doubles. More cost time, no confidence
     model: str | None = None
     pooling: str | None = None
     answer: Answer | None = None
@@ -121,7 +121,7 @@ def tune(
             groups, policies = _policies(loaded, database, texts, allowed)
         texts = _Texts(loaded, [tokens[row] for row in judged], before[judged], options, tell)
         with _serving(loaded, database, options.lookup, gate=True) as handle:
-            candidates = _candidates(options.lookup, handle.planner.index.curves, policies)
+            candidates = _candidates(options, handle.planner.index.curves, policies)
             trial, uncertified = _Trial(handle, texts, len(candidates)), options.allow_uncertified
             choice = choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
         manifest = database.manifest
@@ -259,10 +259,10 @@ class _Trial:
 
 
 def _candidates(
-    lookup: LookupName, curves: Sequence[Calibration], policies: Sequence[Sequence[float]] | None
+    options: TuneOptions, curves: Sequence[Calibration], policies: Sequence[Sequence[float]] | None
 ) -> list[Candidate]:
     """What is tested, the strictest first: nothing served, then policies or fixed values."""
-    if lookup == "layer":
+    if options.lookup == "layer":
         return [
             Candidate(f"threshold {t:g}", (t,) * len(curves), tuple(curve.radius(t) for curve in curves))
             for t in THRESHOLDS
@@ -270,7 +270,9 @@ def _candidates(
     reach = _reach(curves)
     found = [("the empty policy", [NEVER] * len(curves))]
     if policies is None:
-        radii = [radius for radius in (*RADII, reach) if radius <= reach]
+        steps = range(math.floor(options.fineness * math.log2(MOST / LEAST)) + 1)
+        radii = [LEAST * 2.0 ** (step / options.fineness) for step in steps]
+        radii = [radius for radius in (*radii, reach) if radius <= reach]
         found += [(f"the distance {radius:.4g} for all layers", [radius] * len(curves)) for radius in radii]
     else:
         for policy in (policy for policy in policies if max(policy) >= 0.0):

@@ -27,7 +27,7 @@ from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
 from attmemo.profiler.peers import Duplicates, another, way_of
-from attmemo.profiler.race import CACHE, EVERY, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
+from attmemo.profiler.race import CACHE, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
 
 
 def run(*args: str | Path) -> Any:
@@ -83,7 +83,8 @@ class TestRun:
         assert found["invented"]
         assert sum(lap["texts"] for lap in found["laps"]) == 320
         assert all({PACKED, ROWS} <= lap["changed"].keys() for lap in found["laps"])
-        assert [STOCK in lap["seconds"] for lap in found["laps"][: 2 * EVERY]] == [True, False, False, False] * 2
+        asked = [STOCK in lap["seconds"] for lap in found["laps"]]
+        assert asked == [turn % demo.OTHERS == 0 for turn in range(len(asked))]
         assert found["parts"]["all"]["changed"][STOCK] == 0
 
     @pytest.mark.usefixtures("small")
@@ -239,16 +240,17 @@ class TestRace:
         assert not hasattr(loaded.model, "attmemo")
         assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
 
-    def test_a_speed_compares_times_of_the_same_batches(self) -> None:
+    def test_a_speed_compares_times_of_the_same_batches_and_that_of_rows_all_that_packed_blocks_computed(self) -> None:
         def lap(seconds: dict[str, float]) -> Lap:
             return Lap(10, 100, 50, 5, "learning", seconds, dict.fromkeys(seconds, 1))
 
         laps = [lap({STOCK: 4.0, PACKED: 2.0, ROWS: 1.0}), lap({PACKED: 30.0, ROWS: 10.0})]
         found = standing(laps)
         assert found is not None
-        assert found.speed == {STOCK: 1.0, PACKED: 2.0, ROWS: 4.0}
-        assert found.over == {STOCK: 4.0, PACKED: pytest.approx(32 / 11), ROWS: 1.0}
-        assert found.ms[STOCK] == 400.0
+        rows = pytest.approx(32 / 11)  # over packed blocks
+        assert found.speed == {STOCK: 1.0, PACKED: 2.0, ROWS: pytest.approx(64 / 11)}
+        assert found.over == {STOCK: pytest.approx(64 / 11), PACKED: rows, ROWS: 1.0}
+        assert found.ms == {STOCK: 400.0, PACKED: 200.0, ROWS: pytest.approx(400 * 11 / 64)}
         assert (found.rows, found.served, found.changed[ROWS]) == (0.5, 0.5, 0.1)
         assert standing(laps[1:]) is None
 
@@ -315,11 +317,11 @@ class TestVerdict:
 @pytest.mark.parametrize("batches", [1, 3, 4, 7, 96, 100, 150, 200])
 def test_no_window_of_the_plot_is_shorter_than_the_others(batches: int) -> None:
     laps = [Lap(1, 1, 1, 0, "learning", {}, {}) for _ in range(batches)]
-    windows = windows_of(laps)
+    windows = windows_of(laps, demo.OTHERS)
     assert [lap for window in windows for lap in window] == laps
     lengths = [len(window) for window in windows]
     assert min(lengths) == lengths[0]
-    assert not any(length % EVERY for length in lengths[:-1]), "each begins with a batch that all ways computed"
+    assert not any(length % demo.OTHERS for length in lengths[:-1]), "each begins with a batch that all ways computed"
 
 
 def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ from docs_tools import measured, page, samples_needed, says, set_in
 from attmemo import debts
 from attmemo.guard import certificate, draw, futile, keeper, margin, verified
 from attmemo.guard.guard import AGAIN, DRAWN, EARNED, RETURNED, SAVED
-from attmemo.guarded import AT_ONCE, BOTH_WAYS, OWED
+from attmemo.guarded import AT_ONCE, BOTH_WAYS, ERRS, OWED
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel import forward_times
 from attmemo.planner.guarded import MORE_NEAR, MOST_ROWS, TRIED
-from attmemo.profiler.race import PACKED, ROWS
+from attmemo.profiler.race import MIN_COSINE, PACKED, ROWS
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
 SCRIPT = "bench_guard.py"
@@ -65,6 +65,10 @@ def test_margins_are_those_of_the_code() -> None:
     says(TEXT, "Where a word stands in a free slot, the margin is #", margin.CLASSES.sure)
     says(TEXT, "with a cosine of # at first and # at least", margin.VECTORS.steps[margin.VECTORS.first],
          margin.VECTORS.steps[0])  # fmt: skip
+    says(TEXT, "near the one with fewer rows: a cosine of # at first and # at least",
+         margin.MOVED.steps[margin.MOVED.first], margin.MOVED.steps[0])  # fmt: skip
+    assert ERRS == 0.25, "a quarter of the distance"
+    says(TEXT, "from a cosine of # on where the bound is #", 1 - ERRS * (1 - MIN_COSINE), MIN_COSINE)
     says(TEXT, "at least # at each step", margin.SEEN)
 
 
@@ -92,6 +96,7 @@ def test_when_reuse_is_judged_is_that_of_the_code() -> None:
     says(TEXT, "after # forwards without records at first and then after twice as many each time, up to #",
          forward_times.SOONEST, forward_times.PERIOD)  # fmt: skip
     says(TEXT, "one forward in # runs without them", forward_times.SELDOM)
+    says(TEXT, "tokens that differ by a factor of up to # from those of the first", forward_times.ALIKE)
     says(TEXT, "or # verifications are done, or learning has cost as much time as # requests",
          SAVED, forward_times.INVESTED)  # fmt: skip
 

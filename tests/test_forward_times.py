@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from attmemo.perfmodel.forward_times import (
     INVESTED,
     KNOWN,
@@ -98,6 +100,20 @@ def test_sizes_are_judged_apart() -> None:
     run(times, 2 * (KNOWN + OFTEN * KNOWN), 0.01, 0.02, tokens=20)
     assert sum(times.ask(20) for _ in range(10)) == 10
     assert run(times, 2 * SOONEST, 2.0, 1.0) == KNOWN
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 1000, 2047, 2048])
+def test_batches_of_a_stream_are_of_one_size_wherever_their_tokens_lie(tokens: int) -> None:
+    """A few tokens more or fewer make no other size, of which all would have to be learned again."""
+    times = ForwardTimes()
+    whole = 0
+    for turn in range(KNOWN + OFTEN * KNOWN):
+        some = tokens + (turn % 3 - 1) * tokens // 10
+        asked = times.ask(some)
+        times.record(some, 2, some * (0.5 if asked else 1.0), asked)
+        whole += not asked
+    assert whole == KNOWN
+    assert times.pays is True
 
 
 def test_without_a_gate_every_forward_reuses() -> None:

@@ -24,7 +24,7 @@ from attmemo.guard.certificate import Counts, highest_rate
 from attmemo.guard.draw import Draw
 from attmemo.guard.futile import FEWEST
 from attmemo.guard.guard import AGAIN
-from attmemo.guard.margin import CLASSES, SEEN, VECTORS, Margin
+from attmemo.guard.margin import CLASSES, MOVED, SEEN, VECTORS, Margin
 from attmemo.guard.verified import WORDS
 
 STEPS, FIRST, SURE = CLASSES.steps, CLASSES.first, CLASSES.sure
@@ -393,7 +393,7 @@ class TestGuard:
         assert 1 < turns <= FEWEST, "answers of this kind are near again"
         assert guard.margin.counts() == counts, "the margin was not asked"
 
-    def test_more_rows_are_computed_only_where_every_change_is_verified_and_answers_are_classes(self) -> None:
+    def test_more_rows_are_computed_at_once_only_where_every_change_is_verified_and_answers_are_classes(self) -> None:
         own, free = gaps(number(1, 2, 3)), gaps(word(1, 2, 3))
         for vectors, known, cover in (
             (False, own, Cover.UNSURE), (False, free, Cover.FUTILE), (True, own, Cover.FUTILE)
@@ -418,6 +418,16 @@ class TestGuard:
         guard, changed = certified(), gaps(number(1, 2, 3))
         guard.verified.stayed(changed)
         assert guard.ask(changed, own) is cover
+
+    def test_a_vector_may_have_more_rows_computed_unless_such_answers_moved_far(self) -> None:
+        guard, own = certified(), gaps(number(1, 2, 3))
+        guard.compare_vectors()
+        assert guard.may_widen(own, None, Cover.FULLY)
+        assert guard.may_widen(own, None, Cover.FREELY)
+        assert not guard.may_widen(own, None, Cover.UNSURE)
+        for _ in range(FEWEST):
+            guard.served(own, Cover.UNSURE, MOVED.steps[0] - 0.01)
+        assert not guard.may_widen(own, None, Cover.FULLY)
 
     def test_answers_with_more_rows_computed_have_a_margin_of_their_own(self) -> None:
         guard, own = certified(), gaps(number(1, 2, 3))

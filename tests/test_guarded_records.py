@@ -13,10 +13,13 @@ from packed_tools import NEAR, Inputs, batch, gap
 from test_guarded import (
     BASE,
     BOTH,
+    FEW,
     FIRST,
     LENGTHS,
+    MANY,
     NAMES,
     SECOND,
+    STRICT,
     Case,
     certify,
     done,
@@ -29,8 +32,9 @@ from test_guarded import (
     worst,
 )
 
-from attmemo.guarded import KEY
 from attmemo.handles.rows import NO_TOKENIZER
+from attmemo.planner.guarded import MORE_NEAR
+from attmemo.sureness import KEY
 
 
 @pytest.fixture(params=NAMES, scope="module", name="case")
@@ -278,8 +282,43 @@ class TestVectors:
         certify(model)
         guard = model.attmemo.guarded.guard
         asked = variant(FIRST, by=1)
-        guard.margin.least = 2.0  # no cosine is as high
+        guard.margin.least = guard.wider.least = 2.0  # no cosine is as high
         assert worst(run(model, asked), run(case.exact, asked), asked) <= NEAR
+
+    @pytest.mark.parametrize(("least", "computed"), [(-1.0, MANY), (2.0, None)])
+    def test_an_answer_far_from_its_records_is_served_with_more_rows_computed_where_that_moves_it_little(
+        self, case: Case, least: float, computed: int | None
+    ) -> None:
+        options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
+        model, wide = taught(case.bare, **options), taught(case.bare, near=1 + MORE_NEAR, threshold=0.3, **options)
+        guard = model.attmemo.guarded.guard
+        guard.margin.least, guard.wider.least = 2.0, least
+        wide.attmemo.guarded.guard.margin.least = -1.0
+        before = model.attmemo.stats()["rows_computed"]
+        seen, served, exact = run(model, BOTH), run(wide, BOTH), run(case.exact, BOTH)
+        assert worst(seen, served if computed else exact, BOTH) <= NEAR
+        assert worst(seen, exact if computed else served, BOTH) > NEAR
+        whole = sum(LENGTHS) if computed is None else 0
+        again = len(LENGTHS) * MANY
+        assert model.attmemo.stats()["rows_computed"] - before == len(LENGTHS) * FEW + again + whole
+        assert done(model)["below the margin" if whole else "served"] == len(LENGTHS)
+        assert not model.attmemo.stats()["failures"]
+
+    def test_what_more_rows_moved_is_the_margin_of_an_answer_and_a_quarter_of_the_distance_lowers_no_other(
+        self, case: Case
+    ) -> None:
+        """The first margin learns from them too, but both answers may err alike."""
+        for least, changed in ((-1.0, 0), (STRICT, len(LENGTHS))):
+            options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
+            model = taught(case.bare, **options)
+            guard, compared = model.attmemo.guarded.guard, list[tuple[float, bool]]()
+            model.attmemo.guarded.answers.min_cosine = least
+            guard.margin.least, guard.wider.least = 2.0, -1.0
+            guard.computed_again = lambda margin, differs, epoch: compared.append((margin, differs))  # noqa: B023
+            run(model, BOTH)
+            assert len(compared) == len(LENGTHS)
+            assert sum(differs for _, differs in compared) == changed
+            assert done(model)["served"] == len(LENGTHS)
 
     def test_answers_of_records_are_kept_with_them(self, case: Case) -> None:
         model = guarded(case.bare, answer=lambda output: field(output).flatten(1))
@@ -289,15 +328,16 @@ class TestVectors:
             for row, answer in enumerate(answers):
                 tokens = one["input_ids"][row][one["attention_mask"][row].bool()].int().numpy()
                 (kept,) = [kept for kept in store.pool.records.values() if np.array_equal(kept.tokens, tokens)]
-                assert kept.note[:KEY] == model.attmemo.guarded._key
+                assert kept.note[:KEY] == model.attmemo.guarded.sureness.key
                 assert np.array_equal(np.frombuffer(kept.note[KEY:], np.float32), answer.numpy())
 
     def test_an_answer_is_compared_with_its_records_and_never_with_that_of_another_head(self, case: Case) -> None:
         options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
         for key, compared in ((None, True), (bytes(KEY), False)):
             model = taught(case.bare, **options)
-            model.attmemo.guarded._key = key or model.attmemo.guarded._key
-            model.attmemo.guarded.guard.margin.least = 2.0  # no cosine is as high
+            model.attmemo.guarded.sureness.key = key or model.attmemo.guarded.sureness.key
+            guard = model.attmemo.guarded.guard
+            guard.margin.least = guard.wider.least = 2.0  # no cosine is as high
             seen = run(model, BOTH)
             assert (worst(seen, run(case.exact, BOTH), BOTH) <= NEAR) == compared
             assert ("below the margin" in done(model)) == compared

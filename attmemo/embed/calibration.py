@@ -10,8 +10,8 @@ held-out retrievals.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ KNOTS = 64
 _FOLDS = 5
 
 Floats = npt.NDArray[np.float64]
+Curve = Callable[[Floats], Floats]
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,20 @@ def fit_calibration(distances: npt.ArrayLike, scores: npt.ArrayLike, coverage: f
     return Calibration(knots, np.maximum(lower, 2e-3 - tilt))
 
 
-def _curves(d: Floats, y: Floats) -> tuple[Any, Any]:
-    from sklearn.isotonic import IsotonicRegression  # a second to import, and serving only reads curves
-
-    mean = IsotonicRegression(increasing=False, out_of_bounds="clip").fit(d, y)
-    residual = np.abs(mean.predict(d) - y)
-    spread = IsotonicRegression(increasing=True, out_of_bounds="clip").fit(d, residual)
+def _curves(d: Floats, y: Floats) -> tuple[Curve, Curve]:
+    """The mean score at a distance, and how far scores are from it."""
+    mean = _isotonic(d, y, increasing=False)
+    residual = np.abs(mean(d) - y)
+    spread = _isotonic(d, residual, increasing=True)
     floor = max(1e-3, 0.25 * float(residual.mean()))
-    return mean.predict, lambda x: np.maximum(spread.predict(x), floor)
+    return mean, lambda x: np.maximum(spread(x), floor)
+
+
+def _isotonic(x: Floats, y: Floats, *, increasing: bool) -> Curve:
+    """The monotone curve nearest to the points, straight between them and level outside; `x` ascends."""
+    from scipy.optimize import isotonic_regression  # takes a while to import, and serving only reads curves
+
+    places, starts, counts = np.unique(x, return_index=True, return_counts=True)
+    means = np.add.reduceat(y, starts) / counts
+    fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
+    return lambda at: np.interp(at, places, fitted)

@@ -48,6 +48,11 @@ class Answer(NamedTuple):
     number: int  # in `read`
     margin: float | None
 
+    @property
+    def vector(self) -> Tensor:
+        """The answer, if it is a vector."""
+        return self.read.values[self.number]
+
 
 class Answers:
     """Reads answers and compares them.
@@ -132,14 +137,14 @@ class Answers:
             hidden = output[0]
         return hidden if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
 
-    def differ(self, a: Read, place: int, b: Read, other: int) -> bool:
-        """Whether one answer of `a` is another answer than one of `b`."""
+    def differ(self, a: Read, place: int, b: Read, other: int, share: float = 1.0) -> bool:
+        """Whether one answer of `a` is another answer than one of `b`; vectors: at this share of the distance."""
         first, second = a.values[place], b.values[other]
         if not first.is_floating_point():
             return not torch.equal(first, second)
         if torch.equal(first, second) and bool(first.isfinite().all()):
             return False  # also for zeros, which have no cosine
-        return not cosines(first[None], second[None])[0] >= self.min_cosine
+        return not 1.0 - cosines(first[None], second[None])[0] <= share * (1.0 - self.min_cosine)
 
 
 def is_class_of_first_row(rule: AnswerRule, config: Any) -> bool:

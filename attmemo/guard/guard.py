@@ -36,7 +36,7 @@ from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.draw import Draw
 from attmemo.guard.futile import Futile
 from attmemo.guard.ledger import Learned, Ledger
-from attmemo.guard.margin import CLASSES, VECTORS, WIDER, Margin
+from attmemo.guard.margin import CLASSES, MOVED, VECTORS, WIDER, Margin
 from attmemo.guard.verified import Cover, Gaps, Verified
 from attmemo.locking import ThreadLock
 
@@ -142,7 +142,7 @@ class Guard:
         self.budget, self.confidence, self.draw = float(budget), float(confidence), Draw(drawn)
         self.verified, self.futile, self.futile_wider = Verified(free), Futile(), Futile()
         self.margin, self.wider = Margin(float(budget)), Margin(float(budget), WIDER)
-        self._widens = True
+        self._vectors = False  # whether answers are vectors
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
         self._stands = False  # certified once, and nothing was refused for want of samples since
@@ -168,12 +168,13 @@ class Guard:
 
     def compare_vectors(self) -> None:
         """Answers are vectors; to be called before the first request."""
-        self.margin, self._widens = Margin(self.budget, VECTORS), False
+        self.margin, self.wider = Margin(self.budget, VECTORS), Margin(self.budget, MOVED)
+        self._vectors = True
 
     @property
     def margins(self) -> list[list[float]]:
         """Margins that can be chosen: at first, and where more rows are computed."""
-        return [list(one.scale.steps) for one in ((self.margin, self.wider) if self._widens else (self.margin,))]
+        return [list(one.scale.steps) for one in (self.margin, self.wider)]
 
     def ask(self, gaps: Gaps, own: float | None = None) -> Cover:
         """How well the changes of a request are verified; `own`: how sure the record's own answer is, if known."""
@@ -181,11 +182,13 @@ class Guard:
             cover = self.verified.ask(gaps)
             if not cover or not (self.futile.expects(gaps) or self.is_low(own, cover)):
                 return cover
-            return Cover.UNSURE if self.may_widen(gaps, own, cover) else Cover.FUTILE
+            # A vector with more rows is compared with the one with fewer: both are needed.
+            return Cover.UNSURE if not self._vectors and self.may_widen(gaps, own, cover) else Cover.FUTILE
 
     def may_widen(self, gaps: Gaps, own: float | None, cover: Cover) -> bool:
         """Whether an answer below the margin may be served with more rows computed."""
-        if not self._widens or cover is not Cover.FULLY or self.futile_wider.expects(gaps):
+        verified = cover is Cover.FULLY or (self._vectors and cover is Cover.FREELY)
+        if not verified or self.futile_wider.expects(gaps):
             return False
         return own is None or not self.wider.is_hopeless(own, False)
 
@@ -437,7 +440,7 @@ class Guard:
             "changed": counts.changed,
             "requests": counts.requests,
             "margin": state.margin,
-            "margin_with_more_rows": self.wider.least if self._widens else None,
+            "margin_with_more_rows": self.wider.least,
             "changes_known": state.verified,
             "since": state.since,
             "done": state.done,

@@ -59,6 +59,8 @@ WIDER: Final = Scale("wider", (0.02, 0.05, *CLASSES.steps), 3, CLASSES.sure)
 VECTORS: Final = Scale("margin", (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995), 3, 0.0)
 """The cosine to the record's own answer. An answer that moved far from it was moved by rows that were computed, and
 those that were not computed should have moved too."""
+MOVED: Final = Scale(WIDER.name, (0.97, 0.98, 0.985, 0.99, 0.995), 3, 0.0)
+"""The cosine of a vector with more rows computed to the one with fewer: if that moved far, still more rows should."""
 
 
 class Margin:

@@ -26,7 +26,7 @@ from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.errors import DatabaseError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger, is_class_of_first_row
-from attmemo.guarded import KEY, Guarded
+from attmemo.guarded import Guarded
 from attmemo.handles.description import describe
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
@@ -44,6 +44,7 @@ from attmemo.reuse.rows import DRIFT, Rows
 from attmemo.selfchecks.answers import check_answers
 from attmemo.selfchecks.blocks import check_stack
 from attmemo.selfchecks.rows import check_rows
+from attmemo.sureness import KEY
 
 _LOG = logging.getLogger("attmemo")
 

@@ -13,7 +13,7 @@ learn may take longer than those without reuse by as much as so many requests ta
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,6 +35,8 @@ INVESTED: Final = 500.0
 """Requests without reuse whose time learning may cost."""
 SLOWER: Final = 1.02
 """Reuse ends where it takes so many times as long, and begins again where a try is as much faster."""
+ALIKE: Final = 1.5
+"""Forwards with so many times the tokens of the first one of a size, or so many times fewer, are of that size."""
 _WILD: Final = 3.0  # times the median: what takes longer was not this process
 
 
@@ -95,7 +97,7 @@ class ForwardTimes:
         self.always = always
         self._request = _Kind()  # seconds a sequence, of forwards without reuse
         self._lost = 0.0  # seconds that learning cost
-        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
+        self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
         self._lock = ThreadLock()
 
     def ask(self, tokens: int, *, learns: bool = False) -> bool:
@@ -104,7 +106,7 @@ class ForwardTimes:
         `learns`: it is not known yet what records may serve.
         """
         with self._lock:
-            size = self._sizes.get(tokens.bit_length())
+            size = self._size_or_none(tokens)
             if self.always or size is None:
                 return True
             learns = learns and self._may_learn
@@ -119,7 +121,7 @@ class ForwardTimes:
         if not tokens or not sequences:
             return
         with self._lock:
-            size = self._sizes[tokens.bit_length()]
+            size = self._size_or_none(tokens) or self._sizes.setdefault(tokens, _Size())
             size.forwards += 1
             size.seen += 1
             if reused and learns and self._may_learn:
@@ -137,6 +139,12 @@ class ForwardTimes:
                 self._request.record(seconds / sequences)
             if size.are_known:
                 size.judge(tried=reused)
+
+    def _size_or_none(self, tokens: int) -> _Size | None:
+        """The nearest size; None: all are far from it."""
+        far = {first: max(tokens, first) / min(tokens, first) for first in self._sizes} if tokens else {}
+        nearest = min(far, key=far.__getitem__, default=None)
+        return None if nearest is None or far[nearest] > ALIKE else self._sizes[nearest]
 
     @property
     def _may_learn(self) -> bool:
