@@ -21,11 +21,11 @@ from attmemo.profiler.models import greatest_length, load_model, tokenize
 from attmemo.profiler.peers import Way, another, installed_peers
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.quick_maps import JUDGED, STORED, quick_maps
-from attmemo.profiler.race import MAPS, Race
+from attmemo.profiler.race import EVERY, MAPS, Race
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
-OTHERS: Final = 8  # one batch of so many is computed by the ways beside packed blocks and rows
+OTHERS: Final = 8  # of a long stream one batch of so many is computed by the ways beside packed blocks and rows
 FEWEST: Final = 200  # lines
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
@@ -165,14 +165,15 @@ def run_demo(
         else:
             notes.append(f"attention maps are left out: {_FEW_FOR_MAPS}")
         tell("preparing the ways that are compared")
-        race = Race(loaded, ways, BUDGET, OTHERS)
+        invented = source.log is None and source.descriptor is None
+        race = Race(loaded, ways, BUDGET, OTHERS if invented or for_maps else EVERY)
         race.warm_up(texts)
         begun = time.monotonic()
         rest = (tokenize(loaded, batch, longest) for batch in batches)
         race.run_all(itertools.chain([texts], rest), seconds - RESERVE - (begun - start), after)
     ended = time.monotonic()
     result = race.result() | {
-        "source": source.name, "invented": source.log is None and source.descriptor is None, "model": MODEL,
+        "source": source.name, "invented": invented, "model": MODEL,
         "dtype": dtype, "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
         "maps": [STORED, JUDGED] if for_maps else None,
         "loading_seconds": begun - start, "stream_seconds": ended - begun, "conditions": conditions(),

@@ -1,4 +1,4 @@
-"""Open what a command needs: the model a database was built for, and texts that are not in it."""
+"""Open what a command needs: the model a database was built for, and texts to ask it."""
 
 from __future__ import annotations
 
@@ -88,17 +88,14 @@ def open_texts(
     return _asked(loaded, database, files, (text_column, label_column, limit), {})
 
 
-def open_in_time(
-    loaded: LoadedModel, database: Database, files: Sequence[str | Path], text_column: str | None, limit: int | None
-) -> Asked:
-    """Texts to ask, each as if it came when the file was stored that it is from: `Asked.before` says when.
+def added(database: Database, files: Sequence[str | Path]) -> dict[str, int]:
+    """Files that were added to the database after its training, and their numbers there.
 
-    Files that the database does not hold come last; of those, texts that the database holds are left out. Data that
-    cannot be read, or that holds nothing new, or that the embedder has learned from, is a `DataError`.
+    A file that the embedder has learned from is a `DataError`.
     """
     numbers = {source.digest: number for number, source in enumerate(database.manifest.sources)}
     learned = database.records.sources[database.records.ids < learned_below(database.embedder_ref())]
-    stored = {}
+    found = {}
     for file in files:
         number = numbers.get(digest(file)) if Path(file).is_file() else None
         if number is None:
@@ -106,8 +103,19 @@ def open_in_time(
         if number in learned:
             what = f"{file} is what the embedder was trained on; every text would find itself."
             raise DataError(what, "give data that is not in the database, or that was added after the training")
-        stored[str(file)] = number
-    return _asked(loaded, database, files, (text_column, None, limit), stored)
+        found[str(file)] = number
+    return found
+
+
+def open_in_time(
+    loaded: LoadedModel, database: Database, files: Sequence[str | Path], text_column: str | None, limit: int | None
+) -> Asked:
+    """Texts to ask, each as if it came when the file was stored that it is from: `Asked.before` says when.
+
+    Files that the database does not hold come last. Texts that are in a file that was stored before theirs are left
+    out. Data that cannot be read, or that holds nothing new, or that the embedder has learned from, is a `DataError`.
+    """
+    return _asked(loaded, database, files, (text_column, None, limit), added(database, files))
 
 
 def _asked(
@@ -118,12 +126,15 @@ def _asked(
     text_column, label_column, limit = columns
     rows = list(read_texts(files, text_column=text_column, label_column=label_column, limit=limit))
     tokens = tokenize(loaded, [row.text for row in rows], database.manifest.model.max_length)
-    new = [item for item in tokens if rows[item.row].source not in stored]
-    inside = stored_texts(loaded, database, new)
+    number_of = [stored.get(row.source, _LAST) for row in rows]
+    inside = set[int]()
+    for number in sorted(set(number_of)):
+        inside |= stored_texts(loaded, database, [item for item in tokens if number_of[item.row] == number], number)
     if inside and len(inside) == len(rows):
         raise DataError(f"all {len(rows):,} texts are in the database; each would find itself.", _OTHER_DATA)
     kept = [item for item in tokens if item.row not in inside]
     renumbered = [replace(item, row=place) for place, item in enumerate(kept)]
     found = [rows[item.row] for item in kept]
-    before = places_in_time([stored.get(row.source, _LAST) for row in found], [row.row for row in found])
-    return Asked(found, renumbered, len(inside), before, len(tokens) - len(new))
+    before = places_in_time([number_of[item.row] for item in kept], [row.row for row in found])
+    records = set(places_in_time(database.records.sources, database.records.rows).tolist())
+    return Asked(found, renumbered, len(inside), before, sum(time in records for time in before.tolist()))

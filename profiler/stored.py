@@ -29,17 +29,20 @@ class _Entered(Exception):
     """The first layer was reached; the rest of the model need not run."""
 
 
-def stored_texts(loaded: LoadedModel, database: Database, tokens: Sequence[Tokens]) -> set[int]:
-    """Rows of the texts that are in the database."""
+def stored_texts(
+    loaded: LoadedModel, database: Database, tokens: Sequence[Tokens], sources: int | None = None
+) -> set[int]:
+    """Rows of the texts that are in the database; `sources`: in the first so many files of it."""
+    among = database.records.sources < (len(database.manifest.sources) if sources is None else sources)
     if database.manifest.layers_kept(KIND_TOKENS):
-        known = {database.view(KIND_TOKENS, 0, record).numpy().tobytes() for record in range(len(database))}
+        known = {database.view(KIND_TOKENS, 0, int(record)).numpy().tobytes() for record in np.flatnonzero(among)}
         return {item.row for item in tokens if row_tokens(loaded, item).tobytes() in known}
     by_length: dict[int, list[Tokens]] = defaultdict(list)
     for item in tokens:
         by_length[len(item)].append(item)
     found = set()
     for length, items in by_length.items():
-        records = np.flatnonzero(database.records.lengths == length)
+        records = np.flatnonzero((database.records.lengths == length) & among)
         if not len(records):
             continue
         some = torch.stack([database.input(0, int(record))[:, :_CHANNELS] for record in records])  # [R, n, c]

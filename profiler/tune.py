@@ -1,7 +1,8 @@
 """Choose thresholds from a budget of changed answers, on data that the embedder has not learned from.
 
 The data may be in the database, if it was added after the training. Then each text is judged as it would have been
-served when it came, with the records of the texts before it; and all records serve what comes later.
+served when it came, with the records of the texts before it. All records serve what comes later, so more is served
+then, and more may change: the bound grows by as much (`_Growth`).
 
 The certified path is the path that serves: each candidate runs with the gate on (the rule: `perfmodel.tuner`). For a
 lookup in every layer, the candidates are fixed thresholds, one for all layers. For one lookup per sequence and too few
@@ -13,6 +14,7 @@ see the selection part of the texts only. `perfmodel.policy` makes candidates of
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from attmemo.db import SEQUENCE, Database, DatabaseWriter, kept_in
@@ -41,14 +44,15 @@ from attmemo.perfmodel.tuner import (
 )
 from attmemo.planner import MapPlanner
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
-from attmemo.profiler.data import digest
+from attmemo.profiler.data import digest, read_texts
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
-from attmemo.profiler.open import Ints, open_in_time, open_model
+from attmemo.profiler.open import Ints, added, open_in_time, open_model
+from attmemo.profiler.stored import first_inputs
 
 Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
-LEAST, MOST = 0.02, 0.55  # radii tested with little data, and the greatest
+LEAST, MOST = 0.02, 0.55  # of the radii that are tested with little data, beside the greatest that is known
 THRESHOLDS = tuple(round(1.0 - 0.025 * step, 3) for step in range(40))  # tested for a lookup in every layer
 EXACT = 1.0  # the threshold of a layer that is never served: no prediction is so high
 
@@ -97,7 +101,7 @@ def tune(
     """
     tell = progress or (lambda what, done, total: None)
     needed = sequences_needed(options.budget, options.confidence)
-    _index_all(path, tell)  # a database that cannot be written is refused now, not after the work
+    _index_all(path, files, options, tell)
     with Database(path) as database:
         if kept_in(database.manifest) == "rows":
             raise TuningError(
@@ -115,14 +119,16 @@ def tune(
         by_layer = options.lookup == "sequence"
         if by_layer and (count := sequences_judged(len(tokens), options.budget, options.confidence)):
             needed = math.ceil(needed / JUDGED)
+            count = int(JUDGED * len(tokens)) if asked.in_time else count  # more than the bound takes: it grows
             select, judged = split(len(tokens), count, options.seed)
             allowed = changes_allowed(count, options.budget, options.confidence) * len(select) / count
             texts = _Texts(loaded, [tokens[row] for row in select], before[select], options, tell)
             groups, policies = _policies(loaded, database, texts, allowed)
         texts = _Texts(loaded, [tokens[row] for row in judged], before[judged], options, tell)
+        growth = _Growth(LookupInTime(database, "sequence"), texts) if asked.in_time else None
         with _serving(loaded, database, options.lookup, gate=True) as handle:
             candidates = _candidates(options, handle.planner.index.curves, policies)
-            trial, uncertified = _Trial(handle, texts, len(candidates)), options.allow_uncertified
+            trial, uncertified = _Trial(handle, texts, len(candidates), growth), options.allow_uncertified
             choice = choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
         manifest = database.manifest
     if choice.candidate is None:
@@ -153,13 +159,26 @@ def tune(
     return outcome
 
 
-def _index_all(path: Path, tell: Progress) -> None:
-    """Have every record found, also those that were stored after the training."""
+def _index_all(path: Path, files: Sequence[str | Path], options: TuneOptions, tell: Progress) -> None:
+    """Have every record found, also those that were stored after the training. A bad request changes nothing.
+
+    Thresholds that were chosen for fewer records are dropped: more would be served by them.
+    """
     with DatabaseWriter.reopen(path) as writer, Database(path) as database:
         ref = database.manifest.embedder
-        if ref is not None and ref.next_id < database.manifest.next_id:
-            writer.publish(embedder=(found := extend_indexes(database, tell)))
-            remove_stale(path, found, ref)
+        if ref is None:
+            return
+        if added(database, files) and options.lookup == "layer":
+            raise TuningError(
+                "texts that are in the database are judged with one lookup per sequence only.",
+                "leave --lookup out, or give data that is not in the database",
+            )
+        if ref.next_id == database.manifest.next_id:
+            return
+        for _ in read_texts(files, text_column=options.text_column, limit=options.limit):
+            pass
+        writer.publish(embedder=(found := extend_indexes(database, tell)), tuning=None)
+        remove_stale(path, found, ref)
 
 
 @contextmanager
@@ -219,11 +238,35 @@ def _numbered(tokens: Iterable[Tokens]) -> list[Tokens]:
     return [Tokens(place, item.ids, item.segments) for place, item in enumerate(tokens)]
 
 
+class _Growth:
+    """How many times as many of the texts are served by all records as by those before each of them.
+
+    A text's own record is never among them. No answer is looked at, so this is no second test.
+    """
+
+    def __init__(self, lookup: LookupInTime, texts: _Texts) -> None:
+        self._then, self._now = np.full((2, len(texts.tokens)), np.inf)
+        by_length: dict[int, list[Tokens]] = defaultdict(list)
+        for item in texts.tokens:
+            by_length[len(item)].append(item)
+        for length, items in by_length.items():
+            hidden = torch.stack(list(first_inputs(texts.loaded, items)))
+            rows = [item.row for item in items]
+            lookup.before = texts.before[rows]
+            for later, distances in ((False, self._then), (True, self._now)):
+                lookup.later = later
+                distances[rows] = lookup.find(SEQUENCE, hidden, [length] * len(items)).distances
+
+    def __call__(self, radii: Sequence[float]) -> float:
+        then, now = (int((distances <= max(radii)).sum()) for distances in (self._then, self._now))
+        return max(1.0, now / max(1, then))
+
+
 class _Trial:
     """Runs candidates through the path that serves."""
 
-    def __init__(self, handle: MapMemoization, texts: _Texts, most: int) -> None:
-        self._handle, self._texts, self._most = handle, texts, most
+    def __init__(self, handle: MapMemoization, texts: _Texts, most: int, growth: _Growth | None) -> None:
+        self._handle, self._texts, self._most, self._growth = handle, texts, most, growth
         self._step = 0
         self._before: tuple[Candidate, list[bool], Outcome] | None = None
 
@@ -243,8 +286,11 @@ class _Trial:
             outcome = self._before[2]
         else:
             self._handle.reset_stats()
-            flags = texts.changed(what, self._handle)
-            outcome = Outcome(int(flags.sum()), total, float(self._handle.stats()["hit_rate"]))
+            flags, stats = texts.changed(what, self._handle), self._handle.stats()
+            if stats["failures"]:
+                raise TuningError(f"texts could not be served: {next(iter(stats['failures']))}", "mend that first")
+            growth = 1.0 if self._growth is None else self._growth(candidate.radii)
+            outcome = Outcome(int(flags.sum()), total, float(stats["hit_rate"]), growth)
             self._before = candidate, tried, outcome
         texts.tell(what, total, total)
         return outcome

@@ -179,7 +179,7 @@ def run(name: str, case: Case, output: Path, keep: bool = False) -> dict[str, An
     auto = EvaluateOptions(threshold="auto", **common)
     result = evaluate(database, [ask], auto, told("auto"))
     write_report(result, folder / "auto")
-    told_of = ("judged", "total", "in_time", "observed", "upper_bound", "certified", "served")
+    told_of = ("judged", "total", "in_time", "growth", "observed", "upper_bound", "certified", "served")
     found["tune"] = {key: tuned[key] for key in told_of}
     found |= {"tuned": summary(result), "overhead": overhead(database, ask)}
     if not keep:

@@ -204,6 +204,11 @@ class TestCosine:
         found = [[answers.differ(batch, a, other, b) for b in range(2)] for a in range(3)]
         assert found == [[True, False], [True, True], [False, True]]
 
+    @pytest.mark.parametrize(("share", "differ"), [(1.0, False), (0.6, False), (0.4, True), (0.25, True)])
+    def test_vectors_may_be_asked_to_be_nearer(self, share: float, differ: bool) -> None:
+        one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.99, (1 - 0.99**2) ** 0.5]])
+        assert Answers("mean", 0.98).differ(Read(one, None), 0, Read(other, None), 0, share) is differ
+
     def test_equal_vectors_never_differ(self) -> None:
         vectors = Read(torch.randn(100, 32, generator=torch.Generator().manual_seed(0)), None)
         assert not any(Answers("mean", 1.0).differ(vectors, place, vectors, place) for place in range(100))

@@ -338,9 +338,13 @@ def test_of_the_earlier_records_the_nearest_is_found(
     generator = np.random.default_rng(3)
     vectors, order = clustered(90), generator.permutation(90).astype(np.int64)
     lengths = np.arange(90) % 3 + 4
-    found = LayerIndex.build(vectors, lengths, backend)
+    index = LayerIndex.build(vectors, lengths, backend)
     before = np.array([0, 1, 5, 40, 90] * 6, np.int64)
-    records, distances = found.search_before(5, vectors[:30], order, before)
+
+    def allows(found: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return order[found] < before[rows][:, None]
+
+    records, distances = index.search_where(5, vectors[:30], allows)
     for query, record, distance, time in zip(vectors[:30], records, distances, before, strict=True):
         early = np.flatnonzero((lengths == 5) & (order < time))
         apart = np.linalg.norm(vectors[early] - query, axis=1)
@@ -349,4 +353,4 @@ def test_of_the_earlier_records_the_nearest_is_found(
             continue
         assert record in early
         assert distance == pytest.approx(apart.min(), abs=1e-4)
-    assert found.search_before(99, vectors[:2], order, before[:2])[0].tolist() == [-1, -1]
+    assert index.search_where(99, vectors[:2], allows)[0].tolist() == [-1, -1]

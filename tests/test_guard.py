@@ -429,6 +429,14 @@ class TestGuard:
             guard.served(own, Cover.UNSURE, MOVED.steps[0] - 0.01)
         assert not guard.may_widen(own, None, Cover.FULLY)
 
+    @pytest.mark.parametrize("cover", [Cover.FULLY, Cover.FREELY])
+    def test_every_vector_that_is_compared_counts_for_the_margin(self, cover: Cover) -> None:
+        """Also where words stand in free slots: such vectors lower the margin, so those that changed keep it up."""
+        guard, own = certified(), gaps(number(1, 2, 3))
+        guard.compare_vectors()
+        guard.compared(Verdict.OWE, own, cover, VECTORS.steps[1], True)
+        assert sum(count for name, count in guard.margin.counts().items() if "_changed_" in name) == 1
+
     def test_answers_with_more_rows_computed_have_a_margin_of_their_own(self) -> None:
         guard, own = certified(), gaps(number(1, 2, 3))
         first, wider = guard.margin.least, guard.wider.least

@@ -19,7 +19,6 @@ from test_guarded import (
     MANY,
     NAMES,
     SECOND,
-    STRICT,
     Case,
     certify,
     done,
@@ -32,6 +31,7 @@ from test_guarded import (
     worst,
 )
 
+from attmemo.guard import Cover
 from attmemo.handles.rows import NO_TOKENIZER
 from attmemo.planner.guarded import MORE_NEAR
 from attmemo.sureness import KEY
@@ -304,21 +304,30 @@ class TestVectors:
         assert done(model)["below the margin" if whole else "served"] == len(LENGTHS)
         assert not model.attmemo.stats()["failures"]
 
-    def test_what_more_rows_moved_is_the_margin_of_an_answer_and_a_quarter_of_the_distance_lowers_no_other(
-        self, case: Case
-    ) -> None:
-        """The first margin learns from them too, but both answers may err alike."""
-        for least, changed in ((-1.0, 0), (STRICT, len(LENGTHS))):
-            options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
-            model = taught(case.bare, **options)
-            guard, compared = model.attmemo.guarded.guard, list[tuple[float, bool]]()
-            model.attmemo.guarded.answers.min_cosine = least
-            guard.margin.least, guard.wider.least = 2.0, -1.0
-            guard.computed_again = lambda margin, differs, epoch: compared.append((margin, differs))  # noqa: B023
-            run(model, BOTH)
-            assert len(compared) == len(LENGTHS)
-            assert sum(differs for _, differs in compared) == changed
-            assert done(model)["served"] == len(LENGTHS)
+    def test_the_first_margin_learns_from_what_more_rows_moved_by_a_quarter_of_the_distance(self, case: Case) -> None:
+        """Both answers may err alike. The margin of the answer with more rows is the cosine to the first one."""
+        options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
+        model = taught(case.bare, **options)
+        guard, compared, moved = model.attmemo.guarded.guard, list[bool](), list[float]()
+        guard.margin.least, guard.wider.least = 2.0, -1.0
+        guard.computed_again = lambda margin, differs, epoch: compared.append(differs)
+        serving = guard.served
+
+        def served(gaps: Any, cover: Cover, margin: float) -> None:
+            if cover is Cover.UNSURE:
+                moved.append(1.0 - margin)
+            serving(gaps, cover, margin)
+
+        guard.served = served
+        run(model, BOTH)
+        assert not any(compared), "no cosine is below -1"
+        assert len(moved) == len(compared) == len(LENGTHS)
+        median = sorted(moved)[len(moved) // 2]
+        model.attmemo.guarded.answers.min_cosine = 1.0 - 3.99 * median
+        compared.clear()
+        run(model, BOTH)
+        assert sum(compared) == sum(one >= median for one in moved[: len(LENGTHS)])
+        assert 0 < sum(compared) < len(LENGTHS)
 
     def test_answers_of_records_are_kept_with_them(self, case: Case) -> None:
         model = guarded(case.bare, answer=lambda output: field(output).flatten(1))

@@ -271,3 +271,17 @@ def test_input_that_means_nothing_is_refused(
 ) -> None:
     with pytest.raises(TuningError):
         choose(*runs_of(outcomes), budget, confidence)
+
+
+def test_the_bound_grows_with_what_the_database_serves_by_now() -> None:
+    """Two of 700 certify 1 %, and do not if a fifth more is served later."""
+    plain, grown = Outcome(2, 700, 0.9), Outcome(2, 700, 0.9, 1.2)
+    assert plain.bound(0.95) == upper_bound(2, 700)
+    assert grown.bound(0.95) == pytest.approx(1.2 * upper_bound(2, 700))
+    some = candidates([0.0, 1.0, 2.0])
+    for last, chosen in ((plain, 2.0), (grown, 1.0)):
+        outcomes = [Outcome(0, 700, 0.0), Outcome(1, 700, 0.8, 1.1), last]
+        choice = choose(some, lambda one, outcomes=outcomes: outcomes[int(one.radii[0])], 0.01)  # type: ignore[misc]
+        assert choice.candidate is some[int(chosen)]
+        assert ("while the database grew" in choice.sentence()) == (choice.growth > 1.0)
+    assert Outcome(700, 700, 1.0, 3.0).bound(0.95) == 1.0

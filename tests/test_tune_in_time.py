@@ -15,7 +15,7 @@ from attmemo.db import SEQUENCE, DatabaseWriter
 from attmemo.embed.indexing import learned_below
 from attmemo.embed.lookup import LookupInTime, places_in_time
 from attmemo.embed.training import TrainOptions
-from attmemo.errors import StorageFullError
+from attmemo.errors import StorageFullError, TuningError
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
@@ -90,7 +90,8 @@ def test_a_text_never_finds_its_own_record(grown: Path, recent: Path, monkeypatc
         found = finding(self, *args)
         order = places_in_time(self._database.records.sources, self._database.records.rows)
         there = found.records >= 0
-        assert (order[found.records[there]] < self.before[there]).all()
+        times, own = order[found.records[there]], self.before[there]
+        assert (times != own if self.later else times < own).all()
         found_any.append(int(there.sum()))
         return found
 
@@ -152,3 +153,72 @@ def test_a_database_that_cannot_be_indexed_stays_as_it_was(
     assert embedder_of(grown) == before
     assert {file.name for file in grown.iterdir()} == files
     DatabaseWriter.reopen(grown).close()
+
+
+def test_how_much_more_the_grown_database_serves_is_told_without_a_look_at_answers(
+    grown: Path, recent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every text of one half has a twin in the other one: the second half finds it, afterwards the first half, too."""
+    import attmemo.profiler.tune as module
+
+    seen: list[Any] = []
+
+    class Watched(module._Growth):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            seen.append(self)
+
+    monkeypatch.setattr(module, "_Growth", Watched)
+    result = tune(grown, [recent], TuneOptions(budget=0.5))
+    (growth,) = seen
+    twins = 1e-3  # rounding apart
+    then, now = ((distances <= twins).sum() for distances in (growth._then, growth._now))
+    assert now == result["judged"], "each has a twin among all records"
+    assert 0 < then < now
+    assert growth([twins, -1.0]) == now / then
+    assert growth([-1.0, -1.0]) == 1.0
+    assert result["growth"] == growth(result["radii"])
+
+
+def test_texts_that_an_earlier_file_holds_are_left_out(
+    bert_database: Path, recent: Path, service_log: Path, tmp_path: Path
+) -> None:
+    """A log that grew is stored as another file, and its first lines would find themselves."""
+    path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+    with Database(path) as database:
+        model, storage = database.manifest.model, database.manifest.storage
+    loaded, options = load_model(model.name), BuildOptions(model.max_length, storage=storage)
+    log = tmp_path / "grown.log"
+    log.write_text("".join(service_log.read_text().splitlines(True)[:50]) + recent.read_text())
+    build_database(loaded, [log], path, options)
+    result = tune(path, [log], TuneOptions(budget=0.5))
+    assert (result["total"], result["in_time"], result["in_database"]) == (LINES, LINES, 50)
+    again = tmp_path / "again.log"
+    again.write_text(log.read_text() + "one more line\n")
+    build_database(loaded, [again], path, options)
+    result = tune(path, [again], TuneOptions(budget=0.9, allow_uncertified=True))
+    assert (result["total"], result["in_database"]) == (1, LINES + 50)
+
+
+def test_thresholds_that_were_chosen_for_fewer_records_are_dropped(
+    bert_database: Path, recent: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(bert_database, tmp_path / "db"))
+    other = tmp_path / "other.log"
+    other.write_text("".join(f"{line}\n" for line in list(generate_log(800, seed=9))[700:760]))
+    tune(path, [other], TuneOptions(budget=0.5))
+    with Database(path) as database:
+        model, storage = database.manifest.model, database.manifest.storage
+        before = database.manifest.tuning
+    assert before is not None
+    build_database(load_model(model.name), [recent], path, BuildOptions(model.max_length, storage=storage))
+    for file, options in ((tmp_path / "none.log", {}), (recent, {"lookup": "layer"})):
+        with pytest.raises((DataError, TuningError)):
+            tune(path, [file], TuneOptions(budget=0.5, **options))
+        with Database(path) as database:
+            assert database.manifest.tuning == before, "a bad request changes nothing"
+            assert database.embedder_ref().next_id < database.manifest.next_id
+    with pytest.raises(TuningError, match="certified"):
+        tune(path, [recent], TuneOptions(budget=0.001))
+    with Database(path) as database:
+        assert database.manifest.tuning is None

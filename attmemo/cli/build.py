@@ -127,8 +127,8 @@ def build_database(
             from attmemo.db import read_manifest
 
             trained = read_manifest(done.path).embedder is not None
-            following = f"tune {place} --data FILE --budget 0.01   (FILE: what was added now)"
-            following = following if trained else f"train-embedder {place}"
+            following = f"tune {place} --data FILE --budget 0.01" if trained else f"train-embedder {place}"
+            following += "   (FILE: what was added now)" if trained and done.added else ""
         out.say(f"Next: attmemo {following}")
         out.result(asdict(done))
 

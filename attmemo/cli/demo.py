@@ -105,7 +105,8 @@ def summarize(found: dict[str, Any]) -> list[str]:
     behind = "while the guard was certified" if certified else "of the last third: the guard is not certified yet"
     lines += [""]
     lines += _wrapped(
-        f"speed: the stock model is 1; the ways took turns on the same lines. {name}: the same over the lines "
+        "speed: the stock model is 1; the ways took turns on the same lines. That of rows is the speed over packed "
+        f"blocks, on all lines, times theirs. {name}: the same over the lines "
         f"{behind}. changed: share of the embeddings whose cosine to the exact one is below "
         f"{found['min_cosine']:g}; every one was compared."
     )

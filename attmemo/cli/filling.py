@@ -135,8 +135,11 @@ def _merge_prepared(db: Path, others: list[Path], out: Output) -> None:
     done = merge_prepared(db, others, lambda count, total: out.stages("copying", count, total))
     out.result({"path": str(db), "added": done.added, "doubled": done.doubled, "records": done.records})
     out.say(f"{db}: {done.added:,} records added, {done.doubled:,} were there, {done.records:,} in all")
-    rows = kept_in(read_manifest(db)) == "rows"
-    out.say(f"Next: attmemo {'check' if rows else 'train-embedder'} {shlex.quote(str(db))}")
+    manifest, place = read_manifest(db), shlex.quote(str(db))
+    following = f"check {place}" if kept_in(manifest) == "rows" else f"train-embedder {place}"
+    if manifest.embedder is not None:
+        following = f"tune {place} --data FILE, or attmemo train-embedder {place}"
+    out.say(f"Next: attmemo {following}")
 
 
 def show(out: Output, found: dict[str, Any]) -> None:

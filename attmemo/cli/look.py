@@ -202,7 +202,8 @@ def histogram(lengths: Mapping[int, int]) -> list[tuple[str, str, str]]:
 def _show(out: Output, found: dict[str, Any]) -> None:
     model, embedder, profile = found["model"], found["embedder"], found["profile"]
     place = shlex.quote(found["path"])
-    waiting = f"{found['not_indexed']:,} (attmemo train-embedder {place})" if found["not_indexed"] else "0"
+    following = f"attmemo tune {place} --data FILE" if embedder else f"attmemo train-embedder {place}"
+    waiting = f"{found['not_indexed']:,} ({following})" if found["not_indexed"] else "0"
     costs = "not measured, so the gate always tries"
     if profile:
         costs = f"measured on {profile['threads']} threads in {profile['dtype']}"

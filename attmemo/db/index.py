@@ -9,7 +9,7 @@ of a graph is checked before faiss sees the graph, and hnswlib gets only vectors
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -188,10 +188,13 @@ class LayerIndex:
         order, distances = index.search(queries, k)
         return np.where(order < 0, -1, records[order]), distances.astype(np.float32)
 
-    def search_before(self, key: Key, queries: Vectors, order: Ids, before: Ids) -> tuple[Ids, Vectors]:
-        """The nearest record ``[q]`` of each query among those with ``order[record] < before[q]``; -1 if none.
+    def search_where(
+        self, key: Key, queries: Vectors, allows: Callable[[Ids, Ids], npt.NDArray[np.bool_]]
+    ) -> tuple[Ids, Vectors]:
+        """The nearest record that is allowed, and its distance ``[q]``; -1 if there is none.
 
-        `order` ``[R]`` are numbers of all records. More and more neighbours are looked at until one of them is early.
+        `allows` gets records ``[n, k]`` and the numbers of their queries ``[n]``, and says which records are. More and
+        more neighbours are looked at until one of them is.
         """
         records, distances = np.full(len(queries), -1, np.int64), np.full(len(queries), np.inf, np.float32)
         left = np.arange(len(queries))
@@ -199,11 +202,11 @@ class LayerIndex:
         k = min(_LOOKED_AT, count)
         while len(left) and k:
             found, near = self.search(key, queries[left], k)
-            early = (found >= 0) & (order[found] < before[left, None])
-            any_, first = early.any(1), early.argmax(1)
-            rows = np.flatnonzero(any_)
+            allowed = (found >= 0) & allows(found, left)
+            first, some = allowed.argmax(1), allowed.any(1)
+            rows = np.flatnonzero(some)
             records[left[rows]], distances[left[rows]] = found[rows, first[rows]], near[rows, first[rows]]
-            left = left[~any_]
+            left = left[~some]
             k = min(8 * k, count) if k < count else 0
         return records, distances
 

@@ -35,8 +35,8 @@ class Merged:
 def merge_prepared(into: Path, others: Sequence[Path], progress: Progress | None = None) -> Merged:
     """Add the records of prepared databases to one, which is made if there is none.
 
-    Of records of rows with the same tokens one is kept; of maps one for each row of the data. The embedder and the
-    index of `into`, if any, do not know the new records: train it again. After an interruption the same call goes on.
+    Of records of rows with the same tokens one is kept; of maps one for each row of the data. The index of `into`, if
+    any, does not know the new records: tune it, or train it again. After an interruption the same call goes on.
 
     Parameters
     ----------

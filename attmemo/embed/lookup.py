@@ -116,23 +116,31 @@ class Lookup:
 
 
 class LookupInTime(Lookup):
-    """A lookup as it was when each text came: a text finds no record that was stored after it.
+    """A lookup as it was when each text came: a text finds no record that was stored after it, nor its own.
 
     Attributes
     ----------
     before : int64 [B]
         For each sequence of the next batch: a record is found if its `places_in_time` is less.
+    later : bool
+        Whether later records are found, too. A text still does not find its own.
     """
 
     def __init__(self, database: Database, name: LookupName) -> None:
         super().__init__(database, name)
         self._order = places_in_time(database.records.sources, database.records.rows)
-        self.before = np.empty(0, np.int64)
+        self.before, self.later = np.empty(0, np.int64), False
 
     def _nearest(
         self, index: LayerIndex, length: int, vectors: Vectors, places: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], Vectors]:
-        return index.search_before(length, vectors, self._order, self.before[places])
+        own = self.before[places]
+
+        def allows(records: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+            times, mine = self._order[records], own[rows][:, None]
+            return times != mine if self.later else times < mine
+
+        return index.search_where(length, vectors, allows)
 
 
 def places_in_time(sources: npt.ArrayLike, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -187,8 +187,7 @@ class Guard:
 
     def may_widen(self, gaps: Gaps, own: float | None, cover: Cover) -> bool:
         """Whether an answer below the margin may be served with more rows computed."""
-        verified = cover is Cover.FULLY or (self._vectors and cover is Cover.FREELY)
-        if not verified or self.futile_wider.expects(gaps):
+        if not (cover is Cover.FULLY or self._is_like_fully(cover)) or self.futile_wider.expects(gaps):
             return False
         return own is None or not self.wider.is_hopeless(own, False)
 
@@ -268,6 +267,10 @@ class Guard:
             return False
         return not margin >= self._margin_of(cover).least_for(cover is Cover.FREELY)
 
+    def _is_like_fully(self, cover: Cover) -> bool:
+        """Whether words stand in free slots, and no greater margin is asked for that: vectors have one for both."""
+        return self._vectors and cover is Cover.FREELY
+
     def _margin_of(self, cover: Cover) -> Margin:
         return self.wider if cover is Cover.UNSURE else self.margin
 
@@ -291,7 +294,7 @@ class Guard:
             self._dirty = True
             # What is served is compared if it is low, and what is owed if it is not, whatever the margin is by now.
             low = verdict is Verdict.SERVE or (verdict is not Verdict.OWE and self.is_low(margin, cover))
-            if margin is not None and cover in (Cover.FULLY, Cover.UNSURE):
+            if margin is not None and (cover in (Cover.FULLY, Cover.UNSURE) or self._is_like_fully(cover)):
                 self._margin_of(cover).sample(margin, changed)
             if cover and not verdict.serves:
                 self._note_kind(gaps, cover, margin)

@@ -20,7 +20,7 @@ NEVER = -1.0
 
 _GRID = 40  # radii to choose from
 _STRETCH = 20  # consecutive sequences that never go to both parts, but at the border between the parts
-_WIDEST = 0.05  # of the greatest gain: where two policies lie further apart, one between them is tested too
+_WIDEST = 0.03  # of the greatest gain: where two policies lie further apart, one between them is tested too
 # Added to the changes that a move costs. A move over ten sequences that saw no change is not free: after x changes the
 # Jeffreys estimate of a Poisson mean is x + 1/2. It also makes the larger of two moves without changes the better one.
 _UNSEEN = 0.5
@@ -42,7 +42,7 @@ def split(total: int, judged: int, seed: int) -> tuple[_Ints, _Ints]:
 
 
 def propose(
-    distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: float, most: int = 20
+    distances: ArrayLike, changed: ArrayLike, gains: ArrayLike, allowed: float, most: int = 30
 ) -> list[tuple[float, ...]]:
     """At most `most` policies worth a test, each containing the one before; the first serves nothing.
 

@@ -1,11 +1,12 @@
 """Which candidate keeps a budget such as "at most 1 % of answers may change, with 95 % confidence"?
 
-A number chosen on the data that judges it looks better than it is, so `choose` tests candidates on data that is not in
-the database. The rule is fixed-sequence testing, as in Learn then Test (arXiv 2110.01052): candidates, fixed without
-this data, are tested from the strictest on, each at the full level with an exact binomial bound, up to the first
-failure. A candidate that breaks the budget is chosen only if the first such candidate passes its own test, a
-probability of at most 1 - confidence. So the number of candidates needs no correction, whatever their dependence. The
-promise is about sequences drawn independently from the traffic that will be served: near-identical bursts count less.
+A number chosen on the data that judges it looks better than it is, so `choose` tests candidates on data that is not
+in the database, or that was judged while the database grew (`Outcome.growth`). The rule is fixed-sequence testing, as
+in Learn then Test (arXiv 2110.01052): candidates, fixed without this data, are tested from the strictest on, each at
+the full level with an exact binomial bound, up to the first failure. A candidate that breaks the budget is chosen
+only if the first such candidate passes its own test, a probability of at most 1 - confidence. So the number of
+candidates needs no correction, whatever their dependence. The promise is about sequences drawn independently from the
+traffic that will be served: near-identical bursts count less.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ class Outcome:
     changed: int
     total: int
     served: float
+    growth: float = 1.0  # so many times as many sequences are served by the database as it is than were served here
+
+    def bound(self, confidence: float) -> float:
+        """Share of answers that may change, at most. Where more are served, as many times more may change."""
+        return min(1.0, self.growth * upper_bound(self.changed, self.total, confidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Choice:
     needed: int  # sequences needed to certify the budget even if no answer changes
     reached: float | None  # confidence at which the same test would just have reached the candidate; no promise
     path: list[dict[str, Any]]  # every candidate that was tested, the strictest first
+    growth: float = 1.0  # that of the candidate
 
     def to_dict(self) -> dict[str, Any]:
         """All fields but the candidate, and the sentence; JSON-able."""
@@ -82,6 +89,8 @@ class Choice:
                 f"to {bound} may change (budget {budget})."
             )
         name = self.candidate.name
+        if self.growth > 1.0:
+            counted += f", while the database grew; as it is now it serves {self.growth:.4g} times as many"
         if self.certified:
             benefit = f"{percent(self.served)} of the attention calls are served from memory"
             if self.served == 0.0:
@@ -118,24 +127,25 @@ def choose(
 
     def passes(outcome: Outcome) -> bool:
         if certified or not allow_uncertified:
-            return upper_bound(outcome.changed, outcome.total, confidence) <= budget
-        return outcome.changed <= budget * outcome.total
+            return outcome.bound(confidence) <= budget
+        return outcome.growth * outcome.changed <= budget * outcome.total
 
     outcomes = [run(candidates[0])]
-    certified = upper_bound(outcomes[0].changed, outcomes[0].total, confidence) <= budget
+    certified = outcomes[0].bound(confidence) <= budget
     while passes(outcomes[-1]) and len(outcomes) < len(candidates):
         outcomes.append(run(candidates[len(outcomes)]))
     passing = outcomes if passes(outcomes[-1]) else outcomes[:-1]
     served = [outcome.served for outcome in passing]
     chosen = served.index(max(served)) if passing else None  # the first of equals
     shown = outcomes[chosen or 0]
-    reached = [confidence_reached(outcome.changed, outcome.total, budget) for outcome in outcomes]
+    reached = [confidence_reached(one.changed, one.total, budget / one.growth) for one in outcomes]
     return Choice(
         candidate=None if chosen is None else candidates[chosen],
         budget=budget,
         confidence=confidence,
         observed=shown.changed / shown.total,
-        upper_bound=upper_bound(shown.changed, shown.total, confidence),
+        upper_bound=shown.bound(confidence),
+        growth=shown.growth,
         served=shown.served,
         judged=shown.total,
         certified=certified,
@@ -147,7 +157,7 @@ def choose(
                 "radii": candidate.radii,
                 "served": outcome.served,
                 "changed": outcome.changed / outcome.total,
-                "upper_bound": upper_bound(outcome.changed, outcome.total, confidence),
+                "upper_bound": outcome.bound(confidence),
                 "certified": certified and step < len(passing),
             }
             for step, (candidate, outcome) in enumerate(zip(candidates, outcomes, strict=False))
