@@ -48,7 +48,7 @@ OWED: Final = 8
 """Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
 AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
-ERRS: Final = 0.25
+ERRS: Final = 0.5
 """Of vectors: an answer and one with more rows differ from this share of the distance on, for both may err alike."""
 
 

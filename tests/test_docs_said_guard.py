@@ -67,7 +67,7 @@ def test_margins_are_those_of_the_code() -> None:
          margin.VECTORS.steps[0])  # fmt: skip
     says(TEXT, "near the one with fewer rows: a cosine of # at first and # at least",
          margin.MOVED.steps[margin.MOVED.first], margin.MOVED.steps[0])  # fmt: skip
-    assert ERRS == 0.25, "a quarter of the distance"
+    assert ERRS == 0.5, "as if they erred alike"
     says(TEXT, "from a cosine of # on where the bound is #", 1 - ERRS * (1 - MIN_COSINE), MIN_COSINE)
     says(TEXT, "at least # at each step", margin.SEEN)
 
