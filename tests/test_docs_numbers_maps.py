@@ -88,7 +88,8 @@ def test_what_hdfs_serves_was_measured() -> None:
 
 def test_what_a_score_does_that_was_not_judged_was_measured() -> None:
     one = FOUND["bgl"]["fixed"]
-    says(TEXT, "at #, # % of the answers to BGL change, and nothing", one["threshold"], 100 * one["quality"]["changed"])
+    text = "at #, # % of the answers to BGL change, and nothing"
+    says(TEXT, text, one["threshold"], 100 * one["quality"]["changed"])
 
 
 def test_controls_of_maps_were_measured() -> None:
