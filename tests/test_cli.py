@@ -608,7 +608,7 @@ class TestWork:
         assert found["model"]["fingerprint"] in out
         succeed("build-database", "--model", tiny_bert, "--data", logs["tune"], "--output", database, "--limit", "7")
         assert json.loads(succeed("inspect", database, "--json", "-"))["not_indexed"] == 7
-        assert f"attmemo train-embedder {database}" in succeed("inspect", database)
+        assert f"attmemo tune {database} --data FILE" in succeed("inspect", database)
 
     def test_check(self, database: Path) -> None:
         assert succeed("check", database) == f"{database}: 1,200 slots, all checksums match\n"

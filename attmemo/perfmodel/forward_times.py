@@ -37,6 +37,7 @@ SLOWER: Final = 1.02
 """Reuse ends where it takes so many times as long, and begins again where a try is as much faster."""
 ALIKE: Final = 1.5
 """Forwards with so many times the tokens of the first one of a size, or so many times fewer, are of that size."""
+_MOST_SEEN: Final = 4096
 _WILD: Final = 3.0  # times the median: what takes longer was not this process
 
 
@@ -98,6 +99,7 @@ class ForwardTimes:
         self._request = _Kind()  # seconds a sequence, of forwards without reuse
         self._lost = 0.0  # seconds that learning cost
         self._sizes: dict[int, _Size] = {}  # by the tokens of the first forward: batches of a stream are all alike
+        self._seen: dict[int, _Size] = {}  # by tokens that were seen: batches of one are of many lengths, and quick
         self._lock = ThreadLock()
 
     def ask(self, tokens: int, *, learns: bool = False) -> bool:
@@ -122,6 +124,8 @@ class ForwardTimes:
             return
         with self._lock:
             size = self._size_or_none(tokens) or self._sizes.setdefault(tokens, _Size())
+            if len(self._seen) < _MOST_SEEN:
+                self._seen[tokens] = size
             size.forwards += 1
             size.seen += 1
             if reused and learns and self._may_learn:
@@ -141,7 +145,9 @@ class ForwardTimes:
                 size.judge(tried=reused)
 
     def _size_or_none(self, tokens: int) -> _Size | None:
-        """The nearest size; None: all are far from it."""
+        """The nearest size, as far as sizes were known when so many tokens were seen first; None: all are far."""
+        if tokens in self._seen:
+            return self._seen[tokens]
         far = {first: max(tokens, first) / min(tokens, first) for first in self._sizes} if tokens else {}
         nearest = min(far, key=far.__getitem__, default=None)
         return None if nearest is None or far[nearest] > ALIKE else self._sizes[nearest]
