@@ -8,7 +8,7 @@ but older databases have none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -37,11 +37,8 @@ def stored_texts(
     if database.manifest.layers_kept(KIND_TOKENS):
         known = {database.view(KIND_TOKENS, 0, int(record)).numpy().tobytes() for record in np.flatnonzero(among)}
         return {item.row for item in tokens if row_tokens(loaded, item).tobytes() in known}
-    by_length: dict[int, list[Tokens]] = defaultdict(list)
-    for item in tokens:
-        by_length[len(item)].append(item)
     found = set()
-    for length, items in by_length.items():
+    for length, items in by_length(tokens).items():
         records = np.flatnonzero((database.records.lengths == length) & among)
         if not len(records):
             continue
@@ -50,6 +47,14 @@ def stored_texts(
             alike = _near(database, some, hidden[:, :_CHANNELS]).flatten(1).all(1)
             if any(_near(database, database.input(0, int(r)), hidden).all() for r in records[alike.numpy()]):
                 found.add(item.row)
+    return found
+
+
+def by_length(tokens: Iterable[Tokens]) -> dict[int, list[Tokens]]:
+    """Texts by how many tokens they have."""
+    found: dict[int, list[Tokens]] = defaultdict(list)
+    for item in tokens:
+        found[len(item)].append(item)
     return found
 
 

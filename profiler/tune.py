@@ -14,10 +14,9 @@ see the selection part of the texts only. `perfmodel.policy` makes candidates of
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest, read_texts
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
 from attmemo.profiler.open import Ints, added, open_in_time, open_model
-from attmemo.profiler.stored import first_inputs
+from attmemo.profiler.stored import by_length, first_inputs
 
 Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
@@ -246,10 +245,7 @@ class _Growth:
 
     def __init__(self, lookup: LookupInTime, texts: _Texts) -> None:
         self._then, self._now = np.full((2, len(texts.tokens)), np.inf)
-        by_length: dict[int, list[Tokens]] = defaultdict(list)
-        for item in texts.tokens:
-            by_length[len(item)].append(item)
-        for length, items in by_length.items():
+        for length, items in by_length(texts.tokens).items():
             hidden = torch.stack(list(first_inputs(texts.loaded, items)))
             rows = [item.row for item in items]
             lookup.before = texts.before[rows]
@@ -283,17 +279,20 @@ class _Trial:
             outcome = Outcome(0, total, 0.0)
         elif self._serves_the_same(candidate, tried):
             assert self._before is not None
-            outcome = self._before[2]
+            outcome = replace(self._before[2], growth=self._growth_of(candidate))  # later records may lie between
         else:
             self._handle.reset_stats()
             flags, stats = texts.changed(what, self._handle), self._handle.stats()
             if stats["failures"]:
                 raise TuningError(f"texts could not be served: {next(iter(stats['failures']))}", "mend that first")
-            growth = 1.0 if self._growth is None else self._growth(candidate.radii)
-            outcome = Outcome(int(flags.sum()), total, float(stats["hit_rate"]), growth)
+            served = float(stats["hit_rate"])
+            outcome = Outcome(int(flags.sum()), total, served, self._growth_of(candidate))
             self._before = candidate, tried, outcome
         texts.tell(what, total, total)
         return outcome
+
+    def _growth_of(self, candidate: Candidate) -> float:
+        return 1.0 if self._growth is None else self._growth(candidate.radii)
 
     def _serves_the_same(self, candidate: Candidate, tried: list[bool]) -> bool:
         """Whether the last run would be repeated: the gate tries the same batches, and no distance lies between."""

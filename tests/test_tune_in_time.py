@@ -16,6 +16,7 @@ from attmemo.embed.indexing import learned_below
 from attmemo.embed.lookup import LookupInTime, places_in_time
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import StorageFullError, TuningError
+from attmemo.perfmodel.tuner import upper_bound
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
@@ -178,6 +179,20 @@ def test_how_much_more_the_grown_database_serves_is_told_without_a_look_at_answe
     assert growth([twins, -1.0]) == now / then
     assert growth([-1.0, -1.0]) == 1.0
     assert result["growth"] == growth(result["radii"])
+
+
+def test_a_candidate_that_serves_no_more_has_a_growth_of_its_own(
+    grown: Path, recent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No text's earlier record lies between two radii, but a later record may: then more is served afterwards."""
+    import attmemo.profiler.tune as module
+
+    monkeypatch.setattr(module._Growth, "__call__", lambda self, radii: 1.0 + max(radii))
+    result = tune(grown, [recent], TuneOptions(budget=0.5, limit=6, fineness=100))
+    assert len(result["path"]) > 100
+    for step in result["path"][1:]:
+        plain = upper_bound(round(step["changed"] * result["judged"]), result["judged"])
+        assert step["upper_bound"] == pytest.approx((1.0 + max(step["radii"])) * plain)
 
 
 def test_texts_that_an_earlier_file_holds_are_left_out(
