@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from attmemo.guard import Guard
-from attmemo.guard.answers import Read
+from attmemo.guard.answers import Answer
 from attmemo.locking import ThreadLock
 from attmemo.planner.guarded import Chosen
 
@@ -36,8 +36,7 @@ class Debt:
     forward: Forward
     inputs: Inputs  # for this sequence alone
     mask: Tensor | None  # [1, L]
-    answer: Read  # of one sequence
-    margin: float | None
+    answer: Answer  # alone
     chosen: Chosen
     guard: Guard
     stamp: object  # of the model (`stamp_of`)

@@ -5,7 +5,8 @@
       some sequences are served from records, the others computed whole
       the blocks ran twice     ─► all again, whole
     answers
-      served, below the margin ─► the same sequences again, with more rows computed where that may do
+      served, below the margin ─► the same sequences again, with more rows computed where that may do (vectors: only
+                                  once there is a certificate)
       below the margin of such answers, or no more rows may do ─► again, whole; the last answers are given
       to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
                                   the answers are compared, not given
@@ -48,8 +49,10 @@ OWED: Final = 8
 """Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
 AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
-ERRS: Final = 0.5
-"""Of vectors: an answer and one with more rows differ from this share of the distance on, for both may err alike."""
+MOVES: Final = 0.5
+"""Of vectors: an answer counts as changed if more rows move it by this share of the distance, for both may err alike.
+About as many are moved so as differ from the exact answer (docs/guard.md). To ask those exact answers that there are
+would count too few: only what more rows moved far is computed exactly."""
 
 
 class Guarded:
@@ -191,15 +194,15 @@ class Guarded:
         margins = self.sureness.margins(seen, {place: asking.chosen[place] for place in asking.served})
         first = {place: Answer(seen, place, margin) for place, margin in margins.items()}
         low, last = self._low(first, asking.chosen), dict(first)
-        chosen = {place: asking.chosen[place] for place in low}
+        chosen = {} if self._verifies_all else {place: asking.chosen[place] for place in low}
         again, wider = self._wider(forward, inputs, asking.batch, mask, chosen, first)
         if wider:
             output = put(output, again, torch.tensor(list(wider)), asking.batch)
             asking.chosen |= {place: one for place, (one, _) in wider.items()}
             last |= {place: answer for place, (_, answer) in wider.items()}
             left = self._low({place: answer for place, (_, answer) in wider.items()}, asking.chosen)
-            for place in wider.keys() - set(left):
-                self._computed_again(asking.chosen[place], first[place], last[place], ERRS)
+            for place in wider.keys() if self.answers.are_vectors else wider.keys() - set(left):
+                self._computed_again(asking.chosen[place], first[place], last[place], MOVES)
             low = [place for place in low if place not in wider or place in left]
         self._owe(forward, inputs, mask, last, asking, set(low))
         if not low:
@@ -208,11 +211,17 @@ class Guarded:
         exact = self.answers.read(again, None if mask is None else mask[low])
         for number, place in enumerate(low):
             one, true = asking.chosen[place], Answer(exact, number, None)
-            if place in wider:
+            if place in wider and not self.answers.are_vectors:
                 self._computed_again(one, first[place], true)
             changed = self._differ(last[place], true)
             self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
         return put(output, again, torch.tensor(low), asking.batch)
+
+    @property
+    def _verifies_all(self) -> bool:
+        """Whether all vectors from records are computed whole anyway: more rows for some would save nothing, and exact
+        answers say more of the margin."""
+        return self.answers.are_vectors and self.guard.verifies_all
 
     def _low(self, answers: Mapping[int, Answer], chosen: Mapping[int, Chosen]) -> list[int]:
         """Which of these answers from records are below the margin; the guard is told of all."""
@@ -246,7 +255,7 @@ class Guarded:
         return again, {place: (one, answers[place]) for place, one in wider.items()}
 
     def _owe(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, answers: Mapping[int, Answer],
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, given: Mapping[int, Answer],
         asking: Asking, low: set[int],
     ) -> None:  # fmt: skip
         """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
@@ -256,10 +265,10 @@ class Guarded:
             if stamp is None or place in low:
                 self.guard.give_back()
                 continue
-            one, answer = torch.tensor([place]), answers[place]
+            one = torch.tensor([place])
             self.debts.add(Debt(
                 forward, take(inputs, one, asking.batch), None if mask is None else mask[one],
-                answer.read.of(answer.number), answer.margin, asking.chosen[place], self.guard, stamp,
+                given[place].alone, asking.chosen[place], self.guard, stamp,
             ))  # fmt: skip
 
     def _stamp(self) -> object:
@@ -295,7 +304,7 @@ class Guarded:
         found = {place: Answer(reused, number, margins[number]) for number, place in enumerate(places)}
         low = {
             place: one for place, answer in found.items() if (one := asking.chosen[place]).verdict is Verdict.SAMPLE
-            and self.guard.is_low(answer.margin, one.cover)
+            and not self._verifies_all and self.guard.is_low(answer.margin, one.cover)
         }  # fmt: skip
         _, wider = self._wider(forward, inputs, asking.batch, mask, low, found)  # what would have been served
         for place, answer in found.items():
@@ -346,9 +355,9 @@ class Guarded:
             return
         exact = self.answers.read(output, batch.mask)
         for number, debt in enumerate(debts):
-            one = debt.chosen
-            changed = self.answers.differ(debt.answer, 0, exact, number)
-            if debt.guard.compared(one.verdict, one.gaps, one.cover, debt.margin, changed, one.epoch):
+            one, true = debt.chosen, Answer(exact, number, None)
+            changed = self._differ(debt.answer, true)
+            if debt.guard.compared(one.verdict, one.gaps, one.cover, debt.answer.margin, changed, one.epoch):
                 self._tell_alarm()
 
     def _pay_some(self) -> bool:

@@ -33,13 +33,18 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from attmemo import memoize
 from attmemo.guard import Answers, Cover, Guard
+from attmemo.guard.answers import Answer
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
 from attmemo.guard.margin import CLASSES, VECTORS
+from attmemo.guarded import MOVES
 from attmemo.machine import conditions
+from attmemo.planner import guarded as guarded_planner
+from attmemo.profiler.logs import generate_log
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")
 BUDGET, LINES = 0.01, 600
+INVENTED = 2400  # lines of one service
 
 
 class Rich(Certificate):
@@ -225,6 +230,51 @@ def predictors(shared: Path) -> dict[str, Any]:
                       for step in (0.0, *steps)],
         }  # fmt: skip
         print(what, found[what], flush=True)
+    return found
+
+
+def more_rows(shared: Path) -> dict[str, Any]:
+    """Vectors below the margin, by how many more neighbours of each token without a partner are computed then.
+
+    Of those answers: how many differ from the exact one, with fewer rows and with more, and how many more rows move by
+    so much that they count as changed.
+    """
+    lines = [line for log in EMBEDDED for line in lines_of(shared, log)]
+    lines += [str(line) for line in generate_log(INVENTED, 0, ("payments",))]
+    found: dict[str, Any] = {}
+    own = guarded_planner.MORE_NEAR_OF_VECTORS
+    for near in (own - 1, own, own + 1):
+        guarded_planner.MORE_NEAR_OF_VECTORS = near
+        served, seen = Served.of(shared, "minilm", Guard, **SETTINGS), list[tuple[float, ...]]()
+        handle: Any = served.model.attmemo
+        again, told = list[tuple[Any, Any, Any]](), handle.guarded._computed_again
+
+        def noted(one: Any, first: Any, other: Any, *rest: Any, again: Any = again, told: Any = told) -> None:
+            again.append((one, first, other))
+            told(one, first, other, *rest)
+
+        handle.guarded._computed_again = noted
+        for line in lines:
+            inputs = served.tokenizer([line], truncation=True, max_length=256, return_tensors="pt")
+            again.clear()
+            with torch.inference_mode():
+                served.model(**inputs)
+                if not again:
+                    continue
+                exact = Answer(served.answers.read(served.exact(**inputs), inputs["attention_mask"]), 0, None)
+            one, first, other = again[0]
+            differ = [
+                served.answers.differ(some.read, some.number, others.read, others.number, share)
+                for some, others, share in ((first, exact, 1.0), (other, exact, 1.0), (first, other, MOVES))
+            ]
+            seen.append((float((one.reused.source < 0).mean()), *differ))
+        rows, changed, still, moved = np.array(seen).T
+        found[str(near)] = {
+            "answers": len(seen), "rows": float(rows.mean()), "changed": int(changed.sum()),
+            "changed with more rows": int(still.sum()), "moved": int(moved.sum()),
+        }  # fmt: skip
+        print("more neighbours", near, found[str(near)], flush=True)
+    guarded_planner.MORE_NEAR_OF_VECTORS = own
     return found
 
 
@@ -451,6 +501,7 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     yield "windows", lambda: streams(shared, "deberta", LOGS, 1, 4, ("guard", "no guard"), **one)
     yield "embeddings", lambda: streams(shared, "minilm", EMBEDDED, 1, **one)
     yield "predictors", lambda: predictors(shared)
+    yield "more rows", lambda: more_rows(shared)
     yield "switch", lambda: switch(shared)
     yield "adversaries", lambda: adversaries(shared)
     yield "overhead", lambda: overhead(shared)

@@ -12,10 +12,10 @@ from docs_tools import measured, page, samples_needed, says, set_in
 from attmemo import debts
 from attmemo.guard import certificate, draw, futile, keeper, margin, verified
 from attmemo.guard.guard import AGAIN, DRAWN, EARNED, RETURNED, SAVED
-from attmemo.guarded import AT_ONCE, BOTH_WAYS, ERRS, OWED
+from attmemo.guarded import AT_ONCE, BOTH_WAYS, MOVES, OWED
 from attmemo.kernels.align import Rule
 from attmemo.perfmodel import forward_times
-from attmemo.planner.guarded import MORE_NEAR, MOST_ROWS, TRIED
+from attmemo.planner.guarded import MORE_NEAR, MORE_NEAR_OF_VECTORS, MOST_ROWS, TRIED
 from attmemo.profiler.race import MIN_COSINE, PACKED, ROWS
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
@@ -59,6 +59,7 @@ def test_margins_are_those_of_the_code() -> None:
     says(TEXT, "where more than # of the rows would be computed", MOST_ROWS)
     assert Rule().near + MORE_NEAR == 3, "three neighbours of every token"
     assert MORE_NEAR == 2, "two more than usual"
+    assert Rule().near + MORE_NEAR_OF_VECTORS == 4, "four neighbours of every token"
     none_changed = -math.log(1 - margin.SURENESS)  # the mean at which no change at all is as unlikely
     says(TEXT, "An upper bound is taken for this, at # %: if no answer was seen to change, # may",
          100 * margin.SURENESS, none_changed)  # fmt: skip
@@ -67,8 +68,8 @@ def test_margins_are_those_of_the_code() -> None:
          margin.VECTORS.steps[0])  # fmt: skip
     says(TEXT, "near the one with fewer rows: a cosine of # at first and # at least",
          margin.MOVED.steps[margin.MOVED.first], margin.MOVED.steps[0])  # fmt: skip
-    assert ERRS == 0.5, "as if they erred alike"
-    says(TEXT, "from a cosine of # on where the bound is #", 1 - ERRS * (1 - MIN_COSINE), MIN_COSINE)
+    assert MOVES == 0.5, "half of the distance"
+    says(TEXT, "below a cosine of #, where the bound is #", 1 - MOVES * (1 - MIN_COSINE), MIN_COSINE)
     says(TEXT, "at least # at each step", margin.SEEN)
 
 

@@ -32,8 +32,10 @@ from test_guarded import (
 )
 
 from attmemo.guard import Cover
+from attmemo.guard.certificate import Counts
 from attmemo.handles.rows import NO_TOKENIZER
-from attmemo.planner.guarded import MORE_NEAR
+from attmemo.planner import guarded as planner
+from attmemo.planner.guarded import MORE_NEAR, MORE_NEAR_OF_VECTORS
 from attmemo.sureness import KEY
 
 
@@ -287,10 +289,12 @@ class TestVectors:
 
     @pytest.mark.parametrize(("least", "computed"), [(-1.0, MANY), (2.0, None)])
     def test_an_answer_far_from_its_records_is_served_with_more_rows_computed_where_that_moves_it_little(
-        self, case: Case, least: float, computed: int | None
+        self, case: Case, monkeypatch: pytest.MonkeyPatch, least: float, computed: int | None
     ) -> None:
+        monkeypatch.setattr(planner, "MORE_NEAR_OF_VECTORS", MORE_NEAR)  # an alignment gives the same rows
         options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
         model, wide = taught(case.bare, **options), taught(case.bare, near=1 + MORE_NEAR, threshold=0.3, **options)
+        assert model.attmemo.planner.more_near == MORE_NEAR
         guard = model.attmemo.guarded.guard
         guard.margin.least, guard.wider.least = 2.0, least
         wide.attmemo.guarded.guard.margin.least = -1.0
@@ -304,12 +308,15 @@ class TestVectors:
         assert done(model)["below the margin" if whole else "served"] == len(LENGTHS)
         assert not model.attmemo.stats()["failures"]
 
-    def test_the_first_margin_learns_from_what_more_rows_moved_by_half_of_the_distance(self, case: Case) -> None:
+    @pytest.mark.parametrize("least", [-1.0, 2.0], ids=["served", "then computed exactly"])
+    def test_the_first_margin_learns_from_what_more_rows_moved_by_half_of_the_distance(
+        self, case: Case, least: float
+    ) -> None:
         """Both answers may err alike. The margin of the answer with more rows is the cosine to the first one."""
         options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
         model = taught(case.bare, **options)
         guard, compared, moved = model.attmemo.guarded.guard, list[bool](), list[float]()
-        guard.margin.least, guard.wider.least = 2.0, -1.0
+        guard.margin.least, guard.wider.least = 2.0, least
         guard.computed_again = lambda margin, differs, epoch: compared.append(differs)
         serving = guard.served
 
@@ -328,6 +335,28 @@ class TestVectors:
         run(model, BOTH)
         assert sum(compared) == sum(one >= median for one in moved[: len(LENGTHS)])
         assert 0 < sum(compared) < len(LENGTHS)
+
+    def test_before_there_is_a_certificate_vectors_below_the_margin_are_computed_whole_at_once(
+        self, case: Case
+    ) -> None:
+        """All answers from records are computed whole then: more rows for some would come on top."""
+        model = taught(case.bare, answer=lambda output: field(output).flatten(1), min_cosine=-1.0)
+        guard, guarding = model.attmemo.guarded.guard, model.attmemo.guarded
+        guard.certificate.adopt(Counts(same=100, requests=1_000))
+        assert guard.certificate.affords()
+        assert not guard.certified
+        guard.margin.least, guard.wider.least = 2.0, -1.0
+        before = model.attmemo.stats()["rows_computed"]
+        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
+        assert model.attmemo.stats()["rows_computed"] - before == len(LENGTHS) * FEW + sum(LENGTHS)
+        assert done(model)["below the margin"] == len(LENGTHS)
+        assert not guarding.debts, "they were compared at once"
+
+    def test_vectors_that_are_unsure_have_more_rows_computed_than_classes(self, case: Case) -> None:
+        rules = (lambda output: field(output).flatten(1)), (lambda output: field(output).flatten(1).argmax(1))
+        vectors, classes = (guarded(case.bare, answer=rule).attmemo.planner.more_near for rule in rules)
+        assert (vectors, classes) == (MORE_NEAR_OF_VECTORS, MORE_NEAR)
+        assert vectors > classes
 
     def test_answers_of_records_are_kept_with_them(self, case: Case) -> None:
         model = guarded(case.bare, answer=lambda output: field(output).flatten(1))

@@ -53,6 +53,11 @@ class Answer(NamedTuple):
         """The answer, if it is a vector."""
         return self.read.values[self.number]
 
+    @property
+    def alone(self) -> Answer:
+        """The same without the rest of its batch."""
+        return Answer(self.read.of(self.number), 0, self.margin)
+
 
 class Answers:
     """Reads answers and compares them.

@@ -28,7 +28,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -37,6 +36,7 @@ from attmemo.guard.draw import Draw
 from attmemo.guard.futile import Futile
 from attmemo.guard.ledger import Learned, Ledger
 from attmemo.guard.margin import CLASSES, MOVED, VECTORS, WIDER, Margin
+from attmemo.guard.state import State
 from attmemo.guard.verified import Cover, Gaps, Verified
 from attmemo.locking import ThreadLock
 
@@ -85,30 +85,6 @@ class Verdict(Enum):
         return self in (Verdict.SERVE, Verdict.OWE)
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Where a guard stands."""
-
-    name: str  # "learning", "certified" or "alarm"
-    highest: float  # share of all answers that changed, at most
-    counts: Counts
-    margin: float
-    verified: int  # changes
-    since: float  # seconds of the Unix epoch
-    done: dict[str, int]  # requests by what became of them
-
-    def sentence(self, confidence: float) -> str:
-        """The state in a sentence."""
-        c = self.counts
-        day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        share = f"{c.served / c.requests:.0%}" if c.requests else "none"
-        return (
-            f"{self.name}: {c.same + c.changed} served answers verified, {c.changed} changed; {share} of "
-            f"{c.requests} requests served; at most {100 * self.highest:.2g} % of all answers changed, "
-            f"{confidence:.0%}, since {day}"
-        )
-
-
 class Guard:
     """Keeps the share of changed answers within a budget.
 
@@ -142,7 +118,7 @@ class Guard:
         self.budget, self.confidence, self.draw = float(budget), float(confidence), Draw(drawn)
         self.verified, self.futile, self.futile_wider = Verified(free), Futile(), Futile()
         self.margin, self.wider = Margin(float(budget)), Margin(float(budget), WIDER)
-        self._vectors = False  # whether answers are vectors
+        self.compares_vectors = False  # answers are vectors, not classes
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
         self._stands = False  # certified once, and nothing was refused for want of samples since
@@ -169,7 +145,7 @@ class Guard:
     def compare_vectors(self) -> None:
         """Answers are vectors; to be called before the first request."""
         self.margin, self.wider = Margin(self.budget, VECTORS), Margin(self.budget, MOVED)
-        self._vectors = True
+        self.compares_vectors = True
 
     @property
     def margins(self) -> list[list[float]]:
@@ -183,7 +159,7 @@ class Guard:
             if not cover or not (self.futile.expects(gaps) or self.is_low(own, cover)):
                 return cover
             # A vector with more rows is compared with the one with fewer: both are needed.
-            return Cover.UNSURE if not self._vectors and self.may_widen(gaps, own, cover) else Cover.FUTILE
+            return Cover.UNSURE if not self.compares_vectors and self.may_widen(gaps, own, cover) else Cover.FUTILE
 
     def may_widen(self, gaps: Gaps, own: float | None, cover: Cover) -> bool:
         """Whether an answer below the margin may be served with more rows computed."""
@@ -269,7 +245,7 @@ class Guard:
 
     def _is_like_fully(self, cover: Cover) -> bool:
         """Whether words stand in free slots, and no greater margin is asked for that: vectors have one for both."""
-        return self._vectors and cover is Cover.FREELY
+        return self.compares_vectors and cover is Cover.FREELY
 
     def _margin_of(self, cover: Cover) -> Margin:
         return self.wider if cover is Cover.UNSURE else self.margin
@@ -406,6 +382,11 @@ class Guard:
         Not once it is certified, and not for ever: after as many verifications as are paid at first.
         """
         return not self.certified and self._patience >= 1.0
+
+    @property
+    def verifies_all(self) -> bool:
+        """Whether all answers from records are verified, as far as the account pays: until there is a certificate."""
+        return not (self.certified or self._stands)
 
     @property
     def certified(self) -> bool:

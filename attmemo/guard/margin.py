@@ -56,7 +56,7 @@ CLASSES: Final = Scale("margin", (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97), 3, 0.9)
 """How far the probability of the best class is ahead of the second best one's."""
 WIDER: Final = Scale("wider", (0.02, 0.05, *CLASSES.steps), 3, CLASSES.sure)
 """The same, of answers with more rows computed (`attmemo.guard.verified.Cover.UNSURE`)."""
-VECTORS: Final = Scale("margin", (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995), 3, 0.0)
+VECTORS: Final = Scale("margin", (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995), 4, 0.0)
 """The cosine to the record's own answer. An answer that moved far from it was moved by rows that were computed, and
 those that were not computed should have moved too."""
 MOVED: Final = Scale(WIDER.name, (0.97, 0.98, 0.985, 0.99, 0.995), 3, 0.0)

@@ -34,7 +34,6 @@ from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.linear8 import LinearName
 from attmemo.memory import free_memory
 from attmemo.planner import GuardedPlanner, RowPlanner
-from attmemo.planner.guarded import MORE_NEAR
 from attmemo.planner.rows import THRESHOLD
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import Packed
@@ -191,7 +190,7 @@ def prepare_rows(
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
                     "near": rule.near, "near_numbers": rule.near_where(words=False),
                     "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
-                    "margins": planner.guard.margins, "more_near": MORE_NEAR,
+                    "margins": planner.guard.margins, "more_near": planner.more_near,
                     "dtype": arithmetic(str(packed.dtype), linear),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip

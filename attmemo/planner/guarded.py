@@ -29,7 +29,9 @@ TRIED: Final = 4
 verified. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
 
 MORE_NEAR: Final = 2
-"""So many more neighbours of a token without a partner are computed, where an answer is unsure."""
+"""So many more neighbours of a token without a partner are computed, where a class is unsure."""
+MORE_NEAR_OF_VECTORS: Final = 3
+"""The same of vectors. With 2 more, twice as many of these answers were changed (docs/guard.md)."""
 MOST_ROWS: Final = 0.9
 """Most of the rows that are computed so: beyond, the sequence is computed whole."""
 
@@ -204,11 +206,16 @@ class GuardedPlanner(RowPlanner):
         source = np.concatenate([one.source for one in asking.reused])
         return Plan(spans=spans, layers={layer: RowShare.of(np.asarray(spans.lengths), records, source)})
 
+    @property
+    def more_near(self) -> int:
+        """So many more neighbours of a token without a partner are computed, where an answer is unsure."""
+        return MORE_NEAR_OF_VECTORS if self.guard.compares_vectors else MORE_NEAR
+
     def wider(self, chosen: Chosen) -> Chosen | None:
         """A sequence with more rows computed; None: it is not to be served so."""
         own = self.sureness(chosen.reused.record)
         may = self.guard.may_widen(chosen.gaps, own, chosen.cover)
-        return chosen.wider(self.rule.near + MORE_NEAR) if may else None
+        return chosen.wider(self.rule.near + self.more_near) if may else None
 
     def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None], room: int) -> list[Verdict | None]:
         """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
@@ -288,7 +295,7 @@ class GuardedPlanner(RowPlanner):
                 part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
                 source: Tokens | None = found.source[part]
                 if cover is Cover.UNSURE:
-                    source = wider_or_none(found.source[part], self.rule.near + MORE_NEAR)
+                    source = wider_or_none(found.source[part], self.rule.near + self.more_near)
                     cover = Cover.FUTILE if source is None else cover
                 if former is None or (cover.may_serve and cover > former):
                     covers[number], gaps[number], best.record[number] = cover, own, record
