@@ -241,28 +241,24 @@ def test_the_demos_with_payments_were_measured() -> None:
         speeds = whole["ms"][STOCK], whole["speed"][PACKED], whole["speed"][ROWS], late["speed"][ROWS]
         agree(cells, [whole["texts"], *speeds, best / late["ms"][ROWS], 100 * whole["changed"][ROWS]])
         assert state == demo["guard"]["state"]
+    text = page("first-steps.md")
+    fresh, last = demos["bfloat16"], demos["float32, without bfloat16"]
+    took = "Their set-up took # and # seconds (packages came from a cache of pip), the demo # and #, its start included"
+    says(text, took, *(demo[name] for name in ("set_up_seconds", "demo_seconds") for demo in (fresh, last)))
+    assert max(fresh["demo_seconds"], last["demo_seconds"]) <= 90, "as the first page says"
+    assert not fresh["peers"], "stock is the best exact peer there"
+    assert not last["peers"], "stock is the best exact peer there"
+    certified = [demo["parts"]["certified"] for demo in (fresh, last)]
+    speeds = [one["speed"][ROWS] for one in certified]
+    changed = [100 * one["changed"][ROWS] for one in certified]
+    gained = "rows were # and # times as fast as stock, the best exact peer there, and # and # % of the answers changed"
+    says(text, gained, *speeds, *changed)
     peers = demos["bfloat16, peers installed"]["parts"]
-    template = (
-        "OpenVINO was # times as fast as stock in the third one, and rows # times as fast as OpenVINO in its last"
-    )
-    speeds = peers["all"]["speed"][OPENVINO], peers["last third"]["over"][OPENVINO]
-    says(page("first-steps.md"), template, *speeds)
-    over = peers["certified"]["over"][OPENVINO]
-    says(page("first-steps.md"), "third; while the guard was certified, # times.", over)
-    fresh = demos["bfloat16"]
+    says(text, "In the second one OpenVINO was # times as fast as stock", peers["all"]["speed"][OPENVINO])
+    over = [peers[part]["over"][OPENVINO] for part in ("certified", "last third")]
+    says(text, "# times as fast as OpenVINO while the guard was certified, and # times in the last third", *over)
     for demo in (fresh["parts"], peers):
-        speed = demo["all"]["speed"][MAPS]
-        says(page("first-steps.md"), "Attention maps were # times as fast as stock in both", speed)
-    template = "the set-up took # seconds (packages came from a cache of pip), the demo #, its start included"
-    says(page("first-steps.md"), template, fresh["set_up_seconds"], fresh["demo_seconds"])
-    assert fresh["demo_seconds"] <= 90, "as the first page says"
-    last = demos["float32, without bfloat16"]
-    found = last["parts"]["certified"]
-    says(page("first-steps.md"), "set-up # seconds, demo #.", last["set_up_seconds"], last["demo_seconds"])
-    text = "While its guard was certified, rows were # times as fast as stock, the best exact peer there, and # % of"
-    says(page("first-steps.md"), text, found["speed"][ROWS], 100 * found["changed"][ROWS])
-    assert last["demo_seconds"] <= 90
-    assert not last["peers"]
+        says(text, "Attention maps were # times as fast as stock in both", demo["all"]["speed"][MAPS])
 
 
 def test_what_rows_cost_in_bfloat16_was_measured() -> None:
