@@ -243,7 +243,7 @@ def test_the_demos_with_payments_were_measured() -> None:
         assert state == demo["guard"]["state"]
     text = page("first-steps.md")
     fresh, last = demos["bfloat16"], demos["float32, without bfloat16"]
-    took = "Their set-up took # and # seconds (packages came from a cache of pip), the demo # and #, its start included"
+    took = "set-up took # and # seconds (packages came from a cache of pip), the demo # and #, its start included"
     says(text, took, *(demo[name] for name in ("set_up_seconds", "demo_seconds") for demo in (fresh, last)))
     assert max(fresh["demo_seconds"], last["demo_seconds"]) <= 90, "as the first page says"
     assert not fresh["peers"], "stock is the best exact peer there"
@@ -251,7 +251,7 @@ def test_the_demos_with_payments_were_measured() -> None:
     certified = [demo["parts"]["certified"] for demo in (fresh, last)]
     speeds = [one["speed"][ROWS] for one in certified]
     changed = [100 * one["changed"][ROWS] for one in certified]
-    gained = "rows were # and # times as fast as stock, the best exact peer there, and # and # % of the answers changed"
+    gained = "were # and # times as fast as stock, the best exact peer there, and # and # % of the answers changed"
     says(text, gained, *speeds, *changed)
     peers = demos["bfloat16, peers installed"]["parts"]
     says(text, "In the second one OpenVINO was # times as fast as stock", peers["all"]["speed"][OPENVINO])
