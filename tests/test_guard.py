@@ -437,6 +437,16 @@ class TestGuard:
         guard.compared(Verdict.OWE, own, cover, VECTORS.steps[1], True)
         assert sum(count for name, count in guard.margin.counts().items() if "_changed_" in name) == 1
 
+    def test_requests_count_for_vectors_with_more_rows_only_while_there_are_any(self) -> None:
+        """Before there is a certificate none has more rows computed, so these requests say nothing of its margin."""
+        for guard, counts in ((Guard(0.01, 0.95, seed=0), False), (certified(), True)):
+            guard.compare_vectors()
+            guard.decide([Cover.FULLY])
+            asked = {name: count for name, count in guard.wider.counts().items() if "_asked_" in name}
+            assert asked
+            assert any(asked.values()) == counts
+            assert any(count for name, count in guard.margin.counts().items() if "_asked_" in name)
+
     def test_answers_with_more_rows_computed_have_a_margin_of_their_own(self) -> None:
         guard, own = certified(), gaps(number(1, 2, 3))
         first, wider = guard.margin.least, guard.wider.least

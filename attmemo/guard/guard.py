@@ -195,7 +195,8 @@ class Guard:
         seen = 1.0 if affords or pays else share
         above = owes if affords else seen
         if cover is not Cover.FUTILE:  # such an answer is in none of the margins' counts
-            self.wider.request(seen, above)
+            if not (self.compares_vectors and self.verifies_all):  # else none has more rows computed
+                self.wider.request(seen, above)
             if cover is not Cover.UNSURE:
                 self.margin.request(seen, above)
         if cover is Cover.SAME:
