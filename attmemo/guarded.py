@@ -51,7 +51,7 @@ AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
 MOVES: Final = 0.5
 """Of vectors: an answer counts as changed if more rows move it by this share of the distance, for both may err alike.
-About as many are moved so as differ from the exact answer (docs/guard.md). To ask those exact answers that there are
+Somewhat more are moved so than differ from the exact answer (docs/guard.md). To count by the exact answers that exist
 would count too few: only what more rows moved far is computed exactly."""
 
 
@@ -219,8 +219,8 @@ class Guarded:
 
     @property
     def _verifies_all(self) -> bool:
-        """Whether all vectors from records are computed whole anyway: more rows for some would save nothing, and exact
-        answers say more of the margin."""
+        """Whether all vectors from records are computed whole anyway, as far as the account pays: more rows for some
+        would save nothing, and exact answers say more of the margin."""
         return self.answers.are_vectors and self.guard.verifies_all
 
     def _low(self, answers: Mapping[int, Answer], chosen: Mapping[int, Chosen]) -> list[int]:
