@@ -73,7 +73,7 @@ def test_what_more_rows_do_to_vectors_was_measured() -> None:
         agree(row[1:], [one[name] for name in ("answers", "rows", "changed", "changed with more rows", "moved")])
     assert rows[1][0] == f"**{Rule().near + MORE_NEAR_OF_VECTORS}**"
     before, own = (found[str(near)] for near in (MORE_NEAR_OF_VECTORS - 1, MORE_NEAR_OF_VECTORS))
-    assert before["changed with more rows"] > 2 * own["changed with more rows"], "more than twice as many"
+    assert before["changed with more rows"] >= 2 * own["changed with more rows"], "twice as many"
     (invented,) = set_in("bench_guard.py", r"INVENTED = (\d+)")
     says(TEXT, "The four logs of the embeddings and # invented lines", invented)
 

@@ -31,7 +31,7 @@ verified. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serv
 MORE_NEAR: Final = 2
 """So many more neighbours of a token without a partner are computed, where a class is unsure."""
 MORE_NEAR_OF_VECTORS: Final = 3
-"""The same of vectors. With 2 more, more than twice as many of these answers were changed (docs/guard.md)."""
+"""The same of vectors. With 2 more, twice as many of these answers were changed (docs/guard.md)."""
 MOST_ROWS: Final = 0.9
 """Most of the rows that are computed so: beyond, the sequence is computed whole."""
 
