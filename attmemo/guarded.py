@@ -194,7 +194,7 @@ class Guarded:
         margins = self.sureness.margins(seen, {place: asking.chosen[place] for place in asking.served})
         first = {place: Answer(seen, place, margin) for place, margin in margins.items()}
         low, last = self._low(first, asking.chosen), dict(first)
-        chosen = {} if self._verifies_all else {place: asking.chosen[place] for place in low}
+        chosen = {place: asking.chosen[place] for place in low}
         again, wider = self._wider(forward, inputs, asking.batch, mask, chosen, first)
         if wider:
             output = put(output, again, torch.tensor(list(wider)), asking.batch)
@@ -216,12 +216,6 @@ class Guarded:
             changed = self._differ(last[place], true)
             self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
         return put(output, again, torch.tensor(low), asking.batch)
-
-    @property
-    def _verifies_all(self) -> bool:
-        """Whether all vectors from records are computed whole anyway, as far as the account pays: more rows for some
-        would save nothing, and exact answers say more of the margin."""
-        return self.answers.are_vectors and self.guard.verifies_all
 
     def _low(self, answers: Mapping[int, Answer], chosen: Mapping[int, Chosen]) -> list[int]:
         """Which of these answers from records are below the margin; the guard is told of all."""
@@ -304,7 +298,7 @@ class Guarded:
         found = {place: Answer(reused, number, margins[number]) for number, place in enumerate(places)}
         low = {
             place: one for place, answer in found.items() if (one := asking.chosen[place]).verdict is Verdict.SAMPLE
-            and not self._verifies_all and self.guard.is_low(answer.margin, one.cover)
+            and self.guard.is_low(answer.margin, one.cover)
         }  # fmt: skip
         _, wider = self._wider(forward, inputs, asking.batch, mask, low, found)  # what would have been served
         for place, answer in found.items():

@@ -163,6 +163,8 @@ class Guard:
 
     def may_widen(self, gaps: Gaps, own: float | None, cover: Cover) -> bool:
         """Whether an answer below the margin may be served with more rows computed."""
+        if not self.widens:
+            return False
         if not (cover is Cover.FULLY or self._is_like_fully(cover)) or self.futile_wider.expects(gaps):
             return False
         return own is None or not self.wider.is_hopeless(own, False)
@@ -195,7 +197,7 @@ class Guard:
         seen = 1.0 if affords or pays else share
         above = owes if affords else seen
         if cover is not Cover.FUTILE:  # such an answer is in none of the margins' counts
-            if not (self.compares_vectors and self.verifies_all):  # else none has more rows computed
+            if self.widens:
                 self.wider.request(seen, above)
             if cover is not Cover.UNSURE:
                 self.margin.request(seen, above)
@@ -385,9 +387,19 @@ class Guard:
         return not self.certified and self._patience >= 1.0
 
     @property
-    def verifies_all(self) -> bool:
-        """Whether all answers from records are verified, as far as the account pays: until there is a certificate."""
-        return not (self.certified or self._stands)
+    def widens(self) -> bool:
+        """Whether more rows are computed for any answer. Not for vectors before there is a certificate.
+
+        Until then all are computed whole anyway, as far as the account pays: more rows for some would save nothing,
+        and exact answers say more of the margin.
+        """
+        return not self.compares_vectors or self.stands
+
+    @property
+    def stands(self) -> bool:
+        """Whether there is a certificate. Where more is served than before, more samples are needed; meanwhile the
+        account may afford all the same."""
+        return self.certified or self._stands
 
     @property
     def certified(self) -> bool:
@@ -400,9 +412,7 @@ class Guard:
         """Where the guard stands now."""
         with self._lock:
             c = self.certificate.counts
-            # Where more is served than before, more samples are needed. Meanwhile the account may afford all the same.
-            certified = self.certified or self._stands
-            name = "certified" if certified else "alarm" if self._alarmed else "learning"
+            name = "certified" if self.stands else "alarm" if self._alarmed else "learning"
             highest = self.certificate.cost / c.requests if c.requests else 0.0
             return State(
                 name, highest, c.copy(), self.margin.least, len(self.verified),
