@@ -14,8 +14,14 @@ from torch import nn
 from attmemo.adapters import Site
 from attmemo.engine import Engine, is_exporting
 from attmemo.guarded import Guarded
+from attmemo.reuse.stack import Stack, matters
 
 _LOG = logging.getLogger("attmemo")
+
+_FOR_FIRST_ROWS = frozenset({
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "return_dict",
+})  # fmt: skip
+"""Arguments with which a head reads the rows that it reads without them."""
 
 
 class Hook(ABC):
@@ -101,6 +107,42 @@ class AnswerHook(Hook):
         if not self.active or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         return self._guarded(self.__wrapped__, self._names, args, kwargs, self._engine.counters)
+
+
+class HeadHook(Hook):
+    """Asks for first rows alone while a model runs whose head reads nothing else of what its blocks give.
+
+    All rows are computed where more may be seen: a hook of torch, a `forward` around a part of the model, an argument
+    that is not known, a compiled model.
+    """
+
+    def __init__(self, owner: object, model: nn.Module, stack: Stack, own: Sequence[Hook]) -> None:
+        super().__init__(owner, model)
+        self._names, self._thread = tuple(inspect.signature(self.__wrapped__).parameters), stack.thread
+        modules = stack.blocks.modules
+        inside = {id(child) for module in modules for child in module.modules()} - set(map(id, modules))
+        outside = [module for module in model.modules() if module is not model and id(module) not in inside]
+        self._hooks = [hooks for one in outside for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+        known = {id(hook.module): hook for hook in own}
+        self._forwards = [(one.__dict__, known.get(id(one))) for one in outside]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or torch.compiler.is_compiling() or self._is_seen(args, kwargs):
+            return self.__wrapped__(*args, **kwargs)
+        before, self._thread.first = self._thread.first, True
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            self._thread.first = before
+
+    def _is_seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether something may see more than the head."""
+        if len(args) > len(self._names) or not _FOR_FIRST_ROWS.issuperset((*self._names[: len(args)], *kwargs)):
+            return True
+        if any(self._hooks) and any(matters(hook) for hooks in self._hooks for hook in hooks.values()):
+            return True
+        return any(members.get("forward") is not hook for members, hook in self._forwards)
 
 
 class LayerHook(Hook):

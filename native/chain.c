@@ -42,7 +42,17 @@ typedef struct {
 typedef struct {
     size_t first, rows;
     char *to, *last; /* last: where the result goes, or NULL */
+    size_t place;    /* where the result of these rows begins */
 } Copy;
+
+/* The rows of which a result is asked for, if it is not all: only they go through the last block's later layers. */
+typedef struct {
+    const int64_t *rows;
+    size_t count;
+    char *hidden, *queries; /* where what the last block reads of them goes */
+    bool apart;             /* Q is projected for them alone; of other rows K and V lie side by side then */
+    const RowCall *call;    /* attends with these queries; NULL: all rows are asked for */
+} Asked;
 
 /* Where the rows of one call lie, without gaps. */
 typedef struct {
@@ -51,12 +61,13 @@ typedef struct {
     char *projected, *context, *mixed, *middle, *after; /* middle: NULL if it does not leave the processor */
     const Copy *copies;
     size_t copied; /* how many */
+    Asked asked;
 } Ways;
 
 /* K and V of one block on their way. */
 typedef struct {
     const Ways *ways;
-    size_t block, size; /* size: bytes of a row of K */
+    size_t block, size, planes; /* size: bytes of a row of K; planes: Q, K and V, or K and V */
     atomic_size_t next; /* K and V of each copy are two tasks */
 } Copying;
 
@@ -195,7 +206,8 @@ static void copy_block(void *given)
     while ((task = atomic_fetch_add(&job->next, 1)) < 2 * job->ways->copied) {
         const Copy *copy = &job->ways->copies[task / 2];
         copy_away(copy->to + (2 * job->block + task % 2) * copy->rows * size,
-                  job->ways->projected + (3 * copy->first + 1 + task % 2) * size, copy->rows, size, 3 * size);
+                  job->ways->projected + (job->planes * copy->first + job->planes - 2 + task % 2) * size, copy->rows,
+                  size, job->planes * size);
     }
 }
 
@@ -204,24 +216,71 @@ static void copy_result(const Ways *ways, size_t size)
     for (size_t i = 0; i < ways->copied; i++) {
         const Copy *copy = &ways->copies[i];
         if (copy->last)
-            copy_away(copy->last, ways->after + copy->first * size, copy->rows, size, size);
+            copy_away(copy->last, ways->after + copy->place * size, copy->rows, size, size);
     }
 }
 
-static bool run_block(const Chain *chain, size_t block, const Ways *ways, const RowCall *call)
+/* The rows that are asked for, of `size` bytes, one behind the other; from: bytes `line` apart. */
+static void gather(const Asked *asked, char *to, const char *from, size_t size, size_t line)
+{
+    for (size_t i = 0; i < asked->count; i++)
+        memcpy(to + i * size, from + (size_t)asked->rows[i] * line, size);
+}
+
+/* Some columns of a layer, from the first one of a panel on. */
+static Product columns_of(Product product, enum arithmetic arithmetic, size_t first, size_t count)
+{
+    product.weights += first / PANEL * product.panel_bytes;
+    product.bias += first;
+    if (arithmetic == CODES) {
+        product.scales += first;
+        product.sums += first;
+    }
+    product.outputs = count;
+    return product;
+}
+
+/* Q, K and V of a block, or only K and V, and copies of K and V. False: there is no memory. */
+static bool project(const Chain *chain, size_t block, const Ways *ways, bool apart)
+{
+    Product product = ready(chain, block, QKV, ways, ways->hidden, NULL, ways->projected);
+    const size_t size = product.outputs / 3;
+    product.line = ways->line;
+    if (apart)
+        product = columns_of(product, chain->kernel->arithmetic, size, 2 * size);
+    if (!linear->compute(chain->kernel, &product, NULL, ways->threads))
+        return false;
+    if (ways->copied) {
+        Copying job = {.ways = ways, .block = block, .size = size * chain->item, .planes = apart ? 2 : 3};
+        linear->share(copy_block, &job, ways->threads);
+    }
+    return true;
+}
+
+/* Hidden states and Q of the rows that are asked for. False: there is no memory. */
+static bool project_asked(const Chain *chain, size_t block, const Ways *ways)
+{
+    const Asked *asked = &ways->asked;
+    Product query = ready(chain, block, QKV, ways, asked->hidden, NULL, asked->queries);
+    const size_t size = query.outputs / 3;
+    gather(asked, asked->hidden, ways->hidden, query.line, ways->line);
+    if (!asked->apart) {
+        gather(asked, asked->queries, ways->projected, size * chain->item, 3 * size * chain->item);
+        return true;
+    }
+    query = columns_of(query, chain->kernel->arithmetic, 0, size);
+    query.rows = asked->count;
+    return linear->compute(chain->kernel, &query, NULL, ways->threads);
+}
+
+/* What follows in a block: attention and the other layers. False: there is no memory. */
+static bool finish(const Chain *chain, size_t block, const Ways *ways, const RowCall *call)
 {
     const LinearKernel *kernel = chain->kernel;
-    Product qkv = ready(chain, block, QKV, ways, ways->hidden, NULL, ways->projected);
     Product out = ready(chain, block, OUT, ways, ways->context, ways->hidden, ways->mixed);
     Product up = ready(chain, block, UP, ways, ways->mixed, NULL, ways->middle);
     Product down = ready(chain, block, DOWN, ways, ways->middle, ways->mixed, ways->after);
-    qkv.line = out.add_line = ways->line;
-    if (!linear->compute(kernel, &qkv, NULL, ways->threads))
-        return false;
-    if (ways->copied) {
-        Copying job = {.ways = ways, .block = block, .size = out.inputs * chain->item};
-        linear->share(copy_block, &job, ways->threads);
-    }
+    out.add_line = ways->line;
     if (!attention->run(call) || !linear->compute(kernel, &out, NULL, ways->threads))
         return false;
     if (!ways->middle)
@@ -232,52 +291,106 @@ static bool run_block(const Chain *chain, size_t block, const Ways *ways, const 
 /* False: there is no memory. */
 static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, bool shared)
 {
+    const size_t line = chain->links[0].layers[QKV].inputs * chain->item;
     for (size_t i = 0; i < chain->count; i++) {
-        if (!run_block(chain, i, &ways, calls[shared ? 0 : i]))
+        const RowCall *call = calls[shared ? 0 : i];
+        const bool ends = ways.asked.call && i + 1 == chain->count;
+        if (!project(chain, i, &ways, ends && ways.asked.apart))
+            return false;
+        if (ends) {
+            if (!project_asked(chain, i, &ways))
+                return false;
+            ways.hidden = ways.asked.hidden;
+            ways.line = line;
+            ways.rows = ways.asked.count;
+            call = ways.asked.call;
+        }
+        if (!finish(chain, i, &ways, call))
             return false;
         ways.hidden = ways.after;
-        ways.line = chain->links[0].layers[QKV].inputs * chain->item;
+        ways.line = line;
     }
-    copy_result(&ways, ways.line);
+    copy_result(&ways, line);
     return true;
 }
 
-/* Reads (first row, rows, address, address of the result or 0). False, with an error set: they are not of the call. */
-static bool read_copy(PyObject *given, Py_ssize_t rows, Copy *copy)
+/* Whether `count` rows from `first` on are among so many; an error is set if not. */
+static bool are_among(Py_ssize_t first, Py_ssize_t count, Py_ssize_t rows)
 {
-    Py_ssize_t first, count;
+    if (first >= 0 && count >= 0 && first <= rows - count)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "rows to copy are not among those of the call");
+    return false;
+}
+
+/* Reads (first row, rows, address, address of the result or 0, first row of the result). False, with an error set: they
+ * are not of the call. */
+static bool read_copy(PyObject *given, Py_ssize_t rows, Py_ssize_t asked, Copy *copy)
+{
+    Py_ssize_t first, count, place;
     unsigned long long to, last;
-    if (!PyArg_ParseTuple(given, "nnKK:run", &first, &count, &to, &last))
+    if (!PyArg_ParseTuple(given, "nnKKn:run", &first, &count, &to, &last, &place) || !are_among(first, count, rows) ||
+        (last && !are_among(place, count, asked)))
         return false;
-    if (first < 0 || count < 0 || first > rows - count) {
-        PyErr_SetString(PyExc_ValueError, "rows to copy are not among those of the call");
-        return false;
-    }
     *copy = (Copy){.first = (size_t)first,
                    .rows = (size_t)count,
                    .to = (char *)(uintptr_t)to,
-                   .last = (char *)(uintptr_t)last};
+                   .last = (char *)(uintptr_t)last,
+                   .place = (size_t)place};
     return true;
 }
 
+/* Reads (rows, address, address, apart, arguments of `attend`) into `asked` and its call, or None. False, with an error
+ * set: they are not of the call, which has so many rows. The rows are held by `buffer`. */
+static bool read_asked(const Chain *chain, PyObject *given, Py_ssize_t rows, Asked *asked, RowCall **call,
+                       Py_buffer *buffer)
+{
+    unsigned long long hidden, queries;
+    int apart;
+    PyObject *arguments;
+    if (given == Py_None)
+        return true;
+    if (!PyArg_ParseTuple(given, "y*KKpO:run", buffer, &hidden, &queries, &apart, &arguments))
+        return false;
+    const int64_t *numbers = buffer->buf;
+    const size_t count = (size_t)buffer->len / sizeof *numbers;
+    bool fine = (size_t)buffer->len % sizeof *numbers == 0 && (uintptr_t)numbers % sizeof *numbers == 0;
+    for (size_t i = 0; fine && i < count; i++)
+        fine = numbers[i] >= 0 && numbers[i] < rows;
+    if (!fine) {
+        PyErr_SetString(PyExc_ValueError, "rows that are asked for are int64, and among those of the call");
+        return false;
+    }
+    if (apart && chain->links[chain->count - 1].layers[OUT].inputs % PANEL) {
+        PyErr_SetString(PyExc_ValueError, "Q ends within a panel");
+        return false;
+    }
+    *asked = (Asked){numbers, count, (char *)(uintptr_t)hidden, (char *)(uintptr_t)queries, apart, NULL};
+    asked->call = *call = attention->read(arguments);
+    return *call != NULL;
+}
+
 PyDoc_STRVAR(run_doc,
-             "run($module, chain, hidden, projected, calls, copies, ways, threads, /)\n--\n\n"
+             "run($module, chain, hidden, projected, calls, asked, copies, ways, threads, /)\n--\n\n"
              "All blocks of a chain on some rows. hidden: (address, bytes from a row to the next, rows). projected:\n"
              "where Q, K and V of a block go. calls: of each block, or one for all, arguments of\n"
-             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. copies: of some\n"
-             "rows (first, how many, address, address or 0): to the first address go K and V of each block, K of all\n"
-             "rows first, to the second the result. ways: addresses of what attention gives, of what the layer behind\n"
+             "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. asked: None, or of\n"
+             "the rows that the result has (int64 numbers, where their hidden states and queries of the last block go,\n"
+             "whether the last block projects Q for them alone, so that of all rows K and V lie side by side, arguments\n"
+             "of `attend` for these queries); the last of calls is not used then. copies: of some rows\n"
+             "(first, how many, address, address or 0, first row of the result): to the first address go K and V of\n"
+             "each block, K of all rows first, to the second the result. ways: addresses of what attention gives, of what the layer behind\n"
              "it gives, of what lies between the feed-forward layers (0: they are one call), of the result. The caller\n"
              "vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *given, *kept;
+    PyObject *capsule, *given, *wanted, *kept;
     unsigned long long hidden, projected, context, mixed, middle, after;
     Py_ssize_t line, rows, threads;
-    if (!PyArg_ParseTuple(args, "O(Knn)KO!O!(KKKK)n:run", &capsule, &hidden, &line, &rows, &projected, &PyTuple_Type,
-                          &given, &PyTuple_Type, &kept, &context, &mixed, &middle, &after, &threads))
+    if (!PyArg_ParseTuple(args, "O(Knn)KO!OO!(KKKK)n:run", &capsule, &hidden, &line, &rows, &projected, &PyTuple_Type,
+                          &given, &wanted, &PyTuple_Type, &kept, &context, &mixed, &middle, &after, &threads))
         return NULL;
     Chain *chain = PyCapsule_GetPointer(capsule, CHAIN);
     if (!chain)
@@ -289,11 +402,16 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
     }
     RowCall **calls = calloc(count, sizeof *calls);
     Copy *copies = calloc(copied + 1, sizeof *copies);
+    Asked asked = {0};
+    RowCall *asking = NULL;
+    Py_buffer numbers = {0};
     bool fine = calls && copies, done = false;
     if (!fine)
         PyErr_NoMemory();
+    fine = fine && read_asked(chain, wanted, rows, &asked, &asking, &numbers);
     for (size_t i = 0; fine && i < copied; i++)
-        fine = read_copy(PyTuple_GET_ITEM(kept, (Py_ssize_t)i), rows, &copies[i]);
+        fine = read_copy(PyTuple_GET_ITEM(kept, (Py_ssize_t)i), rows, asked.call ? (Py_ssize_t)asked.count : rows,
+                         &copies[i]);
     for (size_t i = 0; fine && i < count; i++)
         fine = (calls[i] = attention->read(PyTuple_GET_ITEM(given, (Py_ssize_t)i))) != NULL;
     if (fine) {
@@ -307,7 +425,8 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
                      .middle = (char *)(uintptr_t)middle,
                      .after = (char *)(uintptr_t)after,
                      .copies = copies,
-                     .copied = copied};
+                     .copied = copied,
+                     .asked = asked};
         Py_BEGIN_ALLOW_THREADS
         done = run_blocks(chain, ways, calls, count == 1);
         Py_END_ALLOW_THREADS
@@ -317,6 +436,9 @@ static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
     for (size_t i = 0; calls && i < count; i++)
         if (calls[i])
             attention->release(calls[i]);
+    if (asking)
+        attention->release(asking);
+    PyBuffer_Release(&numbers);
     free(calls);
     free(copies);
     if (!done)

@@ -59,7 +59,8 @@ typedef struct {
 typedef struct Job {
     Attention attention;
     Rows rows[2], query, output; /* rows: fresh keys and values */
-    const int64_t *starts, *key_starts;
+    const int64_t *starts, *key_starts; /* fresh rows and keys of each sequence */
+    const int64_t *asked;               /* queries of each sequence: those of all fresh rows, or some of them */
     const int32_t *positions, *sources; /* or NULL */
     size_t batch, heads, most;          /* most: keys of a sequence */
 
@@ -151,6 +152,11 @@ static void locate_block(const Task *task, size_t at, bool spreads, Block *block
 
 static size_t queries_of(const Job *job, size_t sequence)
 {
+    return (size_t)(job->asked[sequence + 1] - job->asked[sequence]);
+}
+
+static size_t fresh_of(const Job *job, size_t sequence)
+{
     return (size_t)(job->starts[sequence + 1] - job->starts[sequence]);
 }
 
@@ -161,7 +167,7 @@ static size_t keys_of(const Job *job, size_t sequence)
 
 static size_t position_of(const Job *job, size_t sequence, size_t i)
 {
-    return job->positions ? (size_t)job->positions[(size_t)job->starts[sequence] + i] : i;
+    return job->positions ? (size_t)job->positions[(size_t)job->asked[sequence] + i] : i;
 }
 
 /* Chooses the tile and counts the tasks: large tiles read keys less often, many tasks are shared better. */
@@ -234,7 +240,7 @@ static void attend_task(const Job *job, size_t number, char *scratch)
                    .ring = scratch + job->kernel_bytes + job->query_bytes + job->row_bytes};
     Task *task = &own.task;
     for (size_t r = 0; r < task->count; r++) {
-        const size_t row = (size_t)job->starts[low] + first + r, position = position_of(job, low, first + r);
+        const size_t row = (size_t)job->asked[low] + first + r, position = position_of(job, low, first + r);
         queries[r] = (Query){.query = job->query.data + (ptrdiff_t)row * job->query.line + head * bytes,
                              .output = job->output.data + (ptrdiff_t)row * job->output.line + head * bytes,
                              .reach = keys,
@@ -321,20 +327,26 @@ static bool holds(const Py_buffer *buffer, size_t count, size_t size)
     return (size_t)buffer->len == count * size && (uintptr_t)buffer->buf % size == 0;
 }
 
+#define ANOTHER "a source is a fresh row of another place or sequence"
+
 /* What is wrong with the keys of sequence b, or NULL. */
 static const char *find_wrong_key(const Job *job, size_t b)
 {
     const int64_t first = job->starts[b], last = job->starts[b + 1], keys = job->key_starts[b + 1] - job->key_starts[b];
     const int32_t *sources = job->sources + job->key_starts[b];
+    const bool every = job->asked == job->starts;
     int64_t fresh = 0;
-    for (int64_t i = first; i < last; i++)
+    for (int64_t i = first; every && i < last; i++)
         if (sources[position_of(job, b, (size_t)(i - first))] != i)
             return "a fresh row is not the source of the key at its position";
     for (int64_t k = 0; k < keys; k++) {
         const int64_t source = sources[k], row = -1 - source;
-        fresh += source >= 0;
-        if (source >= 0)
+        if (source >= 0) {
+            if (!every && source != first + fresh)
+                return ANOTHER;
+            fresh++;
             continue;
+        }
         if (!job->stored[KEY] || !job->stored[KEY][b] || !job->stored[VALUE][b])
             return "a source is a row of a record, and the sequence has none";
         if (row >= job->stored_rows[b])
@@ -342,22 +354,24 @@ static const char *find_wrong_key(const Job *job, size_t b)
         if (job->cosine && (row - k >= (int64_t)job->turn_span || k - row >= (int64_t)job->turn_span))
             return "a key moved farther than there are turns";
     }
-    return fresh == last - first ? NULL : "a source is a fresh row of another place or sequence";
+    return fresh == last - first ? NULL : ANOTHER;
 }
 
 /* What is wrong with the layout, or NULL: then no row outside those that the arguments name will be touched. */
-static const char *find_fault(Job *job, size_t rows, size_t keys)
+static const char *find_fault(Job *job, size_t queries, size_t fresh, size_t keys)
 {
-    if (job->starts[0] != 0 || job->key_starts[0] != 0)
+    if (job->starts[0] != 0 || job->key_starts[0] != 0 || job->asked[0] != 0)
         return "starts and key_starts must begin with 0";
     for (size_t b = 0; b < job->batch; b++) {
-        if (job->starts[b] > job->starts[b + 1] || job->key_starts[b] > job->key_starts[b + 1])
+        if (job->starts[b] > job->starts[b + 1] || job->key_starts[b] > job->key_starts[b + 1] ||
+            job->asked[b] > job->asked[b + 1])
             return "starts and key_starts must not decrease";
-        if ((uint64_t)job->starts[b + 1] > rows || (uint64_t)job->key_starts[b + 1] > keys)
+        if ((uint64_t)job->starts[b + 1] > fresh || (uint64_t)job->key_starts[b + 1] > keys ||
+            (uint64_t)job->asked[b + 1] > queries)
             return "starts or key_starts are larger than what there is";
         job->most = keys_of(job, b) > job->most ? keys_of(job, b) : job->most;
     }
-    if ((uint64_t)job->starts[job->batch] != rows)
+    if ((uint64_t)job->starts[job->batch] != fresh || (uint64_t)job->asked[job->batch] != queries)
         return "starts must end with the number of rows";
     if ((uint64_t)job->key_starts[job->batch] != keys)
         return "key_starts must end with the number of sources";
@@ -369,10 +383,11 @@ static const char *find_fault(Job *job, size_t rows, size_t keys)
                 return "a record of codes has no scales";
     for (size_t b = 0; b < job->batch; b++) {
         const int64_t length = (int64_t)keys_of(job, b);
-        if ((!job->positions || !job->sources) && queries_of(job, b) != keys_of(job, b))
+        if ((!job->sources && fresh_of(job, b) != keys_of(job, b)) ||
+            (!job->positions && queries > 0 && queries_of(job, b) != keys_of(job, b)))
             return "without positions and sources every key is a fresh row";
         int64_t before = -1;
-        for (int64_t i = job->starts[b]; job->positions && i < job->starts[b + 1]; i++) {
+        for (int64_t i = job->asked[b]; job->positions && i < job->asked[b + 1]; i++) {
             if (job->positions[i] <= before || job->positions[i] >= length)
                 return "positions must increase within a sequence and stay below its keys";
             before = job->positions[i];
@@ -399,13 +414,14 @@ PyDoc_STRVAR(
     "Attend over packed sequences. Called by attmemo.kernels.row_attention, which has made sure that the addresses are\n"
     "those of living tensors with these sizes. Types are 0 float32, 1 float16, 2 bfloat16; lines are in bytes; address 0\n"
     "and an empty buffer stand for none.\n\n"
-    "tensors: queries, keys, values, output, each (address, line). sizes: (type, rows, keys, heads, width). layout:\n"
-    "(starts, key_starts, positions, sources). stored: (keys, values, rows, key_scales, value_scales, type, bits, line,\n"
-    "line of scales). turn: (cos, sin, span, half), addresses. table: (address, span, line in numbers, window). distances:\n"
-    "(keys, line, queries, line, rows, buckets, span). flags: (scale, threads, isa).\n\n"
+    "tensors: queries, keys, values, output, each (address, line). sizes: (type, queries, fresh rows, keys, heads,\n"
+    "width). layout: (starts, key_starts, positions, sources, asked). stored: (keys, values, rows, key_scales,\n"
+    "value_scales, type, bits, line, line of scales). turn: (cos, sin, span, half), addresses. table: (address, span,\n"
+    "line in numbers, window). distances: (keys, line, queries, line, rows, buckets, span). flags: (scale, threads,\n"
+    "isa).\n\n"
     "Raises ValueError before anything is written, or MemoryError.");
 
-enum { STARTS, KEY_STARTS, POSITIONS, SOURCES, KEYS, VALUES, COUNTS, KEY_SCALES, VALUE_SCALES, BUCKETS, BUFFERS };
+enum { STARTS, KEY_STARTS, POSITIONS, SOURCES, ASKED, KEYS, VALUES, COUNTS, KEY_SCALES, VALUE_SCALES, BUCKETS, BUFFERS };
 
 struct RowCall {
     Job job;
@@ -429,17 +445,17 @@ static RowCall *read_call(PyObject *args)
         return (RowCall *)PyErr_NoMemory();
     Py_buffer *at = call->at;
     unsigned long long data[4], cosine, sine, table, distance_keys, distance_queries;
-    Py_ssize_t line[4], rows, keys, heads, width, stored_line, scale_line, turn_span, half, table_span, table_line;
+    Py_ssize_t line[4], rows, fresh, keys, heads, width, stored_line, scale_line, turn_span, half, table_span, table_line;
     Py_ssize_t window, key_line, query_line, distance_rows, distance_span, threads;
     int type, stored_type, bits;
     float scale;
     const char *isa;
     if (!PyArg_ParseTuple(args,
-                          "((Kn)(Kn)(Kn)(Kn))(innnn)(y*y*y*y*)(y*y*y*y*y*iinn)(KKnn)(Knnn)(KnKnny*n)(fns):attend",
+                          "((Kn)(Kn)(Kn)(Kn))(innnnn)(y*y*y*y*y*)(y*y*y*y*y*iinn)(KKnn)(Knnn)(KnKnny*n)(fns):attend",
                           &data[0], &line[0], &data[1], &line[1], &data[2], &line[2], &data[3], &line[3], &type, &rows,
-                          &keys, &heads, &width, &at[STARTS], &at[KEY_STARTS], &at[POSITIONS], &at[SOURCES], &at[KEYS],
-                          &at[VALUES], &at[COUNTS], &at[KEY_SCALES], &at[VALUE_SCALES], &stored_type, &bits,
-                          &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table, &table_span,
+                          &fresh, &keys, &heads, &width, &at[STARTS], &at[KEY_STARTS], &at[POSITIONS], &at[SOURCES],
+                          &at[ASKED], &at[KEYS], &at[VALUES], &at[COUNTS], &at[KEY_SCALES], &at[VALUE_SCALES],
+                          &stored_type, &bits, &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table, &table_span,
                           &table_line, &window, &distance_keys, &key_line, &distance_queries, &query_line,
                           &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa)) {
         free(call); /* what was held is given back already */
@@ -453,8 +469,8 @@ static RowCall *read_call(PyObject *args)
     if (is_fine(kernel != NULL, "this processor has no such instruction set") &&
         is_fine(type >= 0 && type < TYPES && stored_type >= 0 && stored_type < TYPES && (bits == 0 || bits == 8),
                 "there is no such type") &&
-        is_fine(heads > 0 && heads < MOST && width > 0 && width < MOST && rows >= 0 && rows < INT32_MAX && keys >= 0 &&
-                    threads > 0 && window >= 0 && turn_span >= 0 && half >= 0 && 2 * half <= width &&
+        is_fine(heads > 0 && heads < MOST && width > 0 && width < MOST && rows >= 0 && rows < INT32_MAX &&
+                    fresh >= 0 && fresh < INT32_MAX && keys >= 0 && threads > 0 && window >= 0 && turn_span >= 0 && half >= 0 && 2 * half <= width &&
                     table_span >= 0 && table_span < MOST && table_line >= 0 && stored_line >= 0 && scale_line >= 0 &&
                     distance_rows >= 0 && distance_rows < INT32_MAX && distance_span >= 0 && distance_span < MOST,
                 "a size is out of range")) {
@@ -462,6 +478,7 @@ static RowCall *read_call(PyObject *args)
         done =
             is_fine(at[STARTS].len >= 8 && holds(&at[STARTS], batch + 1, 8) && holds(&at[KEY_STARTS], batch + 1, 8),
                     "starts and key_starts are int64 [B + 1]") &&
+            is_fine(at[ASKED].len == 0 || holds(&at[ASKED], batch + 1, 8), "asked is int64 [B + 1]") &&
             is_fine(at[POSITIONS].len == 0 || holds(&at[POSITIONS], (size_t)rows, 4), "positions are int32 [N]") &&
             is_fine(at[SOURCES].len == 0 || holds(&at[SOURCES], (size_t)keys, 4),
                     "sources are int32 [key_starts[-1]]") &&
@@ -500,6 +517,7 @@ static RowCall *read_call(PyObject *args)
                    .output = {(char *)(uintptr_t)data[3], line[3]},
                    .starts = at[STARTS].buf,
                    .key_starts = at[KEY_STARTS].buf,
+                   .asked = at[ASKED].len ? at[ASKED].buf : at[STARTS].buf,
                    .positions = at[POSITIONS].len ? at[POSITIONS].buf : NULL,
                    .sources = at[SOURCES].len ? at[SOURCES].buf : NULL,
                    .batch = batch,
@@ -526,7 +544,7 @@ static RowCall *read_call(PyObject *args)
                    .window = (size_t)window,
                    .distances = distances,
                    .kernel = kernel};
-        const char *fault = done ? find_fault(&call->job, (size_t)rows, (size_t)keys) : NULL;
+        const char *fault = done ? find_fault(&call->job, (size_t)rows, (size_t)fresh, (size_t)keys) : NULL;
         done = done && is_fine(!fault, fault);
         for (size_t head = 0; done && distances && head < (size_t)heads; head++)
             distances[head].reach = call->job.most; /* those that can occur */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,9 @@ def links(kind: Any, dtype: torch.dtype, count: int = 3) -> list[Link]:
     ]  # fmt: skip
 
 
-def plain(blocks: list[Link], hidden: Tensor, layout: Layout, keep: Any = None, **asked: Any) -> Tensor:
+def plain(
+    blocks: list[Link], hidden: Tensor, layout: Layout, keep: Any = None, rows: Any = None, **asked: Any
+) -> Tensor:
     """The oracle: a call for each layer."""
     size = HEADS * WIDTH
     for number, link in enumerate(blocks):
@@ -66,6 +69,8 @@ def plain(blocks: list[Link], hidden: Tensor, layout: Layout, keep: Any = None, 
         queries, keys, values = link.qkv(hidden).split(size, 1)
         if keep is not None:
             keep(number, keys, values)
+        if rows is not None and link is blocks[-1]:
+            queries, hidden, layout = queries[rows], hidden[rows], layout.asking(rows)
         context = attend(queries, keys, values, HEADS, layout, **own)
         mixed = link.out(context, hidden, link.norm)
         hidden = link.down(link.up(mixed), mixed, link.last_norm)
@@ -146,6 +151,47 @@ def test_each_block_gets_its_own_records_distances_and_table(kind: type[Panels],
 
 
 @kinds
+@pytest.mark.parametrize("rows", [(0, 5, 6), (0, 1, 2, 3, 4, 6), ()])
+@pytest.mark.parametrize("width", [8, 64])
+def test_of_some_rows_only_the_result_is_computed(
+    kind: type[Panels], dtype: torch.dtype, rows: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V of all rows are computed in every block, and copied. With the larger width Q is whole panels."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
+    blocks, layout, size = links(kind, dtype), layout_of(5, 1, 9), HEADS * WIDTH
+    hidden, asked = numbers(77, 15, HIDDEN, dtype=dtype), np.array(rows, np.int64)
+    shapes: Any = [((3, 2), 5, size), ((), 5, HIDDEN)]
+    kept, expected_kept = (
+        Copy(0, 5, *(torch.zeros(*some, n, wide, dtype=dtype) for some, n, wide in shapes[: 1 + (len(rows) == 6)]))
+        for _ in range(2)
+    )
+    found = Chain(blocks, HEADS, WIDTH)(hidden, layout, scale=0.3, keep=Copies([kept]), asked=asked)
+    expected = plain(blocks, hidden, layout, Copies([expected_kept]), asked, scale=0.3)
+    assert found.shape == (len(rows), HIDDEN)
+    assert torch.equal(found, expected)
+    assert torch.equal(kept.rows, expected_kept.rows)
+    if kept.last is not None:
+        assert torch.equal(kept.last, found[:5])
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, plain(blocks, hidden, layout, scale=0.3)[asked], rtol=near, atol=near)
+
+
+def test_a_result_that_is_not_asked_for_cannot_be_copied() -> None:
+    chain, size = Chain(links(Linear32, torch.float32), HEADS, WIDTH), HEADS * WIDTH
+    hidden, copy = numbers(7, 6, HIDDEN), Copy(1, 4, torch.empty(3, 2, 3, size), torch.empty(3, HIDDEN))
+    for rows in ((0, 1, 2), (1, 2), (2, 3, 4), ()):
+        with pytest.raises(ValueError, match="not all of the rows 1 to 3"):
+            chain(hidden, layout_of(6), scale=0.3, keep=Copies([copy]), asked=np.array(rows, np.int64))
+    for wrong in (np.array([0, 6]), np.array([-1])):
+        with pytest.raises((ValueError, IndexError)):
+            chain(hidden, layout_of(6), scale=0.3, asked=wrong)
+    with pytest.raises(ValueError, match="asked for"):
+        _chain.run(chain._native, (0, 0, 6), 0, (0,), (np.array([6]), 0, 0, False, ()), (), (0, 0, 0, 0), 1)
+    with pytest.raises(ValueError, match="within a panel"):
+        _chain.run(chain._native, (0, 0, 6), 0, (0,), (np.array([5]), 0, 0, True, ()), (), (0, 0, 0, 0), 1)
+
+
+@kinds
 def test_rows_may_lie_apart_and_none_is_fine(kind: type[Panels], dtype: torch.dtype) -> None:
     chain, layout = Chain(links(kind, dtype), HEADS, WIDTH), layout_of(4, 2)
     hidden = numbers(7, 6, 2 * HIDDEN, dtype=dtype)
@@ -184,7 +230,7 @@ def test_calls_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         chain(hidden, layout_of(6), scale=0.3, threads=0)
     for calls in ((), (0, 0)):
         with pytest.raises(ValueError, match="out of range"):
-            _chain.run(chain._native, (0, 0, 0), 0, calls, (), (0, 0, 0, 0), 1)
+            _chain.run(chain._native, (0, 0, 0), 0, calls, None, (), (0, 0, 0, 0), 1)
     for shape, dtype in (((2, 2, 6, size), None), ((3, 2, 6, size + 1), None), ((3, 2, 6, size), torch.half)):
         with pytest.raises(ValueError, match="copies are"):
             chain(hidden, layout_of(6), scale=0.3, keep=Copies([Copy(0, 6, torch.empty(shape, dtype=dtype))]))

@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "sureness": {"guard", "planner", "reuse"},
     "guarded": {"counters", "guard", "planner", "reuse", "debts", "idle", "sureness"},
     "engine": {"plan", "planner", "counters", "watch", "reuse", "adapters", "embed", "db"},
-    "hooks": {"engine", "adapters", "guarded"},
+    "hooks": {"engine", "adapters", "guarded", "reuse"},
     "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels", "guard"},
     "handles": {"engine", "hooks", "planner", "selfchecks", "watch", "reuse", "adapters", "embed", "db", "mmap",
                 "perfmodel", "kernels", "guard", "guarded", "sureness"},

@@ -401,6 +401,25 @@ def test_records_are_only_read_and_nothing_behind_an_end_is_touched(
         assert run_child(run).result
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("fresh", [0.5, 1.0])
+def test_some_queries_get_what_all_queries_get(isa: str, dtype: torch.dtype, extra: str, fresh: float) -> None:
+    """Of a sequence its first fresh row is asked for, some in the middle, all, or none."""
+    if fresh == 1 and extra not in BIASED:
+        pytest.skip("nothing is turned without a record")
+    batch = Batch(LENGTHS, 2, 32, dtype, fresh, torch.float32)
+    call = batch.make() | extras(extra, batch)
+    starts = call["layout"].starts
+    spans = [(0, 1), (0, 0), (1, 4), (0, 1), (0, 1), (0, 40), (5, 20), (0, 1), (0, 1), (0, 7)]
+    parts = zip(spans, starts[:-1], starts[1:], strict=True)
+    rows = np.concatenate([np.arange(start, end)[first:stop] for (first, stop), start, end in parts])
+    some = call | {"queries": call["queries"][rows], "layout": call["layout"].asking(rows)}
+    assert error(attend(**some, isa=isa), expect(call)[rows]) <= TOLERANCE[dtype]
+    torch.testing.assert_close(expect(some), expect(call)[rows], rtol=1e-9, atol=1e-9)
+
+
 def change(call: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """The call with fields of its layout or records replaced."""
     changed = dict(call)
@@ -408,6 +427,14 @@ def change(call: dict[str, Any], **parts: Any) -> dict[str, Any]:
         whole, _, part = name.partition("_of_")
         changed[part] = replace(changed[part], **{whole: value})
     return changed
+
+
+def swapped(call: dict[str, Any]) -> dict[str, Any]:
+    """Two fresh rows have changed places, and a few are asked for."""
+    layout = call["layout"].asking(np.array([0, 12], np.int64))
+    sources, places = layout.sources.copy(), call["layout"].positions[:2]
+    sources[places] = sources[places[::-1]]
+    return call | {"queries": call["queries"][:2], "layout": replace(layout, sources=sources)}
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
@@ -442,6 +469,12 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         ("fresh row", change(call, sources_of_layout=put(layout.sources, record, 1000))),
         ("beyond", change(call, sources_of_layout=put(layout.sources, record, -24))),
         ("beyond", change(call, sources_of_layout=put(layout.sources, record, -(2**31)))),
+        ("rows", change(call, asked_of_layout=np.array([0, 10, 24]))),
+        ("larger", change(call, asked_of_layout=np.array([0, 26, 25]))),
+        ("begin with 0", change(call, asked_of_layout=np.array([1, 10, 25]))),
+        ("decrease", change(call, asked_of_layout=np.array([0, -1, 25]))),
+        ("asked is int64", change(call, asked_of_layout=np.array([0, 25]))),
+        ("int64", change(call, asked_of_layout=layout.starts.astype(np.int32))),
         ("has none", change(call, keys_of_stored=put(stored.keys, 0, 0))),
         ("has none", change(call, values_of_stored=put(stored.values, 0, 0))),
         ("has none", call | {"stored": None}),
@@ -473,6 +506,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         ("out of range", call | {"threads": 0}),
         ("instruction set", call | {"isa": "avx1024"}),
     ]
+    with pytest.raises(ValueError, match="fresh row"):
+        attend(**swapped(call))
     out = torch.full(call["queries"].shape, 7.0)
     for text, arguments in wrong:
         with pytest.raises(ValueError, match=text):

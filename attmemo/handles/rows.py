@@ -42,6 +42,7 @@ from attmemo.reuse.row_store import DatabaseRows
 from attmemo.reuse.rows import DRIFT, Rows
 from attmemo.selfchecks.answers import check_answers
 from attmemo.selfchecks.blocks import check_stack
+from attmemo.selfchecks.head import reads_first_row
 from attmemo.selfchecks.rows import check_rows
 from attmemo.sureness import KEY
 
@@ -169,6 +170,7 @@ def prepare_rows(
         handle.folder = records.folder
         check_stack(handle, adapter, encoder, packed)
         check_rows(handle, adapter, encoder, storage, packed)
+        handle.first_row = reads_first_row(handle, adapter, encoder, packed)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
             whole = _answering(outer, encoder)

@@ -21,7 +21,7 @@ from attmemo.errors import UnsupportedModelError
 from attmemo.guard import Guard, Keeper
 from attmemo.guarded import Guarded
 from attmemo.handles.base import Memoization
-from attmemo.hooks import AnswerHook, Hook
+from attmemo.hooks import AnswerHook, HeadHook, Hook
 from attmemo.kernels.linear8 import LinearName
 from attmemo.observed import Observed
 from attmemo.planner import GuardedPlanner, Planner, RowPlanner, Whole
@@ -30,6 +30,7 @@ from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import TYPES, Called, Packed
 from attmemo.reuse.stack import Stack
 from attmemo.selfchecks.blocks import check_blocks, check_stack
+from attmemo.selfchecks.head import reads_first_row
 from attmemo.watch import Watch
 
 
@@ -45,6 +46,9 @@ class StackMemoization(Memoization):
         Of the database that fills itself.
     guarded : Guarded or None
         What runs the forwards of a model whose answers are guarded.
+    first_row : bool
+        Whether the model's head reads nothing of the last hidden states but their first row: then the last block
+        computes the others' K and V alone.
     """
 
     def __init__(
@@ -54,8 +58,9 @@ class StackMemoization(Memoization):
         self.packed, self.planner = packed, planner
         self.guarded: Guarded | None = None
         self.folder: Path | None = None
+        self.first_row = False
         self._keeper: Keeper | None = None
-        self._outer = model
+        self._model = self._outer = model
 
     def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
         """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
@@ -87,11 +92,16 @@ class StackMemoization(Memoization):
             self._keeper.close()
 
     def _insert_outer(self) -> list[Hook]:
-        if self.guarded is None:
-            return []
-        hook = AnswerHook(self, self.engine, self._outer, self.guarded)
-        hook.insert()
-        return [hook]
+        hooks: list[Hook] = []
+        if self.first_row:
+            stack = self.engine.reuse
+            assert isinstance(stack, Stack)
+            hooks.append(HeadHook(self, self._model, stack, self._hooks))
+            hooks[0].insert()
+        if self.guarded is not None:
+            hooks.append(AnswerHook(self, self.engine, self._outer, self.guarded))
+            hooks[-1].insert()
+        return hooks
 
     @property
     def threshold(self) -> float | None:
@@ -115,6 +125,7 @@ class StackMemoization(Memoization):
             (sequences by reason), ``ineligible`` (sequences that the original code computed, by reason),
             ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
             ``weight_bytes`` (of weights made ready, beside the model's own),
+            ``first_row`` (whether the last block computes first rows alone, for the head reads no others),
             ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
             served), ``offered`` (sequences that could have become records, by what became of them),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
@@ -143,6 +154,7 @@ class StackMemoization(Memoization):
             "failures": dict(counters.failures),
             "linear": self.packed.linear,
             "weight_bytes": self.packed.nbytes,
+            "first_row": self.first_row,
             **self._growth(),
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
@@ -232,6 +244,7 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> S
     packed = packed_of(encoder, adapter, "none", linear)
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
     check_stack(handle, adapter, encoder, packed)
+    handle.first_row = reads_first_row(handle, adapter, encoder, packed)
     return handle
 
 

@@ -1,5 +1,8 @@
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from attmemo.kernels._linear import Norm, Weights
 
 Layer = tuple[int, int, int, Weights, Norm]
@@ -10,7 +13,8 @@ def run(
     hidden: tuple[int, int, int],
     projected: int,
     calls: tuple[Any, ...],
-    copies: tuple[tuple[int, int, int, int], ...],
+    asked: tuple[npt.NDArray[np.int64], int, int, bool, Any] | None,
+    copies: tuple[tuple[int, int, int, int, int], ...],
     ways: tuple[int, int, int, int],
     threads: int,
     /,

@@ -9,8 +9,8 @@ face: object
 
 def attend(
     tensors: tuple[Lines, Lines, Lines, Lines],
-    sizes: tuple[int, int, int, int, int],
-    layout: tuple[Buffer, Buffer, Buffer, Buffer],
+    sizes: tuple[int, int, int, int, int, int],
+    layout: tuple[Buffer, Buffer, Buffer, Buffer, Buffer],
     stored: tuple[Buffer, Buffer, Buffer, Buffer, Buffer, int, int, int, int],
     turn: tuple[int, int, int, int],
     table: tuple[int, int, int, int],

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from attmemo.kernels import _chain as native
 from attmemo.kernels.copies import Copies
-from attmemo.kernels.panels import Panels
+from attmemo.kernels.panels import PANEL, Panels
 from attmemo.kernels.row_attention import Attend, Disentangled, Layout, Stored
 
 
@@ -76,9 +78,9 @@ class Chain:
         self, hidden: Tensor, layout: Layout, *, scale: float, table: Tensor | None = None,
         stored: Callable[[int], Stored | None] | None = None,
         disentangled: Callable[[int], Disentangled | None] | None = None, keep: Copies | None = None,
-        threads: int | None = None,
+        asked: npt.NDArray[np.int64] | None = None, threads: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Last hidden states ``[N, H]`` of packed rows ``[N, H]``, any strides.
+        """Last hidden states ``[N, H]`` of packed rows ``[N, H]``, any strides; ``[W, H]`` of those asked for.
 
         Parameters
         ----------
@@ -88,6 +90,8 @@ class Chain:
             Give for the number of a block what `attend` gets. None: nothing.
         keep : Copies
             Gets K and V ``[N, heads * width]`` of each block, and the result.
+        asked : int64 [W]
+            The rows that the result has; they rise. Of the others the last block computes K and V. None: all.
         threads : int, optional
             None: as many as torch uses.
 
@@ -99,10 +103,11 @@ class Chain:
         up, threads = self._up, torch.get_num_threads() if threads is None else threads
         hidden = up.rows_of(hidden)
         rows, size = len(hidden), self._links[0].out.inputs
+        some = rows if asked is None else len(asked)  # of the result
         count = 1 if stored is None and disentangled is None else len(self._links)
         part = hidden.new_empty(rows, 3 * size)  # Q, K and V of one block after the other
         queries, keys, values = part[:, :size], part[:, size : 2 * size], part[:, 2 * size :]
-        context, mixed, last = (hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs))
+        context, mixed, after = (hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs))
         middle = hidden.new_empty(rows, up.outputs) if up.are_two_calls(rows, threads) else None
         calls: list[Attend] = []
         for number in range(count):
@@ -112,10 +117,23 @@ class Chain:
                 queries, keys, values, self._heads, layout, scale=scale, table=table, out=context, threads=threads,
                 stored=records, disentangled=terms,
             ))  # fmt: skip
-        copies = () if keep is None else keep.addresses(len(self._links), size, last)
-        ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, last))
+        ending: Any = None
+        if asked is not None:
+            picked, wanted = hidden.new_empty(some, up.inputs), hidden.new_empty(some, size)
+            number, apart = len(self._links) - 1, size % PANEL == 0
+            if apart:  # of the last block K and V alone
+                pair = part.view(-1)[: 2 * size * rows].view(rows, 2 * size)
+                keys, values = pair[:, :size], pair[:, size:]
+            last = Attend(
+                wanted, keys, values, self._heads, layout.asking(asked), scale=scale, table=table, out=context[:some],
+                threads=threads, stored=None if stored is None else stored(number),
+                disentangled=None if disentangled is None else disentangled(number),
+            )  # fmt: skip
+            ending = asked, picked.data_ptr(), wanted.data_ptr(), apart, last.arguments
+        copies = () if keep is None else keep.addresses(len(self._links), size, after[:some], asked)
+        ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, after))
         native.run(
             self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows), part.data_ptr(),
-            tuple(call.arguments for call in calls), copies, ways, threads,
+            tuple(call.arguments for call in calls), ending, copies, ways, threads,
         )  # fmt: skip
-        return last
+        return after[:some]

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,26 @@ class Copies:
             rows = slice(part.first, part.stop)
             part.rows[block, 0], part.rows[block, 1] = keys[rows], values[rows]
 
-    def end(self, last: Tensor) -> None:
-        """Copy the last hidden states ``[N, H]``."""
+    def end(self, last: Tensor, asked: Ints | None = None) -> None:
+        """Copy the last hidden states ``[N, H]``, or ``[W, H]`` of the rows asked for. ValueError: some are not."""
         for part in self._parts:
             if part.last is not None:
-                part.last.copy_(last[part.first : part.stop])
+                place = _place_of(part, asked)
+                part.last.copy_(last[place : place + len(part.last)])
 
-    def addresses(self, blocks: int, size: int, last: Tensor) -> tuple[tuple[int, int, int, int], ...]:
-        """Of each part its first row, how many there are, where K and V go, and where the result goes (0: nowhere).
+    def asked(self, rows: Ints) -> Ints:
+        """These rows and those whose result is copied; they rise."""
+        copied = [np.arange(part.first, part.stop) for part in self._parts if part.last is not None]
+        return np.unique(np.concatenate([rows, *copied])) if copied else rows
 
-        ValueError: a part is not of so many blocks and numbers a row of K, or cannot hold rows of `last`, the result.
+    def addresses(
+        self, blocks: int, size: int, last: Tensor, asked: Ints | None = None
+    ) -> tuple[tuple[int, int, int, int, int], ...]:
+        """Of each part its first row, how many there are, where K and V go, where the result goes (0: nowhere), and
+        which row of the result is the first of these.
+
+        `asked`: int64 ``[W]``, the rows that the result has; None: all. ValueError: a part is not of so many blocks
+        and numbers a row of K, cannot hold rows of `last`, the result, or wants some that are not asked for.
         """
         found = []
         for part in self._parts:
@@ -77,5 +91,18 @@ class Copies:
                 )
             if end is not None and (end.shape[1] != last.shape[1] or end.dtype != last.dtype):
                 raise ValueError(f"copies are {tuple(end.shape)} of {end.dtype}, rows are {tuple(last.shape)}")
-            found.append((part.first, part.stop - part.first, rows.data_ptr(), 0 if end is None else end.data_ptr()))
+            place = 0 if end is None else _place_of(part, asked)
+            to = 0 if end is None else end.data_ptr()
+            found.append((part.first, part.stop - part.first, rows.data_ptr(), to, place))
         return tuple(found)
+
+
+def _place_of(part: Copy, asked: Ints | None) -> int:
+    """Which row of the result is the first of a part."""
+    if asked is None or part.first == part.stop:
+        return part.first if asked is None else 0
+    place = int(np.searchsorted(asked, part.first))
+    end = place + part.stop - part.first
+    if end > len(asked) or asked[place] != part.first or asked[end - 1] != part.stop - 1:
+        raise ValueError(f"the result has not all of the rows {part.first} to {part.stop - 1}")
+    return place

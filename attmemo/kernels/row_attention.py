@@ -43,12 +43,25 @@ class Layout:
     sources
         ``[key_starts[-1]]``. Where the key at each position lies: the number of a fresh row (>= 0), or row
         ``-1 - source`` of the sequence's record (< 0). None: every row is fresh.
+    asked
+        ``[B + 1]``. Queries of sequence b are ``asked[b]`` to ``asked[b + 1] - 1``, and `positions` are theirs. None:
+        every fresh row is a query.
     """
 
     starts: npt.NDArray[np.int64]
     key_starts: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int32] | None = None
     sources: npt.NDArray[np.int32] | None = None
+    asked: npt.NDArray[np.int64] | None = None
+
+    def asking(self, rows: npt.NDArray[np.int64]) -> Layout:
+        """The same, where only these fresh rows are queries; their numbers ``[W]`` rise."""
+        asked = np.searchsorted(rows, self.starts).astype(np.int64)
+        if self.positions is None:
+            positions = (rows - np.repeat(self.starts[:-1], np.diff(asked))).astype(np.int32)
+        else:
+            positions = self.positions[rows]
+        return Layout(self.starts, self.key_starts, positions, self.sources, asked)
 
 
 @dataclass(frozen=True)
@@ -132,12 +145,13 @@ def attend(
     threads: int | None = None,
     isa: str = "",
 ) -> Tensor:
-    """Attend with each fresh row over all keys of its sequence: ``[N, H * D]``.
+    """Attend with each query over all keys of its sequence: ``[W, H * D]``.
 
     Parameters
     ----------
     queries, keys, values
-        Fresh rows, ``[N, H * D]`` on the CPU, of one type: float32, bfloat16 or float16. Rows may lie apart.
+        Fresh rows, ``[N, H * D]`` on the CPU, of one type: float32, bfloat16 or float16. Rows may lie apart. Queries
+        are ``[W, H * D]``: those that the layout asks for.
     scale
         Products of queries and keys, and those of `disentangled`, are multiplied with it.
     stored, turn
@@ -187,7 +201,7 @@ class Attend:
         _check(queries, keys, values, heads, out)
         if len(layout.key_starts) == 0:
             raise ValueError("starts and key_starts are int64 [B + 1]")
-        rows, columns = queries.shape
+        columns = queries.shape[1]
         item = queries.element_size()
         turns = None if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
         added = None if table is None else table.contiguous()
@@ -196,12 +210,13 @@ class Attend:
         self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, relative)
         self.arguments: Any = (
             tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),
-            (_TYPES[queries.dtype], rows, int(layout.key_starts[-1]), heads, columns // heads),
+            (_TYPES[queries.dtype], len(queries), len(keys), int(layout.key_starts[-1]), heads, columns // heads),
             (
                 _array(layout.starts, np.int64),
                 _array(layout.key_starts, np.int64),
                 _array(layout.positions, np.int32),
                 _array(layout.sources, np.int32),
+                _array(layout.asked, np.int64),
             ),
             _NOT_STORED if stored is None else _records(stored, columns, heads),
             _NOT_TURNED if turns is None else _turns(turns),
@@ -248,12 +263,13 @@ def attend_plain(
     """
     width = queries.shape[1] // heads
     out = torch.zeros(queries.shape, dtype=dtype)
+    asked = layout.starts if layout.asked is None else layout.asked
     for b in range(len(layout.starts) - 1):
-        rows = slice(int(layout.starts[b]), int(layout.starts[b + 1]))
+        fresh, rows = (slice(int(starts[b]), int(starts[b + 1])) for starts in (layout.starts, asked))
         length = int(layout.key_starts[b + 1] - layout.key_starts[b])
         if rows.start == rows.stop:
             continue
-        key, value = keys[rows], values[rows]
+        key, value = keys[fresh], values[fresh]
         if layout.sources is not None:
             sources = torch.from_numpy(layout.sources[layout.key_starts[b] : layout.key_starts[b + 1]]).long()
             key, value = (_sourced(plane, sources, b, heads, stored, turn, k) for plane, k in ((keys, 0), (values, 1)))
@@ -327,7 +343,9 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, heads: int, out: Tenso
     for name, tensor in (("queries", queries), ("keys", keys), ("values", values), ("out", out)):
         if tensor is None:
             continue
-        if tensor.shape != queries.shape or tensor.dtype != queries.dtype:
+        expected = queries if name == "out" else keys if name == "values" else None
+        fits = queries.shape[1:] == tensor.shape[1:] if expected is None else tensor.shape == expected.shape
+        if not fits or tensor.dtype != queries.dtype:
             raise ValueError(f"{name} {tuple(tensor.shape)} {tensor.dtype} do not fit the queries")
         if tensor.device.type != "cpu" or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
             raise ValueError(f"{name} must be on the CPU, with neighbouring numbers in a row")

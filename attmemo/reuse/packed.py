@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
@@ -40,6 +42,7 @@ TYPES = (torch.float32, torch.bfloat16)
 _ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
                 "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
 
+Ints = npt.NDArray[np.int64]
 Fetch = Callable[[int], Stored | None]
 """K and V of records in a layer; None if no sequence has a record."""
 
@@ -81,9 +84,9 @@ class Packed:
 
     def run(
         self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,
-        keep: Copies | None = None, added: Tensor | None = None,
+        keep: Copies | None = None, added: Tensor | None = None, asked: Ints | None = None,
     ) -> Tensor:  # fmt: skip
-        """Last hidden states ``[N, H]`` of packed rows.
+        """Last hidden states ``[N, H]`` of packed rows, or ``[W, H]`` of those asked for.
 
         Parameters
         ----------
@@ -101,6 +104,8 @@ class Packed:
             Where K and V ``[N, H]`` of each block go, and the result.
         added : Tensor, optional
             ``[N, H]``, added to what the first block gives.
+        asked : int64 [W], optional
+            The rows that the result has; they rise. Of the others the last block computes K and V alone.
         """
         rows = len(hidden)
         if not rows:  # records supply everything
@@ -108,7 +113,7 @@ class Packed:
         if self._chain is not None and added is None:
             known = self.positions(longest)
             return self._chain(
-                hidden, layout, scale=self.blocks.scale, table=known.table, stored=fetch, keep=keep,
+                hidden, layout, scale=self.blocks.scale, table=known.table, stored=fetch, keep=keep, asked=asked,
                 disentangled=known.disentangled if known.is_disentangled else None,
             )  # fmt: skip
         run = grid_rows(rows) if self._on_grid else rows
@@ -118,19 +123,21 @@ class Packed:
         angles = Angles(self.blocks, positions, hidden.dtype)
         for number in range(len(self._layers)):
             stored = None if fetch is None else fetch(number)
-            hidden = self.block(number, hidden, layout, known, angles, stored, keep)
+            ending = asked if number == len(self._layers) - 1 else None
+            hidden = self.block(number, hidden, layout, known, angles, stored, keep, ending)
             if number == 0 and added is not None:
                 hidden[:rows] += added
                 hidden = _norm(self.blocks.added_norm, hidden)
+        rows = rows if asked is None else len(asked)
         if keep is not None:
-            keep.end(hidden[:rows])
+            keep.end(hidden[:rows], asked)
         return hidden[:rows]
 
     def block(
         self, number: int, hidden: Tensor, layout: Layout, known: Positions, angles: Angles,
-        stored: Stored | None = None, keep: Copies | None = None,
+        stored: Stored | None = None, keep: Copies | None = None, asked: Ints | None = None,
     ) -> Tensor:  # fmt: skip
-        """One block: ``[M, H]`` to ``[M, H]``. Only the first N rows are those of `layout`."""
+        """One block: ``[M, H]`` to ``[M, H]``. Only the first N rows are those of `layout`; `asked`: to ``[W, H]``."""
         layer, blocks, rows = self._layers[number], self.blocks, int(layout.starts[-1])
         block = layer.block
         projected = layer.qkv(_norm(block.before, hidden))
@@ -141,10 +148,14 @@ class Packed:
             _rotate(projected[:rows, : 2 * size], *turned, blocks.width)
         if keep is not None:
             keep(number, keys[:rows], values[:rows])
+        queries, given = queries[:rows], layout
+        if asked is not None:
+            wanted = torch.from_numpy(asked)
+            queries, hidden, given = queries[wanted], hidden[wanted], layout.asking(asked)
         context = projected.new_empty(len(hidden), size)
-        context[rows:] = 0
+        context[len(queries) :] = 0
         attend(
-            queries[:rows], keys[:rows], values[:rows], blocks.heads, layout, out=context[:rows],
+            queries, keys[:rows], values[:rows], blocks.heads, given, out=context[: len(queries)],
             scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
             table=known.table, window=block.window, disentangled=known.disentangled(number),
         )  # fmt: skip

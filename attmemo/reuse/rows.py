@@ -35,7 +35,7 @@ from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import Fetched, Ints, RowStore
 from attmemo.reuse.scratch import Scratch
-from attmemo.reuse.stack import Stack, Thread
+from attmemo.reuse.stack import Stack, Thread, put_first
 from attmemo.reuse.twins import Twins
 
 _LOG = logging.getLogger("attmemo")
@@ -139,17 +139,22 @@ class Rows(Stack):
         longest = max(max(spans.lengths), int(source.max()) + 1)
         computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
         offers, copies = self._offers(share.admitted, computed_at)
+        wanted = self._asked(layout.starts[:-1], copies) if (source[layout.key_starts[:-1]] < 0).all() else None
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
-            fetch=None if read is None else read[0].layer, keep=copies,
+            fetch=None if read is None else read[0].layer, keep=copies, asked=wanted,
         )  # fmt: skip
         done = perf_counter()
         self.thread.admitted = offers
-        output = found.new_empty((batch + len(beside)) * padded, found.shape[1])
-        begins, dtype = (np.zeros(len(slot), np.uint64), found.dtype) if read is None else read[1:]
-        supply = Supply(source, layout.key_starts, layout.starts, slot * padded, begins, dtype)
-        supply_rows(output, found, supply, padded, DRIFT)
-        output = output.view(-1, padded, output.shape[1])
+        every_slot = batch + len(beside), padded
+        if wanted is not None:
+            output = put_first(found, wanted, layout.starts[:-1], slot, every_slot)
+        else:
+            output = found.new_empty(every_slot[0] * padded, found.shape[1])
+            begins, dtype = (np.zeros(len(slot), np.uint64), found.dtype) if read is None else read[1:]
+            supply = Supply(source, layout.key_starts, layout.starts, slot * padded, begins, dtype)
+            supply_rows(output, found, supply, padded, DRIFT)
+        output = output.view(*every_slot, output.shape[1])
         twins.spread(output)
         fetching = planned - start + perf_counter() - done
         computed, reused = np.diff(layout.starts), records >= 0

@@ -36,7 +36,9 @@ _ON_THE_RIGHT = "the mask is not plain padding on the right"
 Keep = Callable[[list[int], Tensor, Tensor], None]
 """Gets lengths ``[B]``, K and V ``[layers, 2, N, H]``, and the last hidden states ``[N, H]``, all packed."""
 
-Copied = Callable[[npt.NDArray[np.int64]], Copies]
+Ints = npt.NDArray[np.int64]
+
+Copied = Callable[[Ints], Copies]
 """Gets where each sequence begins among the computed rows, ``[B + 1]``; a twin of another one has no rows."""
 
 
@@ -49,10 +51,13 @@ class Thread(threading.local):
         Sees the forwards of this thread.
     again : bool
         Whether forwards repeat a part of the one that was asked for.
+    first : bool
+        Whether forwards are asked for the first row of each sequence alone: the others are NaN.
     """
 
     observed: Observed | None = None
     again: bool = False
+    first: bool = False
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -106,7 +111,7 @@ class Stack:
             return f"hidden states are {call.hidden.dtype}, the model was {self.packed.dtype}"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
-        if any(self._hooks) and any(_matters(hook) for hooks in self._hooks for hook in hooks.values()):
+        if any(self._hooks) and any(matters(hook) for hooks in self._hooks for hook in hooks.values()):
             return "a module inside of the blocks has hooks"
         if any("forward" in members for members in self._members) or any(
             members.get("forward") is not hook for members, hook in self._fronts
@@ -166,8 +171,11 @@ class Stack:
         places = places_of(lengths.tolist(), call.hidden.shape[1])
         keep = None if copied is None else copied(starts)
         own = np.append(starts[:-1][twins.own], starts[-1]) if some else starts
-        found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep)
-        if places is not None:
+        asked = self._asked(own[:-1], keep)
+        found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep, asked=asked)
+        if asked is not None:
+            found = put_first(found, asked, own[:-1], np.flatnonzero(twins.own), call.hidden.shape[:2])
+        elif places is not None:
             found = put_back(found, places, batch * call.hidden.shape[1])
         output = found.view(call.hidden.shape)
         if some:
@@ -177,9 +185,12 @@ class Stack:
 
     def compute(
         self, call: Call, places: Tensor | None, layout: Layout, longest: int, *, fetch: Fetch | None = None,
-        keep: Copies | None = None,
+        keep: Copies | None = None, asked: Ints | None = None,
     ) -> Tensor:  # fmt: skip
-        """Last hidden states ``[N, H]`` of the tokens at these places of the flat batch; None: of all."""
+        """Last hidden states ``[N, H]`` of the tokens at these places of the flat batch; None: of all.
+
+        `asked`: of these rows alone, ``[W, H]``.
+        """
 
         def chosen(padded: Tensor) -> Tensor:
             flat = padded.reshape(-1, padded.shape[-1])
@@ -189,8 +200,17 @@ class Stack:
         return self.packed.run(
             chosen(call.hidden), layout, longest,
             positions_of(places, *call.hidden.shape[:2]) if self.blocks.rotary else None, fetch, keep,
-            None if added is None else chosen(added),
+            None if added is None else chosen(added), asked,
         )  # fmt: skip
+
+    def _asked(self, firsts: Ints, keep: Copies | None) -> Ints | None:
+        """The computed rows whose last hidden states are asked for, and rise; None: all.
+
+        `firsts`: those of each sequence's first token.
+        """
+        if not self.thread.first or self.keep is not None:
+            return None
+        return firsts if keep is None else keep.asked(firsts)
 
     def _count(
         self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, counters: Counters, *, blocks: float,
@@ -222,6 +242,17 @@ def put_back(rows: Tensor, places: Tensor, count: int) -> Tensor:
     return rows.new_zeros(count, rows.shape[1]).index_copy_(0, places, rows)
 
 
+def put_first(found: Tensor, asked: Ints, firsts: Ints, slots: Ints, shape: Sequence[int]) -> Tensor:
+    """Rows `firsts`, of the rows ``[W, H]`` that were asked for, as first rows of these sequences of ``[B, L]``.
+
+    All others are NaN, flat as the result ``[B * L, H]`` is: what would read them gives no number.
+    """
+    output = found.new_full((shape[0] * shape[1], found.shape[1]), torch.nan)
+    if len(asked) > len(firsts):
+        found = found.index_select(0, torch.from_numpy(np.searchsorted(asked, firsts)))
+    return output.index_copy_(0, torch.from_numpy(slots * shape[1]), found)
+
+
 def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
     """Positions of these places of a flat batch, int64 ``[N]``; of all places if None.
 
@@ -232,7 +263,7 @@ def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
     return every if places is None else every.index_select(0, places)
 
 
-def _matters(hook: Any) -> bool:
+def matters(hook: Any) -> bool:
     """Whether a hook must be called. transformers leaves hooks on modules once hidden states were asked for: they do
     nothing in a forward that is not asked for these.
     """
