@@ -29,7 +29,7 @@
 
 /* Bytes of weights that come from far: threads share them where one chunk has all rows, not the rows. */
 enum { HEAVY = 2 << 20 };
-enum { OVER = 4, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
+enum { OVER = 8, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
 
 static const LinearKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)

@@ -151,6 +151,26 @@ def test_each_block_gets_its_own_records_distances_and_table(kind: type[Panels],
 
 
 @kinds
+@pytest.mark.parametrize("distinct", [1, 7, 150, 299])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_equal_rows_of_the_first_block_are_computed_once_bit_by_bit(
+    kind: type[Panels], dtype: torch.dtype, distinct: int, threads: int
+) -> None:
+    """Some differ in their last number alone."""
+    blocks, layout = links(kind, dtype), layout_of(120, 30, 150)
+    order = torch.randint(distinct, (300,), generator=torch.Generator().manual_seed(5))
+    values = numbers(77, distinct, HIDDEN, dtype=dtype)
+    values[distinct // 2 :, :-1] = values[distinct // 2, :-1].clone()
+    apart = torch.zeros(300, HIDDEN + 3, dtype=dtype)  # rows with a gap behind each
+    apart[:, :HIDDEN] = values[order]
+    kept, expected_kept = (Copy(100, 160, torch.zeros(3, 2, 60, HEADS * WIDTH, dtype=dtype)) for _ in range(2))
+    chain = Chain(blocks, HEADS, WIDTH)
+    found = chain(apart[:, :HIDDEN], layout, scale=0.3, keep=Copies([kept]), threads=threads)
+    assert torch.equal(found, plain(blocks, values[order], layout, Copies([expected_kept]), scale=0.3))
+    assert torch.equal(kept.rows, expected_kept.rows)
+
+
+@kinds
 @pytest.mark.parametrize("rows", [(0, 5, 6), (0, 1, 2, 3, 4, 6), ()])
 @pytest.mark.parametrize("width", [8, 64])
 def test_of_some_rows_only_the_result_is_computed(
