@@ -14,6 +14,7 @@ from torch import nn
 from attmemo.adapters import Site
 from attmemo.engine import Engine, is_exporting
 from attmemo.guarded import Guarded
+from attmemo.parts import tensors_in
 from attmemo.reuse.stack import Stack, matters
 
 _LOG = logging.getLogger("attmemo")
@@ -113,11 +114,13 @@ class HeadHook(Hook):
     """Asks for first rows alone while a model runs whose head reads nothing else of what its blocks give.
 
     All rows are computed where more may be seen: a hook of torch, a `forward` around a part of the model, an argument
-    that is not known, a compiled model.
+    that is not known, a compiled model. If the head reads more after all (another one, or one that looks for a token),
+    what it gives is not finite: then the call is done again with all rows, and so are all later ones.
     """
 
     def __init__(self, owner: object, model: nn.Module, stack: Stack, own: Sequence[Hook]) -> None:
         super().__init__(owner, model)
+        self.reads_more = False
         self._names, self._thread = tuple(inspect.signature(self.__wrapped__).parameters), stack.thread
         modules = stack.blocks.modules
         inside = {id(child) for module in modules for child in module.modules()} - set(map(id, modules))
@@ -128,13 +131,22 @@ class HeadHook(Hook):
         self._forwards = [(one.__dict__, known.get(id(one))) for one in outside]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active or torch.compiler.is_compiling() or self._is_seen(args, kwargs):
+        if not self.active or self.reads_more or torch.compiler.is_compiling() or self._is_seen(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
-        before, self._thread.first = self._thread.first, True
+        thread = self._thread
+        before, thread.first, given = thread.first, True, thread.firsts
         try:
-            return self.__wrapped__(*args, **kwargs)
+            output = self.__wrapped__(*args, **kwargs)
         finally:
-            self._thread.first = before
+            thread.first = before
+        if thread.firsts == given or all(bool(part.isfinite().all()) for part in tensors_in(output) or ()):
+            return output
+        self.reads_more = True
+        _LOG.warning(
+            "attmemo: %s reads more than first rows of its last hidden states: all are computed from now on",
+            type(self.module).__name__,
+        )
+        return self.__wrapped__(*args, **kwargs)
 
     def _is_seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether something may see more than the head."""

@@ -53,6 +53,21 @@ def put(value: Any, new: Any, places: Tensor, batch: int) -> Any:
     return value
 
 
+def tensors_in(value: Any) -> list[Tensor] | None:
+    """All tensors of an output; None if it holds anything else."""
+    if value is None or isinstance(value, Tensor):
+        return [] if value is None else [value]
+    if not isinstance(value, (Mapping, tuple, list)):
+        return None
+    found: list[Tensor] = []
+    for part in value.values() if isinstance(value, Mapping) else value:
+        own = tensors_in(part)
+        if own is None:
+            return None
+        found += own
+    return found
+
+
 def has_loss(output: Any) -> bool:
     """Whether some number of an output belongs to the whole batch: no part of it can be computed again."""
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()

@@ -30,8 +30,8 @@
 
 enum { QKV, OUT, UP, DOWN, LAYERS };
 enum {
-    LOOKED_AT = 32, /* bytes of a row that are hashed */
-    SPREAD = 64,    /* rows of a task that copies */
+    LOOKED_AT = 8, /* words of a row that are hashed */
+    SPREAD = 64,   /* rows of a task that copies */
 };
 
 typedef struct {
@@ -58,6 +58,7 @@ typedef struct {
     const int64_t *rows;
     size_t count;
     char *hidden, *queries; /* where what the last block reads of them goes */
+    char *middle;           /* as that of the ways, for these rows */
     bool apart;             /* Q is projected for them alone; of other rows K and V lie side by side then */
     const RowCall *call;    /* attends with these queries; NULL: all rows are asked for */
 } Asked;
@@ -244,27 +245,34 @@ typedef struct {
     atomic_size_t next;
 } Distinct;
 
-/* Numbers the distinct rows of `bytes` bytes. `table`: zeros, a power of two of them, at least twice as many as rows. */
-static void find_distinct(Distinct *found, size_t bytes, uint32_t *table, size_t entries)
+/* Numbers the distinct rows of `bytes` bytes. `table`: zeros, a power of two of them, at least twice as many as rows.
+ * False: too many rows are so alike that they cannot be told apart soon. */
+static bool find_distinct(Distinct *found, size_t bytes, uint32_t *table, size_t entries)
 {
     const Ways *ways = found->ways;
+    const size_t step = bytes / LOOKED_AT;
+    size_t wrong = 0;
     for (size_t row = 0; row < ways->rows; row++) {
         const char *own = ways->hidden + row * ways->line;
         uint64_t hash = 0, word;
-        for (size_t at = 0; at + sizeof word <= bytes && at < LOOKED_AT; at += sizeof word) {
+        for (size_t at = 0; step && at + sizeof word <= bytes; at += step) {
             memcpy(&word, own + at, sizeof word);
             hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
             hash ^= hash >> 32;
         }
         size_t place = hash & (entries - 1);
-        while (table[place] && memcmp(own, ways->hidden + found->firsts[table[place] - 1] * ways->line, bytes) != 0)
+        while (table[place] && memcmp(own, ways->hidden + found->firsts[table[place] - 1] * ways->line, bytes) != 0) {
             place = (place + 1) & (entries - 1);
+            if (++wrong > LOOKED_AT * ways->rows)
+                return false;
+        }
         if (!table[place]) {
             found->firsts[found->count++] = (uint32_t)row;
             table[place] = (uint32_t)found->count;
         }
         found->of[row] = table[place] - 1;
     }
+    return true;
 }
 
 static void spread_rows(void *given)
@@ -291,8 +299,8 @@ static int project_distinct(const Chain *chain, const Ways *ways)
         return -1;
     found.of = numbers + entries;
     found.firsts = found.of + ways->rows;
-    find_distinct(&found, bytes, numbers, entries);
-    int done = found.count <= ways->rows - ways->rows / 4; /* to spread a row takes a tenth of what it takes to project it */
+    int done = find_distinct(&found, bytes, numbers, entries) && found.count < ways->rows &&
+               found.count <= ways->rows - ways->rows / 4; /* a tenth of what is saved goes into spreading */
     void *memory = NULL;
     if (done && posix_memalign(&memory, LINE, found.count * (bytes + found.size) + 2 * LINE) != 0)
         done = -1;
@@ -388,6 +396,7 @@ static bool run_blocks(const Chain *chain, Ways ways, RowCall *const *calls, boo
             if (!project_asked(chain, i, &ways))
                 return false;
             ways.hidden = ways.asked.hidden;
+            ways.middle = ways.asked.middle;
             ways.line = line;
             ways.rows = ways.asked.count;
             call = ways.asked.call;
@@ -427,17 +436,17 @@ static bool read_copy(PyObject *given, Py_ssize_t rows, Py_ssize_t asked, Copy *
     return true;
 }
 
-/* Reads (rows, address, address, apart, arguments of `attend`) into `asked` and its call, or None. False, with an error
+/* Reads (rows, three addresses, apart, arguments of `attend`) into `asked` and its call, or None. False, with an error
  * set: they are not of the call, which has so many rows. The rows are held by `buffer`. */
 static bool read_asked(const Chain *chain, PyObject *given, Py_ssize_t rows, Asked *asked, RowCall **call,
                        Py_buffer *buffer)
 {
-    unsigned long long hidden, queries;
+    unsigned long long hidden, queries, middle;
     int apart;
     PyObject *arguments;
     if (given == Py_None)
         return true;
-    if (!PyArg_ParseTuple(given, "y*KKpO:run", buffer, &hidden, &queries, &apart, &arguments))
+    if (!PyArg_ParseTuple(given, "y*KKKpO:run", buffer, &hidden, &queries, &middle, &apart, &arguments))
         return false;
     const int64_t *numbers = buffer->buf;
     const size_t count = (size_t)buffer->len / sizeof *numbers;
@@ -452,8 +461,14 @@ static bool read_asked(const Chain *chain, PyObject *given, Py_ssize_t rows, Ask
         PyErr_SetString(PyExc_ValueError, "Q ends within a panel");
         return false;
     }
-    *asked = (Asked){numbers, count, (char *)(uintptr_t)hidden, (char *)(uintptr_t)queries, apart, NULL};
-    asked->call = *call = attention->read(arguments);
+    *call = attention->read(arguments);
+    *asked = (Asked){.rows = numbers,
+                     .count = count,
+                     .hidden = (char *)(uintptr_t)hidden,
+                     .queries = (char *)(uintptr_t)queries,
+                     .middle = (char *)(uintptr_t)middle,
+                     .apart = apart,
+                     .call = *call};
     return *call != NULL;
 }
 
@@ -462,11 +477,11 @@ PyDoc_STRVAR(run_doc,
              "All blocks of a chain on some rows. hidden: (address, bytes from a row to the next, rows). projected:\n"
              "where Q, K and V of a block go. calls: of each block, or one for all, arguments of\n"
              "`attmemo.kernels._row_attention.attend` that read there and write to the first of ways. asked: None, or of\n"
-             "the rows that the result has (int64 numbers, where their hidden states and queries of the last block go,\n"
-             "whether the last block projects Q for them alone, so that of all rows K and V lie side by side, arguments\n"
-             "of `attend` for these queries); the last of calls is not used then. copies: of some rows\n"
-             "(first, how many, address, address or 0, first row of the result): to the first address go K and V of\n"
-             "each block, K of all rows first, to the second the result. ways: addresses of what attention gives, of what the layer behind\n"
+             "the rows that the result has (int64 numbers; where their hidden states, their queries, and what lies\n"
+             "between the feed-forward layers go in the last block; whether that projects Q for them alone, so that of\n"
+             "all rows K and V lie side by side; arguments of `attend` for these queries); the last of calls is not\n"
+             "used then. copies: of some rows (first, how many, address, address or 0, first row of the result): to the\n"
+             "first address go K and V of each block, K of all rows first, to the second the result. ways: addresses of what attention gives, of what the layer behind\n"
              "it gives, of what lies between the feed-forward layers (0: they are one call), of the result. The caller\n"
              "vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");

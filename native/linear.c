@@ -29,7 +29,7 @@
 
 /* Bytes of weights that come from far: threads share them where one chunk has all rows, not the rows. */
 enum { HEAVY = 2 << 20 };
-enum { OVER = 8, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
+enum { OVER = 4, MOST_THREADS = 1024, MOST_INPUTS = 65536 }; /* tasks of a thread, about; 255 * 127 * MOST_INPUTS fits into 31 bits */
 
 static const LinearKernel *const kernels[] = { /* best first */
 #if defined(__x86_64__)
@@ -155,7 +155,7 @@ static bool run(Job *job, size_t threads)
     job->whole = (product->rows + job->kernel->group - 1) / job->kernel->group;
     if (job->chunks > job->whole)
         job->chunks = job->whole;
-    size_t over = job->kernel->bytes ? 1 : OVER;
+    size_t over = job->kernel->bytes ? 1 : job->kernel->kept ? OVER : 2 * OVER;
     size_t wanted = threads > 1 && !alone ? (over * threads + job->chunks - 1) / job->chunks : 1;
     job->groups = wanted < job->panels ? wanted : job->panels;
     if (threads > job->chunks * job->groups)

@@ -101,7 +101,7 @@ def advise(
     free, kinds = Rule.of(options.near, options.most_moved), kinds_of(loaded.tokenizer)
     classes = loaded.kind == "classifier" and is_class_of_first_row("class", loaded.model.config)
     ways = {
-        "unguarded": (free, None),
+        "unguarded": (free.for_unguarded(), None),
         "guarded": (free.for_classes() if classes else free, Guard(options.budget, 0.95, seed=0)),
     }
     played = {}

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from attmemo.embed.tokens import TokenIndex
 from attmemo.guard import Cover, Guard, Verdict
-from attmemo.kernels.align import Rule
+from attmemo.kernels.align import Rule, with_long
 from attmemo.kernels.kinds import Kinds
 from attmemo.profiler.models import Tokens
 
@@ -94,6 +94,7 @@ def _decide(
     found = index.align(tokens, starts, near, rule, kinds)
     enough = (found.record >= 0) & (lengths - found.computed >= threshold * lengths)
     if guard is None:
+        found = with_long(found, starts) if rule.before_long else found
         verdicts: list[Verdict | None] = [Verdict.SERVE if one else None for one in enough]
     else:
         records = np.where(enough, found.record, -1)

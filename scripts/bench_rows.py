@@ -51,7 +51,7 @@ class Case:
     batch: int
     stored: list[Tokens] = field(default_factory=list)  # none: no path reuses rows
     threshold: float = 0.5
-    near: int = 1
+    near: int | None = None
     most_moved: int | None = None
     pad: int = 0
     peers: bool = True
@@ -101,7 +101,7 @@ def shaped(name: str) -> Callable[[torch.dtype], nn.Module]:
     return make
 
 
-def lines_case(shared: Path, name: str, near: int = 1, threshold: float = 0.5) -> Case:
+def lines_case(shared: Path, name: str, threshold: float = 0.5) -> Case:
     """Lines of a log, the first 70 % stored, later ones asked."""
     from transformers import AutoTokenizer
 
@@ -110,7 +110,7 @@ def lines_case(shared: Path, name: str, near: int = 1, threshold: float = 0.5) -
     text = (shared / "data/loghub_2k" / file).read_text(errors="replace").splitlines()
     ids = tokenizer([line.strip() for line in text if line.strip()], truncation=True, max_length=256)["input_ids"]
     cut = int(0.7 * len(ids))
-    return Case(minilm, ids[cut:][:ASKED], 32, _unique(ids[:cut]), threshold=threshold, near=near)
+    return Case(minilm, ids[cut:][:ASKED], 32, _unique(ids[:cut]), threshold=threshold)
 
 
 def other_text_case(shared: Path, name: str) -> Case:
@@ -145,12 +145,13 @@ def shape_case(name: str, batch: int, length: int, batches: int, share: float = 
     for _ in range(batches * batch):
         record = [draw.randrange(1000, 29000) for _ in range(length)]
         request = list(record)
-        # Runs of six changed tokens, and one of what is left; each computes its neighbours too. The first and the last
-        # row are always computed.
+        # Runs of six changed tokens, and one of what is left; each computes its neighbours too, two in front and one
+        # behind. The first and the last row are always computed.
         rows = max(3, round(share * length) - 2)
-        runs = -(-rows // 8)
+        runs = -(-rows // 9)
         for run in range(runs):
-            at, changed = 4 + run * (length - 8) // runs, min(8, rows - 8 * run) - 2
+            at, left = 4 + run * (length - 8) // runs, min(9, rows - 9 * run)
+            changed = max(left - 3, min(2, left - 2))
             request[at : at + changed] = [draw.randrange(1000, 29000) for _ in request[at : at + changed]]
         stored.append(record)
         requests.append(request)
@@ -446,6 +447,37 @@ def sweep(dtype: torch.dtype, storage: str, folder: Path) -> list[dict[str, floa
     return found
 
 
+def first_rows(shared: Path, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """Classifiers whose head reads first rows: milliseconds a line of OpenSSH with packed blocks, with the last block
+    computed for these rows alone, and for all."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    found = {}
+    for name in ("minilm-sst2", "deberta-loghub"):
+        folder = shared / "models" / name
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = (shared / "data/loghub_2k/OpenSSH_2k.log").read_text(errors="replace").splitlines()[-ASKED:]
+        case = Case(minilm, tokenizer(text, truncation=True, max_length=128)["input_ids"], 32)
+        case.pad = tokenizer.pad_token_id
+        model: Any = memoize(AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype), reuse="none")
+        model.eval()
+        times: dict[str, list[float]] = {"first rows": [], "all rows": []}
+        with torch.inference_mode():
+            for turn in range(2 * ROUNDS + 1):
+                for way, taken in times.items():
+                    model.attmemo.disable()
+                    model.attmemo.first_row = way == "first rows"
+                    model.attmemo.enable()
+                    start = time.perf_counter()
+                    ask(case, lambda b, model=model: model(**b))  # type: ignore[misc]
+                    if turn:
+                        taken.append(1e3 * (time.perf_counter() - start) / len(case.requests))
+        found[name] = {way: statistics.median(taken) for way, taken in times.items()}
+        found[name] |= {"layers": model.config.num_hidden_layers}
+        print(name, found[name], flush=True)
+    return found
+
+
 def draw(points: Sequence[dict[str, float]]) -> bytes:
     """Speed against the share of rows computed, with the limit of 1 / share. A PNG."""
     import matplotlib as mpl
@@ -483,7 +515,7 @@ def main() -> None:
     args = parser.parse_args()
     known = cases(args.shared)
     if args.list:
-        print("\n".join([*known, "shares"]))
+        print("\n".join([*known, "shares", "first-rows"]))
         return
     if args.summary:
         print(summary(args.output))
@@ -495,7 +527,10 @@ def main() -> None:
             points = sweep(getattr(torch, args.dtype), args.storage or args.dtype, Path(folder))
         (args.output / f"shares-{args.dtype}.json").write_text(json.dumps(points, indent=1))
         (args.output / f"shares-{args.dtype}.png").write_bytes(draw(points))
-    for name in [case for case in args.case if case != "shares"] if args.case else known:
+    if "first-rows" in args.case:
+        seen = first_rows(args.shared, getattr(torch, args.dtype))
+        (args.output / f"first-rows-{args.dtype}.json").write_text(json.dumps(seen, indent=1))
+    for name in [case for case in args.case if case not in ("shares", "first-rows")] if args.case else known:
         with TemporaryDirectory() as folder:
             storage = args.storage or args.dtype
             result = measure(known[name](), getattr(torch, args.dtype), storage, Path(folder), not args.no_compile)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from attmemo.kernels import _align
 from attmemo.kernels.align import (
+    LONG,
     LONGEST,
     Alignment,
     Rule,
@@ -27,6 +28,7 @@ from attmemo.kernels.align import (
     nearest_in_numpy,
     pairs,
     widened,
+    with_long,
 )
 from attmemo.kernels.kinds import NUMBER, WORD
 
@@ -417,3 +419,32 @@ def test_neighbours_of_tokens_without_a_partner_are_computed_beside_what_was(sou
     ]
     assert widened(given, near).tolist() == expected
     assert given.tolist() == source
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-1, -1, -2, -5, 0, 3, 7]), min_size=1, max_size=12), min_size=1, max_size=5)
+)
+def test_one_row_more_is_computed_in_front_of_long_changes(parts: list[list[int]]) -> None:
+    lengths = [len(part) for part in parts]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    source = np.array([row for part in parts for row in part], np.int32)
+    computed = np.array([sum(row < 0 for row in part) for part in parts])
+    found = Alignment(np.arange(len(parts)), source.copy(), computed)
+    seen = with_long(found, starts)
+    expected = []
+    for part in parts:
+        own = list(part)
+        for j in range(2, len(part) - LONG + 1):
+            begins = part[j - 1] != -1 and all(row == -1 for row in part[j : j + LONG])
+            if begins and part[j - 2] >= 0:
+                own[j - 2] = -2 - part[j - 2]
+        expected.append(own)
+    assert seen.source.tolist() == [row for own in expected for row in own]
+    assert seen.computed.tolist() == [sum(row < 0 for row in own) for own in expected]
+    assert found.source.tolist() == source.tolist(), "only asks"
+
+
+def test_rows_in_front_of_long_changes_are_computed_without_a_guard_and_a_setting_of_ones_own() -> None:
+    assert Rule.of(None).for_unguarded().before_long
+    assert not Rule.of(1).for_unguarded().before_long
+    assert not Rule.of(None).before_long

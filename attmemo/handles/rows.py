@@ -156,6 +156,7 @@ def prepare_rows(
         undo.callback(store.close)
         storage = store.storage
         if guarding is None:
+            rule = rule.for_unguarded()
             planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
         else:
             kinds = _kinds(tokenizer)
@@ -170,7 +171,7 @@ def prepare_rows(
         handle.folder = records.folder
         check_stack(handle, adapter, encoder, packed)
         check_rows(handle, adapter, encoder, storage, packed)
-        handle.first_row = reads_first_row(handle, adapter, encoder, packed)
+        handle.first_row = reads_first_row(handle, adapter, encoder)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
             whole = _answering(outer, encoder)

@@ -48,7 +48,7 @@ class StackMemoization(Memoization):
         What runs the forwards of a model whose answers are guarded.
     first_row : bool
         Whether the model's head reads nothing of the last hidden states but their first row: then the last block
-        computes the others' K and V alone.
+        computes little of the others. Takes effect with the next `enable`.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class StackMemoization(Memoization):
         self.guarded: Guarded | None = None
         self.folder: Path | None = None
         self.first_row = False
+        self._head: HeadHook | None = None
         self._keeper: Keeper | None = None
         self._model = self._outer = model
 
@@ -96,8 +97,9 @@ class StackMemoization(Memoization):
         if self.first_row:
             stack = self.engine.reuse
             assert isinstance(stack, Stack)
-            hooks.append(HeadHook(self, self._model, stack, self._hooks))
-            hooks[0].insert()
+            self._head = HeadHook(self, self._model, stack, self._hooks)
+            self._head.insert()
+            hooks.append(self._head)
         if self.guarded is not None:
             hooks.append(AnswerHook(self, self.engine, self._outer, self.guarded))
             hooks[-1].insert()
@@ -125,7 +127,7 @@ class StackMemoization(Memoization):
             (sequences by reason), ``ineligible`` (sequences that the original code computed, by reason),
             ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
             ``weight_bytes`` (of weights made ready, beside the model's own),
-            ``first_row`` (whether the last block computes first rows alone, for the head reads no others),
+            ``first_row`` (whether the head reads nothing of the last hidden states but their first row),
             ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
             served), ``offered`` (sequences that could have become records, by what became of them),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
@@ -154,7 +156,7 @@ class StackMemoization(Memoization):
             "failures": dict(counters.failures),
             "linear": self.packed.linear,
             "weight_bytes": self.packed.nbytes,
-            "first_row": self.first_row,
+            "first_row": self.first_row and not (self._head is not None and self._head.reads_more),
             **self._growth(),
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
             "guard": None if self.guarded is None else self.guarded.guard.stats(),
@@ -244,7 +246,7 @@ def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> S
     packed = packed_of(encoder, adapter, "none", linear)
     handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
     check_stack(handle, adapter, encoder, packed)
-    handle.first_row = reads_first_row(handle, adapter, encoder, packed)
+    handle.first_row = reads_first_row(handle, adapter, encoder)
     return handle
 
 

@@ -13,7 +13,7 @@ def run(
     hidden: tuple[int, int, int],
     projected: int,
     calls: tuple[Any, ...],
-    asked: tuple[npt.NDArray[np.int64], int, int, bool, Any] | None,
+    asked: tuple[npt.NDArray[np.int64], int, int, int, bool, Any] | None,
     copies: tuple[tuple[int, int, int, int, int], ...],
     ways: tuple[int, int, int, int],
     threads: int,

@@ -20,6 +20,9 @@ from attmemo.kernels.kinds import NO_KINDS, Kinds, is_word
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 
+LONG = 3
+"""Tokens without a partner, side by side, from which on two tokens in front of them are computed."""
+
 LONGEST = 8192
 """Most tokens of an input or a record that are aligned in the middle too."""
 
@@ -41,6 +44,8 @@ class Rule:
         The first token of a block that follows another block at once, at another offset.
     ends : bool
         The first and the last token.
+    before_long : bool
+        One more in front of `LONG` and more tokens without a partner. Not known to `align`: see `with_long`.
     """
 
     near: int = 1
@@ -48,6 +53,7 @@ class Rule:
     most_moved: int | None = None
     edges: bool = True
     ends: bool = True
+    before_long: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -70,6 +76,10 @@ class Rule:
         mean of all rows is read from the neighbours too, and those would not have seen the numbers.
         """
         return replace(self, near_numbers=0) if self.near_numbers is None else self
+
+    def for_unguarded(self) -> Rule:
+        """The rule where no guard looks at the answers, if `near_numbers` is open: nearer ones, for few rows more."""
+        return replace(self, before_long=True) if self.near_numbers is None else self
 
     def near_where(self, words: bool) -> int:
         """Neighbours that are computed; `words`: a word is without a partner."""
@@ -244,6 +254,27 @@ def _ruled(partner: list[int], rule: Rule, near: int) -> list[int]:
     if rule.ends and n:
         computed |= {0, n - 1}
     return [-2 - own if j in computed and own >= 0 else own for j, own in enumerate(partner)]
+
+
+def with_long(found: Alignment, starts: Ints) -> Alignment:
+    """The same, with one row more computed in front of `LONG` and more tokens without a partner.
+
+    Tokens there look most at what changed (docs/rows.md). They do not count against the record: whether it supplies
+    enough, and which one is best, is known before.
+    """
+    single = found.source == -1
+    sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    long = single[2 : len(single) - LONG + 1].copy()  # from the third token on: whether LONG of them begin here
+    for ahead in range(1, LONG):
+        long &= single[2 + ahead : len(single) - LONG + 1 + ahead]
+    long &= ~single[1 : 1 + len(long)]
+    long &= sequence[2 + LONG - 1 :][: len(long)] == sequence[: len(long)]
+    places = np.flatnonzero(long)  # two tokens in front
+    places = places[found.source[places] >= 0]
+    source = found.source.copy()
+    source[places] = -2 - source[places]
+    more = np.bincount(sequence[places], minlength=len(starts) - 1)
+    return Alignment(found.record, source, found.computed + more)
 
 
 def widened(source: Tokens, near: int) -> Tokens:

@@ -129,7 +129,9 @@ class Chain:
                 threads=threads, stored=None if stored is None else stored(number),
                 disentangled=None if disentangled is None else disentangled(number),
             )  # fmt: skip
-            ending = asked, picked.data_ptr(), wanted.data_ptr(), apart, last.arguments
+            between = hidden.new_empty(some, up.outputs) if up.are_two_calls(some, threads) else None
+            addresses = (0 if t is None else t.data_ptr() for t in (picked, wanted, between))
+            ending = asked, *addresses, apart, last.arguments
         copies = () if keep is None else keep.addresses(len(self._links), size, after[:some], asked)
         ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, after))
         native.run(

@@ -17,8 +17,8 @@ from attmemo.adapters import Call, Spans
 from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
 from attmemo.embed.lookup import Found
-from attmemo.embed.tokens import TokenIndex
-from attmemo.kernels.align import Alignment, Rule
+from attmemo.embed.tokens import Candidates, TokenIndex
+from attmemo.kernels.align import Alignment, Rule, with_long
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
@@ -100,8 +100,14 @@ class RowPlanner(Whole):
     def _needs(self, asked: Asked) -> Ints:
         """Rows to compute, ``[B]``."""
         candidates = self.index.candidates(asked.tokens, asked.starts)
+        found, served = self._aligned(asked, candidates)
+        return np.where(served, found.computed, asked.lengths)
+
+    def _aligned(self, asked: Asked, candidates: Candidates) -> tuple[Alignment, Flags]:
+        """The best records of a batch, and whether each supplies enough."""
         found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
-        return np.where(self._suffices(found, asked.lengths), found.computed, asked.lengths)
+        served = self._suffices(found, asked.lengths)
+        return (with_long(found, asked.starts) if self.rule.before_long else found), served
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
@@ -115,8 +121,7 @@ class RowPlanner(Whole):
             return super().plan(layer, call, spans, given, counters)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
-        found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
-        served = self._suffices(found, asked.lengths)
+        found, served = self._aligned(asked, candidates)
         self._count(asked, found, served, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served)
 

@@ -126,7 +126,8 @@ class Packed:
             ending = asked if number == len(self._layers) - 1 else None
             hidden = self.block(number, hidden, layout, known, angles, stored, keep, ending)
             if number == 0 and added is not None:
-                hidden[:rows] += added
+                added = added if ending is None else added[torch.from_numpy(ending)]
+                hidden[: len(added)] += added
                 hidden = _norm(self.blocks.added_norm, hidden)
         rows = rows if asked is None else len(asked)
         if keep is not None:

@@ -148,6 +148,7 @@ class Rows(Stack):
         self.thread.admitted = offers
         every_slot = batch + len(beside), padded
         if wanted is not None:
+            self.thread.firsts += 1
             output = put_first(found, wanted, layout.starts[:-1], slot, every_slot)
         else:
             output = found.new_empty(every_slot[0] * padded, found.shape[1])

@@ -53,11 +53,14 @@ class Thread(threading.local):
         Whether forwards repeat a part of the one that was asked for.
     first : bool
         Whether forwards are asked for the first row of each sequence alone: the others are NaN.
+    firsts : int
+        Forwards that gave first rows alone.
     """
 
     observed: Observed | None = None
     again: bool = False
     first: bool = False
+    firsts: int = 0
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -174,6 +177,7 @@ class Stack:
         asked = self._asked(own[:-1], keep)
         found = self.compute(call, places, Layout(own, own), max(spans.lengths), keep=keep, asked=asked)
         if asked is not None:
+            self.thread.firsts += 1
             found = put_first(found, asked, own[:-1], np.flatnonzero(twins.own), call.hidden.shape[:2])
         elif places is not None:
             found = put_back(found, places, batch * call.hidden.shape[1])
