@@ -109,7 +109,8 @@ def memoize(
     near : int, optional
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
         of them cost time and bring the answers nearer to the exact ones. Default: 1; under a guard 0 where only
-        numbers changed and the answer is the class of a head that reads the first row.
+        numbers changed and the answer is the class of a head that reads the first row; without a guard one more in
+        front of three and more such tokens.
     most_moved : int, optional
         For rows: how far a token may have moved between the record and the sequence. Default: any distance.
     lookup : {"layer", "sequence"}, optional

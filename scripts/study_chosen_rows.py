@@ -1,6 +1,6 @@
 """Which rows are worth computing beside changed tokens: neighbours, or rows that look at what changed (docs/rows.md).
 
-    python scripts/study_chosen_rows.py ../shared chosen-rows.json    # about ten minutes on two cores
+    python scripts/study_chosen_rows.py ../shared chosen-rows.json    # about five minutes on two cores
 
 MiniLM in float32, in plain torch. The first 70 % of a log's lines are stored, 256 later lines are asked, and their
 means are compared with the exact ones. A record that supplies half of a line's tokens with one neighbour serves it.
@@ -25,11 +25,10 @@ from bench_rows import Case, lines_case, minilm
 from torch import Tensor
 
 from attmemo.embed.tokens import TokenIndex
-from attmemo.kernels.align import Rule
+from attmemo.kernels.align import LONG, Rule
 
 LOGS = ("HDFS", "OpenSSH", "Apache", "BGL", "Mac")
 SHARE = 0.03  # of a line's tokens: rows that are computed more
-LONG = 3  # changed tokens side by side, from which on two neighbours are computed
 THRESHOLD = 0.5
 HEADS = 12
 
@@ -152,14 +151,18 @@ def more_by(choice: Choice) -> Callable[[Served, Flags], Flags]:
     return found
 
 
-def two_beside_long(one: Served, computed: Flags) -> Flags:
-    """With two neighbours of changed tokens, where `LONG` and more stand side by side."""
-    changed = np.flatnonzero(np.diff(np.concatenate([[False], one.source < 0, [False]]).astype(int)))
-    more = computed.copy()
-    for start, stop in changed.reshape(-1, 2).tolist():
-        if stop - start >= LONG:
-            more[max(0, start - 2) : stop + 2] = True
-    return more
+def beside_long(before: int, behind: int) -> Callable[[Served, Flags], Flags]:
+    """With so many neighbours of `LONG` and more changed tokens."""
+
+    def found(one: Served, computed: Flags) -> Flags:
+        changed = np.flatnonzero(np.diff(np.concatenate([[False], one.source < 0, [False]]).astype(int)))
+        more = computed.copy()
+        for start, stop in changed.reshape(-1, 2).tolist():
+            if stop - start >= LONG:
+                more[max(0, start - before) : stop + behind] = True
+        return more
+
+    return found
 
 
 def same(one: Served, computed: Flags) -> Flags:
@@ -168,7 +171,8 @@ def same(one: Served, computed: Flags) -> Flags:
 
 WAYS: dict[str, tuple[int, Callable[[Served, Flags], Flags]]] = {
     "near=0": (0, same), "near=1": (1, same), "near=2": (2, same),
-    "near=1, 2 beside long changes": (1, two_beside_long),
+    "near=1, 2 before long changes": (1, beside_long(2, 1)), "near=1, 2 behind": (1, beside_long(1, 2)),
+    "near=1, 2 on both sides": (1, beside_long(2, 2)),
     "near=1, more by attention": (1, more_by(by_attention)),
     "near=1, more at random": (1, more_by(AtRandom())),
     "near=1, more that moved most": (1, more_by(by_move)),

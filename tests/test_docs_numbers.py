@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from docs_tools import RowsCase, agree, measured, numbers, page, says, spread, table_rows
+from docs_tools import RowsCase, agree, measured, numbers, page, says, set_in, spread, table_rows
 
 from attmemo.profiler.peers import ONNX, OPENVINO
 from attmemo.profiler.race import APPROXIMATE, CACHE, MAPS, PACKED, ROWS, STOCK
@@ -24,6 +25,7 @@ SERVERS = {
 REPEATED = ("lines-OpenSSH", "lines-HDFS", "lines-HDFS-threshold52", "lines-Apache")
 LINES = (*REPEATED, "lines-BGL")
 EXACT, PEER = "the best exact path", "the best peer"
+WITHOUT = "without a matrix unit"
 SHAPES = ("bert-1x128", "bert-8x128", "bert-32x128", "bert-8x512")
 STREAMS_TABLES = {  # the text before each table of docs/measured.md
     "streams.json": "With AMX, in bfloat16", "streams-float32.json": "The same in float32",
@@ -286,12 +288,14 @@ def test_the_table_of_packed_blocks_and_rows_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "start"), [("bfloat16", "| requests, model | stock |"), ("float32", "The same in float32, on two cores")]
-)
-def test_each_cell_of_the_tables_of_rows_was_measured(dtype: str, start: str) -> None:
+    ("dtype", "start", "machine"),
+    [("bfloat16", "| requests, model | stock |", ""), ("float32", "The same in float32, on two cores", ""),
+     ("bfloat16", "The same in bfloat16, on two cores", WITHOUT)],
+)  # fmt: skip
+def test_each_cell_of_the_tables_of_rows_was_measured(dtype: str, start: str, machine: str) -> None:
     ways = ("stock", "torch.compile", f"OpenVINO {'bf16' if dtype == 'bfloat16' else 'f32'}", "OpenVINO int8")
     for (label, name), (first, *cells) in zip(ROWS_TABLES.items(), table_rows(page("rows.md"), start), strict=True):
-        case = RowsCase(name, dtype)
+        case = RowsCase(name, dtype, machine=machine)
         assert first.startswith(label)
         for way, cell in zip(ways, cells[:4], strict=True):
             times = [case.ms[way], case.ms[f"{way}, sorted"]] if way in case.ms else []
@@ -304,6 +308,56 @@ def test_each_cell_of_the_tables_of_rows_was_measured(dtype: str, start: str) ->
         agree(numbers(cells[5]), values)
         if dtype == "bfloat16":
             agree(numbers(cells[6]), case.cosines() + case.cosines("OpenVINO int8"))
+
+
+def test_what_is_said_of_rows_without_a_matrix_unit_was_measured() -> None:
+    text = page("rows.md")
+    cases = {name: RowsCase(name, machine=WITHOUT) for name in ROWS_TABLES.values()}
+    lines = [cases[f"lines-{log}"] for log in ("OpenSSH", "HDFS", "BGL", "Apache")]
+    stock, best = (sorted(case.over("packed", base) for case in lines) for base in ("stock", EXACT))
+    says(text, "Packed blocks of lines: # to # times stock, # to # times the best exact path.",
+         stock[0], stock[-1], best[0], best[-1])  # fmt: skip
+    shapes = sorted(cases[name].over("packed", EXACT) for name in SHAPES)
+    says(text, "Batches of one length: # to # times OpenVINO", shapes[0], shapes[-1])
+    base, windows = cases["deberta-base-8x512"], cases["deberta-windows"]
+    says(text, "DeBERTa: # (windows) and # (8 × 512) times OpenVINO.",
+         windows.over("packed", "the best OpenVINO"), base.over("packed", "the best OpenVINO"))  # fmt: skip
+    for name, log in (("OpenSSH", lines[0]), ("HDFS", lines[1])):
+        says(text, f"{name} # times stock, # times the best peer, int8 included, cosine # and #",
+             log.over("rows"), log.over("rows", PEER), *log.cosines())  # fmt: skip
+    says(text, "windows # times OpenVINO, with # of the rows", windows.over("rows", "the best OpenVINO"),
+         windows.stats("share_computed"))  # fmt: skip
+    rows = [cases[name].over("rows", EXACT) for name in SHAPES]
+    says(text, "BERT-base shape # times the best exact path (1 × 128), #, # and #.", *rows)
+    texts = [1 / cases[name].over("rows", "packed") for name in ("text-banking77", "text-imdb")]
+    says(text, "Text that does not repeat itself takes # and # times as long as with packed blocks.", *texts)
+    spent = [100 * case.overhead() for case in lines]
+    says(text, "Lookup, plan and fetch: # to # % of the time of packed blocks", min(spent), max(spent))
+    spent = [100 * cases[name].overhead() for name in SHAPES]
+    says(text, "# % of one sequence with the BERT-base shape, # to # % of batches.", spent[0], min(spent[1:]),
+         max(spent[1:]))  # fmt: skip
+
+
+def test_what_first_rows_gain_was_measured() -> None:
+    found = measured("rows.json")["first rows"]
+    gains = [found[name]["all rows"] / found[name]["first rows"] for name in ("minilm-sst2", "deberta-loghub")]
+    layers = {one["layers"] for one in found.values()}
+    says(page("rows.md"), "of # layers # (MiniLM) and # (DeBERTa) times as fast", *layers, *gains)
+
+
+def test_which_rows_are_worth_computing_was_measured() -> None:
+    found = measured("chosen-rows.json")
+    header = re.search(r"\| share of rows, mean, 1st percentile \| (.*) \|\n", page("rows.md"))
+    assert header is not None
+    logs = header[1].split(" | ")
+    ways = list(found[logs[0]])
+    rows = table_rows(page("rows.md"), "| share of rows, mean, 1st percentile |")
+    for way, (label, *cells) in zip(ways, rows, strict=True):
+        assert label.replace("`", "").replace("*", "") == way
+        for log, cell in zip(logs, cells, strict=True):
+            agree(numbers(cell), [found[log][way][name] for name in ("share", "mean", "p1")])
+    (share,) = set_in("study_chosen_rows.py", r"\nSHARE = (\S+)")
+    says(page("rows.md"), "*More* is # % of a line's tokens", 100 * share)
 
 
 def test_what_the_page_of_rows_says_of_speed_was_measured() -> None:
