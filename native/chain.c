@@ -481,9 +481,9 @@ PyDoc_STRVAR(run_doc,
              "between the feed-forward layers go in the last block; whether that projects Q for them alone, so that of\n"
              "all rows K and V lie side by side; arguments of `attend` for these queries); the last of calls is not\n"
              "used then. copies: of some rows (first, how many, address, address or 0, first row of the result): to the\n"
-             "first address go K and V of each block, K of all rows first, to the second the result. ways: addresses of what attention gives, of what the layer behind\n"
-             "it gives, of what lies between the feed-forward layers (0: they are one call), of the result. The caller\n"
-             "vouches for the addresses.\n\n"
+             "first address go K and V of each block, K of all rows first, to the second the result. ways: addresses of\n"
+             "what attention gives, of what the layer behind it gives, of what lies between the feed-forward layers (0:\n"
+             "they are one call), of the result. The caller vouches for the addresses.\n\n"
              "Raises ValueError before anything is written, or MemoryError.");
 
 static PyObject *native_run(PyObject *Py_UNUSED(module), PyObject *args)
