@@ -15,7 +15,7 @@ from attmemo.adapters import Site
 from attmemo.engine import Engine, is_exporting
 from attmemo.guarded import Guarded
 from attmemo.parts import tensors_in
-from attmemo.reuse.stack import Stack, matters
+from attmemo.reuse.stack import Onlookers, Stack
 
 _LOG = logging.getLogger("attmemo")
 
@@ -125,10 +125,7 @@ class HeadHook(Hook):
         modules = stack.blocks.modules
         inside = {id(child) for module in modules for child in module.modules()} - set(map(id, modules))
         outside = [module for module in model.modules() if module is not model and id(module) not in inside]
-        self._hooks = [hooks for one in outside for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
-        known = {id(hook.module): hook for hook in own}
-        self._forwards = [(one.__dict__, known.get(id(one))) for one in outside]
+        self._outside = Onlookers(outside, [(hook.module, hook) for hook in own])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or self.reads_more or torch.compiler.is_compiling() or self._is_seen(args, kwargs):
@@ -152,9 +149,7 @@ class HeadHook(Hook):
         """Whether something may see more than the head."""
         if len(args) > len(self._names) or not _FOR_FIRST_ROWS.issuperset((*self._names[: len(args)], *kwargs)):
             return True
-        if any(self._hooks) and any(matters(hook) for hooks in self._hooks for hook in hooks.values()):
-            return True
-        return any(members.get("forward") is not hook for members, hook in self._forwards)
+        return self._outside.have_hooks or self._outside.have_forwards
 
 
 class LayerHook(Hook):

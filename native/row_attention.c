@@ -455,8 +455,8 @@ static RowCall *read_call(PyObject *args)
                           &data[0], &line[0], &data[1], &line[1], &data[2], &line[2], &data[3], &line[3], &type, &rows,
                           &fresh, &keys, &heads, &width, &at[STARTS], &at[KEY_STARTS], &at[POSITIONS], &at[SOURCES],
                           &at[ASKED], &at[KEYS], &at[VALUES], &at[COUNTS], &at[KEY_SCALES], &at[VALUE_SCALES],
-                          &stored_type, &bits, &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table, &table_span,
-                          &table_line, &window, &distance_keys, &key_line, &distance_queries, &query_line,
+                          &stored_type, &bits, &stored_line, &scale_line, &cosine, &sine, &turn_span, &half, &table,
+                          &table_span, &table_line, &window, &distance_keys, &key_line, &distance_queries, &query_line,
                           &distance_rows, &at[BUCKETS], &distance_span, &scale, &threads, &isa)) {
         free(call); /* what was held is given back already */
         return NULL;
@@ -470,7 +470,8 @@ static RowCall *read_call(PyObject *args)
         is_fine(type >= 0 && type < TYPES && stored_type >= 0 && stored_type < TYPES && (bits == 0 || bits == 8),
                 "there is no such type") &&
         is_fine(heads > 0 && heads < MOST && width > 0 && width < MOST && rows >= 0 && rows < INT32_MAX &&
-                    fresh >= 0 && fresh < INT32_MAX && keys >= 0 && threads > 0 && window >= 0 && turn_span >= 0 && half >= 0 && 2 * half <= width &&
+                    fresh >= 0 && fresh < INT32_MAX && keys >= 0 && threads > 0 && window >= 0 && turn_span >= 0 &&
+                    half >= 0 && 2 * half <= width &&
                     table_span >= 0 && table_span < MOST && table_line >= 0 && stored_line >= 0 && scale_line >= 0 &&
                     distance_rows >= 0 && distance_rows < INT32_MAX && distance_span >= 0 && distance_span < MOST,
                 "a size is out of range")) {

@@ -72,6 +72,40 @@ class Thread(threading.local):
             self.again = False
 
 
+class Onlookers:
+    """Who else sees what modules are given and what they give: hooks of torch, and a `forward` around one of them.
+
+    Parameters
+    ----------
+    modules : sequence of nn.Module
+    own : sequence of pairs
+        Modules, not only these, and the `forward` that may stand in front of each.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], own: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> None:
+        everywhere, known = nn.modules.module, {id(module): hook for module, hook in own}
+        self._hooks: list[Any] = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+        self._forwards = [(one.__dict__, known.get(id(one))) for one in modules]
+
+    @property
+    def have_hooks(self) -> bool:
+        """Whether a hook must be called.
+
+        transformers leaves hooks on modules once hidden states were asked for: they do nothing in a forward that is
+        not asked for these.
+        """
+        return any(self._hooks) and any(
+            getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
+            for hooks in self._hooks for hook in hooks.values()
+        )  # fmt: skip
+
+    @property
+    def have_forwards(self) -> bool:
+        """Whether another `forward` stands in front of a module than may."""
+        return any(members.get("forward") is not hook for members, hook in self._forwards)
+
+
 class Stack:
     """Serves a stack of blocks.
 
@@ -96,15 +130,7 @@ class Stack:
         self.blocks, self.packed = blocks, packed
         self.keep: Keep | None = None
         self.thread = Thread()
-        # Hooks on the module that holds all blocks run as ever: its input and its output are the original's.
-        whole = [blocks.module] if blocks.whole else []
-        inner = [child for module in blocks.modules for child in module.modules() if child not in whole]
-        hooks = [(child._forward_hooks, child._forward_pre_hooks) for child in inner]
-        everywhere = nn.modules.module
-        self._members = [child.__dict__ for child in inner if child not in blocks.modules]
-        self._fronts: list[tuple[dict[str, Any], Callable[..., Any]]] = []
-        self._hooks: list[Any] = [hook for pair in hooks for hook in pair]
-        self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+        self.watch([])
 
     def read(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
         call = self.blocks.read(args, kwargs)
@@ -114,17 +140,18 @@ class Stack:
             return f"hidden states are {call.hidden.dtype}, the model was {self.packed.dtype}"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
-        if any(self._hooks) and any(matters(hook) for hooks in self._hooks for hook in hooks.values()):
+        if self._inside.have_hooks:
             return "a module inside of the blocks has hooks"
-        if any("forward" in members for members in self._members) or any(
-            members.get("forward") is not hook for members, hook in self._fronts
-        ):
+        if self._inside.have_forwards:
             return "a module inside of the blocks has a forward of its own"
         return call
 
     def watch(self, hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> None:
-        # Blocks that the model itself calls: a `forward` put around one of them would see the last hidden states.
-        self._fronts = [] if self.blocks.whole else [(module.__dict__, hook) for module, hook in hooks]
+        # Hooks on the module that holds all blocks run as ever: its input and its output are the original's. Where the
+        # model itself calls the blocks, a `forward` put around one of them would see the last hidden states.
+        whole = [self.blocks.module] if self.blocks.whole else []
+        inner = [child for module in self.blocks.modules for child in module.modules() if child not in whole]
+        self._inside = Onlookers(inner, hooks)
 
     def modules(self, site: Site) -> Sequence[nn.Module]:
         return self.blocks.modules
@@ -265,13 +292,6 @@ def positions_of(places: Tensor | None, batch: int, padded: int) -> Tensor:
     """
     every = torch.arange(padded).repeat(batch)
     return every if places is None else every.index_select(0, places)
-
-
-def matters(hook: Any) -> bool:
-    """Whether a hook must be called. transformers leaves hooks on modules once hidden states were asked for: they do
-    nothing in a forward that is not asked for these.
-    """
-    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def places_of(lengths: list[int], padded: int) -> Tensor | None:
