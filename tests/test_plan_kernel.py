@@ -14,21 +14,16 @@ from attmemo.kernels import _plan
 from attmemo.kernels.align import LONGEST, Rule
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.kinds import NUMBER, WORD
-from attmemo.kernels.plan import Demand, Evidence, Mark, RowPlan, Table, plan, plan_in_python
+from attmemo.kernels.plan import Demand, Evidence, Mark, RowPlan, Table, plan, plan_in_python, table_of
 
 EVERYTHING = Demand()
 
 
-def table_of(known: dict[int, tuple[Mark, int]]) -> Table:
+def full(known: dict[int, tuple[Mark, int]]) -> Table:
     """A table with these keys, nearly full."""
-    places = 1 << (len(known) + 1).bit_length()
-    keys, marks, data = np.zeros(places, np.uint64), np.zeros(places, np.uint8), np.zeros(places, np.uint64)
-    for key, (mark, own) in known.items():
-        place = key & (places - 1)
-        while marks[place]:
-            place = (place + 1) & (places - 1)
-        keys[place], marks[place], data[place] = key, mark, own
-    return Table(keys, marks, data)
+    keys, marks = np.array(list(known), np.uint64), np.array([mark for mark, _ in known.values()], np.uint8)
+    data = np.array([own for _, own in known.values()], np.uint64)
+    return table_of(keys, marks, data, 1 << len(known).bit_length())
 
 
 def known_of(gaps: Changes, random: np.random.Generator) -> dict[int, tuple[Mark, int]]:
@@ -74,7 +69,7 @@ class TestAgainstTheOracle:
         given_[5][:] = np.where(random.random(len(records)) < 0.5, random.random(len(records)), np.nan)
         kinds = random.integers(0, 2, 40).astype(np.uint8)
         near = plan(*given_, kinds, rule, EVERYTHING).changes
-        table = table_of(known_of(near, random))
+        table = full(known_of(near, random))
         demand = Demand(share, 0.3, 0.6, tried, 2, 6, 4, rounds)
         assert same(plan(*given_, kinds, rule, demand, table), plan_in_python(*given_, kinds, rule, demand, table))
 
@@ -84,9 +79,11 @@ RECORD = [1, 2, 3, 4, 5, 6]
 RULE = Rule(near=0, edges=False, ends=False)
 
 
-def evidence(inputs: Sequences, demand: Demand, table: Table, own: float = np.nan, records: Sequences = [RECORD]) -> Any:
+def evidence(
+    inputs: Sequences, demand: Demand, table: Table, own: float = np.nan, records: Sequences | None = None
+) -> Any:
     """How well each input is known beside records of this sureness."""
-    given_ = arguments(inputs, records)
+    given_ = arguments(inputs, [RECORD] if records is None else records)
     given_[5][:] = own
     return plan(*given_, WORDS, RULE, demand, table)
 
@@ -97,21 +94,21 @@ def learned(old: list[int], new: list[int]) -> Changes:
 
 class TestEvidence:
     def test_an_equal_input_is_the_same_unless_records_are_rounded(self) -> None:
-        assert evidence([RECORD], EVERYTHING, table_of({})).evidence.tolist() == [Evidence.SAME]
+        assert evidence([RECORD], EVERYTHING, full({})).evidence.tolist() == [Evidence.SAME]
         rounded = EVERYTHING._replace(rounds=True)
-        assert evidence([RECORD], rounded, table_of({})).evidence.tolist() == [Evidence.FULLY]
+        assert evidence([RECORD], rounded, full({})).evidence.tolist() == [Evidence.FULLY]
 
     def test_a_change_is_unknown_until_it_is_in_the_table(self) -> None:
         changed = [1, 2, 9, 4, 5, 6]
         gaps = learned(RECORD, changed)
-        table = table_of({int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.change[0]): (Mark.CHANGE, 0)})
-        assert evidence([changed], EVERYTHING, table_of({})).evidence.tolist() == [Evidence.UNKNOWN]
+        table = full({int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.change[0]): (Mark.CHANGE, 0)})
+        assert evidence([changed], EVERYTHING, full({})).evidence.tolist() == [Evidence.UNKNOWN]
         assert evidence([changed], EVERYTHING, table).evidence.tolist() == [Evidence.FULLY]
 
     def test_a_record_whose_own_answer_is_unsure_does_not_serve_a_known_change(self) -> None:
         changed = [1, 2, 9, 4, 5, 6]
         gaps = learned(RECORD, changed)
-        table = table_of({int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.change[0]): (Mark.CHANGE, 0)})
+        table = full({int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.change[0]): (Mark.CHANGE, 0)})
         demand = EVERYTHING._replace(least=0.5)
         assert evidence([changed], demand, table, 0.4).evidence.tolist() == [Evidence.UNSURE]
         assert evidence([changed], demand, table, 0.5).evidence.tolist() == [Evidence.FULLY]
@@ -120,7 +117,7 @@ class TestEvidence:
     def test_a_known_change_of_a_farther_record_is_better_than_an_unknown_one_of_the_nearest(self) -> None:
         changed, far = [1, 2, 9, 4, 5, 6], [1, 7, 8, 4, 5, 6]
         gaps = learned(far, changed)
-        table = table_of({int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.change[0]): (Mark.CHANGE, 0)})
+        table = full({int(gaps.slot[0]): (Mark.SLOT, 2), int(gaps.change[0]): (Mark.CHANGE, 0)})
         found = evidence([changed], EVERYTHING._replace(tried=2), table, records=[RECORD, far])
         assert (found.record.tolist(), found.evidence.tolist()) == ([1], [Evidence.FULLY])
         assert found.source.tolist() == [0, -1, -1, 3, 4, 5]
@@ -129,9 +126,10 @@ class TestEvidence:
         assert (one.record.tolist(), one.evidence.tolist()) == ([0], [Evidence.UNKNOWN])
 
     def test_a_record_that_supplies_too_little_is_none(self) -> None:
-        found = evidence([[1, 9, 9, 9, 9, 9]], EVERYTHING._replace(share=0.5), table_of({}))
+        found = evidence([[1, 9, 9, 9, 9, 9]], EVERYTHING._replace(share=0.5), full({}))
         assert (found.record.tolist(), found.evidence.tolist(), found.computed.tolist()) == ([-1], [0], [6])
-        assert found.source.tolist() == [-1] * 6 and not len(found.changes)
+        assert found.source.tolist() == [-1] * 6
+        assert not len(found.changes)
 
 
 class TestRefused:
@@ -175,6 +173,6 @@ def test_numbers_in_a_free_slot_are_known() -> None:
     slot = int(plan(*given_, kinds, RULE, EVERYTHING).changes.slot[0])
     for count, blamed, expected in ((1, 0, Evidence.UNKNOWN), (2, 0, Evidence.FULLY), (9, 1, Evidence.UNKNOWN),
                                     (10, 1, Evidence.FULLY)):  # fmt: skip
-        table = table_of({slot: (Mark.SLOT, count | blamed << 32)})
+        table = full({slot: (Mark.SLOT, count | blamed << 32)})
         found = plan(*given_, kinds, RULE, Demand(numbers=2, words=6, penalty=4), table)
         assert found.evidence.tolist() == [expected]

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from attmemo.guard import Cover
 from attmemo.guard import verified as verified_module
 from attmemo.guard.verified import NUMBERS, PENALTY, WORDS, Verified
+from attmemo.kernels.changes import Changes
+from attmemo.kernels.plan import Demand, Evidence, evidence_in_python
 
 VALUES = st.integers(1, 9)
 GAPS = st.lists(st.tuples(st.integers(0, 2), VALUES, VALUES, st.booleans()), min_size=1, max_size=3)
@@ -212,3 +214,24 @@ class TestVerified:
         for slot in range(0, 30, 5):
             found.merge(learned([(False, [number(slot + k, 1, 2)]) for k in range(5)]).state())
         assert len(found) <= 20
+
+
+EVIDENCE = {Cover.NOT: Evidence.UNKNOWN, Cover.FREELY: Evidence.FREELY, Cover.FULLY: Evidence.FULLY}
+
+
+@given(STEPS_OF_LEARNING, STEPS_OF_LEARNING, st.lists(GAPS, min_size=1, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_the_table_says_what_is_known(
+    steps: list[tuple[bool, list[Gap]]], others: list[tuple[bool, list[Gap]]], asked: list[list[Gap]]
+) -> None:
+    def apart(gap: Gap) -> Gap:  # hashes of slots and of values are never the same number
+        slot, value, former, is_word = gap
+        return slot + 100, 10 * slot + value + 1000, 10 * slot + former + 1000, is_word
+
+    known = learned([(changed, list(map(apart, these))) for changed, these in steps])
+    known.merge(learned([(changed, list(map(apart, these))) for changed, these in others]).state())
+    demand = Demand(numbers=NUMBERS, words=WORDS, penalty=PENALTY)
+    for one in asked:
+        found = gaps(*map(apart, one))
+        changes = Changes(np.zeros(len(one), np.int64), found.slot, found.value, found.former, found.change, found.word)
+        assert evidence_in_python(changes, np.nan, demand, known.table) is EVIDENCE[known.ask(found)]

@@ -1,7 +1,7 @@
 """Which record serves each input of a batch: `native/plan.c` in one call, and its oracle in plain Python.
 
-Each candidate is aligned with the input (`attmemo.kernels.align`). The one with the fewest rows to compute comes first.
-What changed between both (`attmemo.kernels.changes`) is looked up in a table of known changes. If the changes are not
+Each candidate is aligned with the input (`attmemo.kernels.align`). The one with the fewest rows to compute comes
+first. What changed between both (`attmemo.kernels.changes`) is looked up in a table of known changes. If the changes are not
 known well enough to serve, the next candidate is tried.
 """
 
@@ -50,6 +50,24 @@ class Table(NamedTuple):
     keys: npt.NDArray[np.uint64]
     marks: npt.NDArray[np.uint8]
     data: npt.NDArray[np.uint64]
+
+
+def table_of(
+    keys: npt.NDArray[np.uint64], marks: npt.NDArray[np.uint8], data: npt.NDArray[np.uint64], places: int
+) -> Table:
+    """Return a table of these entries, whose keys differ, in a power of two of places, more than there are entries."""
+    found = Table(np.zeros(places, np.uint64), np.zeros(places, np.uint8), np.zeros(places, np.uint64))
+    left = np.arange(len(keys))
+    at = (keys & np.uint64(places - 1)).astype(np.int64)
+    while len(left):
+        free = found.marks[at] == Mark.FREE
+        _, firsts = np.unique(np.where(free, at, -1 - np.arange(len(at))), return_index=True)  # one for each free place
+        mine = np.zeros(len(at), np.bool_)
+        mine[firsts] = free[firsts]
+        put, where = left[mine], at[mine]
+        found.keys[where], found.data[where], found.marks[where] = keys[put], data[put], marks[put]
+        left, at = left[~mine], (at[~mine] + 1) & (places - 1)
+    return found
 
 
 NOTHING_KNOWN: Final = Table(np.zeros(1, np.uint64), np.zeros(1, np.uint8), np.zeros(1, np.uint64))
@@ -189,7 +207,7 @@ def plan_in_python(
                 break
             partner = np.where(found.source < -1, -2 - found.source, found.source).astype(np.int32)
             own_gaps = changes_in_python(*input_, np.array([number]), *rows, partner, kinds)
-            sure = _evidence(own_gaps, float(own[number]), demand, table)
+            sure = evidence_in_python(own_gaps, float(own[number]), demand, table)
             if kept is None or sure > Evidence.UNSURE:
                 kept, record[b], computed[b], evidence[b] = own_gaps, number, fewest, sure
                 source[start:stop] = found.source
@@ -203,7 +221,7 @@ def plan_in_python(
     return RowPlan(record, source, computed, evidence, every)
 
 
-def _evidence(gaps: Changes, own: float, demand: Demand, table: Table) -> Evidence:
+def evidence_in_python(gaps: Changes, own: float, demand: Demand, table: Table) -> Evidence:
     """How well all these gaps are known; `own`: how sure the record's own answer is."""
     if not len(gaps) and not demand.rounds:
         return Evidence.SAME
