@@ -24,7 +24,7 @@
 #include "gaps.h"
 #include "pairing.h"
 
-enum { NONE, UNKNOWN, UNSURE, FREELY, FULLY, SAME }; /* as Evidence in attmemo/kernels/plan.py */
+enum { NONE, ROUNDED, UNKNOWN, UNSURE, FREELY, FULLY, SAME }; /* as Evidence in attmemo/kernels/plan.py */
 enum { FREE, SLOT_MARK, VALUE_MARK, CHANGE_MARK, HARMFUL_MARK };
 
 typedef struct {
@@ -145,8 +145,6 @@ static void write_gaps(Job *job, Py_ssize_t b, Sequence input, Sequence record, 
 static int judge(const Job *job, Py_ssize_t b, int64_t record, const Table *table, const Demand *demand)
 {
     Py_ssize_t first = (Py_ssize_t)job->first_gap[b];
-    if (job->gaps.count == first && !demand->rounds)
-        return SAME;
     int found = evidence_of(table, &job->gaps, first, demand);
     float own = job->own[record], least = found == FREELY ? demand->least_freely : demand->least;
     return found >= FREELY && own < least ? UNSURE : found;
@@ -169,6 +167,18 @@ static bool suffices(int64_t computed, Py_ssize_t length, double share)
     return share < 0 || (computed < length && (double)(length - computed) >= share * (double)length);
 }
 
+/* The candidate with the very tokens of an input, the lowest of several; -1: none. */
+static Py_ssize_t same_as(const Job *job, Py_ssize_t b, Sequence input)
+{
+    Py_ssize_t found = -1;
+    for (Py_ssize_t c = b * job->near; c < (b + 1) * job->near; c++)
+        if (job->candidates[c] >= 0 && job->records[c].length == input.length &&
+            (found < 0 || job->candidates[c] < job->candidates[found]) &&
+            memcmp(input.tokens, job->records[c].tokens, (size_t)input.length * sizeof *input.tokens) == 0)
+            found = c;
+    return found;
+}
+
 static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const Table *table, const Demand *demand)
 {
     Sequence input = {job->tokens + job->starts[b], job->starts[b + 1] - job->starts[b]};
@@ -178,6 +188,15 @@ static void plan_one(Job *job, Py_ssize_t b, Work *work, const Rule *rule, const
     const Sequence *records = job->records + b * job->near;
     Py_ssize_t best = -1, held = -1; /* to be tried; whose supply and gaps are written */
     int found = NONE;
+    Py_ssize_t same = same_as(job, b, input);
+    if (same >= 0) { /* the answer is known, or, if the record is rounded, to be computed whole as the first time */
+        for (Py_ssize_t j = 0; j < input.length; j++)
+            source[j] = demand->rounds ? -1 : (int32_t)j;
+        job->record[b] = demand->rounds ? -1 : job->candidates[same];
+        job->computed[b] = demand->rounds ? input.length : 0;
+        job->evidence[b] = demand->rounds ? ROUNDED : SAME;
+        return;
+    }
     work->known = false;
     for (Py_ssize_t c = 0; c < job->near; c++) {
         if (candidates[c] < 0)

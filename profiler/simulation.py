@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.embed.tokens import TokenIndex
-from attmemo.guard import Cover, Guard, Verdict
+from attmemo.guard import Guard, Verdict
 from attmemo.kernels.align import Rule, with_long
-from attmemo.kernels.kinds import Kinds
+from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.kernels.plan import Demand
 from attmemo.profiler.models import Tokens
 
 Ints = npt.NDArray[np.int64]
@@ -91,20 +92,17 @@ def _decide(
     tokens, lengths = np.concatenate(own), np.array([len(one) for one in own], np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     near = index.candidates(tokens, starts)
-    found = index.align(tokens, starts, near, rule, kinds)
-    enough = (found.record >= 0) & (lengths - found.computed >= threshold * lengths)
     if guard is None:
+        found = index.plan(tokens, starts, near, rule, NO_KINDS, Demand(share=threshold))
         found = with_long(found, starts) if rule.before_long else found
-        verdicts: list[Verdict | None] = [Verdict.SERVE if one else None for one in enough]
+        verdicts: list[Verdict | None] = [Verdict.SERVE if record >= 0 else None for record in found.record]
     else:
-        records = np.where(enough, found.record, -1)
-        changes, there = index.changes(tokens, starts, near, records, rule, kinds)
-        gaps = [changes.of(place) if one else None for place, one in enumerate(enough & there)]
-        covers = [None if gap is None else guard.ask(gap) if len(gap) else Cover.SAME for gap in gaps]
-        verdicts = guard.decide(covers, len(covers))
-        for verdict, gap, cover in zip(verdicts, gaps, covers, strict=True):
-            if verdict in (Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN) and gap is not None and cover is not None:
-                guard.compared(verdict, gap, cover, None, False)
+        found = index.plan(tokens, starts, near, rule, kinds, guard.demand(threshold), guard.verified.table)
+        evidence = found.evidence.tolist()
+        verdicts = guard.decide(evidence, room=len(own))
+        for place, verdict in enumerate(verdicts):
+            if verdict in (Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN):
+                guard.compared(verdict, found.changes.of(place), evidence[place], None, False)
     whole = [place for place, verdict in enumerate(verdicts) if verdict is None or not verdict.serves]
     exact = found.computed == 0  # the very tokens are stored
     return [place for place in whole if not exact[place]], verdicts, found.computed

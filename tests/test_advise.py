@@ -56,7 +56,7 @@ class TestPlay:
     def test_texts_of_one_batch_do_not_serve_each_other(self) -> None:
         text = words(*range(1, 21))
         played = play_tokens([text, text, text], 2, 0.5, Rule(), None, NO_KINDS)
-        assert played.rows.tolist() == [20, 20, 2]
+        assert played.rows.tolist() == [20, 20, 0]
         assert played.known.tolist() == [False, False, True]
         assert played.records == 1, "the same tokens are stored once"
 

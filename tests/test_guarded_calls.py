@@ -459,6 +459,6 @@ def test_a_database_that_is_closed_costs_no_request(classifier: Case, tmp_path: 
     with Database(path) as database:
         model = guarded(classifier.bare, database)
         run(model, BASE)
-        assert done(model) == {"reused": 6}
+        assert done(model) == {"repeated": 6}
     assert gap(run(model, BASE).logits, run(classifier.exact, BASE).logits) <= NEAR
     assert sum(model.attmemo.stats()["failures"].values()) > 0

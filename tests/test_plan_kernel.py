@@ -93,10 +93,13 @@ def learned(old: list[int], new: list[int]) -> Changes:
 
 
 class TestEvidence:
-    def test_an_equal_input_is_the_same_unless_records_are_rounded(self) -> None:
-        assert evidence([RECORD], EVERYTHING, full({})).evidence.tolist() == [Evidence.SAME]
-        rounded = EVERYTHING._replace(rounds=True)
-        assert evidence([RECORD], rounded, full({})).evidence.tolist() == [Evidence.FULLY]
+    def test_an_equal_input_takes_all_rows_of_its_record_unless_records_are_rounded(self) -> None:
+        found = evidence([RECORD], EVERYTHING, full({}), records=[[1, 2, 3], RECORD, RECORD])
+        assert (found.evidence.tolist(), found.record.tolist(), found.computed.tolist()) == ([Evidence.SAME], [1], [0])
+        assert found.source.tolist() == [0, 1, 2, 3, 4, 5]
+        rounded = evidence([RECORD], EVERYTHING._replace(rounds=True), full({}))
+        assert (rounded.evidence.tolist(), rounded.record.tolist()) == ([Evidence.ROUNDED], [-1])
+        assert rounded.computed.tolist() == [6]
 
     def test_a_change_is_unknown_until_it_is_in_the_table(self) -> None:
         changed = [1, 2, 9, 4, 5, 6]

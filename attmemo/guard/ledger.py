@@ -22,11 +22,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from attmemo.guard.margin import CLASSES, WIDER
+from attmemo.guard.margin import CLASSES
 from attmemo.locking import locked
 
-VERSION: Final = "4"
-NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
+VERSION: Final = "5"
+NO_SUMS: Final = {CLASSES.top: (max, 0.0), "lowest": (min, 1.0)}
 """Counts that are no sums: how those of two processes are joined, and what they are at first."""
 HASHES: Final[dict[str, tuple[int, ...]]] = {"changes": (), "harmful": (), "values": (3,), "harm": (2,)}
 """Arrays of a file, and the numbers of one entry."""

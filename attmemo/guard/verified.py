@@ -16,13 +16,12 @@ other one. Hashes stand for slots and values, so nothing of an input can be read
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.kernels.plan import NOTHING_KNOWN, Mark, table_of
+from attmemo.kernels.plan import NOTHING_KNOWN, Evidence, Mark, table_of
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -36,22 +35,6 @@ MOST: Final = 1 << 18
 """Values that are remembered."""
 FEWEST: Final = 64
 """Places of the table at first."""
-
-
-class Cover(IntEnum):
-    """How well the changes of a request are verified."""
-
-    NOT = 0
-    FUTILE = 1  # all are verified, but the answer is expected to be too far away, even if more rows are computed
-    UNSURE = 2  # all are verified, but the answer is expected below the margin: more rows are computed
-    FREELY = 3  # some of them are words in free slots
-    FULLY = 4
-    SAME = 5  # nothing changed: the answer is the record's own
-
-    @property
-    def may_serve(self) -> bool:
-        """Whether the record may serve, if the budget affords it."""
-        return self > Cover.FUTILE
 
 
 class Gaps(Protocol):
@@ -96,24 +79,29 @@ class Verified:
     def __len__(self) -> int:
         return self._count
 
-    def ask(self, gaps: Gaps) -> Cover:
-        """How well all these changes are verified."""
-        found = Cover.FULLY
+    @property
+    def needs(self) -> tuple[int, int, int]:
+        """Harmless values that make a slot of numbers, and of words, free; times as many more after harm."""
+        return (NUMBERS, WORDS, PENALTY) if self._free else (0, 0, 0)
+
+    def ask(self, gaps: Gaps) -> Evidence:
+        """Return how well all these changes are known: what the native plan finds in `table`."""
+        found = Evidence.FULLY
         for slot, value, former, change, word in _rows(gaps):
             harmless = self._harmless.get(slot)
             if harmless is None or change in self._harmful:
-                return Cover.NOT
+                return Evidence.UNKNOWN
             if change in self._changes:
                 continue
             if value in harmless and former in harmless and (not word or harmless[value] == harmless[former]):
                 continue
             if value in self._harmful or former in self._harmful:
-                return Cover.NOT
+                return Evidence.UNKNOWN
             needed = (WORDS if word else NUMBERS) * (1 + PENALTY * self._harm.get(slot, 0))
             if not self._free or len(harmless) < needed:
-                return Cover.NOT
+                return Evidence.UNKNOWN
             if word:
-                found = Cover.FREELY
+                found = Evidence.FREELY
         return found
 
     def stayed(self, gaps: Gaps) -> None:

@@ -160,12 +160,12 @@ def prepare_rows(
             rule = rule.for_unguarded()
             planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
         else:
-            kinds, sureness = _kinds(tokenizer), Sureness(guarding.answers, growing)
+            kinds = _kinds(tokenizer)
             planner = GuardedPlanner(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
                 rounds=storage[1] not in (packed.dtype, torch.float32),
-                admit=_never if growing is None else growing.admit, sureness=sureness,
+                admit=_never if growing is None else growing.admit,
             )  # fmt: skip
         reuse = Rows(blocks, packed, store, guarded=guarding is not None)
         handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
@@ -199,8 +199,11 @@ def prepare_rows(
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))
                 undo.callback(keeper.close)
+            sureness = Sureness(guarding.answers, growing)
             if named:
                 sureness.key = _digest(answering).digest()[:KEY]
+            if growing is not None:
+                growing.know(sureness.of_note)
             handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse, growing, sureness), keeper)
         undo.pop_all()
     if guarding is None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.kernels import _plan
-from attmemo.kernels.align import LONGEST, Ints, Rule, Tokens, align_in_python
+from attmemo.kernels.align import LONGEST, Alignment, Ints, Rule, Tokens, align_in_python
 from attmemo.kernels.changes import Changes, changes_in_python
 from attmemo.kernels.kinds import Kinds
 
@@ -27,11 +27,12 @@ class Evidence(IntEnum):
     """How well the changes between an input and its record are known. From `FREELY` on the record may serve."""
 
     NONE = 0  # no record supplies enough
-    UNKNOWN = 1  # a change is not known
-    UNSURE = 2  # all are known, but the record's own answer is too near to another one
-    FREELY = 3  # all are known, some of them as words in free slots
-    FULLY = 4
-    SAME = 5  # nothing changed, and the record is as exact as the model
+    ROUNDED = 1  # there is a record of the very input, in fewer bits than the model computes with: it serves nothing
+    UNKNOWN = 2  # a change is not known
+    UNSURE = 3  # all are known, but the record's own answer is too near to another one
+    FREELY = 4  # all are known, some of them as words in free slots
+    FULLY = 5
+    SAME = 6  # nothing changed: the answer is the record's own
 
 
 class Mark(IntEnum):
@@ -89,7 +90,8 @@ class Demand(NamedTuple):
     penalty : int
         Times as many values more are needed for each changed answer that the slot is blamed for.
     rounds : bool
-        Records are stored in fewer bits than the model computes with: no record is `Evidence.SAME`.
+        Last hidden states of records are stored in fewer bits than the model computes with: no record is
+        `Evidence.SAME`.
     """
 
     share: float = -1.0
@@ -103,27 +105,17 @@ class Demand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlan:
-    """Records of B inputs with n tokens, and what they supply.
+class RowPlan(Alignment):
+    """Records of B inputs with n tokens, and what they supply. `record` is -1 where none supplies enough.
 
     Attributes
     ----------
-    record : int64 [B]
-        The record of each input; -1: none supplies enough.
-    source : int32 [n]
-        For each token the row of its record that supplies it; below 0: computed. -1: the record has no such token;
-        -2 - r: row r of the record is computed anew.
-    computed : int64 [B]
-        Rows to compute.
     evidence : uint8 [B]
         `Evidence`.
     changes : Changes
         The gaps between inputs and their records.
     """
 
-    record: Ints
-    source: Tokens
-    computed: Ints
     evidence: npt.NDArray[np.uint8]
     changes: Changes
 
@@ -194,6 +186,17 @@ def plan_in_python(
     gaps: list[Changes] = []
     for b, (start, stop) in enumerate(pairwise(starts.tolist())):
         input_, rows = (tokens[start:stop], np.array([0, stop - start])), (record_tokens, record_starts)
+        same = [
+            number for number in candidates[b].tolist() if number >= 0
+            and np.array_equal(tokens[start:stop], record_tokens[record_starts[number] : record_starts[number + 1]])
+        ]  # fmt: skip
+        if same and demand.rounds:
+            evidence[b] = Evidence.ROUNDED
+        elif same:
+            record[b], computed[b], evidence[b] = min(same), 0, Evidence.SAME
+            source[start:stop] = np.arange(stop - start)
+        if same:
+            continue
         alone = [
             (number, align_in_python(*input_, np.array([[number]]), *rows, rule, kinds=kinds))
             for number in candidates[b].tolist() if number >= 0
@@ -223,8 +226,6 @@ def plan_in_python(
 
 def evidence_in_python(gaps: Changes, own: float, demand: Demand, table: Table) -> Evidence:
     """How well all these gaps are known; `own`: how sure the record's own answer is."""
-    if not len(gaps) and not demand.rounds:
-        return Evidence.SAME
     known = {
         int(key): (Mark(mark), int(data)) for key, mark, data in zip(*table, strict=True) if mark != Mark.FREE
     }  # fmt: skip

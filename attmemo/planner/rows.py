@@ -18,7 +18,9 @@ from attmemo.adapters.masks import consecutive, valid_places
 from attmemo.counters import Counters
 from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import Candidates, TokenIndex
-from attmemo.kernels.align import Alignment, Rule, with_long
+from attmemo.kernels.align import Rule, with_long
+from attmemo.kernels.kinds import NO_KINDS
+from attmemo.kernels.plan import Demand, RowPlan
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
@@ -99,15 +101,13 @@ class RowPlanner(Whole):
 
     def _needs(self, asked: Asked) -> Ints:
         """Rows to compute, ``[B]``."""
-        candidates = self.index.candidates(asked.tokens, asked.starts)
-        found, served = self._aligned(asked, candidates)
-        return np.where(served, found.computed, asked.lengths)
+        return self._planned(asked, self.index.candidates(asked.tokens, asked.starts)).computed
 
-    def _aligned(self, asked: Asked, candidates: Candidates) -> tuple[Alignment, Flags]:
-        """The best records of a batch, and whether each supplies enough."""
-        found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
-        served = self._suffices(found, asked.lengths)
-        return (with_long(found, asked.starts) if self.rule.before_long else found), served
+    def _planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
+        """Return the plan of a batch. It only asks: nothing is drawn, counted or kept."""
+        demand = Demand(share=self.threshold)
+        found = self.index.plan(asked.tokens, asked.starts, candidates, self.rule, NO_KINDS, demand)
+        return with_long(found, asked.starts) if self.rule.before_long else found
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
@@ -121,7 +121,8 @@ class RowPlanner(Whole):
             return super().plan(layer, call, spans, given, counters)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
-        found, served = self._aligned(asked, candidates)
+        found = self._planned(asked, candidates)
+        served = found.record >= 0
         self._count(asked, found, served, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served)
 
@@ -154,13 +155,8 @@ class RowPlanner(Whole):
         """Whether forwards of any size are looked up, if blocks take so long for a row. Changes nothing."""
         return self.gate.ask(seconds_per_row)
 
-    def _suffices(self, found: Alignment, lengths: Ints) -> Flags:
-        """Whether the record of each sequence supplies enough of it."""
-        enough = (found.record >= 0) & (lengths - found.computed >= self.threshold * lengths)
-        return enough & (found.computed < lengths)
-
     def _count(
-        self, asked: Asked, found: Alignment, useful: Flags, times: tuple[float, float], counters: Counters
+        self, asked: Asked, found: RowPlan, useful: Flags, times: tuple[float, float], counters: Counters
     ) -> None:
         """Time since (the start, the end of the lookup), and what useful records save the batch."""
         start, looked = times
@@ -180,7 +176,7 @@ class RowPlanner(Whole):
 
 
 def plan_of(
-    layer: int, spans: Spans, asked: Asked, found: Alignment, served: Flags,
+    layer: int, spans: Spans, asked: Asked, found: RowPlan, served: Flags,
     admitted: Mapping[int, npt.NDArray[np.int32]] | None = None, beside: Mapping[int, Reused] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that serves some sequences from the records found, makes records of others, and tries some beside."""

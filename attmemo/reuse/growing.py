@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import time
 import weakref
@@ -23,6 +24,7 @@ import torch
 
 from attmemo.db.history import Work
 from attmemo.db.pool import Entry, Kept, News, Pool
+from attmemo.db.segment import Segment
 from attmemo.embed.tokens import TokenIndex
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
@@ -82,6 +84,7 @@ class GrowingRows(RowStore):
         self._found = 0  # tokens of the records that were fetched and pay; a count lost now and then does no harm
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
+        self._sure_of: Callable[[bytes], float] = lambda note: math.nan
         self._anew = False
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
@@ -129,6 +132,21 @@ class GrowingRows(RowStore):
         """What was kept with a record; nothing if there is no such record."""
         kept = self._kept(record)
         return b"" if kept is None else kept.note
+
+    def notes_of(self, records: Sequence[int]) -> list[bytes]:
+        """Return what was kept with each record; nothing where there is no such record."""
+        ahead, numbers, kept = self._ahead, self._numbers, self.pool.records
+        found = []
+        for record in records:  # no call for a record: a batch has many
+            one = ahead.get(record) or kept.get(numbers.get(record, -1))
+            found.append(b"" if one is None else one.note)
+        return found
+
+    def know(self, sure_of: Callable[[bytes], float]) -> None:
+        """Tell the index how sure the own answers of records are, from what is kept with them, now and later."""
+        self._sure_of = sure_of
+        own = [record for record in self.index.numbers() if record >= self._first]
+        self.index.note_sureness(own, [sure_of(self.note_of(record)) for record in own])
 
     def _kept(self, record: int) -> Kept | None:
         """What lies behind a number of the index that is not of a prepared record."""
@@ -284,7 +302,10 @@ class GrowingRows(RowStore):
     def _index(self, found: Sequence[Kept]) -> None:
         """Let records be found, under the next numbers of the index."""
         first = self.index.next
-        self.index.extend([kept.tokens for kept in found], range(first, first + len(found)))
+        self.index.extend(
+            [kept.tokens for kept in found], range(first, first + len(found)),
+            [self._sure_of(kept.note) for kept in found],
+        )  # fmt: skip
 
     def _forget(self, record: int) -> None:
         """Let a record be found no more."""
@@ -305,30 +326,46 @@ class GrowingRows(RowStore):
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records. DatabaseError: a record was dropped since it was found, or is damaged."""
         own = records >= self._first
-        held: list[Kept | None] = [None] * len(records)
-        for place in np.flatnonzero(own).tolist():
-            held[place] = self._get(int(records[place]))
+        held = self._held(records.tolist())
         if self._base is None or (own | (records < 0)).all():
             return Placed(self.layout, held)
         prepared = self._base.fetch(np.where(own, -1, records))
         return prepared if not own.any() else _Both(prepared, Placed(self.layout, held), own)
 
-    def _get(self, record: int) -> Kept:
-        kept = self._kept(record)
-        if kept is None:
-            raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
-        if self._sound.get(record) != kept.segment.number:
-            if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
-                if record in self.index:
-                    self.index.remove(record)  # it is never found again; the file is left to `attmemo check`
-                number = kept.number
-                self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
-                raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
-            self._sound[record] = kept.segment.number
-        times = kept.segment.hit(kept.place)
-        if times is not None and kept.carried + times <= PAYS:
-            self._found += len(kept.tokens)
-        return kept
+    def _held(self, records: Sequence[int]) -> list[Kept | None]:
+        """Return where these records lie, and count their use; None: not one of this store."""
+        first, ahead, numbers, kept, sound = self._first, self._ahead, self._numbers, self.pool.records, self._sound
+        found: list[Kept | None] = []
+        segments = dict[int, Segment]()
+        for record in records:  # no call for a record: a batch has many
+            if record < first:
+                found.append(None)
+                continue
+            one = ahead.get(record) or kept.get(numbers.get(record, -1))
+            if one is None:
+                raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
+            segment = one.segment
+            if segment.number not in segments:
+                segment.check_whole()  # before anything of it is read: a page that is cut off ends the process
+                segments[segment.number] = segment
+            if sound.get(record) != segment.number:
+                self._check(record, one)
+            if segment.marks is not None:
+                segment.marks[one.place] += 1
+                if one.carried + segment.marks[one.place] <= PAYS:
+                    self._found += len(one.tokens)
+            found.append(one)
+        return found
+
+    def _check(self, record: int, kept: Kept) -> None:
+        """Note that a record matches its checksum. DatabaseError: it does not, and is never found again."""
+        if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
+            if record in self.index:
+                self.index.remove(record)  # the file is left to `attmemo check`
+            number = kept.number
+            self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
+            raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
+        self._sound[record] = kept.segment.number
 
     def close(self) -> None:
         atexit.unregister(self._leave)
