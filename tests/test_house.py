@@ -37,8 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels", "guard"},
     "handles": {"engine", "hooks", "planner", "selfchecks", "watch", "reuse", "adapters", "embed", "db", "mmap",
                 "perfmodel", "kernels", "guard", "guarded", "sureness"},
-    "memoization": {"handles", "hooks", "adapters", "embed", "db", "mmap", "kernels", "guard"},
-    "serve": {"memoization"},
+    "memoization": {"handles", "hooks", "selfchecks", "adapters", "embed", "db", "mmap", "kernels", "guard"},
+    "serve": {"memoization", "selfchecks"},
     "ray": {"serve", "memoization", "handles", "db"},
 }
 LONGEST = 450

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from typing import Any, Final
 
 import numpy as np
@@ -100,11 +99,9 @@ def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
     found = first[None] if len(done.answers) == 1 else np.stack([answer.value for answer in done.answers])
     if dimensions is not None:
         found = np.ascontiguousarray(found[:, :dimensions])
-    exact = found.astype(np.float64)
-    length = np.sqrt(np.einsum("ij,ij->i", exact, exact))  # finite if, and only if, all numbers are
-    if not math.isfinite(length.max()):
-        raise Refusal("backend", "the embedding is not finite", reason="inference")
     if normalize:
+        exact = found.astype(np.float64)
+        length = np.sqrt(np.einsum("ij,ij->i", exact, exact))
         found = (exact / np.maximum(length, _SHORTEST)[:, None]).astype(np.float32)
     return found
 

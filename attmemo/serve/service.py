@@ -128,14 +128,14 @@ class Service:
         return len(self._queue)
 
     async def healthy(self) -> bool:
-        """Whether requests should be sent here. After a failed forward the model is asked for one more."""
+        """Whether requests should be sent here. Of a model that fails one more forward is asked."""
         if self.draining or not self._worker.alive:
             return False
         if not self._worker.failing:
             return True
         try:
             request = Request(1, each=False, reuse=False)
-            await self._ask([Tokens([0], [0], 0)], request, None)
+            await self._ask([Tokens(*self._worker.doubtful, 0)], request, None)
         except Refusal:
             return False
         return True
