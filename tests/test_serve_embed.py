@@ -200,6 +200,15 @@ def test_openai_errors_have_their_own_form(live: Live) -> None:
     assert set(reply.json) == {"message", "code", "type"}
 
 
+@pytest.mark.parametrize("path", ["/embed", "/tokenize"])
+def test_a_byte_order_mark_before_json_is_taken(live: Live, path: str) -> None:
+    body = b'{"inputs": "alpha", "reuse": "off"}'
+    plain, marked = (live.post(path, mark + body) for mark in (b"", b"\xef\xbb\xbf"))
+    assert (plain.status, marked.status) == (200, 200)
+    assert marked.json == plain.json
+    assert live.post(path, 2 * b"\xef\xbb\xbf" + body).status == 400, "one mark, not more"
+
+
 def test_a_body_that_is_not_json_by_its_type_is_refused(live: Live) -> None:
     assert live.post("/embed", b"{}", content_type="text/plain").status == 415
 

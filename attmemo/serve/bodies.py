@@ -5,6 +5,7 @@ Inputs have many forms, told apart by hand: a message of a union of types names 
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
@@ -217,7 +218,7 @@ class OpenAI(Reusing):
 def read(kind: type[Body], raw: bytes) -> Any:
     """A body of this kind; a `Refusal` says which field is wrong, and shows nothing of its value."""
     try:
-        return kind.model_validate_json(raw)
+        return kind.model_validate_json(raw.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":
