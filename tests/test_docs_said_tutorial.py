@@ -61,7 +61,7 @@ def test_the_service_answers_what_the_page_shows() -> None:
     (body,) = re.findall(r"localhost:3000/similarity .* -d '(.*?)'\n```", TEXT, re.DOTALL)
     output = block("x-attmemo-rows-computed")
     headers = dict(re.findall(r"^(x-attmemo-\S+): (\d+)$", output, re.MULTILINE))
-    with tools.living(tools.minilm()) as live:
+    with tools.living(tools.minilm(), row_headers=True) as live:
         first = tools.ask(live.url + "/similarity", body.encode())
         live.service.model.handle.flush()  # within a second, as readers of the page wait
         again = tools.ask(live.url + "/similarity", body.encode())

@@ -24,7 +24,8 @@ CLOSE = 2e-6
 
 @pytest.fixture(scope="module", name="live")
 def _live() -> Iterator[Live]:
-    with living(minilm(), served_model_name="minilm", max_client_batch_size=200, payload_limit=100_000) as found:
+    own = {"max_client_batch_size": 200, "payload_limit": 100_000, "row_headers": True}
+    with living(minilm(), served_model_name="minilm", **own) as found:
         yield found
 
 

@@ -72,8 +72,9 @@ def serve(
         parser=parse_fill, metavar="yes|no|DIR",
     )] = YES,
     served_model_name: Annotated[str | None, _named(
-        "SERVED_MODEL_NAME", "Name of the model in answers of OpenAI's routes.  [default: MODEL]", metavar="NAME",
-        show_default=False,
+        "SERVED_MODEL_NAME",
+        "Name of the model that clients see.  [default: that on the hub, or the last name of the directory]",
+        metavar="NAME", show_default=False,
     )] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], _named("DTYPE", "Type of the weights.")] = "float32",
     pooling: Annotated[Literal["mean", "cls", "last-token"] | None, _named(
@@ -113,6 +114,10 @@ def serve(
         "API_KEY", "Key that requests must bring; better set as a variable: others see a command line.",
         metavar="KEY", show_default=False,
     )] = None,
+    row_headers: Annotated[bool, _named(
+        "ATTMEMO_ROW_HEADERS",
+        "Response headers say how many rows were computed. They tell whether a similar text was asked before.",
+    )] = False,
     drain_seconds: Annotated[float, _named(
         "ATTMEMO_DRAIN_SECONDS", "After SIGTERM, seconds that /health says 503 and requests are still taken.", min=0.0
     )] = 1.0,

@@ -110,7 +110,7 @@ def state_routes(service: Service) -> list[tuple[str, Callable[..., Awaitable[Re
         except Refusal as refusal:
             return refuse(refusal)
         return reply({
-            "model_id": settings.model,
+            "model_id": settings.model_name,
             "model_sha": None,
             "model_dtype": settings.dtype,
             "served_model_name": settings.name,

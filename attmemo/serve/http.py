@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from attmemo.serve.bodies import Body, read
 from attmemo.serve.refusal import Refusal
-from attmemo.serve.service import Service
+from attmemo.serve.service import Done, Service
 
 LOG = logging.getLogger("attmemo.serve")
 JSON = "application/json"
@@ -52,8 +52,15 @@ class Route:
 
 def reply(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     """A response in JSON; arrays of numpy may be part of it."""
-    content = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(content, status, dict(headers or {}), JSON)
+    return Response(_dumped(value), status, dict(headers or {}), JSON)
+
+
+class Answered(Response):
+    """The response to a request that the model answered; `done` says what it cost."""
+
+    def __init__(self, value: Any, done: Done) -> None:
+        super().__init__(_dumped(value), 200, done.headers(), JSON)
+        self.done = done
 
 
 def refuse(refusal: Refusal, openai: bool = False) -> Response:
@@ -114,10 +121,14 @@ def _line(route: Route, response: Response, reason: str, start: float) -> dict[s
     found["ms"] = round(1e3 * (perf_counter() - start), 2)
     if reason != "none":
         found["reason"] = reason
-    for name in ("x-compute-tokens", "x-attmemo-rows-computed", "x-attmemo-reuse"):
-        if name in response.headers:
-            found[name.removeprefix("x-").removeprefix("attmemo-")] = response.headers[name]
+    if isinstance(response, Answered):
+        done = response.done
+        found |= {"compute-tokens": done.tokens, "rows-computed": done.rows, "reuse": done.reuse}
     return found
+
+
+def _dumped(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 async def _body(request: Request, limit: int, seconds: float) -> bytes:

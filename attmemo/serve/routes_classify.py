@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import bodies
-from attmemo.serve.http import Route, gone, reply
+from attmemo.serve.http import Answered, Route, gone
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -27,7 +27,7 @@ def routes(service: Service) -> list[Route]:
             gone=gone(request),
         )  # fmt: skip
         found = [_ranked(row, service.model.labels) for row in scores(done, raw=body.raw_scores)]
-        return reply(found[0] if body.inputs.single else found, done.headers())
+        return Answered(found[0] if body.inputs.single else found, done)
 
     async def rerank(body: bodies.Rerank, request: Request) -> Response:
         if not body.texts:
@@ -43,7 +43,7 @@ def routes(service: Service) -> list[Route]:
         for place in np.argsort(-found, kind="stable").tolist():
             rank = {"index": place, "score": found[place]}
             ranks.append(rank | {"text": body.texts[place]} if body.return_text else rank)
-        return reply(ranks, done.headers())
+        return Answered(ranks, done)
 
     found = [
         Route(("/predict",), bodies.Predict, predict, "Classes of texts or of pairs of texts"),

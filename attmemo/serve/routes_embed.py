@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import bodies
-from attmemo.serve.http import Route, gone, reply
+from attmemo.serve.http import Answered, Route, gone
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -37,13 +37,13 @@ def routes(service: Service) -> list[Route]:
         done = await vectors(
             body, request, inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name
         )  # fmt: skip
-        return reply(finish(done, body.dimensions, normalize=body.normalize), done.headers())
+        return Answered(finish(done, body.dimensions, normalize=body.normalize), done)
 
     async def embed_all(body: bodies.EmbedAll, request: Request) -> Response:
         done = await vectors(
             body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True
         )  # fmt: skip
-        return reply([np.ascontiguousarray(answer.each) for answer in done.answers], done.headers())
+        return Answered([np.ascontiguousarray(answer.each) for answer in done.answers], done)
 
     async def embed_sparse(body: bodies.EmbedAll, request: Request) -> Response:
         raise cannot("Model is not an embedding model with SPLADE pooling")
@@ -57,7 +57,7 @@ def routes(service: Service) -> list[Route]:
             how if how.reuse else body, request, inputs, truncate=how.truncate, side=how.side, prompt=how.prompt_name
         )  # fmt: skip
         found = finish(done, None, normalize=True)
-        return reply(found[1:] @ found[0], done.headers())
+        return Answered(found[1:] @ found[0], done)
 
     async def main(body: bodies.Main, request: Request) -> Response:
         if isinstance(body.inputs, bodies.Compared):
@@ -75,9 +75,7 @@ def routes(service: Service) -> list[Route]:
             for place, row in enumerate(found)
         ]
         usage = {"prompt_tokens": done.tokens, "total_tokens": done.tokens}
-        return reply(
-            {"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done.headers()
-        )  # fmt: skip
+        return Answered({"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done)
 
     found = [
         Route(("/embed",), bodies.Embed, embed, "Embeddings of texts"),

@@ -41,10 +41,11 @@ class Done:
     tokenization: float
     queue: float
     inference: float
+    shows_rows: bool
 
     def headers(self) -> dict[str, str]:
-        """Response headers: those of TEI, and ours."""
-        return {
+        """Response headers: those of TEI, and ours where they are asked for."""
+        found = {
             "x-compute-type": "cpu",
             "x-compute-time": str(round(self.total)),
             "x-compute-characters": str(self.characters),
@@ -53,10 +54,12 @@ class Done:
             "x-tokenization-time": str(round(self.tokenization)),
             "x-queue-time": str(round(self.queue)),
             "x-inference-time": str(round(self.inference)),
-            "x-attmemo-rows-computed": str(self.rows),
-            "x-attmemo-rows-total": str(self.tokens),
-            "x-attmemo-reuse": self.reuse,
         }
+        if self.shows_rows:
+            found["x-attmemo-rows-computed"] = str(self.rows)
+            found["x-attmemo-rows-total"] = str(self.tokens)
+            found["x-attmemo-reuse"] = self.reuse
+        return found
 
 
 class Service:
@@ -191,6 +194,7 @@ class Service:
             1e3 * (tokenized - start),
             1e3 * (request.taken - request.queued),
             1e3 * request.model_seconds / request.count,
+            self.settings.row_headers,
         )
         times = done.total, done.tokenization, done.queue, done.inference
         task = "embed" if self.model.task == "embedding" else "predict"
