@@ -40,7 +40,7 @@ def routes(service: Service) -> list[Route]:
         )  # fmt: skip
         found = scores(done, raw=body.raw_scores)[:, 0]
         ranks: list[dict[str, Any]] = []
-        for place in np.argsort(-found, kind="stable").tolist():
+        for place in best_first(found):
             rank = {"index": place, "score": found[place]}
             ranks.append(rank | {"text": body.texts[place]} if body.return_text else rank)
         return Answered(ranks, done)
@@ -70,4 +70,10 @@ def scores(done: Done, *, raw: bool) -> Floats:
 
 
 def _ranked(row: Floats, labels: list[str]) -> list[dict[str, Any]]:
-    return [{"score": row[place], "label": labels[place]} for place in np.argsort(-row, kind="stable").tolist()]
+    return [{"score": row[place], "label": labels[place]} for place in best_first(row)]
+
+
+def best_first(row: Floats) -> list[int]:
+    """Places of scores, the highest first; of equal ones the last first, as TEI's sort turned around has them."""
+    places: list[int] = np.argsort(row, kind="stable")[::-1].tolist()
+    return places
