@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -39,6 +40,8 @@ class Route:
         Makes the response of a body and its request.
     what : str
         For the OpenAPI document.
+    answer : type or None
+        The kind of answer, for the document; None: the route refuses all.
     openai : bool
         Errors have OpenAI's form.
     """
@@ -47,7 +50,38 @@ class Route:
     body: type[Body]
     work: Work
     what: str
+    answer: type[BaseModel] | None = None
     openai: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateRoute:
+    """A route that says how the service is.
+
+    Parameters
+    ----------
+    path : str
+    work : callable
+        Makes the response.
+    what : str
+        For the OpenAPI document, like the rest.
+    form : type
+        The kind of response.
+    answer : type, optional
+        The kind of answer in JSON.
+    fails : bool
+        It says 503 where the service is not well.
+    keyed : bool
+        It needs the key.
+    """
+
+    path: str
+    work: Callable[..., Awaitable[Response]]
+    what: str
+    form: type[Response] = Response
+    answer: type[Any] | None = None
+    fails: bool = False
+    keyed: bool = False
 
 
 def reply(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attmemo.serve import bodies
+from attmemo.serve import answers, bodies
 from attmemo.serve.http import Answered, Route, gone
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
@@ -19,7 +19,7 @@ from attmemo.serve.service import Done, Service
 def routes(service: Service) -> list[Route]:
     """Routes that classify."""
 
-    async def predict(body: bodies.Predict, request: Request) -> Response:
+    async def predict(body: bodies.PredictRequest, request: Request) -> Response:
         if service.model.task == "embedding":
             raise cannot("Model is not a classifier model")
         done = await service.answer(
@@ -29,7 +29,7 @@ def routes(service: Service) -> list[Route]:
         found = [_ranked(row, service.model.labels) for row in scores(done, raw=body.raw_scores)]
         return Answered(found[0] if body.inputs.single else found, done)
 
-    async def rerank(body: bodies.Rerank, request: Request) -> Response:
+    async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
         if not body.texts:
             raise Refusal("empty", "`texts` cannot be empty")
         if service.model.task != "reranker":
@@ -46,9 +46,12 @@ def routes(service: Service) -> list[Route]:
         return Answered(ranks, done)
 
     found = [
-        Route(("/predict",), bodies.Predict, predict, "Classes of texts or of pairs of texts"),
-        Route(("/rerank",), bodies.Rerank, rerank, "Relevance of texts to a query"),
-    ]
+        Route(
+            ("/predict",), bodies.PredictRequest, predict, "Classes of texts or of pairs of texts",
+            answers.PredictResponse,
+        ),
+        Route(("/rerank",), bodies.RerankRequest, rerank, "Relevance of texts to a query", answers.RerankResponse),
+    ]  # fmt: skip
     if service.model.task != "embedding":
         main = found[service.model.task == "reranker"]
         found.append(replace(main, paths=("/", "/invocations")))

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attmemo.serve import bodies
+from attmemo.serve import answers, bodies
 from attmemo.serve.http import Answered, Route, gone
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
@@ -29,29 +29,29 @@ def routes(service: Service) -> list[Route]:
             inputs.items, method=inputs.method, reuse=body.reuses, gone=gone(request), **more
         )  # fmt: skip
 
-    async def embed(body: bodies.Embed, request: Request) -> Response:
+    async def embed(body: bodies.EmbedRequest, request: Request) -> Response:
         return await embedded(body, request, body.inputs)
 
-    async def embedded(body: bodies.Embedding, request: Request, inputs: bodies.Inputs) -> Response:
+    async def embedded(body: bodies.Normalizing, request: Request, inputs: bodies.Inputs) -> Response:
         _check_dimensions(body.dimensions, service.model.width)
         done = await vectors(
             body, request, inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name
         )  # fmt: skip
         return Answered(finish(done, body.dimensions, normalize=body.normalize), done)
 
-    async def embed_all(body: bodies.EmbedAll, request: Request) -> Response:
+    async def embed_all(body: bodies.EmbedAllRequest, request: Request) -> Response:
         done = await vectors(
             body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True
         )  # fmt: skip
         return Answered([np.ascontiguousarray(answer.each) for answer in done.answers], done)
 
-    async def embed_sparse(body: bodies.EmbedAll, request: Request) -> Response:
+    async def embed_sparse(body: bodies.EmbedAllRequest, request: Request) -> Response:
         raise cannot("Model is not an embedding model with SPLADE pooling")
 
-    async def similarity(body: bodies.Similarity, request: Request) -> Response:
+    async def similarity(body: bodies.SimilarityRequest, request: Request) -> Response:
         if not body.inputs.sentences:
             raise Refusal("empty", "`inputs.sentences` cannot be empty")
-        how = body.parameters or bodies.Comparing()
+        how = body.parameters or bodies.SimilarityParameters()
         inputs = bodies.Inputs([body.inputs.source_sentence, *body.inputs.sentences], False)
         done = await vectors(
             how if how.reuse else body, request, inputs, truncate=how.truncate, side=how.side, prompt=how.prompt_name
@@ -59,13 +59,13 @@ def routes(service: Service) -> list[Route]:
         found = finish(done, None, normalize=True)
         return Answered(found[1:] @ found[0], done)
 
-    async def main(body: bodies.Main, request: Request) -> Response:
-        if isinstance(body.inputs, bodies.Compared):
-            asked = bodies.Similarity(inputs=body.inputs, parameters=body.parameters, reuse=body.reuse)
+    async def main(body: bodies.MainRequest, request: Request) -> Response:
+        if isinstance(body.inputs, bodies.SimilarityInput):
+            asked = bodies.SimilarityRequest(inputs=body.inputs, parameters=body.parameters, reuse=body.reuse)
             return await similarity(asked, request)
         return await embedded(body, request, body.inputs)
 
-    async def openai(body: bodies.OpenAI, request: Request) -> Response:
+    async def openai(body: bodies.OpenAICompatRequest, request: Request) -> Response:
         _check_dimensions(body.dimensions, service.model.width)
         done = await vectors(body, request, body.input, truncate=None)
         found = finish(done, body.dimensions, normalize=True)
@@ -78,16 +78,27 @@ def routes(service: Service) -> list[Route]:
         return Answered({"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done)
 
     found = [
-        Route(("/embed",), bodies.Embed, embed, "Embeddings of texts"),
-        Route(("/embed_all",), bodies.EmbedAll, embed_all, "Last hidden states of all tokens"),
-        Route(("/embed_sparse",), bodies.EmbedAll, embed_sparse, "Refused: no model here gives sparse embeddings"),
-        Route(("/similarity",), bodies.Similarity, similarity, "Cosines of one text to others"),
+        Route(("/embed",), bodies.EmbedRequest, embed, "Embeddings of texts", answers.EmbedResponse),
         Route(
-            ("/v1/embeddings", "/embeddings"), bodies.OpenAI, openai, "Embeddings as OpenAI gives them", openai=True
+            ("/embed_all",), bodies.EmbedAllRequest, embed_all, "Last hidden states of all tokens",
+            answers.EmbedAllResponse,
         ),
-    ]
+        Route(
+            ("/embed_sparse",), bodies.EmbedSparseRequest, embed_sparse,
+            "Refused: no model here gives sparse embeddings",
+        ),
+        Route(
+            ("/similarity",), bodies.SimilarityRequest, similarity, "Cosines of one text to others",
+            answers.SimilarityResponse,
+        ),
+        Route(
+            ("/v1/embeddings", "/embeddings"), bodies.OpenAICompatRequest, openai, "Embeddings as OpenAI gives them",
+            answers.OpenAICompatResponse, openai=True,
+        ),
+    ]  # fmt: skip
     if service.model.task == "embedding":
-        found.append(Route(("/", "/invocations"), bodies.Main, main, "The same as /embed or /similarity"))
+        what = "The same as /embed or /similarity"
+        found.append(Route(("/", "/invocations"), bodies.MainRequest, main, what, answers.MainResponse))
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attmemo.serve import bodies
+from attmemo.serve import answers, bodies
 from attmemo.serve.http import Route, reply
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.service import Service
@@ -24,7 +24,7 @@ def routes(service: Service) -> list[Route]:
             what = f"batch size {count} > maximum allowed batch size {most}"
             raise Refusal("validation", what, reason="batch_size")
 
-    async def tokenize(body: bodies.Tokenize, request: Request) -> Response:
+    async def tokenize(body: bodies.TokenizeRequest, request: Request) -> Response:
         check(len(body.inputs.items), "inputs")
 
         def work() -> list[Any]:
@@ -33,7 +33,7 @@ def routes(service: Service) -> list[Route]:
 
         return reply(await service.in_thread(work))
 
-    async def decode(body: bodies.Decode, request: Request) -> Response:
+    async def decode(body: bodies.DecodeRequest, request: Request) -> Response:
         check(len(body.ids.items), "ids")
 
         def work() -> list[str]:
@@ -43,6 +43,6 @@ def routes(service: Service) -> list[Route]:
         return reply(await service.in_thread(work))
 
     return [
-        Route(("/tokenize",), bodies.Tokenize, tokenize, "Tokens of texts"),
-        Route(("/decode",), bodies.Decode, decode, "Texts of token ids"),
+        Route(("/tokenize",), bodies.TokenizeRequest, tokenize, "Tokens of texts", answers.TokenizeResponse),
+        Route(("/decode",), bodies.DecodeRequest, decode, "Texts of token ids", answers.DecodeResponse),
     ]
