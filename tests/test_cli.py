@@ -155,6 +155,12 @@ class TestHelp:
     def test_version(self) -> None:
         assert re.fullmatch(r"attmemo \d+\.\d+\.\d+\S*\n", succeed("--version"))
 
+    def test_the_package_runs_as_a_program(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "attmemo", "--version"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout == succeed("--version")
+
     def test_answers_without_loading_torch(self) -> None:
         # The package's own __init__ is replaced, so that what is asked is what the command line itself imports.
         code = (
