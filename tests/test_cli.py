@@ -144,13 +144,26 @@ class TestHelp:
         options = {name for parameter in LEAVES[path].params for name in parameter.opts}
         assert {"--json", "--quiet"} <= options
 
-    @pytest.mark.parametrize("name", [name for (name, *more) in (p for p in COMMANDS if p) if not more])
-    def test_the_overview_is_not_cut_off(self, name: str) -> None:
-        (line,) = [line for line in succeed("--help").splitlines() if line.startswith(f"  {name} ")]
-        assert not line.endswith("...")
+    def test_the_overview_has_every_command_once_in_the_order_of_the_groups(self) -> None:
+        *_, overview = succeed("--help").partition("\nStart:\n")
+        groups = re.findall(r"^(\S[^\n]*):$", "Start:\n" + overview, re.MULTILINE)
+        assert groups == ["Start", "Serve", "Databases", "Databases of attention maps", "Benchmarks", "Text generation"]
+        shown = re.findall(r"^  ([a-z-]+)  ", overview, re.MULTILINE)
+        assert sorted(shown) == sorted(ROOT.commands)
+        assert shown[:5] == ["demo", "doctor", "advise", "families", "serve"]
+
+    @pytest.mark.parametrize("columns", [60, 80, 200])
+    def test_the_overview_shows_the_whole_first_sentence_of_every_command(self, columns: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", str(columns))
+            shown = succeed("--help")
+        assert "..." not in shown.partition("\nStart:\n")[2]
+        for command in ROOT.commands.values():
+            first, _, _ = command.help.partition("\n\n")
+            assert " ".join(first.split()) in " ".join(shown.split()), command.name
 
     def test_no_command_shows_the_overview(self) -> None:
-        assert "Commands:" in attmemo().output
+        assert "\nStart:\n" in attmemo().output
 
     def test_version(self) -> None:
         assert re.fullmatch(r"attmemo \d+\.\d+\.\d+\S*\n", succeed("--version"))
