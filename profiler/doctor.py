@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from attmemo.db.find import cache_directory
+from attmemo.extras import install
 from attmemo.handles.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
@@ -126,7 +127,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         yield seen, f"memoize(model, max_bytes={FEW_BYTES})   # after freeing {low}"
     if not facts["packages"]["hnswlib"]:
         seen = "hnswlib is not installed: with more than 4,000 records each lookup compares all of them"
-        yield seen, "pip install 'attmemo[hnswlib]'"
+        yield seen, install("hnswlib")
     if (facts["max_map_count"] or FEW_MAPPINGS + 1) <= FEW_MAPPINGS:
         seen = "a process may have few mappings; only databases of maps, fetched by mapping pages, need more"
         yield seen, "sudo sysctl -w vm.max_map_count=1048576"

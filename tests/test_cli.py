@@ -147,7 +147,8 @@ class TestHelp:
     def test_the_overview_has_every_command_once_in_the_order_of_the_groups(self) -> None:
         *_, overview = succeed("--help").partition("\nStart:\n")
         groups = re.findall(r"^(\S[^\n]*):$", "Start:\n" + overview, re.MULTILINE)
-        assert groups == ["Start", "Serve", "Databases", "Databases of attention maps", "Benchmarks", "Text generation"]
+        assert groups[:4] == ["Start", "Serve", "Databases", "Databases of attention maps"]
+        assert groups[4:] == ["Benchmarks", "Text generation"]
         shown = re.findall(r"^  ([a-z-]+)  ", overview, re.MULTILINE)
         assert sorted(shown) == sorted(ROOT.commands)
         assert shown[:5] == ["demo", "doctor", "advise", "families", "serve"]

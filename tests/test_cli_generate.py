@@ -313,7 +313,7 @@ class TestScores:
         stderr = refuse(
             "generate", "no-such-model", source, tmp_path / "out", "--task", task, "--reference-path", path
         )
-        assert "pip install 'attmemo[generate]'" in stderr
+        assert "pip install '.[generate]'" in stderr
         assert package.replace("_", "-") in stderr
 
     def test_rouge_of_known_lines(self) -> None:

