@@ -803,6 +803,16 @@ class TestConsole:
             out.say("attmemo train-embedder " + "x" * 500)
         assert capsys.readouterr().out.count("\n") == 1
 
+    @pytest.mark.parametrize(("columns", "most"), [("60", 60), ("80", 80), ("100", 100), ("", 140), ("0", 140)])
+    def test_a_table_is_as_wide_as_columns_says_also_in_a_pipe(
+        self, columns: str, most: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", columns)
+        with console.output(None, quiet=False) as out:
+            out.table("Title", ("a name", "words"), [("x", "word " * 60)], "A note. " * 30)
+        lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert most - 10 < max(map(len, lines)) <= most
+
     def test_progress_stays_out_of_standard_output(self, capsys: pytest.CaptureFixture[str]) -> None:
         with console.output(None, quiet=False) as out:
             for done in range(4):
@@ -826,14 +836,26 @@ class TestFamilies:
         assert [row["family"] for row in found["families"]] == [adapter.family for adapter in ADAPTERS]
         assert all(row["models"] for row in found["families"])
         reuse = {row["family"]: row["reuse"] for row in found["families"]}
-        assert reuse["bert"] == ["maps", "rows"]
+        assert reuse["bert"] == ["none", "rows", "maps"]
         assert reuse["albert"] == ["maps"]
+
+    def test_the_list_says_which_modes_a_family_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        lines = succeed("families").splitlines()
+        (head,) = [line for line in lines if line.startswith(" family ")]
+        assert re.findall(r"exact|rows|maps", head) == ["exact", "rows", "maps", "exact"]  # the last: left exact
+        modes = {words[0]: re.findall(r"\b(?:yes|no)\b", " ".join(words)) for line in lines if (words := line.split())}
+        assert modes["bert"][:3] == ["yes", "yes", "yes"]
+        assert modes["albert"] == ["no", "no", "yes"]
+        assert (Path(__file__).parents[1] / "docs" / "own-family.md").is_file()
+        assert "docs/own-family.md" in " ".join(lines)
 
     def test_a_model_is_told_by_its_configuration_alone(self, tiny_deberta: str, tmp_path: Path) -> None:
         shutil.copy(Path(tiny_deberta) / "config.json", tmp_path)
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert (found["family"], found["layers"], found["heads"]) == ("deberta-v2", 2, 4)
-        assert (found["reuse"], found["no_rows"]) == (["maps", "rows"], None)
+        assert (found["reuse"], found["no_rows"]) == (["none", "rows", "maps"], None)
+        assert "works: exact (packed blocks), rows, maps" in succeed("families", tmp_path)
 
     def test_a_lookalike_is_promised_to_work(self, tmp_path: Path) -> None:
         """OLMo 2 is built as Llama is and norms all of K at once, which only its weights at work tell."""
