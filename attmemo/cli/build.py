@@ -12,6 +12,7 @@ import typer
 from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.files import check_directory
+from attmemo.wording import counted
 
 ALL: Any = "1/1"  # a default is parsed, and shown, like a value that is given
 
@@ -113,8 +114,8 @@ def build_database(
         done = build(loaded, files, destination, chosen, tell)
         out.say(str(done.path))
         out.say(
-            f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "
-            f"{done.seconds:.1f} s"
+            f"  {counted(done.records, 'record')} ({done.added:,} new, {done.skipped:,} there before), "
+            f"{size(done.bytes)}, {done.seconds:.1f} s"
         )
         if done.alike:
             known = "has nearly the same maps" if reuse == "maps" else "has the same tokens, or supplies most of them"
@@ -160,8 +161,8 @@ def train_embedder(
         chosen = TrainOptions(steps=steps, backend=backend)
         report = train_database(db, chosen, model=model, profile=profile, progress=out.stages)
         out.say(
-            f"{report['records']:,} records of {report['lengths']:,} lengths indexed with {report['backend']}, "
-            f"{report['seconds']:.1f} s"
+            f"{counted(report['records'], 'record')} of {counted(report['lengths'], 'length')} indexed with "
+            f"{report['backend']}, {report['seconds']:.1f} s"
         )
         show_layers(out, report["layers"])
         out.notes(report.get("notes", ()))

@@ -8,6 +8,7 @@ import typer
 
 from attmemo.cli.console import output
 from attmemo.cli.options import Json, Quiet
+from attmemo.wording import counted
 
 _NEXT = "docs/own-family.md says how to add a family"
 _BLOCKS, _MAPS = ["none", "rows", "maps"], ["maps"]  # what memoize takes as reuse=, with packed blocks and without
@@ -56,7 +57,8 @@ def families(
             about = f"{model} ({found['architecture']}, {found['model_type']})"
             if found["supported"]:
                 out.say(f"{about}: looks like {found['family']}; {_PROVEN}")
-                out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
+                layers, heads = counted(found["layers"], "layer"), counted(found["heads"], "head")
+                out.say(f"  {layers}, {heads}, {found['mask_kind']}")
                 modes = {"none": "exact (packed blocks)", "rows": "rows", "maps": "maps"}
                 out.say(f"  works: {', '.join(modes[mode] for mode in found['reuse'])}")
                 if found["no_rows"]:
