@@ -274,6 +274,16 @@ class TestOptions:
         assert said in result.stderr
         assert "Traceback" not in result.output
 
+    @pytest.mark.parametrize(
+        "args", ["serve m", "advise m f", "bench peers m f", "bench layer", "build-database --model m --data f"]
+    )
+    def test_float16_is_answered_with_the_type_to_take(self, args: str) -> None:
+        option = "--model-dtype" if args.startswith("build") else "--dtype"
+        result = attmemo(*shlex.split(args), option, "float16")
+        assert result.exit_code == 2
+        assert "write bfloat16" in result.stderr
+        assert "Value error" not in result.stderr
+
     def test_a_file_where_the_database_belongs(self, service_log: Path) -> None:
         result = attmemo("tune", "--data", service_log, service_log, "db")
         assert result.exit_code == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ def advise(
     most_moved: Annotated[int | None, options.count(
         "How far a token may have moved.  [default: any distance]", 0
     )] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model is loaded in.")] = "float32",
+    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="How long the model is timed, about.")] = 12.0,
     text_column: options.TextColumn = None, json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip

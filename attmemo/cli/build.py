@@ -59,8 +59,7 @@ def build_database(
         "stored twice.  [default: store all]",
     )] = None,
     model_dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="What the model computes in; serve it in the same precision."),
+        options.Precision, options.precision("What the model computes in; serve it in the same precision.")
     ] = "float32",
     max_bytes: Annotated[int, typer.Option(
         metavar="SIZE", parser=options.parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -48,7 +48,7 @@ def peers(
     sample: Annotated[int, options.count(
         "Texts that every path answers, in windows over the stream; attmemo rows answers all texts."
     )] = 384,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model is loaded in.")] = "float32",
+    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
     budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
     max_length: Annotated[int | None, options.count(
         "Cut texts to this many tokens.  [default: the model's most]"

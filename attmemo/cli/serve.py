@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import output
-from attmemo.cli.options import parse_share, parse_size
+from attmemo.cli.options import Precision, parse_share, parse_size, precision
 from attmemo.extras import install
 
 HOST = "0.0.0.0"
@@ -76,7 +76,7 @@ def serve(
         "SERVED_MODEL_NAME", "Name of the model in answers of OpenAI's routes.  [default: MODEL]", metavar="NAME",
         show_default=False,
     )] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], _named("DTYPE", "Type of the weights.")] = "float32",
+    dtype: Annotated[Precision, precision("Type of the weights.", envvar="DTYPE", show_envvar=True)] = "float32",
     pooling: Annotated[Literal["mean", "cls", "last-token"] | None, _named(
         "POOLING", "How embeddings are pooled.  [default: as the model's configuration says, else the mean]",
         show_default=False,
