@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 Result = Mapping[str, Any]  # an evaluation's, `attmemo.evaluate/1`: shares between 0 and 1, times in ms
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
+PURPLE, GOLD, RED = "#9c5a8a", "#b59a2e", "#b3403a"
 STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.grid.axis": "y", "axes.labelcolor": INK,
     "axes.labelsize": 9, "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK,
@@ -147,7 +148,7 @@ def _draw_controls(axes: Axes, result: Result) -> None:
 
 _PARTS: Final = {
     "exact": ("", GREY), "lookup": ("lookup", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
-    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("plan of rows", "#9c5a8a"),
+    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("plan of rows", PURPLE),
     "fetch": ("fetch of rows", GREEN), "blocks": ("blocks, rows computed", BLUE),
     "other": ("the rest of the model", "#b4c1c9"),
 }  # fmt: skip

@@ -98,7 +98,8 @@ def summarize(found: dict[str, Any]) -> list[str]:
     threads = counted(found["conditions"]["threads"], "thread")
     lines = _wrapped(
         f"{counted(whole['texts'], f'{what} line')} in {seconds:.0f} s, {found['batch']} at once, {found['model']}, "
-        f"{found['dtype']}, {threads}. The time ends the stream: --seconds gives more."
+        f"{found['dtype']}, {threads}."
+        + (" The time ended the stream: --seconds gives more." if found["time_over"] else "")
     )
     lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{name:>12}{'changed':>12}"]
     for way, ms in sorted(whole["ms"].items(), key=lambda item: -item[1]):
