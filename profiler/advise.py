@@ -16,6 +16,7 @@ from attmemo.embed.kinds import kinds_of
 from attmemo.errors import DataError
 from attmemo.guard import Guard, is_class_of_first_row
 from attmemo.kernels.align import Rule
+from attmemo.loading import load_config
 from attmemo.machine import conditions
 from attmemo.memoization import memoize
 from attmemo.planner.rows import THRESHOLD
@@ -25,6 +26,7 @@ from attmemo.profiler.models import LoadedModel, Progress, Tokens, greatest_leng
 from attmemo.profiler.peers import another, way_of
 from attmemo.profiler.simulation import Played, play_tokens
 from attmemo.reuse.row_layout import RowLayout
+from attmemo.wording import counted
 
 FEWEST: Final = 100
 PAYS: Final = 1.15
@@ -86,14 +88,16 @@ def advise(
     Raises
     ------
     DataError
-        The files cannot be read, or have too few texts.
+        There is no such model, the files cannot be read, or they have too few texts.
     UnsupportedModelError
         The blocks of this model cannot be run without padding.
     """
     options, tell = options or AdviseOptions(), progress or (lambda what, done, total: None)
+    load_config(name)  # a model that is none is told before its texts are read
     rows = list(read_texts(files, text_column=options.text_column, limit=options.limit))
     if len(rows) < FEWEST:
-        raise DataError(f"{len(rows)} texts are too few to see what repeats, expected {FEWEST}.", "give more texts")
+        seen = counted(len(rows), "text is", "texts are")
+        raise DataError(f"{seen} too few to see what repeats, expected {FEWEST} or more.", "give more texts")
     loaded = load_model(name, options.dtype)
     packed = another(loaded)
     memoize(packed.model, reuse="none")

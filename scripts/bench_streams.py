@@ -25,11 +25,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attmemo.machine import conditions
+from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo import BUDGET, MODEL, model_path
 from attmemo.profiler.lines import in_batches, read_log
 from attmemo.profiler.models import load_model, tokenize
 from attmemo.profiler.peers import ONNX, OPENVINO, another, installed_peers
-from attmemo.profiler.plots import BLUE, GREEN, GREY, ORANGE, STYLE, png
+from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import CACHE, PACKED, ROWS, STOCK, Race
 
@@ -38,7 +39,7 @@ LINES = 1600
 BATCH = 16  # lines at once
 LONGEST = 256  # tokens
 LATE = "last third"
-BARS = {OPENVINO: ORANGE, ONNX: "#9c5a8a", PACKED: GREEN, CACHE: GREY, ROWS: BLUE}
+BARS = (OPENVINO, ONNX, PACKED, CACHE, ROWS)
 
 
 def measure(shared: Path, name: str, dtype: str) -> dict[str, Any]:
@@ -83,9 +84,8 @@ def draw(streams: dict[str, Any]) -> bytes:
             places = np.arange(len(names)) + (number - (len(bars) - 1) / 2) * width
             late = part == LATE
             label = f"{way}, {LATE} of the lines" if late else f"{way}, all lines" if way == ROWS else way
-            axes.bar(
-                places, heights, 0.92 * width, color=BARS[way], alpha=1.0 if late or way != ROWS else 0.55, label=label
-            )
+            alpha = 1.0 if late or way != ROWS else 0.55
+            axes.bar(places, heights, 0.92 * width, color=color_of(way), alpha=alpha, label=label)
             for place, height in zip(places, heights, strict=True):
                 if not np.isnan(height):
                     axes.text(place, height + 0.02, f"{height:.2f}", ha="center", fontsize=7.5)

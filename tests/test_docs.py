@@ -122,6 +122,14 @@ def test_the_page_of_commands_has_every_command() -> None:
             assert re.search(rf"{name}\b.*\b{sub}\b" if sub else rf"\b{name}\b", text), f"{name} {sub}"
 
 
+def test_the_page_of_commands_names_those_that_give_no_json() -> None:
+    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    groups = [getattr(command, "commands", {"": command}) for command in ROOT.commands.values()]
+    leaves = [leaf for group in groups for leaf in group.values()]
+    without = [leaf.name for leaf in leaves if not any("--json" in parameter.opts for parameter in leaf.params)]
+    assert without == re.findall(r"each but `([a-z-]+)` has `--json FILE`", text)
+
+
 def test_the_numbers_of_the_first_page_were_measured() -> None:
     """Each row of the table is that of docs/streams-avx512.json, which scripts/bench_streams.py writes."""
     streams = json.loads((REPOSITORY / "docs" / "streams-avx512.json").read_text())["streams"]

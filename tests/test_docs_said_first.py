@@ -11,8 +11,9 @@ import pytest
 from docs_tools import RowsCase, measured, page, samples_needed, says, spread
 
 from attmemo.memoization import memoize
-from attmemo.profiler.advise import AdviseOptions
-from attmemo.profiler.demo import BATCH, BUDGET, MAPS_FROM, MAPS_SHARE, OTHERS, SECONDS
+from attmemo.profiler.advise import FEWEST, AdviseOptions
+from attmemo.profiler.demo import BATCH, BUDGET, LEAST_WINDOWS, MAPS_FROM, MAPS_SHARE, OTHERS, SECONDS
+from attmemo.profiler.demo import FEWEST as LINES
 from attmemo.profiler.quick_maps import JUDGED, STORED
 from attmemo.profiler.race import EVERY, MIN_COSINE
 from attmemo.serve.model import SCORE_STEP
@@ -49,6 +50,8 @@ def test_the_demo_is_made_as_the_page_says() -> None:
     says(STEPS, "those of the # lines before, with a threshold chosen on # more", STORED, JUDGED)
     says(STEPS, "where the lines are at least # and the time # seconds", (STORED + JUDGED) / MAPS_SHARE, MAPS_FROM)
     says(STEPS, "one of four, of less than # lines", (STORED + JUDGED) / MAPS_SHARE)
+    says(STEPS, "Of a file of less than # lines", LEAST_WINDOWS * EVERY * BATCH)
+    assert LEAST_WINDOWS == 5, "five points"
     assert (EVERY, OTHERS) == (4, 8), "one batch of eight; one of four"
     demos = measured("demo-payments.json").values()
     assert {(demo["batch"], demo["budget"], demo["min_cosine"]) for demo in demos} == {(BATCH, BUDGET, MIN_COSINE)}
@@ -60,6 +63,8 @@ def test_a_certificate_needs_as_many_samples_as_the_page_says() -> None:
 
 def test_advice_reads_as_many_texts_as_the_page_says() -> None:
     says(STEPS, "plays the tokens of the first # texts", AdviseOptions().limit)
+    says(STEPS, "It needs # texts, better thousands.", FEWEST)
+    says(STEPS, "a line each, of # lines or more", LINES)
 
 
 def test_the_service_has_the_steps_of_the_page() -> None:

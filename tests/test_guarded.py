@@ -25,7 +25,6 @@ from attmemo.guard.draw import Draw
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Reused
 from attmemo.planner.guarded import MORE_NEAR, MOST_ROWS, wider_or_none
-from attmemo.planner.rows import LONGER
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
 FIRST, SECOND = 4, 10
@@ -706,7 +705,7 @@ class TestWhetherForwardsTakeLonger:
         stats = model.attmemo.stats()
         assert done(model) == before
         assert stats["records"] == records
-        assert stats["not_looked_up"][LONGER] == len(BASE["input_ids"])
+        assert stats["not_looked_up"]["records_do_not_pay"] == len(BASE["input_ids"])
         assert [reused for _, _, reused in times.recorded] == [False]
 
     def test_where_they_do_not_records_serve(self, classifier: Case) -> None:

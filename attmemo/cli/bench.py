@@ -10,7 +10,7 @@ import typer
 
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_writable, write_whole
-from attmemo.cli.options import EIGHT_GIB, Fetch, Json, Quiet, Residency, count, parse_size
+from attmemo.cli.options import EIGHT_GIB, Fetch, Json, Precision, Quiet, Residency, count, parse_size, precision
 from attmemo.cli.peers import peers
 from attmemo.errors import AttmemoError
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 Hidden = Annotated[int, count("Width of the model.")]
 Layers = Annotated[int, count("Layers of the model.")]
-Computed = Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")]
+Computed = Annotated[Precision, precision("What the model computes in.")]
 Heads = Annotated[int, count("Attention heads.")]
 Length = Annotated[int, count("Tokens in a sequence.")]
 Batch = Annotated[int, count("Sequences in a batch.")]

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import output
-from attmemo.cli.options import parse_share, parse_size
+from attmemo.cli.options import Precision, parse_share, parse_size, precision
+from attmemo.extras import install
 
 HOST = "0.0.0.0"
 
@@ -76,7 +77,7 @@ def serve(
         "Name of the model that clients see.  [default: that on the hub, or the last name of the directory]",
         metavar="NAME", show_default=False,
     )] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], _named("DTYPE", "Type of the weights.")] = "float32",
+    dtype: Annotated[Precision, precision("Type of the weights.", envvar="DTYPE", show_envvar=True)] = "float32",
     pooling: Annotated[Literal["mean", "cls", "last-token"] | None, _named(
         "POOLING", "How embeddings are pooled.  [default: as the model's configuration says, else the mean]",
         show_default=False,
@@ -144,7 +145,7 @@ def serve(
         except ImportError as error:
             from attmemo.errors import AttmemoError
 
-            raise AttmemoError(f"{error.name} is not installed.", "pip install 'attmemo[serve]'") from error
+            raise AttmemoError(f"{error.name} is not installed.", install("serve")) from error
         from attmemo.cli.options import choose
         from attmemo.serve.logs import write_logs
         from attmemo.serve.server import listen, serve

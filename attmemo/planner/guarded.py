@@ -22,7 +22,7 @@ from attmemo.kernels.kinds import Kinds
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
-from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
+from attmemo.planner.rows import Asked, Ints, RowPlanner, plan_of
 
 TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
@@ -34,8 +34,6 @@ MORE_NEAR_OF_VECTORS: Final = 3
 """The same of vectors. With 2 more, twice as many of these answers were changed (docs/guard.md)."""
 MOST_ROWS: Final = 0.9
 """Most of the rows that are computed so: beyond, the sequence is computed whole."""
-
-_UNGUARDED = "not called through the model whose answers are guarded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +154,12 @@ class GuardedPlanner(RowPlanner):
         if asking is not None:
             asking.tokens, asking.sequences = sum(spans.lengths), batch
         if self._wishes.whole:
-            counters.skip(ASKED_WHOLE, batch)
+            counters.skip("asked_without_reuse", batch)
             return Whole.plan(self, layer, call, spans, given, counters)
         if asking is not None and asking.planned:
             asking.twice = True
         if asking is None or asking.twice:
-            counters.skip(_UNGUARDED, batch)
+            counters.skip("not_through_the_model", batch)
             return Whole.plan(self, layer, call, spans, given, counters)
         asking.planned, asking.batch = True, batch
         if asking.again:

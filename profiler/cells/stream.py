@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from attmemo.errors import DataError
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
+from attmemo.wording import counted
 
 FIRST: Final = 0.2
 """Share of the texts that prepare: ranges of 8-bit numbers are taken from them. The stream begins behind them."""
@@ -101,7 +102,8 @@ def make_stream(loaded: LoadedModel, texts: Sequence[str], length: int, largest:
     rest = len(texts) - cut
     if rest < _FEWEST * largest or cut < 1:
         least = round(_FEWEST * largest / (1.0 - FIRST)) + 1
-        what = f"{len(texts)} texts are too few for batches of {largest}, expected {least} or more."
+        seen = counted(len(texts), "text is", "texts are")
+        what = f"{seen} too few for batches of {largest}, expected {least} or more."
         raise DataError(what, "give more texts, or smaller batches: --batch 1,8")
     window = min(BATCHES * largest, max(largest, sample // largest * largest))
     count = max(1, rest // window)  # whole windows; a shorter one at the end is never sampled
