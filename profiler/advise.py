@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +19,10 @@ from attmemo.memoization import memoize
 from attmemo.planner.rows import THRESHOLD
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.data import read_texts
-from attmemo.profiler.models import LoadedModel, Progress, Tokens, greatest_length, load_model, tokenize
-from attmemo.profiler.peers import another, way_of
+from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
+from attmemo.profiler.peers import Way, another, way_of
 from attmemo.profiler.simulation import Played, play_tokens
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.reuse.row_layout import RowLayout
 
 FEWEST: Final = 100
@@ -74,7 +73,7 @@ class AdviseOptions:
 
 
 def advise(
-    name: str, files: Sequence[str | Path], options: AdviseOptions | None = None, progress: Progress | None = None
+    name: str, files: Sequence[str | Path], options: AdviseOptions | None = None, tell: Progress = silent
 ) -> dict[str, Any]:
     """Play the first texts of files in their order, time this machine, and recommend.
 
@@ -90,7 +89,7 @@ def advise(
     UnsupportedModelError
         The blocks of this model cannot be run without padding.
     """
-    options, tell = options or AdviseOptions(), progress or (lambda what, done, total: None)
+    options = options or AdviseOptions()
     rows = list(read_texts(files, text_column=options.text_column, limit=options.limit))
     if len(rows) < FEWEST:
         raise DataError(f"{len(rows)} texts are too few to see what repeats, expected {FEWEST}.", "give more texts")
@@ -184,32 +183,26 @@ def _time(
     starts = np.linspace(half, max(half, len(texts) - size), _BATCHES).astype(int).tolist()
     whole, exact = way_of(loaded), way_of(packed)
 
-    def batches(found: Played | None) -> list[list[list[Tokens]]]:
+    def batches(found: Played | None) -> list[list[Tokens]]:
         chosen = []
         for start in starts:
             part = slice(start, start + size)
             first = list(texts[part]) if found is None else _cut(texts[part], found.rows[part].tolist())
             again = [] if found is None else _cut(texts[part], found.verified[part].tolist())
-            chosen.append([one for one in (first, again) if one])
+            chosen += [one for one in (first, again) if one]
         return chosen
 
-    asked: dict[str, tuple[Callable[[Sequence[Tokens]], Any], list[list[list[Tokens]]], float]] = {
+    asked: dict[str, tuple[Way, list[list[Tokens]], float]] = {
         "stock": (whole, batches(None), 0.0), "packed": (exact, batches(None), 0.0),
         "guarded": (exact, batches(guarded), guarded.seconds),
         "unguarded": (exact, batches(unguarded), unguarded.seconds),
     }  # fmt: skip
-    spent: dict[str, list[float]] = {name: [] for name in asked}
-    end, turn = time.monotonic() + options.seconds, -1
-    count = sum(min(size, len(texts) - start) for start in starts)
+
+    def job(way: Way, parts: list[list[Tokens]]) -> Job:
+        return lambda _: [way(batch) for batch in parts]
+
+    jobs = {name: job(way, parts) for name, (way, parts, _) in asked.items()}
     with torch.inference_mode():
-        while turn < _ROUNDS or time.monotonic() < end:
-            tell("timing", min(max(turn, 0), _ROUNDS), _ROUNDS)
-            for name, (way, parts, lookup) in asked.items():
-                begun = time.perf_counter()
-                for part in parts:
-                    for batch in part:
-                        way(batch)
-                if turn >= 0:  # the first round is not counted
-                    spent[name].append(1e3 * ((time.perf_counter() - begun) / count + lookup))
-            turn += 1
-    return {name: statistics.median(all_ms) for name, all_ms in spent.items()}
+        spent = interleave(jobs, _ROUNDS, seconds=options.seconds, tell=tell, what="timing")
+    count = sum(min(size, len(texts) - start) for start in starts)
+    return {name: spent[name].ms / count + 1e3 * lookup for name, (_, _, lookup) in asked.items()}

@@ -13,7 +13,8 @@ from attmemo.adapters import adapter_for
 from attmemo.db import SEQUENCE, Database
 from attmemo.handles.maps import MapMemoization
 from attmemo.profiler.capture import Capture, Captured
-from attmemo.profiler.models import LoadedModel, Progress, Tokens, collate
+from attmemo.profiler.models import LoadedModel, Tokens, collate
+from attmemo.profiler.turns import Progress
 from attmemo.similarity import similarity_matrix, similarity_score
 
 _BATCH = 16

@@ -14,8 +14,9 @@ from attmemo.handles.maps import MapMemoization
 from attmemo.memoization import memoize
 from attmemo.profiler.ceiling import search_all
 from attmemo.profiler.controls import CONTROLS, serving_control
-from attmemo.profiler.models import LoadedModel, Progress, Tokens
+from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.timing import Path
+from attmemo.profiler.turns import Progress
 
 
 class MapTrial:

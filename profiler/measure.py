@@ -27,8 +27,8 @@ from attmemo.machine import conditions
 from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.models import LoadedModel
+from attmemo.profiler.turns import Progress, silent
 
-Progress = Callable[[str, int, int], None]
 _Sample = tuple[list[int], float]  # lengths of the batch, milliseconds
 BATCHES = (1, 4, 16, 32)
 MOST_TOKENS = 4096  # per measured batch: enough to see the quadratic term, little enough to end soon
@@ -36,13 +36,12 @@ REPEATS = 3
 
 
 def measure(
-    loaded: LoadedModel, database: Database, trained: Trained, progress: Progress | None = None, seconds: float = 60.0
+    loaded: LoadedModel, database: Database, trained: Trained, tell: Progress = silent, seconds: float = 60.0
 ) -> Profile:
     """The profile of a database on this machine.
 
     Small batches are measured first; those that do not fit in `seconds` are left out.
     """
-    tell = progress or (lambda what, done, total: None)
     layers = database.manifest.model.layers
     own = database.manifest.layers_kept(KIND_INPUT) == layers  # whether layers can look up for themselves
     longest = trained.longest

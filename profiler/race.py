@@ -21,6 +21,7 @@ from attmemo.profiler.answers import changed
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.peers import Duplicates, Way, another, way_of
 from attmemo.profiler.row_live import ANSWERS
+from attmemo.profiler.turns import alternate
 
 STOCK: Final = "stock"
 PACKED: Final = "exact, packed"
@@ -164,13 +165,11 @@ class Race:
         turn = len(self.laps)
         whole = turn % self.every == 0
         ways = self._often | self._seldom if whole else self._often
-        names = list(ways)
-        first = (turn // self.every if whole else turn) % len(names)
         before = self._handle.stats()
         seconds: dict[str, float] = {}
         given: dict[str, Tensor] = {}
         with torch.inference_mode():
-            for name in names[first:] + names[:first]:
+            for name in alternate(list(ways), turn // self.every if whole else turn):
                 start = time.perf_counter()
                 given[name] = ways[name](texts)
                 seconds[name] = time.perf_counter() - start

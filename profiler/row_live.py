@@ -18,7 +18,8 @@ from attmemo.handles.stack import StackMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.planner.rows import RowPlanner
 from attmemo.profiler.answers import ask, changed, prepare
-from attmemo.profiler.models import LoadedModel, Progress, Tokens
+from attmemo.profiler.models import LoadedModel, Tokens
+from attmemo.profiler.turns import Progress
 
 ANSWERS: dict[str, AnswerRule] = {"class": "class", "mean": "mean", "cls": "cls"}
 """Answers that a guard reads, by how the application pools."""

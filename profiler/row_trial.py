@@ -20,10 +20,11 @@ from attmemo.perfmodel.row_gate import RowGate
 from attmemo.planner import Whole
 from attmemo.planner.rows import RowPlanner
 from attmemo.profiler.map_trial import same_answers
-from attmemo.profiler.models import LoadedModel, Progress, Tokens
+from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.row_controls import CONTROLS, serving_rows
 from attmemo.profiler.row_live import play
 from attmemo.profiler.timing import Path
+from attmemo.profiler.turns import Progress
 
 
 class RowTrial:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import DatabaseError, DataError
 from attmemo.profiler.measure import measure
 from attmemo.profiler.open import open_model
-
-Progress = Callable[[str, int, int], None]
+from attmemo.profiler.turns import Progress, silent
 
 
 def train_database(
@@ -23,7 +21,7 @@ def train_database(
     *,
     model: str | None = None,
     profile: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Train, calibrate, index and profile a database.
 

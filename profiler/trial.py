@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from attmemo.profiler.models import Progress, Tokens
+from attmemo.profiler.models import Tokens
 from attmemo.profiler.timing import Path
+from attmemo.profiler.turns import Progress
 
 
 class Trial(Protocol):

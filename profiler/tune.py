@@ -47,8 +47,8 @@ from attmemo.profiler.data import digest, read_texts
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
 from attmemo.profiler.open import Ints, added, open_in_time, open_model
 from attmemo.profiler.stored import by_length, first_inputs
+from attmemo.profiler.turns import Progress, silent
 
-Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
 LEAST, MOST = 0.02, 0.55  # of the radii that are tested with little data, beside the greatest that is known
@@ -76,7 +76,7 @@ class TuneOptions:
 
 
 def tune(
-    path: Path, files: Sequence[str | Path], options: TuneOptions, progress: Progress | None = None
+    path: Path, files: Sequence[str | Path], options: TuneOptions, tell: Progress = silent
 ) -> dict[str, Any]:
     """Find the thresholds that serve most within the budget, and store them as the database's ``"auto"``.
 
@@ -98,7 +98,6 @@ def tune(
     TuningError
         A budget or confidence outside (0, 1), a database of rows, no data, or nothing can be certified.
     """
-    tell = progress or (lambda what, done, total: None)
     needed = sequences_needed(options.budget, options.confidence)
     _index_all(path, files, options, tell)
     with Database(path) as database:

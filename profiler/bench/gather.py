@@ -22,8 +22,8 @@ from attmemo.kernels.map_product import is_direct
 from attmemo.machine import conditions
 from attmemo.mmap import Arena, Residency, SlotLayout, page_size
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
-from attmemo.profiler.bench import timing
-from attmemo.profiler.bench.timing import SEED, Job, Progress, Times
+from attmemo.profiler.bench import limits
+from attmemo.profiler.turns import Job, Progress, Times, interleave, silent
 from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
@@ -118,8 +118,8 @@ class _Work:
 
 def bench_gather(
     *, heads: int = 12, length: int = 512, batch: int = 32, dtype: str = "bfloat16", width: int = 64,
-    residency: Residency = "page-cache", repeats: int = 9, cold: bool = True, max_bytes: int = timing.MAX_BYTES,
-    progress: Progress | None = None,
+    residency: Residency = "page-cache", repeats: int = 9, cold: bool = True, max_bytes: int = limits.MAX_BYTES,
+    progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
@@ -162,10 +162,9 @@ def bench_gather(
     ValueError, StorageFullError, AttmemoError
         A size or name is none; there is no room; the variants did not give the same maps or products.
     """
-    timing.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
-    timing.check_choice("residency", residency, get_args(Residency))
-    tell = progress or timing.silent
+    limits.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
+    limits.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
+    limits.check_choice("residency", residency, get_args(Residency))
     where = conditions()
     shape, kind = (heads, length, length), TYPES[dtype]
     wide = torch.float32 if kind == torch.uint8 else kind
@@ -173,16 +172,16 @@ def bench_gather(
     layout = SlotClass.make(SlotKind(KIND_MAP, 1, dtype, shape), length).layout.with_slots(2 * batch)
     nbytes = batch * layout.nbytes
     there_bytes = nbytes // kind.itemsize * wide.itemsize
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(limits.SEED)
     # A fresh copy, a kept one and the maps that are there already; huge pages hold the arena a second time. V and
     # its product, both in two layouts.
     in_memory = 2 * nbytes + there_bytes + (2 if residency == "hugepages" else 1) * layout.file_bytes
     in_memory += 4 * batch * heads * length * width * wide.itemsize
-    notes = timing.busy(where)
-    with timing.temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
-        scattered = np.random.default_rng(SEED)
+    notes = limits.busy(where)
+    with limits.temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
+        scattered = np.random.default_rng(limits.SEED)
         file = folder / "bench.slots"
-        _write_maps(file, layout, dtype, generator, tell)
+        _write_maps(file, layout, dtype, generator, progress)
         values = torch.randn(batch, heads, length, width, generator=generator).to(wide)
         mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
         fetchers: dict[str, Any] = {
@@ -198,12 +197,12 @@ def bench_gather(
             with Arena(file, layout, residency) as arena:
                 work.check(arena)
                 before = partial(work.put_there, arena)
-                found = timing.interleave(work.jobs(arena), repeats, before=before, tell=tell)
+                found = interleave(work.jobs(arena), repeats, before=before, tell=progress)
                 del before  # or it keeps the arena mapped
                 notice = arena.notice and arena.notice.replace(str(file), "the arena")
                 notes += [notice] if notice else []
                 direct = is_direct(arena.layout.shape, arena.layout.dtype, wide)
-                chosen = "direct" if direct else timing.fetcher_name("auto", arena)
+                chosen = "direct" if direct else limits.fetcher_name("auto", arena)
                 facts = {
                     "fetcher": chosen, "page_bytes": arena.page_bytes, "residency": arena.residency,
                     "window_page_bytes": arena.window_page_bytes, "notice": notice,
@@ -215,7 +214,7 @@ def bench_gather(
                 notes.append("nothing was measured cold: a copy of the arena in huge pages is always in memory")
             elif cold:
                 names = [name for name in found if name != "contiguous_matmul"]
-                dropped, left = _cold(work, names, file, layout, tell)
+                dropped, left = _cold(work, names, file, layout, progress)
                 notes += left
         finally:
             for fetcher in fetchers.values():
@@ -248,13 +247,13 @@ def bench_gather(
 
 
 def _cold(
-    work: _Work, names: list[str], file: Path, layout: SlotLayout, tell: Progress
+    work: _Work, names: list[str], file: Path, layout: SlotLayout, progress: Progress
 ) -> tuple[dict[str, Times], list[str]]:
     """Times by job of the first fetch after the file left the page cache, if it left in a turn, else a note."""
     times: dict[str, Times] = {}
     left = 0.0
     for turn in range(_COLD_TURNS):
-        tell("measure cold", turn, _COLD_TURNS)
+        progress("measure cold", turn, _COLD_TURNS)
         for name in names if turn % 2 else reversed(names):
             share = _drop(file)
             left = max(left, share)
@@ -262,7 +261,7 @@ def _cold(
                 with Arena(file, layout) as arena:
                     # No name for the job, or it keeps the arena.
                     times.setdefault(name, Times()).take(work.jobs(arena)[name], turn, major=True)
-    tell("measure cold", _COLD_TURNS, _COLD_TURNS)
+    progress("measure cold", _COLD_TURNS, _COLD_TURNS)
     if left <= _STILL_THERE:
         return times, []
     what = "some cold turns were left out" if times else "nothing was measured cold"
@@ -288,18 +287,18 @@ def _drop(file: Path) -> float:
     return 1.0 if failed else float(np.mean(resident & 1))
 
 
-def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Generator, tell: Progress) -> None:
+def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Generator, progress: Progress) -> None:
     """Random probability maps, one in each slot."""
     with file.open("wb") as stream:
         stream.write(bytes(layout.header))
         for slot in range(layout.slots):
-            tell("records", slot, layout.slots)
+            progress("records", slot, layout.slots)
             apm = torch.randn(layout.shape, generator=generator).mul_(2.0).softmax(-1)
             stream.write(pack(apm, dtype, causal=False).view(torch.uint8).numpy().tobytes())
             stream.write(bytes(layout.stride - layout.nbytes))
         stream.flush()
         os.fsync(stream.fileno())  # or the kernel writes them out while we measure
-    tell("records", layout.slots, layout.slots)
+    progress("records", layout.slots, layout.slots)
 
 
 def _multiply(maps: Batch, values: Tensor, out: Tensor) -> None:

@@ -27,11 +27,11 @@ from attmemo.handles.maps import MapMemoization
 from attmemo.machine import conditions
 from attmemo.memoization import memoize, unmemoize
 from attmemo.mmap import FetcherName, Residency
-from attmemo.profiler.bench import timing
+from attmemo.profiler.bench import limits
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.bench.timing import SEED, Job, Progress
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
 _OF_SERVED: Final = (
@@ -88,8 +88,8 @@ def bench_layer(
     *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 256, batch: int = 8,
     dtype: str = "float32", layers: int = 2, repeats: int = 5, compile: bool = False,
     eager: bool = False, lookups: Sequence[LookupName] = ("sequence", "layer"), storage: str = "auto",
-    fetch: FetcherName = "auto", residency: Residency = "page-cache", max_bytes: int = timing.MAX_BYTES,
-    progress: Progress | None = None,
+    fetch: FetcherName = "auto", residency: Residency = "page-cache", max_bytes: int = limits.MAX_BYTES,
+    progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
@@ -137,41 +137,40 @@ def bench_layer(
         A size or name is none; there is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
-    timing.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
-    timing.check_choice("storage", storage, ("auto", *STORAGE))
-    timing.check_choice("fetch", fetch, get_args(FetcherName))
-    timing.check_choice("residency", residency, get_args(Residency))
+    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
+    limits.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
+    limits.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
+    limits.check_choice("storage", storage, ("auto", *STORAGE))
+    limits.check_choice("fetch", fetch, get_args(FetcherName))
+    limits.check_choice("residency", residency, get_args(Residency))
     if hidden % heads:
         raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
     if storage == "auto":  # as attmemo.profiler.build does
         storage = "bfloat16" if dtype == "bfloat16" else "float16"
-    tell = progress or timing.silent
     where = conditions()
     notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
-    notes += timing.busy(where)
+    notes += limits.busy(where)
     records = max(batch, _LEAST_RECORDS)
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
     in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * TYPES[dtype].itemsize
-    with timing.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
+    with limits.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
         model = random_model(family, hidden, heads, length, layers, dtype)
         adapter = adapter_for(model)[0]
         implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
-        generator = torch.Generator().manual_seed(SEED)
-        tell("database", 0, 1)
+        generator = torch.Generator().manual_seed(limits.SEED)
+        progress("database", 0, 1)
         path = folder / "database"
-        with timing.threads_kept(notes):
+        with limits.threads_kept(notes):
             _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
-        tell("database", 1, 1)
+        progress("database", 1, 1)
         inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(1 + repeats)]
         ceiling = _ceiling_model(model, inputs[0])
         with Database(path, residency) as database:
             served: dict[str, _Served] = {}
             for lookup in lookups:
                 twin = _twin(model)
-                with timing.threads_kept():
+                with limits.threads_kept():
                     memoize(twin, threshold=0.0, database=database, lookup=lookup, gate=False, fetch=fetch)
                 served[f"memoized-{lookup}"] = _Served(twin)
             try:
@@ -182,7 +181,7 @@ def bench_layer(
                     unfused.set_attn_implementation("eager")
                     timed["exact-eager"], models["exact-eager"] = unfused, adapter.host(unfused)
                 if compile:
-                    tell("compile", 0, 1)
+                    progress("compile", 0, 1)
                     try:
                         compiled = torch.compile(adapter.host(_twin(model)))
                         with torch.inference_mode():
@@ -191,7 +190,7 @@ def bench_layer(
                     except Exception as error:  # compilers fail in many ways; the other variants are measured
                         why = (str(error).strip() or type(error).__name__).splitlines()[0]
                         notes.append(f"exact-compiled is left out: {why}")
-                    tell("compile", 1, 1)
+                    progress("compile", 1, 1)
                 models |= {name: adapter.host(one.model) for name, one in served.items()}
                 models["ceiling"] = adapter.host(ceiling)
                 clocks = {name: _Clock(adapter, one) for name, one in timed.items()}
@@ -203,7 +202,7 @@ def bench_layer(
 
                 with torch.inference_mode():
                     jobs = {name: _forward_job(adapter, one, inputs) for name, one in models.items()}
-                    found = timing.interleave(jobs, repeats, after=read_counters, tell=tell)
+                    found = interleave(jobs, repeats, after=read_counters, tell=progress)
             finally:
                 for one in served.values():
                     unmemoize(one.model)
@@ -211,7 +210,7 @@ def bench_layer(
             if arena.notice is not None:
                 notes.append(arena.notice.replace(str(path), "the database"))
             facts: dict[str, Any] = {"page_bytes": arena.page_bytes, "residency": arena.residency}
-            facts["fetch"] = timing.fetcher_name(fetch, arena)
+            facts["fetch"] = limits.fetcher_name(fetch, arena)
     stock, floor = found["exact"].ms, found["ceiling"].ms
     best = min(times.ms for name, times in found.items() if name.startswith("exact"))
     if stock <= floor:

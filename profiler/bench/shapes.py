@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attmemo.db.forms import TYPES
 from attmemo.loading import quiet
-from attmemo.profiler.bench.timing import SEED
+from attmemo.profiler.bench.limits import SEED
 
 VOCABULARY: Final = 1000
 _MELS: Final = 80

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 from attmemo.errors import StorageFullError
 from attmemo.profiler.bench.gather import bench_gather
-from attmemo.profiler.bench.timing import Progress, silent
+from attmemo.profiler.turns import Progress, silent
 
 BATCHES: Final = (1, 4, 16, 64)
 LENGTHS: Final = (128, 256, 512)
 
 
 def sweep_gather(
-    *, length: int = 512, batch: int = 32, repeats: int = 9, progress: Progress | None = None, **settings: Any
+    *, length: int = 512, batch: int = 32, repeats: int = 9, progress: Progress = silent, **settings: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """`bench_gather`, warm only, over batch sizes at one length and over lengths at one batch size.
 
@@ -23,7 +23,6 @@ def sweep_gather(
     ``batch``, ``length``, ``fetcher``, ``page_bytes``, and ``<variant>_matmul_ms`` of each variant), and notes of what
     was left out because there was no room for it.
     """
-    tell = progress or silent
     wanted = [("batch", size, length) for size in BATCHES] + [("length", batch, size) for size in LENGTHS]
     points: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -31,7 +30,7 @@ def sweep_gather(
         name = f"batch {size}, length {tokens}"
         sizes: dict[str, Any] = {"length": tokens, "batch": size, "repeats": min(repeats, 5)}
         try:
-            found = bench_gather(**sizes, **settings, cold=False, progress=partial(_tell_of, tell, name))
+            found = bench_gather(**sizes, **settings, cold=False, progress=partial(_tell_of, progress, name))
         except StorageFullError as error:
             notes.append(f"{name} is left out of the plot: {error.what}")
             continue

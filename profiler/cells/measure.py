@@ -14,14 +14,15 @@ from attmemo.profiler.cells.options import CellOptions
 from attmemo.profiler.cells.paths import CACHE, MIN_COSINE, PATHS, Order
 from attmemo.profiler.cells.stream import make_stream
 from attmemo.profiler.cells.table import Table
-from attmemo.profiler.models import Progress, greatest_length, load_model
+from attmemo.profiler.models import greatest_length, load_model
 from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.turns import Progress, silent
 
 FORMAT: Final = "attmemo.peers/1"
 
 
 def measure(
-    model: str, texts: Sequence[str], source: str, options: CellOptions | None = None, progress: Progress | None = None
+    model: str, texts: Sequence[str], source: str, options: CellOptions | None = None, tell: Progress = silent
 ) -> dict[str, Any]:
     """Measure every path at every batch size.
 
@@ -34,7 +35,7 @@ def measure(
     source : str
         What a reader is told about them.
     options : CellOptions, optional
-    progress : callable, optional
+    tell : callable, optional
 
     Returns
     -------
@@ -51,7 +52,7 @@ def measure(
     UnsupportedModelError
         The model gives next tokens.
     """
-    options, tell = options or CellOptions(), progress or (lambda what, done, total: None)
+    options = options or CellOptions()
     names, sizes = _known(options.paths), tuple(sorted(set(options.batch)))
     if options.database is not None and not options.database.is_dir():
         what = f"--database {options.database}: there is no such directory, expected a trained database of maps."

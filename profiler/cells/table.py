@@ -19,7 +19,8 @@ from attmemo.profiler.cells.paths import CACHE, FILES, PATHS, STOCK, Order, why_
 from attmemo.profiler.cells.process import PathError, PathProcess
 from attmemo.profiler.cells.stream import Stream, Turn
 from attmemo.profiler.cells.tally import Tally, cell, counts
-from attmemo.profiler.models import LoadedModel, Progress, Tokens
+from attmemo.profiler.models import LoadedModel, Tokens
+from attmemo.profiler.turns import Progress, alternate
 
 _PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
 _WHOLE: Final = 32  # texts in a batch of the reference
@@ -216,8 +217,7 @@ class Table:
         for number, turn in enumerate(self._stream.turns(size)):
             self._tell(f"batches of {size}", turn.window, self._stream.windows)
             now = keys if turn.whole else every
-            shift = number % max(1, len(now))
-            for key in now[shift:] + now[:shift]:
+            for key in alternate(now, number):
                 if key[0] not in failed:
                     self._take(turn, key, asks[key[0]], tallies[key], failed)
             if cache is not None and not turn.whole:
