@@ -20,7 +20,7 @@ from attmemo.planner.rows import THRESHOLD
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
-from attmemo.profiler.peers import Way, another, way_of
+from attmemo.profiler.peers.ways import Way, another, way_of
 from attmemo.profiler.simulation import Played, play_tokens
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.reuse.row_layout import RowLayout

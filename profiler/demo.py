@@ -18,10 +18,10 @@ from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import greatest_length, load_model, tokenize
-from attmemo.profiler.peers import Way, another, installed_peers
+from attmemo.profiler.peers.ways import Ask, timed
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.quick_maps import JUDGED, STORED, quick_maps
-from attmemo.profiler.race import EVERY, MAPS, Race
+from attmemo.profiler.race import EVERY, MAPS, Race, other_runtimes
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
@@ -157,11 +157,11 @@ def run_demo(
     if first is None:
         raise DataError(f"{source.name} ended before the first line.", "write lines to it, or give a file")
     texts = tokenize(loaded, first, longest)
-    with TemporaryDirectory() as folder:
-        peers, notes = installed_peers(another(loaded), texts, Path(folder))
-        ways: dict[str, Way] = dict(peers)
+    tell("preparing other runtimes")
+    with other_runtimes(loaded, texts) as (peers, notes), TemporaryDirectory() as folder:
+        ways: dict[str, Ask] = dict(peers)
         if for_maps:
-            ways[MAPS] = quick_maps(loaded, for_maps, longest, BUDGET, Path(folder), tell)
+            ways[MAPS] = timed(quick_maps(loaded, for_maps, longest, BUDGET, Path(folder), tell))
         else:
             notes.append(f"attention maps are left out: {_FEW_FOR_MAPS}")
         tell("preparing the ways that are compared")
@@ -171,6 +171,7 @@ def run_demo(
         begun = time.monotonic()
         rest = (tokenize(loaded, batch, longest) for batch in batches)
         race.run_all(itertools.chain([texts], rest), seconds - RESERVE - (begun - start), after)
+        notes += [f"{name} took part until it failed: {why}" for name, why in race.failed.items()]
     ended = time.monotonic()
     result = race.result() | {
         "source": source.name, "invented": invented, "model": MODEL,

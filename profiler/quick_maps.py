@@ -10,7 +10,7 @@ from attmemo.embed.training import TrainOptions
 from attmemo.memoization import memoize
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.models import LoadedModel
-from attmemo.profiler.peers import Way, another, way_of
+from attmemo.profiler.peers.ways import Way, another, way_of
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 

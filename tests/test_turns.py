@@ -36,8 +36,9 @@ def test_more_turns_are_taken_until_the_time_is_over() -> None:
 def test_what_is_called_around_a_job_is_called_in_its_order() -> None:
     steps: list[str] = []
     interleave(
-        {"a": lambda turn: steps.append(f"job {turn}")}, 1, before=lambda turn: steps.append(f"turn {turn}"),
-        ready=lambda name: steps.append(f"ready {name}"), after=lambda name, turn: steps.append(f"after {name} {turn}"),
+        {"a": lambda turn: steps.append(f"job {turn}")}, 1,
+        before=lambda turn: steps.append(f"turn {turn}"), ready=lambda name: steps.append(f"ready {name}"),
+        after=lambda name, turn: steps.append(f"after {name} {turn}"),
     )  # fmt: skip
     one = "turn 0", "ready a", "job 0", "after a 0"
     assert steps == [*one, *(step.replace("0", "1") for step in one)]
