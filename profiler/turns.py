@@ -20,17 +20,17 @@ def silent(_what: str, _done: int, _total: int) -> None:
 
 @dataclass
 class Times:
-    """One job: milliseconds, and page faults of the whole process, turn by turn."""
+    """One job: milliseconds, and minor page faults of the whole process, turn by turn."""
 
     milliseconds: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
 
-    def take(self, job: Job, turn: int, major: bool = False) -> None:
-        """Time a turn of a job; its major page faults count on demand."""
-        faults, start = _faults(major), time.perf_counter()
+    def take(self, job: Job, turn: int) -> None:
+        """Time a turn of a job."""
+        faults, start = _faults(), time.perf_counter()
         result = job(turn)
         spent = time.perf_counter() - start
-        self.faults.append(_faults(major) - faults)
+        self.faults.append(_faults() - faults)
         self.milliseconds.append(1e3 * spent)
         del result  # freed outside the time
 
@@ -43,9 +43,8 @@ class Times:
         return int(median(self.faults))
 
 
-def _faults(major: bool) -> int:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + (usage.ru_majflt if major else 0)
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def alternate(names: Sequence[Name], turn: int) -> list[Name]:
