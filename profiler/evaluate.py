@@ -100,7 +100,7 @@ def evaluate(
             saved = time["exact_ms"][time["best_exact"]] - time["memoized_ms"]
             result["time"] = time | {"bytes_per_saved_ms": database.bytes / saved if saved > 0.0 else None}
             result["notes"] += notes
-            trial.ceiling(handle, asked.tokens, options.exhaustive, result, tell)
+            result |= trial.ceiling(handle, asked.tokens, result, tell)
             if options.controls:
                 duplicates = asked.in_database / (asked.in_database + total)
                 result["controls"] = try_controls(judge, trial, handle, result, duplicates, tell)

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from attmemo.guard.certificate import certifies, highest_rate
 from attmemo.memoization import memoize
-from attmemo.profiler.answers import changed
+from attmemo.profiler.answers import ANSWERS, changed
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.peers.paths import PATHS, Order
 from attmemo.profiler.peers.process import PathError, Processes
 from attmemo.profiler.peers.ways import Ask, Cache, another, timed, way_of
-from attmemo.profiler.row_live import ANSWERS
 from attmemo.profiler.turns import alternate
 
 STOCK: Final = "stock"

@@ -15,10 +15,10 @@ import torch
 from attmemo.errors import AttmemoError
 from attmemo.memoization import memoize
 from attmemo.precision import has_native_bfloat16
+from attmemo.profiler.answers import ANSWERS
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model
 from attmemo.profiler.peers import runtimes
 from attmemo.profiler.peers.ways import Way, way_of
-from attmemo.profiler.row_live import ANSWERS
 
 CACHE: Final = "cache"
 STOCK: Final = "stock"
