@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from attmemo.planner.rows import THRESHOLD
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
-from attmemo.profiler.peers.ways import Way, another, way_of
+from attmemo.profiler.peers.ways import another, way_of
 from attmemo.profiler.simulation import Played, play_tokens
 from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.reuse.row_layout import RowLayout
@@ -36,40 +36,18 @@ _ROUNDS: Final = 2  # at least
 
 @dataclass(frozen=True, slots=True)
 class AdviseOptions:
-    """What is asked.
+    """What is asked."""
 
-    Parameters
-    ----------
-    limit : int
-        Texts that are read.
-    batch_size : int
-        Texts that come at once.
-    max_length : int or None
-        Tokens of a text at most.
-    budget : float
-        Share of the answers that may change.
-    threshold : float
-        Share of its tokens that a record must supply.
-    near : int or None
-    most_moved : int or None
-        As in `memoize`.
-    dtype : {"float32", "bfloat16"}
-        That the model is loaded in.
-    text_column : str or None
-    seconds : float
-        Of timing.
-    """
-
-    limit: int = 4000
-    batch_size: int = 16
-    max_length: int | None = None
-    budget: float = 0.01
-    threshold: float = THRESHOLD
-    near: int | None = None
+    limit: int = 4000  # texts that are read
+    batch_size: int = 16  # texts that come at once
+    max_length: int | None = None  # tokens of a text at most
+    budget: float = 0.01  # share of the answers that may change
+    threshold: float = THRESHOLD  # share of its tokens that a record must supply
+    near: int | None = None  # near, most_moved: as in `memoize`
     most_moved: int | None = None
-    dtype: str = "float32"
+    dtype: str = "float32"  # that the model is loaded in
     text_column: str | None = None
-    seconds: float = 12.0
+    seconds: float = 12.0  # of timing
 
 
 def advise(
@@ -109,7 +87,7 @@ def advise(
         played[kind] = play_tokens(texts, options.batch_size, options.threshold, rule, guard, kinds)
     tell("playing the stream", 2, 2)
     late = slice(len(texts) // 2, None)
-    times = _time(loaded, packed, texts, played["guarded"], played["unguarded"], options, tell)
+    times = _time(loaded, packed, texts, played, options, tell)
     result: dict[str, Any] = {
         "model": name, "texts": len(texts), "tokens": int(played["guarded"].lengths.sum()),
         "batch_size": options.batch_size, "dtype": options.dtype, "budget": options.budget,
@@ -120,7 +98,7 @@ def advise(
         result[kind] = {
             "rows": found.share(), "rows_first_half": found.share(slice(0, late.start)),
             "rows_second_half": found.share(late),
-            "records": found.records, "bytes": _bytes(packed, found, len(texts)), "ms_lookup": 1e3 * found.seconds,
+            "records": found.records, "bytes": _bytes(packed, found), "ms_lookup": 1e3 * found.seconds,
             "over_packed": times["packed"] / times[kind], "over_stock": times["stock"] / times[kind],
         }  # fmt: skip
     return result | {"advice": recommend(result)}
@@ -157,7 +135,7 @@ def recommend(result: dict[str, Any]) -> list[str]:
     return advice
 
 
-def _bytes(packed: LoadedModel, found: Played, texts: int) -> int:
+def _bytes(packed: LoadedModel, found: Played) -> int:
     handle: Any = packed.model.attmemo
     blocks, kind = handle.packed.blocks, handle.packed.dtype
     layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, (kind, kind))
@@ -171,7 +149,7 @@ def _cut(texts: Sequence[Tokens], rows: Sequence[int]) -> list[Tokens]:
 
 
 def _time(
-    loaded: LoadedModel, packed: LoadedModel, texts: Sequence[Tokens], guarded: Played, unguarded: Played,
+    loaded: LoadedModel, packed: LoadedModel, texts: Sequence[Tokens], played: Mapping[str, Played],
     options: AdviseOptions, tell: Progress,
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds a text of the second half, timed in turns on batches spread over it.
@@ -192,17 +170,15 @@ def _time(
             chosen += [one for one in (first, again) if one]
         return chosen
 
-    asked: dict[str, tuple[Way, list[list[Tokens]], float]] = {
-        "stock": (whole, batches(None), 0.0), "packed": (exact, batches(None), 0.0),
-        "guarded": (exact, batches(guarded), guarded.seconds),
-        "unguarded": (exact, batches(unguarded), unguarded.seconds),
-    }  # fmt: skip
+    parts = {"stock": batches(None), "packed": batches(None)} | {kind: batches(p) for kind, p in played.items()}
 
-    def job(way: Way, parts: list[list[Tokens]]) -> Job:
-        return lambda _: [way(batch) for batch in parts]
+    def job(name: str) -> Job:
+        way = whole if name == "stock" else exact
+        return lambda _: [way(batch) for batch in parts[name]]
 
-    jobs = {name: job(way, parts) for name, (way, parts, _) in asked.items()}
     with torch.inference_mode():
+        jobs = {name: job(name) for name in parts}
         spent = interleave(jobs, _ROUNDS, seconds=options.seconds, tell=tell, what="timing")
     count = sum(min(size, len(texts) - start) for start in starts)
-    return {name: spent[name].ms / count + 1e3 * lookup for name, (_, _, lookup) in asked.items()}
+    lookup = {kind: 1e3 * found.seconds for kind, found in played.items()}
+    return {name: times.ms / count + lookup.get(name, 0.0) for name, times in spent.items()}

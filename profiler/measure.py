@@ -77,15 +77,12 @@ def measure(
     ]
     stored = [length for length in database.lengths if length <= longest]
     machine = conditions()
+    rates = {way: HitRates(trained.held_out_scores(way), stored) for way in ("layer", "sequence")}
     return Profile(
-        costs=costs,
-        rates=HitRates(trained.held_out_scores("layer"), stored),
-        rates_sequence=HitRates(trained.held_out_scores("sequence"), stored),
-        lookup_sequence=CostModel.fit(sequence),
-        threads=torch.get_num_threads(),
-        dtype=loaded.dtype,
+        costs=costs, rates=rates["layer"], rates_sequence=rates["sequence"], lookup_sequence=fit(sequence),
+        threads=torch.get_num_threads(), dtype=loaded.dtype,
         conditions=Conditions(machine["cpu"], tuple(machine["features"]), machine["cores"]),
-    )
+    )  # fmt: skip
 
 
 def _sizes(database: Database, longest: int) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from attmemo.cli.app import app
 from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard import Guard
-from attmemo.profiler import demo, quick_maps
+from attmemo.profiler import demo
 from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
@@ -124,9 +124,8 @@ class TestRun:
     def test_attention_maps_of_the_first_lines_take_part_where_there_is_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (demo, quick_maps):
-            monkeypatch.setattr(module, "STORED", 96)
-            monkeypatch.setattr(module, "JUDGED", 32)
+        monkeypatch.setattr(demo, "STORED", 96)
+        monkeypatch.setattr(demo, "JUDGED", 32)
         monkeypatch.setattr(demo, "MAPS_SHARE", 0.5)
         told: list[str] = []
         found = demo.run_demo(demo.Source(), tmp_path / "out", tell=told.append, dtype="float32")
