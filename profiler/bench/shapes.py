@@ -15,7 +15,7 @@ from attmemo.profiler.bench.limits import SEED
 VOCABULARY: Final = 1000
 _MELS: Final = 80
 _PATCH: Final = 16
-_TYPES: Final = {"rotary-encoder": "nomic_bert", "gpt-neo": "gpt_neo"}  # model types that families do not have as names
+_TYPES: Final = {"rotary-encoder": "nomic_bert", "gpt-neo": "gpt_neo"}  # where the family is not the model type
 
 
 def _disentangled(version: int) -> dict[str, Any]:
