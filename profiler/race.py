@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attmemo.guard.certificate import certifies, highest_rate
 from attmemo.memoization import memoize
-from attmemo.profiler.answers import ANSWERS, changed
+from attmemo.profiler.answers import changed
 from attmemo.profiler.models import LoadedModel, Tokens
-from attmemo.profiler.peers.paths import PATHS, Order
+from attmemo.profiler.peers.paths import MIN_COSINE, PATHS, Order, memoize_rows
 from attmemo.profiler.peers.process import PathError, Processes
 from attmemo.profiler.peers.ways import Ask, Cache, another, timed, way_of
 from attmemo.profiler.turns import alternate
@@ -38,8 +38,6 @@ MAPS: Final = "attention maps"
 APPROXIMATE: Final = (ROWS, MAPS)
 """Ways whose answers may differ from the exact ones. All others are exact up to rounding."""
 EVERY: Final = 4  # one batch of so many is computed by all ways
-CONFIDENCE: Final = 0.95
-MIN_COSINE: Final = 0.98
 _MOST_SAMPLES: Final = 1 << 16
 _PRECISIONS: Final = {"float32": "f32", "bfloat16": "bf16"}  # as OpenVINO calls them
 
@@ -146,15 +144,7 @@ class Race:
     def __init__(self, loaded: LoadedModel, peers: Mapping[str, Ask], budget: float, every: int = EVERY) -> None:
         packed, rows = another(loaded), another(loaded)
         memoize(packed.model, reuse="none")
-        memoize(
-            rows.model, database=":memory:", reuse="rows", budget=budget, confidence=CONFIDENCE,
-            answer=ANSWERS["class" if loaded.kind == "classifier" else loaded.pooling or "mean"],
-            min_cosine=MIN_COSINE, tokenizer=loaded.tokenizer,
-        )  # fmt: skip
-        self._kind = loaded.kind
-        handle: Any = rows.model.attmemo
-        handle.guarded.idle.close()  # else it would verify while other ways are timed
-        self._handle = handle
+        self._kind, self._handle = loaded.kind, memoize_rows(rows, budget)
         exact = timed(way_of(packed))
         self.cache = Cache(exact)
         self._often: dict[str, Ask] = {PACKED: exact, ROWS: timed(way_of(rows))}

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from attmemo.errors import AttmemoError
+from attmemo.kernels.linear8 import LinearName
 from attmemo.memoization import memoize
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.answers import ANSWERS
@@ -100,8 +101,21 @@ def _compiled(order: Order) -> Ready:
     return Ready(way)
 
 
-def _memoized(order: Order, loaded: LoadedModel | None = None, **settings: Any) -> Ready:
-    loaded = loaded or order.load()
+def memoize_rows(loaded: LoadedModel, budget: float, linear: LinearName = "exact") -> Any:
+    """Memoize a model as a user does, guarded, with nothing stored; its handle."""
+    rule = ANSWERS.get("class" if loaded.kind == "classifier" else loaded.pooling or "mean")
+    if rule is None:
+        raise AttmemoError(f"answers pooled by {loaded.pooling} cannot be guarded.", "give a model pooled by mean")
+    model: Any = memoize(
+        loaded.model, database=":memory:", reuse="rows", budget=budget, answer=rule, min_cosine=MIN_COSINE,
+        tokenizer=loaded.tokenizer, linear=linear,
+    )  # fmt: skip
+    model.attmemo.guarded.idle.close()  # else it would verify while other paths are timed
+    return model.attmemo
+
+
+def _memoized(order: Order, **settings: Any) -> Ready:
+    loaded = order.load()
     model: Any = memoize(loaded.model, **settings)
     return Ready(way_of(loaded), model.attmemo)
 
@@ -110,23 +124,15 @@ def _maps(order: Order) -> Ready:
     return _memoized(order, reuse="maps", database=order.database)
 
 
-def _rows(linear: str, order: Order) -> Ready:
-    loaded = order.load()
-    rule = ANSWERS.get("class" if loaded.kind == "classifier" else str(loaded.pooling))
-    if rule is None:
-        raise AttmemoError(f"answers pooled by {loaded.pooling} cannot be guarded.", "give a model pooled by mean")
-    with torch.inference_mode():
-        way_of(loaded)(order.first[:_SAMPLE])  # warm, but nothing learned
-    ready = _memoized(
-        order, loaded, reuse="rows", database=":memory:", budget=order.budget, answer=rule, min_cosine=MIN_COSINE,
-        tokenizer=loaded.tokenizer, linear=linear,
-    )  # fmt: skip
-    ready.handle.guarded.idle.close()  # else it would verify while other paths are timed
-    return ready
-
-
 def _none(linear: str, order: Order) -> Ready:
     return _memoized(order, reuse="none", linear=linear)
+
+
+def _rows(linear: LinearName, order: Order) -> Ready:
+    loaded = order.load()
+    with torch.inference_mode():
+        way_of(loaded)(order.first[:_SAMPLE])  # warm, but nothing learned
+    return Ready(way_of(loaded), memoize_rows(loaded, order.budget, linear))
 
 
 def _runtime(read: Callable[[Path, str], runtimes.Asked], file: str, order: Order) -> Ready:
