@@ -18,5 +18,5 @@ _NAMES: Final = {
 
 
 def color_of(way: str) -> str:
-    """Return the colour of a way of `attmemo.profiler.race`, or of a path of `attmemo.profiler.cells`."""
+    """Return the colour of a way of `attmemo.profiler.race`, or of a path of `attmemo.profiler.peers`."""
     return COLORS[_NAMES.get(way, way.partition("-")[0])]

@@ -17,7 +17,6 @@ import itertools
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib as mpl
@@ -29,10 +28,9 @@ from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo import BUDGET, MODEL, model_path
 from attmemo.profiler.lines import in_batches, read_log
 from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.peers import ONNX, OPENVINO, another, installed_peers
 from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.pooling import own_pooling
-from attmemo.profiler.race import CACHE, PACKED, ROWS, STOCK, Race
+from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK, Race, other_runtimes
 
 STREAMS = ("OpenSSH", "HDFS", "BGL", "Apache")
 LINES = 1600
@@ -48,8 +46,7 @@ def measure(shared: Path, name: str, dtype: str) -> dict[str, Any]:
     loaded.pooling = own_pooling(loaded.name)
     lines = itertools.islice(read_log(shared / "data" / "loghub_2k" / f"{name}_2k.log", LINES), LINES)
     batches = [tokenize(loaded, batch, LONGEST) for batch in in_batches(lines, BATCH)]
-    with TemporaryDirectory() as folder:
-        peers, notes = installed_peers(another(loaded), batches[0], Path(folder))
+    with other_runtimes(loaded, batches[0]) as (peers, notes):
         race = Race(loaded, peers, BUDGET)
         race.warm_up(batches[0])
         race.run_all(batches, seconds=1e9)

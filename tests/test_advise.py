@@ -21,7 +21,7 @@ from attmemo.memoization import memoize
 from attmemo.profiler.advise import FEWEST, PAYS, AdviseOptions, advise, recommend
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
-from attmemo.profiler.peers import another, way_of
+from attmemo.profiler.peers.ways import another, way_of
 from attmemo.profiler.simulation import play_tokens
 
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from odd_paths import ODD
 from typer.testing import CliRunner
 
 from attmemo.cli import demo as command
@@ -21,15 +23,30 @@ from attmemo.cli.app import app
 from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard import Guard
-from attmemo.profiler import demo, quick_maps
-from attmemo.profiler.cells.paths import PATHS
+from attmemo.profiler import demo
 from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.peers import ONNX, OPENVINO, Duplicates, another, way_of
-from attmemo.profiler.race import CACHE, EVERY, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
+from attmemo.profiler.peers.paths import PATHS
+from attmemo.profiler.peers.ways import Cache, another, way_of
+from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.race import (
+    CACHE,
+    EVERY,
+    MAPS,
+    ONNX,
+    OPENVINO,
+    PACKED,
+    ROWS,
+    STOCK,
+    Lap,
+    Race,
+    other_runtimes,
+    samples_needed,
+    standing,
+)
 
 
 def run(*args: str | Path) -> Any:
@@ -111,9 +128,8 @@ class TestRun:
     def test_attention_maps_of_the_first_lines_take_part_where_there_is_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (demo, quick_maps):
-            monkeypatch.setattr(module, "STORED", 96)
-            monkeypatch.setattr(module, "JUDGED", 32)
+        monkeypatch.setattr(demo, "STORED", 96)
+        monkeypatch.setattr(demo, "JUDGED", 32)
         monkeypatch.setattr(demo, "MAPS_SHARE", 0.5)
         told: list[str] = []
         found = demo.run_demo(demo.Source(), tmp_path / "out", tell=told.append, dtype="float32")
@@ -277,23 +293,46 @@ class TestRace:
                 guard.certificate.sample(False)
             assert guard.stats()["verified"] == needed
 
+    def test_another_runtime_that_fails_takes_no_part_and_one_that_breaks_off_no_further_part(
+        self, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(PATHS, "openvino-f32", replace(ODD["unready"], needs=("torch",)))
+        monkeypatch.setitem(PATHS, "onnx", replace(ODD["dying"], needs=("torch",)))
+        loaded = load_model(tiny_bert)
+        loaded.pooling = own_pooling(tiny_bert)
+        texts = tokenize(loaded, list(generate_log(32, 3)), 64)
+        with other_runtimes(loaded, texts[:1]) as (peers, notes):
+            assert notes == [f"{OPENVINO} takes no part: RuntimeError: this model is too odd"]
+            assert peers.keys() == {ONNX}
+            race = Race(loaded, peers, 0.01, every=1)
+            race.warm_up(texts[:1])
+            torch.testing.assert_close(peers[ONNX](texts[:1])[1], way_of(loaded)(texts[:1]))
+            race.run_all([texts[:1], texts[1:16], texts[16:]], 1e9)
+        assert race.failed[ONNX].startswith("its process died of SIGKILL")
+        assert [ONNX in lap.seconds for lap in race.laps] == [True, False, False]
+        found = standing(race.laps)
+        assert found is not None
+        assert found.speed.keys() == {STOCK, PACKED, ROWS, CACHE}
+
     def test_a_cache_asks_for_no_text_twice(self, tiny_bert: str) -> None:
         loaded = load_model(tiny_bert)
         one, two, three = tokenize(loaded, list(generate_log(3, 5)), 64)
         asked = []
 
-        def way(texts: Any) -> torch.Tensor:
+        def ask(texts: Any) -> tuple[float, torch.Tensor]:
             asked.append(len(texts))
-            return way_of(another(loaded))(texts)
+            return 1e6, way_of(another(loaded))(texts)
 
-        cache = Duplicates(way)
+        cache = Cache(ask)
         with torch.inference_mode():
-            given = cache([one, two, one])
+            seconds, given = cache([one, two, one])
             cache.learn([three], way_of(loaded)([three]))
-            again = cache([three, two])
+            quick, again = cache([three, two])
             torch.testing.assert_close(torch.cat([given, again]), way_of(loaded)([one, two, one, three, two]))
         assert asked == [2]
-        assert (cache.texts, cache.found) == (6, 3)
+        assert (cache.texts, cache.found, cache.share) == (6, 3, 0.5)
+        assert quick < 1e6 < seconds, "the seconds of the way behind it are its own"
+        assert cache.nbytes == sum(8 * len(text) + given[0].nbytes for text in (one, two, three))
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32"), (None, "float32")])

@@ -13,8 +13,7 @@ import pytest
 import typer
 
 from attmemo.cli.app import app
-from attmemo.profiler.peers import ONNX, OPENVINO
-from attmemo.profiler.race import CACHE, PACKED, ROWS
+from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"

@@ -12,9 +12,8 @@ from docs_tools import RowsCase, measured, page, samples_needed, says, spread
 
 from attmemo.memoization import memoize
 from attmemo.profiler.advise import FEWEST, AdviseOptions
-from attmemo.profiler.demo import BATCH, BUDGET, LEAST_WINDOWS, MAPS_FROM, MAPS_SHARE, OTHERS, SECONDS
+from attmemo.profiler.demo import BATCH, BUDGET, JUDGED, LEAST_WINDOWS, MAPS_FROM, MAPS_SHARE, OTHERS, SECONDS, STORED
 from attmemo.profiler.demo import FEWEST as LINES
-from attmemo.profiler.quick_maps import JUDGED, STORED
 from attmemo.profiler.race import EVERY, MIN_COSINE
 from attmemo.serve.model import SCORE_STEP
 from attmemo.serve.service import WATCHED

@@ -82,15 +82,15 @@ def peers(
     with output(json, quiet) as out:
         _check_files(data, json, plot)
         from attmemo.loading import load_config
-        from attmemo.profiler.cells import CellOptions, measure
         from attmemo.profiler.data import read_texts
+        from attmemo.profiler.peers import CellOptions, measure
 
         load_config(model)  # a model that is none is told before its texts are read
         texts = [row.text for row in read_texts(data, text_column=text_column, limit=lines)]
         source = ", ".join(file.name for file in data)
         found = measure(model, texts, source, options.choose(CellOptions, values), out.stages)
         if plot is not None:
-            from attmemo.profiler.cells.plot import draw_table
+            from attmemo.profiler.peers.plot import draw_table
 
             write_whole("--plot", plot, draw_table(found))
         show(out, found)
@@ -112,7 +112,7 @@ def _check_files(data: list[Path], json: str | None, plot: Path | None) -> None:
 
 def show(out: Output, found: Mapping[str, Any]) -> None:
     """Who wins, the table, what was left out, and the conditions; 80 columns."""
-    from attmemo.profiler.cells import sentences
+    from attmemo.profiler.peers import sentences
 
     for sentence in sentences(found):
         _say(out, sentence)
@@ -135,7 +135,7 @@ def show(out: Output, found: Mapping[str, Any]) -> None:
 
 
 def _line(cell: Mapping[str, Any], encoder: bool) -> str:
-    from attmemo.profiler.cells import title_of
+    from attmemo.profiler.peers import title_of
 
     quality = cell["quality"]
     near = f"{quality['cosine_mean']:>7.4f}{quality['cosine_p1']:>7.4f}" if encoder else ""
@@ -147,7 +147,7 @@ def _line(cell: Mapping[str, Any], encoder: bool) -> str:
 
 def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
     """Paths without a number, each with its reason."""
-    from attmemo.profiler.cells import title_of
+    from attmemo.profiler.peers import title_of
 
     for path in found["paths"].values():
         if "left_out" in path:

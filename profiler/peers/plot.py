@@ -9,8 +9,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from attmemo.profiler.cells.verdict import title_of
 from attmemo.profiler.colors import color_of
+from attmemo.profiler.peers.verdict import title_of
 from attmemo.profiler.plots import GREY, STYLE, png
 
 
