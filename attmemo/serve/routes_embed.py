@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import bodies
-from attmemo.serve.http import Route, gone, reply
+from attmemo.serve.http import Route, gone, hold, reply, reply_list
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -42,9 +42,10 @@ def routes(service: Service) -> list[Route]:
 
     async def embed_all(body: bodies.EmbedAll, request: Request) -> Response:
         done = await vectors(
-            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True
+            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True,
+            hold=hold(request),
         )  # fmt: skip
-        return reply([np.ascontiguousarray(answer.each) for answer in done.answers], done.headers())
+        return await reply_list((np.ascontiguousarray(answer.each) for answer in done.answers), done.headers())
 
     async def embed_sparse(body: bodies.EmbedAll, request: Request) -> Response:
         raise cannot("Model is not an embedding model with SPLADE pooling")
