@@ -201,8 +201,10 @@ async def _body(request: Request, limit: int, seconds: float, share: Share) -> b
         raise Refusal("validation", f"Expected request with `Content-Type: {JSON}`", 415, reason="content_type")
     too_large = Refusal("validation", f"the body has more than {limit} bytes", 413, reason="payload")
     stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > limit:
-        raise too_large
+    if stated.isdecimal():
+        if int(stated) > limit:
+            raise too_large
+        share.make_room(int(stated))
     body = bytearray()
     try:
         async with asyncio.timeout(seconds) as clock:

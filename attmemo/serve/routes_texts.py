@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from starlette.requests import Request
@@ -64,9 +63,8 @@ def routes(service: Service) -> list[Route]:
 
 def _shown(service: Service, text: str, special: bool, prompt: str | None) -> tuple[int, bytes]:
     """The number of tokens of a text, and the JSON that shows them."""
-    tokens = service.texts.describe(text, special=special, prompt=prompt, most=TOKENS)
     count, parts = 0, list[bytes]()
-    while part := list[dict[str, Any]](islice(tokens, PART)):
+    for part in service.texts.describe(text, special=special, prompt=prompt, most=TOKENS, at_once=PART):
         count += len(part)
         parts.append(orjson.dumps(part)[1:-1])
     return count, b"[" + b",".join(parts) + b"]"

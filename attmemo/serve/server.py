@@ -33,6 +33,8 @@ class Server(uvicorn.Server):
     uvicorn would raise the signal anew at its end, and the process would die before the database is closed.
     """
 
+    server_state: Clients
+
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service

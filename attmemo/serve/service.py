@@ -21,7 +21,7 @@ from attmemo.serve.texts import SHORT, Input, Side, Texts, Tokens, default_promp
 from attmemo.serve.threads import TextThreads
 from attmemo.serve.worker import Worker
 
-BODIES: Final = 64 << 20
+BODIES: Final = 32 << 20
 """Bytes of all bodies that are in the service, at most, or eight of the largest that a request may have."""
 SMALL: Final = 1 << 16
 """A body that is no larger is let in whatever others hold; `max_concurrent_requests` bounds how many these are."""

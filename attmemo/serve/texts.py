@@ -79,22 +79,25 @@ class Texts:
         self._check_length(len(found.ids))
         return Tokens(found.ids, found.type_ids, characters)
 
-    def describe(self, text: str, *, special: bool, prompt: str | None, most: int) -> Iterator[dict[str, Any]]:
+    def describe(
+        self, text: str, *, special: bool, prompt: str | None, most: int, at_once: int
+    ) -> Iterator[list[dict[str, Any]]]:
         """The tokens of a text, as the route ``/tokenize`` shows them; `start` and `stop` count characters.
 
-        A `Refusal` if there are more than `most`.
+        So many come at a time. A `Refusal` if there are more than `most`.
         """
         found = self._encode(text, None, prompt, special)
         if len(found) > most:
             raise too_many(most)
-        whole = self._before(prompt) + text
-        for number, mark, (start, stop) in zip(found.ids, found.special_tokens_mask, found.offsets, strict=True):
-            token: dict[str, Any] = {"id": number, "special": bool(mark)}
-            if mark:
-                token |= {"text": self.way(None).id_to_token(number) or "", "start": None, "stop": None}
-            else:
-                token |= {"text": whole[start:stop], "start": start, "stop": stop}
-            yield token
+        whole, way = self._before(prompt) + text, self.way(None)
+        tokens = list(zip(found.ids, found.special_tokens_mask, found.offsets, strict=True))
+        for first in range(0, len(tokens), at_once):
+            yield [
+                {"id": number, "special": True, "text": way.id_to_token(number) or "", "start": None, "stop": None}
+                if mark else
+                {"id": number, "special": False, "text": whole[start:stop], "start": start, "stop": stop}
+                for number, mark, (start, stop) in tokens[first : first + at_once]
+            ]  # fmt: skip
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """The text of token ids."""
