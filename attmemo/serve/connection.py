@@ -126,7 +126,7 @@ class Protocol(HttpToolsProtocol):
     _in_head = True
     """No message has begun, or its head is not complete."""
     _ended = False
-    """What comes is not looked at."""
+    """The client asks nothing more."""
     _fed = 0
     """Bytes since the last sign that a message goes on: the end of a head or a message, or a part of a body."""
     _moved = False
@@ -160,10 +160,10 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read what came, no more at a time than a head may have left."""
-        if self._in_head and not self._ended:
+        if self._in_head and not self._ends():
             self.server_state.begin(self)
         rest = memoryview(data)
-        while rest and not self._ended:
+        while rest and not self._ends():
             room = HEAD - self._fed
             if not room:
                 self._end(Refusal("validation", f"the head has more than {HEAD} bytes", 431, reason="head"))
@@ -244,6 +244,10 @@ class Protocol(HttpToolsProtocol):
         and a client that is about to send would take the words for an answer."""
         self._end(None)
         self.server_state.failed(reason)
+
+    def _ends(self) -> bool:
+        """Whether what comes is not looked at."""
+        return self._ended or self._whole.is_closing()
 
     def _stop(self, refusal: Refusal) -> None:
         """Stop the parser: raises `refusal`."""

@@ -191,8 +191,10 @@ async def _asked(request: Request, service: Service, route: Route, share: Share)
     """What a request asks; a large body is read in a thread, since it takes long."""
     raw = await _body(request, service.settings.payload_limit, service.settings.client_seconds, share)
     if len(raw) <= SMALL:
-        return read(route.body, raw)
-    return await service.threads.run(partial(read, route.body, raw))
+        found: Body = read(route.body, raw)
+    else:
+        found = await service.threads.run(partial(read, route.body, raw))
+    return found
 
 
 async def _body(request: Request, limit: int, seconds: float, share: Share) -> bytes:

@@ -17,7 +17,7 @@ class Room:
     """One bound for all requests together.
 
     A request that is still arriving and has stalled gives way to others, the one that has sent nothing for longest
-    first. So clients that hold bodies back keep nobody out.
+    first. So clients that hold bodies back do not keep others out.
 
     Parameters
     ----------

@@ -22,7 +22,9 @@ from attmemo.serve.threads import TextThreads
 from attmemo.serve.worker import Worker
 
 BODIES: Final = 32 << 20
-"""Bytes of all bodies that are in the service, at most, or eight of the largest that a request may have."""
+"""Bytes of all bodies that are in the service, at most."""
+LARGEST: Final = 8
+"""Bodies of `payload_limit` for which there is room, if that takes more."""
 SMALL: Final = 1 << 16
 """A body that is no larger is let in whatever others hold; `max_concurrent_requests` bounds how many these are."""
 ANSWERS: Final = 256 << 20
@@ -100,7 +102,7 @@ class Service:
         self._inside = 0  # sequences that were let in and are not answered
         self._shown = 0  # of these, inputs of the tokenizer's own routes
         self.threads = TextThreads(settings.workers, cores)
-        self.bodies, self.answers = Room(max(BODIES, 8 * settings.payload_limit), SMALL), Room(ANSWERS)
+        self.bodies, self.answers = Room(max(BODIES, LARGEST * settings.payload_limit), SMALL), Room(ANSWERS)
 
     def start(self) -> Service:
         """Load the model and make it ready; raises what went wrong."""
