@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from attmemo.profiler.peers import ONNX, OPENVINO
 from attmemo.profiler.plots import BLUE, FAINT, GOLD, GREEN, GREY, INK, ORANGE, PURPLE
-from attmemo.profiler.race import CACHE, MAPS, PACKED, ROWS, STOCK
+from attmemo.profiler.race import CACHE, MAPS, ONNX, OPENVINO, PACKED, ROWS, STOCK
 
 COLORS: Final = {
     "stock": FAINT, "compile": INK, "openvino": ORANGE, "onnx": PURPLE, "none": GREEN, "rows": BLUE, "maps": GOLD,

@@ -15,8 +15,14 @@ from attmemo.profiler.advise import FEWEST, AdviseOptions
 from attmemo.profiler.demo import BATCH, BUDGET, JUDGED, LEAST_WINDOWS, MAPS_FROM, MAPS_SHARE, OTHERS, SECONDS, STORED
 from attmemo.profiler.demo import FEWEST as LINES
 from attmemo.profiler.race import EVERY, MIN_COSINE
+from attmemo.serve.clients import CONNECTIONS, FILES
+from attmemo.serve.connection import HEAD, HEADERS, PIPELINED
 from attmemo.serve.model import SCORE_STEP
-from attmemo.serve.service import WATCHED
+from attmemo.serve.room import STALLED
+from attmemo.serve.routes_texts import TOKENS
+from attmemo.serve.service import ANSWERS, BODIES, LARGEST, SMALL, WATCHED
+from attmemo.serve.settings import Settings
+from attmemo.serve.threads import CHARACTERS, PIECE
 
 SCRIPTS = str(Path(__file__).parents[1] / "scripts")
 REPEATED = ("lines-OpenSSH", "lines-HDFS", "lines-HDFS-threshold52", "lines-Apache")
@@ -69,6 +75,22 @@ def test_advice_reads_as_many_texts_as_the_page_says() -> None:
 def test_the_service_has_the_steps_of_the_page() -> None:
     says(SERVICE, "A request that waits less than # seconds is not watched", WATCHED)
     says(SERVICE, "a score, from 0 to 1, that moved by more than #.", SCORE_STEP)
+
+
+def test_clients_may_take_what_the_page_says() -> None:
+    seconds = Settings("m").client_seconds
+    says(SERVICE, "start line and headers | # KiB, # headers | 431", HEAD / 1024, HEADERS)
+    says(SERVICE, "the start of the connection | # seconds |", seconds)
+    says(SERVICE, "the time of a body | # seconds | 408", seconds)
+    says(SERVICE, "| # MiB, or # times `--payload-limit` if that is more | 429", BODIES / 2**20, LARGEST)
+    says(SERVICE, "reads nothing of its answer | # seconds |", seconds)
+    says(SERVICE, "in one request | # | 422", TOKENS)
+    says(SERVICE, "all answers of more than # KiB that are made or sent | # MiB | 429", SMALL / 1024, ANSWERS / 2**20)
+    says(SERVICE, "| connections | #, or # less than the limit of open files | 503", CONNECTIONS, FILES)
+    says(SERVICE, "on one connection | # |", PIPELINED)
+    says(SERVICE, "has sent nothing for # second gives way", STALLED)
+    says(SERVICE, "A body of no more than # KiB is always let in", SMALL / 1024)
+    says(SERVICE, "Requests of one piece, # inputs and # characters at most, have threads", PIECE, CHARACTERS)
 
 
 def test_the_services_lines_are_parted_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

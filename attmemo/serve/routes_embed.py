@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attmemo.serve import answers, bodies
-from attmemo.serve.http import Answered, Route, gone
+from attmemo.serve.http import Answered, Route, gone, hold, reply_list
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -41,9 +41,11 @@ def routes(service: Service) -> list[Route]:
 
     async def embed_all(body: bodies.EmbedAllRequest, request: Request) -> Response:
         done = await vectors(
-            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True
+            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True,
+            hold=hold(request),
         )  # fmt: skip
-        return Answered([np.ascontiguousarray(answer.each) for answer in done.answers], done)
+        each = (np.ascontiguousarray(answer.each) for answer in done.answers)
+        return await reply_list(each, done.headers(), done)
 
     async def embed_sparse(body: bodies.EmbedAllRequest, request: Request) -> Response:
         raise cannot("Model is not an embedding model with SPLADE pooling")

@@ -36,7 +36,8 @@ class Settings:
     max_batch_requests : int, optional
         Sequences in one forward, at most.
     max_concurrent_requests : int
-        Sequences that are in the service at a time, at most; more are refused with status 429.
+        Sequences that are in the service at a time, at most; more are refused with status 429. Inputs of the
+        tokenizer's own routes may take half of it.
     max_client_batch_size : int
         Sequences in one request, at most.
     auto_truncate : bool
@@ -44,7 +45,7 @@ class Settings:
     payload_limit : int
         Bytes of a body, at most.
     client_seconds : float
-        How long a body may take to arrive.
+        How long a head may take to arrive, then a body, and how long a client may read nothing of its answer.
     tokenization_workers : int, optional
         Threads that turn texts into tokens. Default: a quarter of the cores, at least one.
     api_key : str, optional
