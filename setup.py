@@ -113,7 +113,7 @@ setup(
     package_data={
         "attmemo": ["py.typed", "*/*.pyi"],
         "attmemo.profiler": ["logs.txt", "report.html.j2"],
-        "attmemo.serve": ["page.html"],
+        "attmemo.serve": ["page.html", "reference.html"],
     },
     ext_modules=[
         Extension(

@@ -28,6 +28,7 @@ from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
+from attmemo.selfchecks.weights import weights_first
 
 _LOG = logging.getLogger("attmemo")
 
@@ -144,7 +145,8 @@ def memoize(
     UnsupportedModelError
         No adapter knows the model, or it is not on the CPU. Nothing was changed.
     AdapterCheckError
-        The path that serves does not reproduce this model's own output. Nothing was changed.
+        The path that serves does not reproduce this model's own output, or a weight is not finite. Nothing was
+        changed.
     DatabaseError
         There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
     ValueError
@@ -176,10 +178,11 @@ def memoize(
     for earlier in serving:
         earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(
-            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-            max_bytes, linear,
-        )  # fmt: skip
+        with weights_first(model if isinstance(model, nn.Module) else encoder):
+            handle = _prepare(
+                encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
+                max_bytes, linear,
+            )  # fmt: skip
         _warn_if_slow(encoder)
     except BaseException:
         for earlier in serving:

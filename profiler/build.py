@@ -77,12 +77,9 @@ class BuildResult:
 
 
 def build_database(
-    loaded: LoadedModel,
-    files: Sequence[str | Path],
-    output: Path | None,
-    options: BuildOptions,
+    loaded: LoadedModel, files: Sequence[str | Path], output: Path | None, options: BuildOptions,
     progress: Progress | None = None,
-) -> BuildResult:
+) -> BuildResult:  # fmt: skip
     """Store a record of every text in `files`: its attention maps, or its rows.
 
     Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
@@ -93,7 +90,7 @@ def build_database(
     Errors are those of `read_texts` and `DatabaseWriter`, and UnsupportedModelError for rows of a model without
     blocks; what was published stays, and the same call resumes.
     """
-    start = time.monotonic()
+    start, tell = time.monotonic(), progress or (lambda done, total: None)
     adapter, sites = adapter_for(loaded.model)
     check_adapter(adapter, loaded.model, sites)
     max_length = greatest_length(loaded, options.max_length)
@@ -114,11 +111,10 @@ def build_database(
                         records = recorder.run(collate(loaded, batch))
                         if not build.store([fresh[item.row] for item in batch], records):
                             break
-                        if progress is not None:
-                            progress(build.done, total)
+                        tell(build.done, total)
                         build.publish(now=False)
-                    if progress is not None and not tokens:
-                        progress(build.done, total)
+                    if not tokens:
+                        tell(build.done, total)
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
@@ -253,16 +249,9 @@ def _length(slots: Slots) -> int:
 
 
 def build_from_inputs(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Tensor]],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    reuse: str = "maps",
-    storage: str = "auto",
-    inputs: str = "auto",
-    held_out: float = 0.15,
-    name: str = "given",
-) -> Path:
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], output: str | os.PathLike[str] | None = None, *,
+    reuse: str = "maps", storage: str = "auto", inputs: str = "auto", held_out: float = 0.15, name: str = "given",
+) -> Path:  # fmt: skip
     """Store records of inputs that are tensors already: images, audio, or text tokenized elsewhere.
 
     Parameters

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from attmemo.db.find import cache_directory
+from attmemo.extras import install
 from attmemo.handles.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
@@ -23,6 +24,7 @@ from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
 from attmemo.machine import processor
 from attmemo.memory import available_memory, control_groups, limit_of, read_number, read_text
+from attmemo.wording import counted
 
 ROOT: Final = Path("/")
 NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -98,7 +100,8 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
     cache, settings = facts["cache"], facts["settings"]
     if facts["threads"] > cores:
         seen = (
-            f"{facts['threads']} threads share {cores} cores (the quota of the container counts): they wait in turns"
+            f"{counted(facts['threads'], 'thread')} share {counted(cores, 'core')} (the quota of the container "
+            "counts): they wait in turns"
         )
         yield seen, f"export OMP_NUM_THREADS={cores}"
     if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and "GOMP_SPINCOUNT" not in settings:
@@ -126,7 +129,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         yield seen, f"memoize(model, max_bytes={FEW_BYTES})   # after freeing {low}"
     if not facts["packages"]["hnswlib"]:
         seen = "hnswlib is not installed: with more than 4,000 records each lookup compares all of them"
-        yield seen, "pip install 'attmemo[hnswlib]'"
+        yield seen, install("hnswlib")
     if (facts["max_map_count"] or FEW_MAPPINGS + 1) <= FEW_MAPPINGS:
         seen = "a process may have few mappings; only databases of maps, fetched by mapping pages, need more"
         yield seen, "sudo sysctl -w vm.max_map_count=1048576"

@@ -25,30 +25,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A stream of texts, in order.
-
-    Attributes
-    ----------
-    lengths : int64 [texts]
-    rows : int64 [texts]
-        Computed for the answer.
-    verified : int64 [texts]
-        Computed once more to verify the guard: from a record, or whole.
-    records, tokens : int
-        That are stored at the end.
-    known : bool [texts]
-        Whether the very tokens came before.
-    seconds : float
-        Of lookups and plans, a text.
-    """
+    """A stream of texts, in order; arrays have a number for each text."""
 
     lengths: Ints
-    rows: Ints
-    verified: Ints
-    records: int
+    rows: Ints  # computed for the answer
+    verified: Ints  # computed once more to verify the guard: from a record, or whole
+    records: int  # records, tokens: that are stored at the end
     tokens: int
-    known: npt.NDArray[np.bool_]
-    seconds: float
+    known: npt.NDArray[np.bool_]  # whether the very tokens came before
+    seconds: float  # of lookups and plans, a text
 
     def share(self, part: slice = slice(None)) -> float:
         """Share of the rows of these texts that is computed, verifications included."""
@@ -66,7 +51,7 @@ def play_tokens(
     for start in range(0, len(texts), batch):
         own = [np.array(text.ids, np.int32) for text in texts[start : start + batch]]
         begun = perf_counter()
-        places, verdicts, computed = _decide(index, own, threshold, rule, guard, kinds)
+        places, verdicts, computed = _plan(index, own, threshold, rule, guard, kinds)
         spent += perf_counter() - begun
         for place, tokens in enumerate(own):
             known[start + place] = tokens.tobytes() in seen
@@ -84,11 +69,14 @@ def play_tokens(
     return Played(lengths, rows, verified, len(index), stored, known, spent / max(len(texts), 1))
 
 
-def _decide(
+def _plan(
     index: TokenIndex, own: Sequence[npt.NDArray[np.int32]], threshold: float, rule: Rule, guard: Guard | None,
     kinds: Kinds,
 ) -> tuple[list[int], list[Verdict | None], Ints]:  # fmt: skip
-    """For one batch: places of what becomes a record, what becomes of each text, and rows that its record leaves."""
+    """For one batch: places of what becomes a record, what becomes of each text, and rows that its record leaves.
+
+    The one place of a simulation that finds records and asks the guard, as the library's planner does.
+    """
     tokens, lengths = np.concatenate(own), np.array([len(one) for one in own], np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     near = index.candidates(tokens, starts)

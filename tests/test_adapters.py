@@ -288,7 +288,7 @@ class TestRefusedModels:
         torch.manual_seed(1)
         make, reason = UNKNOWN[name]
         model = make().eval()
-        with pytest.raises(UnsupportedModelError, match=r"attmemo families.*adapters/README\.md"):
+        with pytest.raises(UnsupportedModelError, match=r"attmemo families.*docs/own-family\.md"):
             memoize(model)
         refused(
             model, UnsupportedModelError, rf"no adapter knows .* \(model type '.*{reason}", lambda: memoize(model)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from attmemo import memory
 from attmemo.cli.app import app
+from attmemo.extras import install
 from attmemo.kernels import _row_attention
 from attmemo.profiler import doctor
 from attmemo.profiler.doctor import advise, examine, plan
@@ -129,7 +130,7 @@ class TestAdvice:
             ({"settings": {}}, "idle threads spin", "export GOMP_SPINCOUNT=30000"),
             ({"cache.writable": False}, "cannot be written", "export ATTMEMO_CACHE=/a/folder/of/yours"),
             ({"cache.filesystem": "nfs4"}, "is on nfs4", "export ATTMEMO_CACHE=/a/local/folder"),
-            ({"packages.hnswlib": False}, "4,000 records", "pip install 'attmemo[hnswlib]'"),
+            ({"packages.hnswlib": False}, "4,000 records", install("hnswlib")),
             ({"max_map_count": 65530}, "few mappings", "sudo sysctl -w vm.max_map_count=1048576"),
             ({"huge_pages.files": "never"}, "no huge pages",
              "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"),

@@ -317,7 +317,7 @@ class TestWhatIsKept:
         store.offer(offers)
         assert store.flush()
         assert held(store, 3) == [0, 2]
-        assert store.done == {"kept": 2, "not finite": 1}
+        assert store.done == {"kept": 2, "not_finite": 1}
 
     @pytest.mark.parametrize("part", ["last", "rows"])
     def test_what_its_type_cannot_hold_is_left_out_and_the_largest_number_is_kept(self, part: str) -> None:
@@ -329,7 +329,7 @@ class TestWhatIsKept:
         store.offer(offers)
         assert store.flush()
         assert held(store, 3) == [0, 2]
-        assert store.done == {"kept": 2, "not finite": 1}
+        assert store.done == {"kept": 2, "not_finite": 1}
         for number in range(2):
             assert all(tensor.isfinite().all() for tensor in fetched(store.fetch(numbers(number)), 0))
 

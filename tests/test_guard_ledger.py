@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from attmemo.guard import Guard, Keeper, Ledger, Verdict, all_in
 from attmemo.guard.margin import SEEN
+from attmemo.kernels.plan import Evidence
 
 SETTINGS = {"budget": 0.01, "confidence": 0.95, "answer": "auto"}
 FAR = 3600.0
-from attmemo.kernels.plan import Evidence
 
 
 def gap(slot: int, value: int, word: int = 0) -> Any:

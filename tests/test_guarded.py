@@ -21,7 +21,6 @@ from attmemo import memoize
 from attmemo.guard import Guard
 from attmemo.guard.certificate import Counts
 from attmemo.perfmodel.forward_times import ForwardTimes
-from attmemo.planner.rows import LONGER
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
 FIRST, SECOND = 4, 10
@@ -556,7 +555,7 @@ class TestWhetherForwardsTakeLonger:
         stats = model.attmemo.stats()
         assert done(model) == before
         assert stats["records"] == records
-        assert stats["not_looked_up"][LONGER] == len(BASE["input_ids"])
+        assert stats["not_looked_up"]["records_do_not_pay"] == len(BASE["input_ids"])
         assert [reused for _, _, reused in times.recorded] == [False]
 
     def test_where_they_do_not_records_serve(self, classifier: Case) -> None:

@@ -168,7 +168,7 @@ class TestExact:
         stats = model.attmemo.stats()
         assert at_the_end(model) == before
         assert stats["records"] == records
-        assert stats["not_looked_up"] == {"not called through the model whose answers are guarded": 18}
+        assert stats["not_looked_up"] == {"not_through_the_model": 18}
 
     def test_a_forward_that_runs_the_blocks_twice_is_served_nothing(self, classifier: Case) -> None:
         """A record served the first run; the answer of both runs has no margin that tells whether it may be given."""

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, DataError
-from attmemo.profiler import cells
-from attmemo.profiler.cells import CellOptions, measure, sentences, title_of, verdicts
-from attmemo.profiler.cells.conditions import _own_seconds
-from attmemo.profiler.cells.paths import PATHS
-from attmemo.profiler.cells.stream import make_stream
+from attmemo.profiler import peers
 from attmemo.profiler.models import LoadedModel
+from attmemo.profiler.peers import CellOptions, measure, sentences, title_of, verdicts
+from attmemo.profiler.peers.conditions import _own_seconds
+from attmemo.profiler.peers.paths import PATHS
+from attmemo.profiler.peers.stream import make_stream
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SCRIPTS = ROOT / "docs", str(ROOT / "scripts")
@@ -402,7 +402,7 @@ class TestCommand:
     def test_the_table_fits_eighty_columns_and_says_first_who_wins(
         self, measured: dict[str, Any], service_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cells, "measure", lambda *_: measured)
+        monkeypatch.setattr(peers, "measure", lambda *_: measured)
         given = ("M", service_log, "--output", tmp_path / "a.json", "--plot", tmp_path / "a.png")
         done = attmemo(*given, "--batch", "1,4")
         assert done.exit_code == 0, done.output
@@ -487,7 +487,7 @@ def test_an_installed_runtime_gives_the_answers_of_the_model(
 def test_a_runtime_that_is_not_installed_is_left_out_with_what_to_install(
     tiny_bert: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attmemo.profiler.cells.paths.find_spec", lambda name: None)
+    monkeypatch.setattr("attmemo.profiler.peers.paths.find_spec", lambda name: None)
     found = measure(tiny_bert, texts, "a log", CellOptions(batch=(4,), sample=16, paths=("openvino-int8", "maps")))
     assert found["paths"]["openvino-int8"]["left_out"] == "not installed: pip install openvino nncf"
     assert found["paths"]["maps"]["left_out"] == "no database of maps was given: --database DB"

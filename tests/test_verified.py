@@ -229,5 +229,6 @@ def test_the_table_says_what_is_known(
     demand = Demand(numbers=NUMBERS, words=WORDS, penalty=PENALTY)
     for one in asked:
         found = gaps(*map(apart, one))
-        changes = Changes(np.zeros(len(one), np.int64), found.slot, found.value, found.former, found.change, found.word)
+        hashes = found.slot, found.value, found.former, found.change, found.word
+        changes = Changes(np.zeros(len(one), np.int64), *hashes)
         assert evidence_in_python(changes, np.nan, demand, known.table) is known.ask(found)

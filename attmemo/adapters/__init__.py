@@ -92,5 +92,5 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
         f"no adapter knows the attention of {type(model).__name__} (model type {kind!r}); "
         + ("; ".join(seen) or "none of its modules has the projections of a known family")
         + ".",
-        "list the supported families with: attmemo families; attmemo/adapters/README.md says how to add a family",
+        "list the supported families with: attmemo families; docs/own-family.md says how to add a family",
     )

@@ -12,6 +12,7 @@ from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_directory
 from attmemo.errors import AttmemoError
+from attmemo.wording import counted
 
 
 def tune(
@@ -48,9 +49,10 @@ def tune(
         tuning = tuner.tune(db, [*data, *(more or ())], chosen, out.stages)
         show_tuning(out, tuning)
         if tuning["in_time"]:
-            out.say(f"Note: {tuning['in_time']:,} texts are in the database; each was judged with the records before")
+            texts = counted(tuning["in_time"], "text is", "texts are")
+            out.say(f"Note: {texts} in the database; each was judged with the records before")
         if tuning["in_database"]:
-            out.say(f"Note: {tuning['in_database']:,} more texts are in the database; they were left out")
+            out.say(f"Note: {counted(tuning['in_database'], 'more text')} in the database, left out")
         place = shlex.quote(str(db))
         if not tuning["certified"] and not allow_uncertified:
             out.say("Next: more texts, a larger --budget, or --allow-uncertified to go by what was observed")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Options = TypeVar("Options", bound=DataclassInstance)
 
 Lookup = Literal["sequence", "layer"]
+Precision = Literal["float32", "bfloat16"]
 EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is given
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -62,6 +63,15 @@ def parse_cosine(text: str) -> float:
     return cosine
 
 
+def parse_precision(text: str) -> Precision:
+    """What a model computes in."""
+    if text == "float32" or text == "bfloat16":
+        return text
+    if text == "float16":
+        raise typer.BadParameter("CPUs compute float16 slowly; write bfloat16, which takes as much memory.")
+    raise typer.BadParameter(f"{text!r} is not one of float32, bfloat16.")
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -77,6 +87,11 @@ def count(text: str, least: int = 1) -> Any:
 def share(text: str) -> Any:
     """An option that takes a share."""
     return typer.Option(metavar="SHARE", parser=parse_share, help=text)
+
+
+def precision(text: str, **more: Any) -> Any:
+    """An option that takes what a model computes in; `more` is as for `typer.Option`."""
+    return typer.Option(metavar="float32|bfloat16", parser=parse_precision, help=text, **more)
 
 
 def choose(options: type[Options], values: Mapping[str, Any]) -> Options:

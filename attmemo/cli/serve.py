@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import output
-from attmemo.cli.options import parse_share, parse_size
+from attmemo.cli.options import Precision, parse_share, parse_size, precision
+from attmemo.extras import install
 
 HOST = "0.0.0.0"
 
@@ -72,10 +73,11 @@ def serve(
         parser=parse_fill, metavar="yes|no|DIR",
     )] = YES,
     served_model_name: Annotated[str | None, _named(
-        "SERVED_MODEL_NAME", "Name of the model in answers of OpenAI's routes.  [default: MODEL]", metavar="NAME",
-        show_default=False,
+        "SERVED_MODEL_NAME",
+        "Name of the model that clients see.  [default: that on the hub, or the last name of the directory]",
+        metavar="NAME", show_default=False,
     )] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], _named("DTYPE", "Type of the weights.")] = "float32",
+    dtype: Annotated[Precision, precision("Type of the weights.", envvar="DTYPE", show_envvar=True)] = "float32",
     pooling: Annotated[Literal["mean", "cls", "last-token"] | None, _named(
         "POOLING", "How embeddings are pooled.  [default: as the model's configuration says, else the mean]",
         show_default=False,
@@ -113,6 +115,10 @@ def serve(
         "API_KEY", "Key that requests must bring; better set as a variable: others see a command line.",
         metavar="KEY", show_default=False,
     )] = None,
+    row_headers: Annotated[bool, _named(
+        "ATTMEMO_ROW_HEADERS",
+        "Response headers say how many rows were computed. They tell whether a similar text was asked before.",
+    )] = False,
     drain_seconds: Annotated[float, _named(
         "ATTMEMO_DRAIN_SECONDS", "After SIGTERM, seconds that /health says 503 and requests are still taken.", min=0.0
     )] = 1.0,
@@ -139,7 +145,7 @@ def serve(
         except ImportError as error:
             from attmemo.errors import AttmemoError
 
-            raise AttmemoError(f"{error.name} is not installed.", "pip install 'attmemo[serve]'") from error
+            raise AttmemoError(f"{error.name} is not installed.", install("serve")) from error
         from attmemo.cli.options import choose
         from attmemo.serve.logs import write_logs
         from attmemo.serve.server import listen, serve

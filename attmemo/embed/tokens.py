@@ -333,7 +333,7 @@ class TokenIndex:
     def best(
         self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = TRIED, kinds: Kinds = NO_KINDS
     ) -> RowPlan:
-        """Return the plan that any record may serve: of the `tried` nearest the one with the fewest rows to compute."""
+        """Return the plan that any record may serve: of the `tried` nearest the one with the fewest rows."""
         return self.plan(tokens, starts, self.candidates(tokens, starts, tried), rule, kinds, ANY)
 
     def candidates(self, tokens: Tokens, starts: Ints, tried: int = TRIED) -> Candidates:

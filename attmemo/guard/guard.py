@@ -8,7 +8,7 @@
         the budget does not afford it ───────────────► exact, and verified: a sample for the certificate
         drawn by chance, a small share;
         before there is a certificate all ───────────► reused, and verified afterwards: a sample, too. Where too many
-                                                       answers wait for that already, drawn ones are exact, and verified
+                                                       answers wait for that, drawn ones are exact, and verified
         else ────────────────────────────────────────► reused. Below the margin it is computed again, exactly
     a request without a record ──────────────────────► exact
 
@@ -207,7 +207,8 @@ class Guard:
             self._dirty = True
             # What is served is compared if it is low, and what is owed if it is not, whatever the margin is by now.
             low = verdict is Verdict.SERVE or (verdict is not Verdict.OWE and self.is_low(margin, evidence))
-            if margin is not None and (evidence == Evidence.FULLY or (evidence == Evidence.FREELY and self._one_scale)):
+            counts = evidence == Evidence.FULLY or (evidence == Evidence.FREELY and self._one_scale)
+            if margin is not None and counts:
                 self.margin.sample(margin, changed)
             if low:
                 if verdict is Verdict.SERVE:

@@ -25,8 +25,8 @@ class State:
         c = self.counts
         day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
         return (
-            f"{self.name}: {c.same + c.changed} reused answers verified, {c.changed} changed; of {c.requests} requests "
-            f"{_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} repeated; at most "
+            f"{self.name}: {c.same + c.changed} reused answers verified, {c.changed} changed; "
+            f"of {c.requests} requests {_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} repeated; at most "
             f"{100 * self.highest:.2g} % of all answers changed, {confidence:.0%}, since {day}"
         )
 

@@ -125,12 +125,13 @@ class StackMemoization(Memoization):
             input; none that was computed exactly after all), ``repeated`` (answers that the input's own record gave
             again, as they were), ``tokens`` (valid ones), ``rows_computed`` (those of verifications too), ``share_computed`` (rows by tokens), milliseconds by part
             (``ms_lookup``, ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
-            (sequences by reason), ``ineligible`` (sequences that the original code computed, by reason),
-            ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
-            ``weight_bytes`` (of weights made ready, beside the model's own),
+            (sequences by reason, see docs/python.md), ``ineligible`` (sequences that the original code computed, by
+            reason), ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear
+            layers), ``weight_bytes`` (of weights made ready, beside the model's own),
             ``first_row`` (whether the head reads nothing of the last hidden states but their first row),
-            ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
-            served), ``offered`` (sequences that could have become records, by what became of them),
+            ``database`` (the path of a prepared one), ``folder`` (of the database that fills itself), ``records`` and
+            ``record_bytes`` (that came while models served), ``offered`` (sequences that could have become records, by
+            what became of them, see docs/python.md),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
             docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
             than without; None: not known).

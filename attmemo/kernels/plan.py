@@ -1,8 +1,8 @@
 """Which record serves each input of a batch: `native/plan.c` in one call, and its oracle in plain Python.
 
 Each candidate is aligned with the input (`attmemo.kernels.align`). The one with the fewest rows to compute comes
-first. What changed between both (`attmemo.kernels.changes`) is looked up in a table of known changes. If the changes are not
-known well enough to serve, the next candidate is tried.
+first. What changed between both (`attmemo.kernels.changes`) is looked up in a table of known changes. If the changes
+are not known well enough to serve, the next candidate is tried.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def table_of(
     at = (keys & np.uint64(places - 1)).astype(np.int64)
     while len(left):
         free = found.marks[at] == Mark.FREE
-        _, firsts = np.unique(np.where(free, at, -1 - np.arange(len(at))), return_index=True)  # one for each free place
+        # One entry for each free place.
+        _, firsts = np.unique(np.where(free, at, -1 - np.arange(len(at))), return_index=True)
         mine = np.zeros(len(at), np.bool_)
         mine[firsts] = free[firsts]
         put, where = left[mine], at[mine]

@@ -21,9 +21,7 @@ from attmemo.kernels.plan import Evidence, RowPlan
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
-from attmemo.planner.rows import ASKED_WHOLE, Asked, Ints, RowPlanner, plan_of
-
-_UNGUARDED = "not called through the model whose answers are guarded"
+from attmemo.planner.rows import Asked, Ints, RowPlanner, plan_of
 
 
 class Asking:
@@ -138,12 +136,12 @@ class GuardedPlanner(RowPlanner):
         if asking is not None:
             asking.tokens, asking.sequences = sum(spans.lengths), batch
         if self._wishes.whole:
-            counters.skip(ASKED_WHOLE, batch)
+            counters.skip("asked_without_reuse", batch)
             return Whole.plan(self, layer, call, spans, given, counters)
         if asking is not None and asking.planned:
             asking.twice = True
         if asking is None or asking.twice:
-            counters.skip(_UNGUARDED, batch)
+            counters.skip("not_through_the_model", batch)
             return Whole.plan(self, layer, call, spans, given, counters)
         asking.planned, asking.batch = True, batch
         if asking.again:

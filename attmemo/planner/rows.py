@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attmemo.adapters import Call, Spans
 from attmemo.adapters.masks import consecutive, valid_places
-from attmemo.counters import Counters
+from attmemo.counters import Counters, Skip
 from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.kernels.align import Rule, with_long
@@ -30,9 +30,6 @@ Flags = npt.NDArray[np.bool_]
 
 THRESHOLD: Final = 0.5
 """Share of its tokens that a record must supply by default."""
-ASKED_WHOLE: Final = "asked for without reuse"
-DOES_NOT_PAY: Final = "a lookup does not pay"
-LONGER: Final = "run without records, which is faster, or to time it"
 TYPES_FROM: Final = 1 << 24
 """Token types are kept above the ids."""
 
@@ -113,7 +110,7 @@ class RowPlanner(Whole):
         if given is None:
             return BY_HAND
         if self._wishes.whole:
-            counters.skip(ASKED_WHOLE, len(spans.lengths))
+            counters.skip("asked_without_reuse", len(spans.lengths))
             return super().plan(layer, call, spans, given, counters)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
@@ -134,15 +131,15 @@ class RowPlanner(Whole):
             counters.skip(tokens, batch)
             return None
         if not self.grows and not len(self.index):
-            counters.skip("there is no record yet", batch)
+            counters.skip("no_records", batch)
             return None
         seconds_per_row = counters.done.seconds_per_row
         if not self.gate.ask(seconds_per_row):
             self.gate.leave()
-            counters.skip(DOES_NOT_PAY, batch)
+            counters.skip("lookup_does_not_pay", batch)
             return None
         if not self._pays(sum(spans.lengths)):
-            counters.skip(LONGER, batch)
+            counters.skip("records_do_not_pay", batch)
             return None
         lengths = np.asarray(spans.lengths, np.int64)
         return Asked(tokens, np.concatenate([[0], np.cumsum(lengths)]), lengths, seconds_per_row)
@@ -165,14 +162,14 @@ class RowPlanner(Whole):
         self.gate.record(len(asked.tokens), saved, end - start, asked.seconds_per_row)
         counters.planned(looked - start, end - looked)
 
-    def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | str:
+    def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | Skip:
         """Ids of all valid tokens, packed; or why they cannot be looked up."""
         if not self._relative and given.get("position_ids") is not None:
-            return "positions given by the caller"
+            return "positions_given"
         if not consecutive(given.get("position_ids"), spans, padded):
-            return "positions are not consecutive"
+            return "positions_with_gaps"
         found = packed_tokens(given.get("input_ids"), given.get("token_type_ids"), spans.lengths)
-        return "no token ids are given" if found is None else found
+        return "no_token_ids" if found is None else found
 
 
 def plan_of(

@@ -37,9 +37,9 @@ from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, RowStore
 _LOG = logging.getLogger("attmemo")
 
 DAMAGED: Final = "damaged"
-KNOWN: Final = "stored before"
-LARGE: Final = "larger than the database may be"
-SPARE: Final = "another serves, and there is no room"
+KNOWN: Final = "known"
+LARGE: Final = "too_large"
+SPARE: Final = "no_room"
 
 _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
@@ -274,7 +274,7 @@ class GrowingRows(RowStore):
         if self.index.same(one.tokens) >= 0 or one.tokens.tobytes() in rest:
             why = KNOWN
         elif not one.is_finite_in(self.storage):
-            why = "not finite"
+            why = "not_finite"
         elif not self.pool.fits(self.layout.nbytes(len(one.tokens))):
             why = LARGE
         elif one.spare and not self.pool.has_room:

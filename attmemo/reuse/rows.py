@@ -127,7 +127,9 @@ class Rows(Stack):
         sequence, slot = np.concatenate([own, beside]), np.concatenate([own, batch + np.arange(len(beside))])
         lengths = every[sequence]
         asked = np.concatenate([share.record[own], [one.record for one in share.beside.values()]]).astype(np.int64)
-        source = np.concatenate([parts[place] for place in own.tolist()] + [one.source for one in share.beside.values()])
+        source = np.concatenate(
+            [parts[place] for place in own.tolist()] + [one.source for one in share.beside.values()]
+        )
         read, records = self._fetch(asked, counters)
         if records is not asked:
             source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)

@@ -44,6 +44,11 @@ class Answer:
     tokens: int
     rows: int
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(part is None or bool(np.isfinite(part).all()) for part in (self.value, self.each))
+
 
 @dataclass(slots=True)
 class ServedModel:

@@ -15,6 +15,7 @@ import uvicorn
 
 from attmemo.errors import AttmemoError
 from attmemo.serve.app import make_app
+from attmemo.serve.clients import Clients, most_connections
 from attmemo.serve.connection import Protocol
 from attmemo.serve.service import Service
 
@@ -32,9 +33,12 @@ class Server(uvicorn.Server):
     uvicorn would raise the signal anew at its end, and the process would die before the database is closed.
     """
 
+    server_state: Clients
+
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self.server_state = Clients(service.settings.client_seconds, service.metrics.failed, most_connections())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; a second signal ends at once."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
 from attmemo.errors import ArgumentError
@@ -23,7 +24,7 @@ class Settings:
     model : str
         Model directory, or name on the model hub.
     served_model_name : str, optional
-        Name in answers of OpenAI's routes. Default: `model`.
+        Name that clients see. Default: the name on the hub, or the last name of the folder; never a path.
     dtype : {"float32", "bfloat16"}
     pooling : {"mean", "cls", "last-token"}, optional
         How an embedding is made of hidden states. Default: as the model's own configuration says, else the mean.
@@ -35,7 +36,8 @@ class Settings:
     max_batch_requests : int, optional
         Sequences in one forward, at most.
     max_concurrent_requests : int
-        Sequences that are in the service at a time, at most; more are refused with status 429.
+        Sequences that are in the service at a time, at most; more are refused with status 429. Inputs of the
+        tokenizer's own routes may take half of it.
     max_client_batch_size : int
         Sequences in one request, at most.
     auto_truncate : bool
@@ -43,17 +45,24 @@ class Settings:
     payload_limit : int
         Bytes of a body, at most.
     client_seconds : float
-        How long a body may take to arrive.
+        How long a head may take to arrive, then a body, and how long a client may read nothing of its answer.
     tokenization_workers : int, optional
         Threads that turn texts into tokens. Default: a quarter of the cores, at least one.
     api_key : str, optional
         Requests must bring it; the state of the service is open to all.
+    row_headers : bool
+        Response headers say how many rows were computed. This tells a client whether a similar text was there before.
     database, reuse, linear, budget, max_bytes, fill
         As in `attmemo.memoize`.
     drain_seconds : float
         After SIGTERM, how long ``/health`` says 503 while requests are still taken.
     stop_seconds : float
         After that, how long requests in work may take.
+
+    Attributes
+    ----------
+    model_name : str
+        Of the model on the hub, or the last name of its folder.
     """
 
     model: str
@@ -71,6 +80,7 @@ class Settings:
     client_seconds: float = 30.0
     tokenization_workers: int | None = None
     api_key: str | None = None
+    row_headers: bool = False
     database: str | None = None
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
@@ -79,8 +89,12 @@ class Settings:
     fill: bool | str = True
     drain_seconds: float = 1.0
     stop_seconds: float = 30.0
+    model_name: str = field(init=False)
 
     def __post_init__(self) -> None:
+        folder = Path(self.model).expanduser()
+        own = Path(os.path.abspath(folder)).name if folder.is_absolute() or folder.exists() else self.model
+        object.__setattr__(self, "model_name", own)  # now: a folder may be moved while it is served
         for name in ("max_batch_tokens", "max_concurrent_requests", "max_client_batch_size", "payload_limit"):
             _least(name, getattr(self, name), 1)
         for name in ("max_batch_requests", "tokenization_workers"):
@@ -100,7 +114,7 @@ class Settings:
     @property
     def name(self) -> str:
         """The model's name in answers."""
-        return self.served_model_name or self.model
+        return self.served_model_name or self.model_name
 
     @property
     def workers(self) -> int:

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from attmemo.errors import DataError
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
+from attmemo.wording import counted
 
 FIRST: Final = 0.2
 """Share of the texts that prepare: ranges of 8-bit numbers are taken from them. The stream begins behind them."""
@@ -28,26 +29,15 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Texts in their order.
+    """Texts in their order; the rows of both parts are numbered from 0."""
 
-    Attributes
-    ----------
-    first, texts : list of Tokens
-        What prepares, and what is asked. Their rows are numbered from 0 each.
-    window : int
-        Texts in a window.
-    sampled : frozenset of int
-        Windows that all paths answer.
-    """
-
-    first: list[Tokens]
-    texts: list[Tokens]
-    window: int
-    sampled: frozenset[int]
+    first: list[Tokens]  # what prepares
+    texts: list[Tokens]  # what is asked
+    window: int  # texts in a window; the last window may be shorter
+    sampled: frozenset[int]  # windows that all paths answer
 
     @property
     def windows(self) -> int:
-        """How many there are; the last one may be shorter."""
         return -(-len(self.texts) // self.window)
 
     @property
@@ -78,30 +68,16 @@ class Stream:
 
 
 def make_stream(loaded: LoadedModel, texts: Sequence[str], length: int, largest: int, sample: int) -> Stream:
-    """Tokenize texts and cut them.
+    """Tokenize texts, to `length` tokens at most, and cut them for batches of up to `largest` texts.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-    texts : sequence of str
-        In their order.
-    length : int
-        Tokens of a text at most.
-    largest : int
-        The largest batch size.
-    sample : int
-        Texts that all paths answer, about.
-
-    Raises
-    ------
-    DataError
-        There are too few texts.
+    About `sample` texts are answered by all paths. DataError: there are too few texts.
     """
     cut = min(MOST_FIRST, round(FIRST * len(texts)))
     rest = len(texts) - cut
     if rest < _FEWEST * largest or cut < 1:
         least = round(_FEWEST * largest / (1.0 - FIRST)) + 1
-        what = f"{len(texts)} texts are too few for batches of {largest}, expected {least} or more."
+        seen = counted(len(texts), "text is", "texts are")
+        what = f"{seen} too few for batches of {largest}, expected {least} or more."
         raise DataError(what, "give more texts, or smaller batches: --batch 1,8")
     window = min(BATCHES * largest, max(largest, sample // largest * largest))
     count = max(1, rest // window)  # whole windows; a shorter one at the end is never sampled

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from scipy.special import betaincinv  # type: ignore[import-untyped,unused-ignore]
 
-from attmemo.profiler.cells.paths import CACHE, PATHS, REUSE
+from attmemo.profiler.peers.paths import CACHE, PATHS, REUSE
 
 Cell = Mapping[str, Any]
 SURE: Final = 0.95

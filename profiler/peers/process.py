@@ -10,18 +10,18 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attmemo.machine import trim
-from attmemo.profiler.cells.paths import FILES, Order, Ready, Route
 from attmemo.profiler.models import Tokens
-from attmemo.profiler.peers.installed import reason_of
+from attmemo.profiler.peers.paths import FILES, PATHS, Order, Ready, Route, why_not
 
 PATIENCE: Final = 900.0
 """Seconds that a path may take to become ready, or for one batch."""
@@ -32,18 +32,11 @@ class PathError(Exception):
 
 
 class PathProcess:
-    """The process of a path, from outside.
-
-    Parameters
-    ----------
-    order : Order
-    log : path
-        Takes what the process prints.
-    """
+    """The process of a path, from outside; `log` takes what it prints."""
 
     def __init__(self, order: Order, log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["attmemo.profiler.cells.process", *order.modules])
+        context.set_forkserver_preload(["attmemo.profiler.peers.process", *order.modules])
         self._own, other = context.Pipe()
         self._process = context.Process(target=_answer, args=(other, order, log), daemon=False)
         self._process.start()
@@ -57,9 +50,10 @@ class PathProcess:
         """Make a path ready and have it answer once. Seconds."""
         return self._call("load", route)  # type: ignore[no-any-return]
 
-    def ask(self, texts: Sequence[Tokens]) -> tuple[float, np.ndarray]:
+    def ask(self, texts: Sequence[Tokens]) -> tuple[float, Tensor]:
         """Seconds from tokens to answers, padding included, and the answers ``[B, …]`` in float32."""
-        return self._call("ask", texts)  # type: ignore[no-any-return]
+        seconds, given = self._call("ask", texts)
+        return seconds, torch.from_numpy(given)
 
     def memory(self) -> int:
         """Resident bytes, less those before the path was loaded."""
@@ -98,6 +92,58 @@ def _cause(code: int | None) -> str:
     return f" of {signal.Signals(-code).name}" + (", mostly for want of memory" if code == -signal.SIGKILL else "")
 
 
+class Processes:
+    """The processes of a run: what they read is converted once, and all of them are ended with the context."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self._made: dict[str, float | PathError] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def open(self, name: str, order: Order | None = None) -> tuple[PathProcess, dict[str, float]]:
+        """A path that can be asked, and the seconds that this took. PathError: why it cannot."""
+        route, order = PATHS[name], order or self.order
+        reason = why_not(name, order)
+        if reason is not None:
+            raise PathError(reason)
+        converting = self._make(route.file)
+        process = self._begin(name, order)
+        try:
+            return process, {"converting_s": converting, "loading_s": process.load(route)}
+        except PathError:
+            process.close()
+            raise
+
+    def _make(self, file: str | None) -> float:
+        """Seconds that a converted model took, with those that it is made of. A failure is not tried again."""
+        if file is None:
+            return 0.0
+        before = self._make(FILES[file][0])
+        if file not in self._made:
+            process = self._begin(file, self.order)
+            try:
+                self._made[file] = process.make(file)
+            except PathError as error:
+                self._made[file] = error
+            finally:
+                process.close()
+        made = self._made[file]
+        if isinstance(made, PathError):
+            raise made
+        return before + made
+
+    def _begin(self, name: str, order: Order) -> PathProcess:
+        process = PathProcess(order, self.order.folder / f"{name}.txt")
+        self._stack.callback(process.close)
+        return process
+
+
 def _answer(connection: Connection, order: Order, log: Path) -> None:
     """What the process does until the other end is closed."""
     with log.open("ab") as file:
@@ -112,12 +158,12 @@ def _answer(connection: Connection, order: Order, log: Path) -> None:
         except EOFError:
             return
         except Exception as error:  # what was sent cannot be read here
-            connection.send((None, reason_of(error)))
+            connection.send((None, _reason(error)))
             continue
         try:
             answer: tuple[Any, str | None] = getattr(worker, name)(*arguments), None
         except Exception as error:  # whatever another library raises
-            answer = None, reason_of(error)
+            answer = None, _reason(error)
         connection.send(answer)
 
 
@@ -144,7 +190,7 @@ class _Worker:
         trim()  # what only loading took
         return seconds
 
-    def ask(self, texts: Sequence[Tokens]) -> tuple[float, np.ndarray]:
+    def ask(self, texts: Sequence[Tokens]) -> tuple[float, np.ndarray]:  # tensors would be shared, not sent
         assert self._ready is not None
         with torch.inference_mode():
             start = time.perf_counter()
@@ -160,6 +206,12 @@ class _Worker:
     def stats(self) -> dict[str, Any]:
         handle = self._ready.handle if self._ready else None
         return {} if handle is None else handle.stats()
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:120] if text else 'no message'}"
 
 
 def _resident() -> int:

@@ -1,16 +1,12 @@
-"""Shared by the benchmarks: timing in turns, and the checks before anything is allocated."""
+"""What the benchmarks refuse before anything is allocated, and what they say about the machine."""
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import torch
@@ -19,66 +15,8 @@ from attmemo.errors import StorageFullError
 from attmemo.memory import available_memory
 from attmemo.mmap import Arena, FetcherName, choose_fetcher
 
-Progress = Callable[[str, int, int], None]
-Job = Callable[[int], object]
-
 MAX_BYTES: Final = 8 << 30  # that a benchmark writes or allocates, by default
 SEED: Final = 20240229
-
-
-@dataclass
-class Times:
-    """One variant: milliseconds and page faults of the whole process, turn by turn."""
-
-    milliseconds: list[float] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
-
-    def take(self, job: Job, turn: int, major: bool = False) -> None:
-        """Time a turn of a job; its major page faults count on demand."""
-        faults, start = _faults(major), time.perf_counter()
-        result = job(turn)
-        spent = time.perf_counter() - start
-        faults = _faults(major) - faults
-        self.milliseconds.append(1e3 * spent)
-        self.faults.append(faults)
-        del result  # freed outside the time
-
-    @property
-    def ms(self) -> float:
-        return median(self.milliseconds)
-
-    @property
-    def faults_median(self) -> int:
-        return int(median(self.faults))
-
-
-def _faults(major: bool) -> int:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + (usage.ru_majflt if major else 0)
-
-
-def interleave(
-    jobs: Mapping[str, Job], repeats: int, *, tell: Progress, before: Callable[[int], None] = lambda _turn: None,
-    after: Callable[[str, int], None] = lambda _name, _turn: None,
-) -> dict[str, Times]:  # fmt: skip
-    """Time jobs in turns: ``1 + repeats`` turns of all of them, the first not counted.
-
-    Jobs are called with the number of the turn. Not timed: `before` a turn, with its number; `after` a job, with its
-    name and the turn.
-    """
-    names = list(jobs)
-    times = {name: Times() for name in names}
-    for turn in range(1 + repeats):
-        tell("measure", turn, 1 + repeats)
-        before(turn)
-        # Rotated and turned round: each variant leaves the caches to another one in each turn.
-        first = turn % max(1, len(names))
-        order = names[first:] + names[:first]
-        for name in reversed(order) if turn % 2 else order:
-            (times[name] if turn > 0 else Times()).take(jobs[name], turn)
-            after(name, turn)
-    tell("measure", 1 + repeats, 1 + repeats)
-    return times
 
 
 def busy(where: Mapping[str, Any]) -> list[str]:
@@ -107,10 +45,6 @@ def fetcher_name(fetch: FetcherName, arena: Arena) -> str:
     fetcher = choose_fetcher(fetch, arena.window_page_bytes)
     fetcher.close()
     return fetcher.name
-
-
-def silent(_what: str, _done: int, _total: int) -> None:
-    pass
 
 
 def check_sizes(**sizes: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from attmemo.profiler.cells.paths import REUSE
-from attmemo.profiler.cells.verdict import title_of
-from attmemo.profiler.plots import BLUE, GREY, ORANGE, STYLE, png
+from attmemo.profiler.colors import color_of
+from attmemo.profiler.peers.verdict import title_of
+from attmemo.profiler.plots import GREY, STYLE, png
 
 
 def draw_table(found: Mapping[str, Any]) -> bytes:
@@ -24,7 +24,7 @@ def draw_table(found: Mapping[str, Any]) -> bytes:
         for axes, size, cells in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, panels, strict=True):
             cells = sorted(cells, key=lambda one: float(one["speed"]))
             speeds = [cell["speed"] for cell in cells]
-            colors = [BLUE if cell["path"] in REUSE else ORANGE for cell in cells]
+            colors = [color_of(cell["path"]) for cell in cells]
             axes.barh([title_of(cell) for cell in cells], speeds, 0.7, color=colors)
             for place, cell in enumerate(cells):
                 text = f"{cell['speed']:.2f}, {100 * cell['quality']['changed']:.1f} % changed"
@@ -36,7 +36,7 @@ def draw_table(found: Mapping[str, Any]) -> bytes:
         stream, model = found["stream"], found["model"]
         figure.suptitle(
             f"{Path(model['name']).name}, {model['dtype']}: {stream['asked_of_all']} of {stream['texts']} texts of "
-            f"{stream['name']}\norange: peers; blue: attmemo",
+            f"{stream['name']}",
             x=0.01, ha="left", fontsize=10,
         )  # fmt: skip
         return png(figure)

@@ -4,54 +4,59 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from attmemo.errors import AttmemoError, UnsupportedModelError
-from attmemo.profiler.cells.options import CellOptions
-from attmemo.profiler.cells.paths import CACHE, MIN_COSINE, PATHS, Order
-from attmemo.profiler.cells.stream import make_stream
-from attmemo.profiler.cells.table import Table
-from attmemo.profiler.models import Progress, greatest_length, load_model
+from attmemo.profiler.models import greatest_length, load_model
+from attmemo.profiler.peers.paths import CACHE, MIN_COSINE, PATHS, Order
+from attmemo.profiler.peers.process import Processes
+from attmemo.profiler.peers.stream import make_stream
+from attmemo.profiler.peers.table import Table
 from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.turns import Progress, silent
 
 FORMAT: Final = "attmemo.peers/1"
 
 
-def measure(
-    model: str, texts: Sequence[str], source: str, options: CellOptions | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Measure every path at every batch size.
+@dataclass(frozen=True, slots=True)
+class CellOptions:
+    """What is measured, and on how much."""
 
-    Parameters
-    ----------
-    model : str
-        Directory or hub name of an encoder or a classifier.
-    texts : sequence of str
-        In the order in which they came.
-    source : str
-        What a reader is told about them.
-    options : CellOptions, optional
-    progress : callable, optional
+    batch: tuple[int, ...] = (1, 8, 32)  # texts that come at once; each gives a cell for every path
+    lines: int = 2000  # that are read
+    sample: int = 384  # texts that every path answers; they lie in windows spread over the stream
+    paths: tuple[str, ...] | None = None  # names of `PATHS`; None: all. The stock model is always one of them
+    dtype: str = "float32"  # of the model
+    max_length: int | None = None  # tokens of a text at most
+    budget: float = 0.01  # share of the answers that rows may change
+    database: Path | None = None  # of maps, trained and tuned; None: maps are left out
+    calibration: int = 128  # texts of the first part that 8-bit forms see
+    text_column: str | None = None
+
+
+def measure(
+    model: str, texts: Sequence[str], source: str, options: CellOptions | None = None, tell: Progress = silent
+) -> dict[str, Any]:
+    """Measure every path at every batch size, on texts in the order in which they came.
 
     Returns
     -------
     dict
-        JSON-able: ``model``, ``stream``, ``conditions``, ``paths`` with their set-up or why they were left out, and
-        ``cells``.
+        JSON-able: ``model``, ``stream`` (named `source`), ``conditions``, ``paths`` with their set-up or why they were
+        left out, and ``cells``.
 
     Raises
     ------
     AttmemoError
         A path has no such name, or the stock model fails.
-    DataError
-        There are too few texts.
-    UnsupportedModelError
-        The model gives next tokens.
+    DataError, UnsupportedModelError
+        There are too few texts; the model gives next tokens.
     """
-    options, tell = options or CellOptions(), progress or (lambda what, done, total: None)
+    options = options or CellOptions()
     names, sizes = _known(options.paths), tuple(sorted(set(options.batch)))
     if options.database is not None and not options.database.is_dir():
         what = f"--database {options.database}: there is no such directory, expected a trained database of maps."
@@ -70,8 +75,8 @@ def measure(
             model, options.dtype, loaded.pooling, torch.get_num_threads(), Path(folder),
             stream.first[: options.calibration], sizes, options.budget, options.database, modules,
         )  # fmt: skip
-        with Table(loaded, stream, order, names, tell) as table:
-            found = table.result()
+        with Processes(order) as processes:
+            found = Table(processes, loaded.kind, stream, names, tell).result()
     lengths = [len(text) for text in stream.texts]
     return {
         "format": FORMAT,

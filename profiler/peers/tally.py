@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attmemo.profiler.answers import changed, cosine
-from attmemo.profiler.cells.paths import MIN_COSINE
-from attmemo.profiler.cells.stream import Turn
 from attmemo.profiler.models import Tokens
+from attmemo.profiler.peers.paths import MIN_COSINE
+from attmemo.profiler.peers.stream import Turn
 
 
 class Tally:
@@ -24,18 +23,16 @@ class Tally:
         self.seconds: dict[int, float] = defaultdict(float)  # by window
         self.texts: dict[int, int] = defaultdict(int)
         self.sampled: set[int] = set()
-        self._rows: list[int] = []
-        self._windows: list[int] = []
-        self._answers: list[np.ndarray] = []
+        self._places: list[tuple[int, int]] = []  # row and window of each answer
+        self._answers: list[Tensor] = []
 
-    def add(self, turn: Turn, texts: Sequence[Tokens], seconds: float, given: np.ndarray) -> None:
+    def add(self, turn: Turn, texts: Sequence[Tokens], seconds: float, given: Tensor) -> None:
         """One batch of this turn."""
         self.seconds[turn.window] += seconds
         self.texts[turn.window] += len(texts)
         if turn.whole:
             self.sampled.add(turn.window)
-        self._rows += [text.row for text in texts]
-        self._windows += [turn.window] * len(texts)
+        self._places += [(text.row, turn.window) for text in texts]
         self._answers.append(given)
 
     def ms(self, windows: Sequence[int]) -> float:
@@ -47,14 +44,13 @@ class Tally:
 
         From the window `first` on; None if there is no answer.
         """
-        kept = np.array(self._windows) >= first
+        rows, windows = torch.tensor(self._places).T
+        kept = windows >= first
         if not kept.any():
             return None
-        given = torch.from_numpy(np.concatenate(self._answers)[kept])
-        wanted = exact[np.array(self._rows)[kept]]
-        found: dict[str, Any] = {
-            "texts": len(given), "changed": float(changed(kind, wanted, given, MIN_COSINE).float().mean())
-        }  # fmt: skip
+        given, wanted = torch.cat(self._answers)[kept], exact[rows[kept]]
+        share = float(changed(kind, wanted, given, MIN_COSINE).float().mean())
+        found: dict[str, Any] = {"texts": len(given), "changed": share}
         if kind == "classifier":
             return found
         near = cosine(wanted, given)
@@ -62,25 +58,12 @@ class Tally:
 
 
 def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> dict[str, Any]:
-    """Times, speed over the stock model and quality, JSON-able.
+    """Return times, speed over the stock model and quality, JSON-able.
 
-    Parameters
-    ----------
-    tally, stock : Tally
-        Of the path, and of the stock model; both answered the sampled windows.
-    kind : str
-        Of the model.
-    exact : Tensor
-        Answers of the stock model in float32, one for each text of the stream.
-    windows : int
-        Whole ones of the stream.
-
-    Returns
-    -------
-    dict
-        ``texts``, ``ms`` a text and ``speed`` of the sampled windows; ``speeds`` of each; ``late_speed`` of those with
-        their middle in the last third of the stream, None if there is none; ``quality`` of all texts that the path
-        answered, ``late_quality`` of those in the last third.
+    Both tallies answered the sampled windows; `exact` has an answer of the stock model in float32 for each text of the
+    stream, and `windows` is the number of its whole windows. ``texts``, ``ms`` a text and ``speed`` are of the sampled
+    windows, ``speeds`` of each, ``late_speed`` of those with their middle in the last third of the stream, None if
+    there is none; ``quality`` is of all texts that the path answered, ``late_quality`` of those in the last third.
     """
     sampled = sorted(stock.sampled)
     first = math.ceil(2 * windows / 3 - 0.5)
