@@ -367,7 +367,7 @@ class TokenIndex:
 
     def _same_rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints) -> Ints:
         """Return rows whose tokens have the hash of each input, ``[B]``: nearly always just its tokens."""
-        ends, data, known = starts.tolist(), memoryview(np.ascontiguousarray(tokens)).cast("B"), self._same
+        ends, data, known = starts.tolist(), np.ascontiguousarray(tokens).data.cast("B"), self._same
         numbers = [
             known.get(xxh3_64_intdigest(data[4 * begin : 4 * end]), _NO_NUMBERS)[0] for begin, end in pairwise(ends)
         ]
@@ -388,4 +388,4 @@ class TokenIndex:
 
 
 def _hash(tokens: Tokens) -> int:
-    return xxh3_64_intdigest(memoryview(np.ascontiguousarray(tokens)).cast("B"))
+    return xxh3_64_intdigest(np.ascontiguousarray(tokens).data.cast("B"))

@@ -159,18 +159,19 @@ class Verified:
     def _put_slot(self, slot: int) -> None:
         self._put(slot, Mark.SLOT, len(self._harmless.get(slot, ())) | self._harm.get(slot, 0) << 32)
 
-    def _put(self, key: int, mark: Mark, data: int = 0) -> None:
+    def _put(self, key: int, mark: Mark, value: int = 0) -> None:
         """Write an entry of the table; a new one is seen once its mark is written."""
         if 2 * (self._entries + 1) > len(self.table.keys):
             marked = np.flatnonzero(self.table.marks)
-            self.table = table_of(*(column[marked] for column in self.table), max(FEWEST, 2 * len(self.table.keys)))
-        keys, marks, table_data = self.table
+            keys, marks, data = self.table
+            self.table = table_of(keys[marked], marks[marked], data[marked], max(FEWEST, 2 * len(keys)))
+        keys, marks, data = self.table
         last = len(keys) - 1
         place = key & last
         while marks[place] and int(keys[place]) != key:
             place = place + 1 & last
         self._entries += not marks[place]
-        keys[place], table_data[place] = key, data
+        keys[place], data[place] = key, value
         marks[place] = mark
 
     def state(self) -> dict[str, Hashes]:

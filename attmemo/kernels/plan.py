@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -151,9 +151,8 @@ def plan(
         Arrays of other types or shapes, starts that do not rise to n, a candidate that is no record.
     """
     batch, most = len(candidates), len(tokens) + len(candidates)
-    gaps = Changes(
-        np.empty(most, np.int64), *(np.empty(most, np.uint64) for _ in range(4)), np.empty(most, np.uint8)
-    )  # fmt: skip
+    slot, value, former, change = np.empty((4, most), np.uint64)
+    gaps = Changes(np.empty(most, np.int64), slot, value, former, change, np.empty(most, np.uint8))
     found = RowPlan(
         np.empty(batch, np.int64), np.empty(len(tokens), np.int32), np.empty(batch, np.int64),
         np.empty(batch, np.uint8), gaps,
@@ -220,9 +219,9 @@ def plan_in_python(
         if kept is not None:
             gaps.append(Changes(kept.sequence + b, *kept.columns[1:]))
     columns = [np.concatenate(parts) for parts in zip(*(one.columns for one in gaps), strict=True)]
-    types = (np.int64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint8)
-    every = Changes(*columns) if gaps else Changes(*(np.empty(0, kind) for kind in types))
-    return RowPlan(record, source, computed, evidence, every)
+    types: tuple[Any, ...] = (np.int64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint8)
+    every: list[Any] = columns if gaps else [np.empty(0, kind) for kind in types]
+    return RowPlan(record, source, computed, evidence, Changes(*every))
 
 
 def evidence_in_python(gaps: Changes, own: float, demand: Demand, table: Table) -> Evidence:
