@@ -172,7 +172,7 @@ static Py_ssize_t same_as(const Job *job, Py_ssize_t b, Sequence input)
 {
     Py_ssize_t found = -1;
     for (Py_ssize_t c = b * job->near; c < (b + 1) * job->near; c++)
-        if (job->candidates[c] >= 0 && job->records[c].length == input.length &&
+        if (job->candidates[c] >= 0 && input.length > 0 && job->records[c].length == input.length &&
             (found < 0 || job->candidates[c] < job->candidates[found]) &&
             memcmp(input.tokens, job->records[c].tokens, (size_t)input.length * sizeof *input.tokens) == 0)
             found = c;

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packed_tools import NEAR, Inputs, gap
-from test_guarded import BOTH, FIRST, LENGTHS, SECOND, Case, done, field, rows_of, run, taught, variant, worst
+from test_guarded import BOTH, LENGTHS, Case, done, field, rows_of, run, taught, worst
 from test_idle import until
 from torch import Tensor
 
@@ -112,9 +112,9 @@ class TestOwed:
         before = guard_of(model)["verified"]
         seen = run(model, rows_of(BOTH, 0, 0, 0, 0, 0, 0))[0]
         assert guard_of(model)["verified"] == before + 1
-        assert (seen == seen[0]).all()
+        assert gap(seen, seen[:1].expand_as(seen)) <= NEAR, "a head of torch rounds rows differently"
         assert "reused" not in done(model), "for all of them it does not suffice"
-        run(model, rows_of(variant(FIRST, SECOND, by=2), 1))
+        run(model, rows_of(BOTH, 1))
         assert done(model)["reused"] == 1, "for one it does"
 
     def test_an_answer_below_the_margin_is_exact_and_not_owed(self, case: Case) -> None:

@@ -408,7 +408,8 @@ class TestGuard:
         guard.decide([Evidence.FULLY] * 30 + [Evidence.SAME] * 9 + [Evidence.NONE] * 50)
         said = guard.state().sentence(0.95)
         pattern = (
-            r"certified: (\d+) reused answers verified, (\d+) changed; of (\d+) requests (\d+) \((\d+)%\) reused and "
+            r"certified: (\d+) reused answers verified, (\d+) changed; "
+            r"of (\d+) requests (\d+) \((\d+)%\) reused and "
             r"(\d+) \((\d+)%\) repeated; at most ([\d.e-]+) % of all answers changed, 95%, "
             r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )

@@ -183,6 +183,10 @@ class Candidates:
     shelf: _Shelf
     rows: Ints  # [B, k]; -1: none. First the one with the very tokens of the input, if there is one
 
+    def without(self, inputs: Flags) -> Candidates:
+        """Return the same without a record for these inputs, ``[B]``."""
+        return replace(self, rows=np.where(inputs[:, None], -1, self.rows))
+
 
 class TokenIndex:
     """Records by their tokens: add them, remove them, ask which are near, and what the nearest supply.
@@ -263,7 +267,7 @@ class TokenIndex:
             shelf = shelf.with_rows(tokens, lengths, self.sketch(tokens, starts), numbers[part], sure[part])
         self._next = int(numbers[-1]) + 1
         for one, number in zip(records, numbers.tolist(), strict=True):  # first: what a shelf has is known here
-            key = _hash(one)
+            key = hash_of(one)
             self._same[key] = (*self._same.get(key, ()), number)
         self._shelf = shelf  # all of them at once
         self._link(LINKED * rows if rows < FEWEST else LINKED)
@@ -307,7 +311,7 @@ class TokenIndex:
             shelf.living[row] = False
             shelf.vectors[row] = 0.0  # never found again: only positive products are
             self._shelf = replace(shelf, alive=shelf.alive - 1)
-            key = _hash(shelf.tokens_of(row))
+            key = hash_of(shelf.tokens_of(row))
             left = tuple(other for other in self._same.get(key, ()) if other != number)
             if left:
                 self._same[key] = left
@@ -387,5 +391,6 @@ class TokenIndex:
         return nearest(products.numpy(), k)
 
 
-def _hash(tokens: Tokens) -> int:
+def hash_of(tokens: Tokens) -> int:
+    """Return a hash of tokens and their order."""
     return xxh3_64_intdigest(np.ascontiguousarray(tokens).data.cast("B"))

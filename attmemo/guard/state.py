@@ -26,8 +26,8 @@ class State:
         day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
         return (
             f"{self.name}: {c.same + c.changed} reused answers verified, {c.changed} changed; "
-            f"of {c.requests} requests {_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} repeated; at most "
-            f"{100 * self.highest:.2g} % of all answers changed, {confidence:.0%}, since {day}"
+            f"of {c.requests} requests {_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} "
+            f"repeated; at most {100 * self.highest:.2g} % of all answers changed, {confidence:.0%}, since {day}"
         )
 
 

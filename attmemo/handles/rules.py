@@ -1,4 +1,4 @@
-"""The rules that answers from records follow beside a user's settings: what a guard has proven holds under them alone."""
+"""The rules of answers from records, beside a user's settings: what a guard has proven holds under them alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def digest_of_rules() -> str:
 def _modules() -> Iterator[ModuleType]:
     yield from (guarded, sureness, tokens, sketch, token_kinds, align, changes, kinds, rows, reuse)
     for package in (guard, planner):
-        yield from (import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__))
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            yield import_module(found.name)
 
 
 def _constants(modules: Iterable[ModuleType]) -> Iterator[tuple[str, Any]]:

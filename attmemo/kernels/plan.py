@@ -187,7 +187,7 @@ def plan_in_python(
     for b, (start, stop) in enumerate(pairwise(starts.tolist())):
         input_, rows = (tokens[start:stop], np.array([0, stop - start])), (record_tokens, record_starts)
         same = [
-            number for number in candidates[b].tolist() if number >= 0
+            number for number in candidates[b].tolist() if number >= 0 and stop > start
             and np.array_equal(tokens[start:stop], record_tokens[record_starts[number] : record_starts[number + 1]])
         ]  # fmt: skip
         if same and demand.rounds:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -14,14 +15,14 @@ from attmemo.adapters import Call, Spans
 from attmemo.counters import Counters
 from attmemo.embed.tokens import Candidates, TokenIndex
 from attmemo.guard import Guard, Verdict
-from attmemo.kernels.align import Rule
+from attmemo.kernels.align import Rule, Tokens
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.kinds import Kinds
 from attmemo.kernels.plan import Evidence, RowPlan
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
-from attmemo.planner.rows import Asked, Ints, RowPlanner, plan_of
+from attmemo.planner.rows import Asked, Flags, Ints, RowPlanner, plan_of
 
 
 class Asking:
@@ -87,6 +88,16 @@ class Asking:
         return self.plan.changes.of(sequence)
 
 
+class Store(Protocol):
+    """Keeps sequences that were computed whole."""
+
+    def admit(self, sequences: int) -> bool:
+        """Return whether so many sequences of a batch may become records if they are computed whole."""
+
+    def awaiting(self, tokens: Tokens, starts: Ints) -> Flags:
+        """Return of which sequences ``[B]`` a record may be on its way."""
+
+
 class _Thread(threading.local):
     asking: Asking | None = None
 
@@ -103,8 +114,8 @@ class GuardedPlanner(RowPlanner):
         Kinds of token ids, as in `attmemo.kernels.changes.changes`.
     rounds : bool
         Whether last hidden states of records are stored in fewer bits than the model computes with.
-    admit : function
-        Gets a number of sequences; returns whether these may become records if they are computed whole.
+    store : Store or None
+        Keeps sequences that are computed whole; None: none is kept.
 
     The other parameters are those of `RowPlanner`.
     """
@@ -113,10 +124,10 @@ class GuardedPlanner(RowPlanner):
 
     def __init__(
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
-        kinds: Kinds, admit: Callable[[int], bool], rounds: bool = False,
+        kinds: Kinds, store: Store | None, rounds: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
-        self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
+        self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
         self._thread = _Thread()
 
@@ -152,23 +163,22 @@ class GuardedPlanner(RowPlanner):
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
             return Whole.plan(self, layer, call, spans, given, counters)
-        candidates = self.index.candidates(asked.tokens, asked.starts)
+        candidates, waits = self._candidates(asked)
         looked = perf_counter()
         asking.plan = found = self._planned(asked, candidates)
         asking.epoch, evidence = self.guard.epoch, found.evidence
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room)
         self._count(asked, found, evidence > Evidence.UNSURE, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
-        whole = np.flatnonzero(~served & (evidence != Evidence.ROUNDED)).tolist()
+        whole = np.flatnonzero(~served & ~waits & (evidence != Evidence.ROUNDED)).tolist()
         tokens, starts = asked.tokens, asked.starts.tolist()
         admitted = {place: tokens[starts[place] : starts[place + 1]] for place in whole}
         beside = {
             place: Reused(int(found.record[place]), found.source[starts[place] : starts[place + 1]])
             for place in asking.where(Verdict.SAMPLE, Verdict.LEARN)
         }
-        return plan_of(
-            layer, spans, asked, found, served, admitted if whole and self._admit(len(whole)) else {}, beside
-        )
+        admits = whole and self._store is not None and self._store.admit(len(whole))
+        return plan_of(layer, spans, asked, found, served, admitted if admits else {}, beside)
 
     @property
     def asked_whole(self) -> bool:
@@ -195,9 +205,23 @@ class GuardedPlanner(RowPlanner):
         self.times = ForwardTimes(self.times.always)
 
     def _needs(self, asked: Asked) -> Ints:
-        found = self._planned(asked, self.index.candidates(asked.tokens, asked.starts))
+        found = self._planned(asked, self._candidates(asked)[0])
         least = Evidence.FREELY if self.guard.certificate.affords() else Evidence.SAME
         return np.where(found.evidence >= least, found.computed, asked.lengths)
+
+    def _candidates(self, asked: Asked) -> tuple[Candidates, Flags]:
+        """Return records near the inputs, and which inputs are computed whole whatever is near.
+
+        The own record of these is on its way: they get the same bits each time.
+        """
+        waits = np.zeros(len(asked.lengths), np.bool_)
+        if self._store is not None:
+            waits = self._store.awaiting(asked.tokens, asked.starts)
+        found = self.index.candidates(asked.tokens, asked.starts)  # behind: what waited may be there now
+        if not waits.any():
+            return found, waits
+        waits &= found.rows[:, 0] < 0
+        return found.without(waits), waits
 
     def _planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
         guard = self.guard

@@ -16,16 +16,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from attmemo.db.history import Work
-from attmemo.db.pool import Entry, Kept, News, Pool
+from attmemo.db.pool import Pool
+from attmemo.db.records import Entry, Kept, News
 from attmemo.db.segment import Segment
-from attmemo.embed.tokens import TokenIndex
+from attmemo.db.shared_pool import SharedPool
+from attmemo.embed.tokens import TokenIndex, hash_of
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
@@ -79,6 +84,8 @@ class GrowingRows(RowStore):
         self._first = self.index.next
         self._numbers: dict[int, int] = {}  # of the pool, by number in the index
         self._records: dict[int, int] = {}  # the other way
+        # What was handed over and is not stored yet, by the hash of its tokens: it goes with whatever becomes of it.
+        self._offered: WeakValueDictionary[int, Offer] = WeakValueDictionary()
         self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
         self._since = 0.0  # when the first of them was written
         self._found = 0  # tokens of the records that were fetched and pay; a count lost now and then does no harm
@@ -98,6 +105,11 @@ class GrowingRows(RowStore):
         atexit.register(self._leave)
 
     @property
+    def folder(self) -> Path | None:
+        """Where records are kept; None: in memory."""
+        return self.pool.path if isinstance(self.pool, SharedPool) else None
+
+    @property
     def storage(self) -> tuple[torch.dtype, torch.dtype]:
         """Types of K and V, and of the last hidden states."""
         return self.layout.storage
@@ -114,6 +126,8 @@ class GrowingRows(RowStore):
         """Have these sequences of one batch kept; returns at once."""
         self._filler.wake()
         if self.fills and offers:
+            for one in offers:
+                self._offered[hash_of(one.tokens)] = one
             self._filler.offer(offers, sum(len(one.body) for one in offers))
 
     def took(self, seconds: float) -> None:
@@ -123,6 +137,16 @@ class GrowingRows(RowStore):
     def admit(self, sequences: int) -> bool:
         """Whether so many sequences of a batch may be offered now; if not, they are counted."""
         return self.fills and self._filler.admit(sequences)
+
+    def awaiting(self, tokens: npt.NDArray[np.int32], starts: Ints) -> npt.NDArray[np.bool_]:
+        """Return of which sequences ``[B]`` a record of just these tokens may be on its way."""
+        found, offered = np.zeros(len(starts) - 1, np.bool_), self._offered
+        if not offered:
+            return found
+        for place, (begin, end) in enumerate(pairwise(starts.tolist())):
+            one = offered.get(hash_of(tokens[begin:end]))
+            found[place] = one is not None and np.array_equal(one.tokens, tokens[begin:end])
+        return found
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until all that was offered is kept or left out; False: it takes longer."""
@@ -373,6 +397,7 @@ class GrowingRows(RowStore):
         self.note()
         self.pool.close()
         self._sound = {}
+        self._work = None  # it leads to the packed weights, and these lead here
 
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
