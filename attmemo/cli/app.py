@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -37,6 +37,9 @@ EPILOG = (
     "ATTMEMO_TRACEBACK=1 shows the traceback of an error. ATTMEMO_CACHE is where databases without a given place go."
 )
 
+OWN_THREADS: Final = ("serve", "doctor")
+"""Commands that no number of threads is set for: the service splits its cores, the doctor shows what torch takes."""
+
 app = typer.Typer(
     name="attmemo", help=HELP, epilog=EPILOG, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -53,11 +56,25 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """What holds for every command; the text shown is `HELP`."""
+    if context.invoked_subcommand not in OWN_THREADS:
+        _bound_threads()
+
+
+def _bound_threads() -> None:
+    """Have what is loaded from now on start no more threads than a quota of the container has cores.
+
+    torch, OpenMP and BLAS count the cores of the affinity and read this variable when they are loaded.
+    """
+    from attmemo.machine import cores
+
+    if (count := cores()) < len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
 app.command("build-database")(build.build_database)

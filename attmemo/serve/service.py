@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
+from attmemo.machine import cores
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
@@ -81,13 +82,13 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.draining = settings, Metrics(), False
-        own, cores = split_cores(os.sched_getaffinity(0))
-        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * len(own))
+        split = split_cores(os.sched_getaffinity(0), cores())
+        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * split.threads)
         self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
         self._threads = ThreadPoolExecutor(
-            settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, cores)
+            settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, split.others)
         )
 
     def start(self) -> Service:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from attmemo.errors import ArgumentError
+from attmemo.machine import cores
 
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -105,20 +105,42 @@ class Settings:
     @property
     def workers(self) -> int:
         """Threads that turn texts into tokens."""
-        return self.tokenization_workers or max(1, len(os.sched_getaffinity(0)) // 4)
+        return self.tokenization_workers or max(1, cores() // 4)
 
 
 APART: Final = 4
 """From so many cores on, one core in four is left to HTTP and to tokenization."""
 
 
-def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:
-    """Cores of the model, and cores of all other work; with few cores both are all of them."""
-    if len(cores) < APART:
-        return cores, cores
-    ordered = sorted(cores)
-    rest = len(ordered) // 4
-    return set(ordered[:-rest]), set(ordered[-rest:])
+class Split(NamedTuple):
+    """How the model and all other work share the machine.
+
+    Attributes
+    ----------
+    model : set of int
+        Cores of the model.
+    threads : int
+        Threads of the model.
+    others : set of int
+        Cores of HTTP and texts.
+    """
+
+    model: set[int]
+    threads: int
+    others: set[int]
+
+
+def split_cores(allowed: set[int], count: int) -> Split:
+    """Split the cores of the affinity, of which `count` may be busy (`attmemo.machine.cores`).
+
+    With few cores both parts are all of them. So they are under a quota: a quota is of time, not of certain cores, and
+    the services of many containers would choose the same ones.
+    """
+    rest = count // 4 if count >= APART else 0
+    if not rest or count < len(allowed):
+        return Split(allowed, count - rest, allowed)
+    ordered = sorted(allowed)
+    return Split(set(ordered[:-rest]), count - rest, set(ordered[-rest:]))
 
 
 def _least(name: str, value: float | None, least: int) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from attmemo.machine import trim
+from attmemo.machine import cores, trim
 from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.queue import Queue, Request, Waiting
 from attmemo.serve.refusal import Refusal
@@ -97,10 +97,10 @@ class Worker:
             self.model.close()
 
     def _begin(self) -> None:
-        cores, _ = split_cores(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores)  # of this thread; its team inherits them
+        split = split_cores(os.sched_getaffinity(0), cores())
+        os.sched_setaffinity(0, split.model)  # of this thread; its team inherits them
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(len(cores))
+            torch.set_num_threads(split.threads)
         settings = self._settings
         self.model = load(settings)
         self._warm()  # of the bare model: its own code answers what cannot be served from records
