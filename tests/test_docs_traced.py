@@ -29,6 +29,7 @@ SAID = {("service.md", "| under load"), ("README.md", "| stock = 1 | OpenVINO |"
 NONE = {
     ("commands.md", "| command |"), ("guard.md", "| model | answer |"), ("python.md", "| name | purpose |"),
     ("use.md", "| `memoize("), ("install.md", "| command | installs"), ("service.md", "| | TEI 1.9.3"),
+    ("service.md", "| option | variable |"),
 }  # fmt: skip
 """Tables whose numbers are settings."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -12,6 +13,9 @@ Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
 DtypeName = Literal["float32", "bfloat16"]
 LinearName = Literal["exact", "int8"]
+
+CONFIDENCE: Final = 0.95
+MIN_COSINE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Settings:
         Threads that turn texts into tokens. Default: a quarter of the cores, at least one.
     api_key : str, optional
         Requests must bring it; the state of the service is open to all.
-    database, reuse, linear, budget, max_bytes, fill
+    database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill
         As in `attmemo.memoize`.
     drain_seconds : float
         After SIGTERM, how long ``/health`` says 503 while requests are still taken.
@@ -75,6 +79,10 @@ class Settings:
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
     budget: float | None = 0.01
+    confidence: float = CONFIDENCE
+    min_cosine: float = MIN_COSINE
+    threshold: float | Sequence[float] | Literal["auto"] = "auto"
+    near: int | None = None
     max_bytes: int | None = None
     fill: bool | str = True
     drain_seconds: float = 1.0
@@ -85,12 +93,25 @@ class Settings:
             _least(name, getattr(self, name), 1)
         for name in ("max_batch_requests", "tokenization_workers"):
             _least(name, getattr(self, name), 1)
+        _least("near", self.near, 0)
         for name in ("client_seconds", "drain_seconds", "stop_seconds"):
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
         if self.reuse == "none" and self.database is not None:
             raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
+        if self.reuse == "none" and self.threshold != "auto":
+            raise ArgumentError("reuse is none, and there is a threshold: nothing is reused.", "leave out one of them")
+        if self.reuse in ("none", "maps") and self.near is not None:
+            raise ArgumentError(f"near is a setting of rows, and reuse is {self.reuse}.", "leave out one of them")
+        if self.reuse in ("none", "maps") or self.budget is None:
+            why = "there is no budget" if self.budget is None else f"reuse is {self.reuse}"
+            for name, value, usual in (
+                ("confidence", self.confidence, CONFIDENCE), ("min_cosine", self.min_cosine, MIN_COSINE)
+            ):  # fmt: skip
+                if value != usual:
+                    what = f"{name} is {value}, and answers are not guarded: {why}."
+                    raise ArgumentError(what, f"leave out {name}")
         if self.reuse == "maps" and self.linear != "exact":
             what = f"linear is {self.linear}, and maps are reused: they leave linear layers as they are."
             raise ArgumentError(what, "leave out one of them")

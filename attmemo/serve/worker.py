@@ -106,7 +106,8 @@ class Worker:
         self._warm()  # of the bare model: its own code answers what cannot be served from records
         self.model.memoize(  # its checks run the path that serves
             database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
-            fill=settings.fill, linear=settings.linear,
+            fill=settings.fill, linear=settings.linear, confidence=settings.confidence,
+            min_cosine=settings.min_cosine, threshold=settings.threshold, near=settings.near,
         )  # fmt: skip
         self._warm()
 
