@@ -25,8 +25,8 @@ from attmemo.profiler import demo, quick_maps
 from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.peers import Duplicates, another, way_of
+from attmemo.profiler.models import LoadedModel, Tokens, load_model, tokenize
+from attmemo.profiler.peers import Duplicates, another, installed, way_of
 from attmemo.profiler.race import CACHE, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
 
 
@@ -34,11 +34,16 @@ def run(*args: str | Path) -> Any:
     return CliRunner().invoke(app, ["demo", *map(str, args)], prog_name="attmemo")
 
 
+def make_small(patch: pytest.MonkeyPatch, model: str) -> None:
+    """A demo of seconds: another model, fewer lines, and none of the other runtimes that may be installed."""
+    patch.setattr(demo, "_INVENTED", 320)
+    patch.setattr(demo, "model_path", lambda: model)
+    patch.setattr(demo, "installed_peers", lambda *_: ({}, []))
+
+
 @pytest.fixture
 def small(tiny_bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo of seconds: another model, fewer lines."""
-    monkeypatch.setattr(demo, "_INVENTED", 320)
-    monkeypatch.setattr(demo, "model_path", lambda: tiny_bert)
+    make_small(monkeypatch, tiny_bert)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +51,7 @@ def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """What a demo leaves behind, what it says, and its numbers."""
     output = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "_INVENTED", 320)
-        patch.setattr(demo, "model_path", lambda: tiny_bert)
+        make_small(patch, tiny_bert)
         result = run("--dtype", "float32", "--output", output, "--json", output.parent / "result.json")
     assert result.exit_code == 0, result.output
     return output, result.stdout, json.loads((output.parent / "result.json").read_text())
@@ -122,6 +126,18 @@ class TestRun:
         assert "of 96 earlier lines" in " ".join(summary)
 
     @pytest.mark.usefixtures("small")
+    def test_another_runtime_is_timed_beside_the_ways_of_this_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = "one takes no part: it is too odd"
+        monkeypatch.setattr(demo, "installed_peers", lambda loaded, *_: ({"another": way_of(loaded)}, [given]))
+        found = demo.run_demo(demo.Source(), tmp_path / "out", dtype="float32")
+        assert found["peers"] == ["another"]
+        assert given in found["notes"]
+        assert {STOCK, PACKED, ROWS, CACHE, "another"} == found["parts"]["all"]["ms"].keys()
+        assert found["parts"]["all"]["changed"]["another"] == 0
+
+    @pytest.mark.usefixtures("small")
     def test_a_short_log_goes_through_the_other_ways_from_its_first_line_on(self, tmp_path: Path) -> None:
         found = demo.run_demo(demo.Source(), tmp_path / "out", dtype="float32")
         assert found["maps"] is None
@@ -190,6 +206,33 @@ class TestRefusals:
         with pytest.raises(DataError, match="before the first line"):
             demo.run_demo(demo.Source(descriptor=read), tmp_path / "out")
         os.close(read)
+
+
+class TestInstalledPeers:
+    @pytest.fixture
+    def texts(self, loaded: LoadedModel) -> list[Tokens]:
+        return tokenize(loaded, list(generate_log(8, 3)), 64)
+
+    def test_what_is_not_installed_is_not_missed(
+        self, loaded: LoadedModel, texts: list[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(installed, "find_spec", lambda _: None)
+        assert installed.installed_peers(loaded, texts, tmp_path) == ({}, [])
+
+    def test_one_that_fails_is_told_and_the_others_answer(
+        self, loaded: LoadedModel, texts: list[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("too odd\nand more")
+
+        monkeypatch.setattr(installed, "find_spec", lambda _: "there")
+        monkeypatch.setattr(installed, "_openvino", fail)
+        monkeypatch.setattr(installed, "_onnxruntime", lambda whole, *_: whole.model)
+        with torch.inference_mode():
+            found, notes = installed.installed_peers(loaded, texts, tmp_path)
+            assert found.keys() == {installed.ONNX}
+            torch.testing.assert_close(found[installed.ONNX](texts), way_of(loaded)(texts))
+        assert notes == ["OpenVINO takes no part: RuntimeError: too odd"]
 
 
 class TestLines:
@@ -352,7 +395,7 @@ def test_the_packaged_model_is_found() -> None:
 def test_standard_input_is_read_by_the_command(tiny_bert: str, tmp_path: Path) -> None:
     code = (
         "import sys; from attmemo.profiler import demo; path = sys.argv.pop(); "
-        "demo.model_path = lambda: path\n"
+        "demo.model_path = lambda: path; demo.installed_peers = lambda *_: ({}, [])\n"
         "from attmemo.cli import main; main()"
     )
     arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", tiny_bert]
