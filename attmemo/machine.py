@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import platform
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,5 +80,11 @@ def trim() -> None:
 
     Some milliseconds, up to twenty after much work; no other thread gets or frees memory meanwhile.
     """
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back = _malloc_trim()
+    if give_back is not None:
+        give_back(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

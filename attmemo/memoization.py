@@ -27,7 +27,7 @@ from attmemo.handles.stack import blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
-from attmemo.machine import cores
+from attmemo.machine import cores, trim
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
 
@@ -198,6 +198,7 @@ def memoize(
     object.__setattr__(encoder, "attmemo", handle)
     if model is not encoder:
         object.__setattr__(model, "attmemo", handle)
+    trim()  # what weights were made ready from, and what the checks took: as much as the weights
     return model
 
 
@@ -208,6 +209,7 @@ def unmemoize(model: Model) -> Model:
         handle.undo()
     for holder in (encoder, model):
         holder.__dict__.pop("attmemo", None)
+    trim()
     return model
 
 

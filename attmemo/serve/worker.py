@@ -110,6 +110,7 @@ class Worker:
             min_cosine=settings.min_cosine, threshold=settings.threshold, near=settings.near,
         )  # fmt: skip
         self._warm()
+        trim()  # what loading and warming took
 
     def _warm(self) -> None:
         """Run short and long sequences once, so that no request pays for what the first forward allocates."""
