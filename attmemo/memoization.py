@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
+import torch
 from torch import nn
 
 from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
@@ -26,6 +27,7 @@ from attmemo.handles.stack import blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
+from attmemo.machine import cores, trim
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
 from attmemo.selfchecks.weights import weights_first
@@ -199,6 +201,7 @@ def memoize(
     object.__setattr__(encoder, "attmemo", handle)
     if model is not encoder:
         object.__setattr__(model, "attmemo", handle)
+    trim()  # what weights were made ready from, and what the checks took: as much as the weights
     return model
 
 
@@ -209,6 +212,7 @@ def unmemoize(model: Model) -> Model:
         handle.undo()
     for holder in (encoder, model):
         holder.__dict__.pop("attmemo", None)
+    trim()
     return model
 
 
@@ -339,6 +343,12 @@ def _warn_if_slow(encoder: nn.Module) -> None:
     warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
     if warning is not None:
         _LOG.warning("attmemo: %s", warning)
+    threads, count = torch.get_num_threads(), cores()
+    if threads > count:  # the number is the program's own: other work of torch goes by it too
+        _LOG.warning(
+            "attmemo: torch computes with %d threads, and the quota or affinity of this process gives %d cores: the "
+            "threads wait in turns. torch.set_num_threads(%d) mends that", threads, count, count,
+        )  # fmt: skip
 
 
 def _handles(encoder: nn.Module) -> list[Memoization]:

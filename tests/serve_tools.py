@@ -153,8 +153,10 @@ def spawned(model: str, folder: Path, *options: str, **environment: str) -> Iter
         )  # fmt: skip
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        assert "http://" in said, errors.read_text()
+        said = ""
+        while "http://" not in said:
+            said = process.stdout.readline()
+            assert said, errors.read_text()
         url = "http://" + said.rpartition("http://")[2].strip().rstrip("/")
         for _ in range(600):
             try:

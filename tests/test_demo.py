@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,11 +54,16 @@ def run(*args: str | Path) -> Any:
     return CliRunner().invoke(app, ["demo", *map(str, args)], prog_name="attmemo")
 
 
+def make_small(patch: pytest.MonkeyPatch, model: str) -> None:
+    """A demo of seconds: another model, fewer lines, and none of the other runtimes that may be installed."""
+    patch.setattr(demo, "_INVENTED", 320)
+    patch.setattr(demo, "model_path", lambda: model)
+    patch.setattr(demo, "other_runtimes", lambda *_: nullcontext(({}, [])))
+
+
 @pytest.fixture
 def small(tiny_bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo of seconds: another model, fewer lines."""
-    monkeypatch.setattr(demo, "_INVENTED", 320)
-    monkeypatch.setattr(demo, "model_path", lambda: tiny_bert)
+    make_small(monkeypatch, tiny_bert)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +71,7 @@ def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """What a demo leaves behind, what it says, and its numbers."""
     output = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "_INVENTED", 320)
-        patch.setattr(demo, "model_path", lambda: tiny_bert)
+        make_small(patch, tiny_bert)
         result = run("--dtype", "float32", "--output", output, "--json", output.parent / "result.json")
     assert result.exit_code == 0, result.output
     return output, result.stdout, json.loads((output.parent / "result.json").read_text())
@@ -425,7 +430,8 @@ def test_the_packaged_model_is_found() -> None:
 def test_standard_input_is_read_by_the_command(tiny_bert: str, tmp_path: Path) -> None:
     code = (
         "import sys; from attmemo.profiler import demo; path = sys.argv.pop(); "
-        "demo.model_path = lambda: path\n"
+        "from contextlib import nullcontext\n"
+        "demo.model_path = lambda: path; demo.other_runtimes = lambda *_: nullcontext(({}, []))\n"
         "from attmemo.cli import main; main()"
     )
     arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", tiny_bert]

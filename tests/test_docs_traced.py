@@ -29,6 +29,7 @@ SAID = {("service.md", "| under load"), ("service.md", "| | bound"), ("README.md
 NONE = {
     ("commands.md", "| command |"), ("guard.md", "| model | answer |"), ("python.md", "| name | purpose |"),
     ("use.md", "| `memoize("), ("install.md", "| command | installs"), ("service.md", "| | TEI 1.9.3"),
+    ("service.md", "| option | variable |"),
 }  # fmt: skip
 """Tables whose numbers are settings."""
 

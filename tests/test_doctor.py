@@ -117,7 +117,7 @@ class TestAdvice:
         """A machine with nothing to change."""
         cache = {"path": "/c", "writable": True, "filesystem": "ext4", "bytes": 1 << 40, "free": 1 << 40}
         packages = dict.fromkeys(facts["packages"], True)
-        given = {**facts, "cores": 4, "quota": None, "threads": 4, "cache": cache, "packages": packages}
+        given = {**facts, "cores": 4, "cores_to_use": 4, "threads": 4, "cache": cache, "packages": packages}
         return given, {"precision": "float32", "max_bytes": GIB}
 
     def test_a_good_machine_gets_none(self, well: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -126,7 +126,7 @@ class TestAdvice:
     @pytest.mark.parametrize(
         ("change", "said", "command"),
         [
-            ({"quota": 2.5}, "4 threads share 2 cores", "export OMP_NUM_THREADS=2"),
+            ({"cores_to_use": 2}, "4 threads share 2 cores", "export OMP_NUM_THREADS=2"),
             ({"settings": {}}, "idle threads spin", "export GOMP_SPINCOUNT=30000"),
             ({"cache.writable": False}, "cannot be written", "export ATTMEMO_CACHE=/a/folder/of/yours"),
             ({"cache.filesystem": "nfs4"}, "is on nfs4", "export ATTMEMO_CACHE=/a/local/folder"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -34,6 +34,8 @@ EPILOG = (
     "ATTMEMO_TRACEBACK=1 shows the traceback of an error. ATTMEMO_CACHE is where databases without a given place go."
 )
 
+OWN_THREADS: Final = ("serve", "doctor")
+"""Commands that no number of threads is set for: the service splits its cores, the doctor shows what torch takes."""
 START, SERVE, DATABASES, MAPS = "Start", "Serve", "Databases", "Databases of attention maps"
 BENCHMARKS, GENERATION = "Benchmarks", "Text generation"
 
@@ -72,11 +74,25 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """What holds for every command; the text shown is `HELP`."""
+    if context.invoked_subcommand not in OWN_THREADS:
+        _bound_threads()
+
+
+def _bound_threads() -> None:
+    """Have what is loaded from now on start no more threads than a quota of the container has cores.
+
+    torch, OpenMP and BLAS count the cores of the affinity and read this variable when they are loaded.
+    """
+    from attmemo.machine import cores
+
+    if (count := cores()) < len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
 app.command("demo", rich_help_panel=START)(demo.demo)

@@ -74,6 +74,7 @@ def _planned(planned: dict[str, Any]) -> list[tuple[str, str]]:
         ("attention", f"the kernel for {planned['attention']}; maps: {planned['map_product']}"),
         ("linear layers", planned["linear"]),
         ("number type", f"{planned['precision']} is the fastest here; a model keeps the one that it is loaded in"),
+        ("threads", f"{planned['threads']} in attmemo's commands; in a program of yours as many as torch has there"),
         ("database", f"{planned['database']}, at most {size(planned['max_bytes'])} of new records"),
     ]
 

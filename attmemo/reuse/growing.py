@@ -352,6 +352,7 @@ class GrowingRows(RowStore):
         self.note()
         self.pool.close()
         self._sound = {}
+        self._work = None  # it leads to the packed weights, and these lead here
 
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""

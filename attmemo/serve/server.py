@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import signal
 import socket
@@ -70,6 +71,20 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def url_of(place: socket.socket) -> str:
+    """Return the URL of a socket that listens, as a browser on this machine takes it."""
+    host, port = place.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "localhost"
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def is_open(place: socket.socket) -> bool:
+    """Return whether other machines reach a socket that listens."""
+    address = ipaddress.ip_address(place.getsockname()[0])
+    return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 def make_server(service: Service) -> Server:
     """The server of a service that was started."""
     config = uvicorn.Config(
@@ -82,6 +97,11 @@ def make_server(service: Service) -> Server:
 
 def serve(service: Service, place: socket.socket) -> None:
     """Answer requests until a signal ends it; the service is closed afterwards."""
+    if is_open(place) and service.settings.api_key is None:
+        _LOG.warning(
+            "there is no API key, and other machines reach this address: give --api-key, or --host 127.0.0.1",
+            extra={"fields": {"address": place.getsockname()[0]}},
+        )
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
     gc.collect()

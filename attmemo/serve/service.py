@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
+from attmemo.machine import cores
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
@@ -98,13 +99,13 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.draining = settings, Metrics(), False
-        own, cores = split_cores(os.sched_getaffinity(0))
-        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * len(own))
+        split = split_cores(os.sched_getaffinity(0), cores())
+        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * split.threads)
         self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
         self._shown = 0  # of these, inputs of the tokenizer's own routes
-        self.threads = TextThreads(settings.workers, cores, shared=own == cores)
+        self.threads = TextThreads(settings.workers, split.others, shared=split.others == split.model)
         self.bodies, self.answers = Room(max(BODIES, LARGEST * settings.payload_limit), SMALL), Room(ANSWERS)
 
     def start(self) -> Service:

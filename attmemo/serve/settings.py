@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from attmemo.errors import ArgumentError
+from attmemo.machine import cores
 
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
 DtypeName = Literal["float32", "bfloat16"]
 LinearName = Literal["exact", "int8"]
+
+CONFIDENCE: Final = 0.95
+MIN_COSINE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Settings:
         Requests must bring it; the state of the service is open to all.
     row_headers : bool
         Response headers say how many rows were computed. This tells a client whether a similar text was there before.
-    database, reuse, linear, budget, max_bytes, fill
+    database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill
         As in `attmemo.memoize`.
     drain_seconds : float
         After SIGTERM, how long ``/health`` says 503 while requests are still taken.
@@ -85,6 +90,10 @@ class Settings:
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
     budget: float | None = 0.01
+    confidence: float = CONFIDENCE
+    min_cosine: float = MIN_COSINE
+    threshold: float | Sequence[float] | Literal["auto"] = "auto"
+    near: int | None = None
     max_bytes: int | None = None
     fill: bool | str = True
     drain_seconds: float = 1.0
@@ -99,12 +108,25 @@ class Settings:
             _least(name, getattr(self, name), 1)
         for name in ("max_batch_requests", "tokenization_workers"):
             _least(name, getattr(self, name), 1)
+        _least("near", self.near, 0)
         for name in ("client_seconds", "drain_seconds", "stop_seconds"):
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
         if self.reuse == "none" and self.database is not None:
             raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
+        if self.reuse == "none" and self.threshold != "auto":
+            raise ArgumentError("reuse is none, and there is a threshold: nothing is reused.", "leave out one of them")
+        if self.reuse in ("none", "maps") and self.near is not None:
+            raise ArgumentError(f"near is a setting of rows, and reuse is {self.reuse}.", "leave out one of them")
+        if self.reuse in ("none", "maps") or self.budget is None:
+            why = "there is no budget" if self.budget is None else f"reuse is {self.reuse}"
+            for name, value, usual in (
+                ("confidence", self.confidence, CONFIDENCE), ("min_cosine", self.min_cosine, MIN_COSINE)
+            ):  # fmt: skip
+                if value != usual:
+                    what = f"{name} is {value}, and answers are not guarded: {why}."
+                    raise ArgumentError(what, f"leave out {name}")
         if self.reuse == "maps" and self.linear != "exact":
             what = f"linear is {self.linear}, and maps are reused: they leave linear layers as they are."
             raise ArgumentError(what, "leave out one of them")
@@ -119,20 +141,42 @@ class Settings:
     @property
     def workers(self) -> int:
         """Threads that turn texts into tokens."""
-        return self.tokenization_workers or max(1, len(os.sched_getaffinity(0)) // 4)
+        return self.tokenization_workers or max(1, cores() // 4)
 
 
 APART: Final = 4
 """From so many cores on, one core in four is left to HTTP and to tokenization."""
 
 
-def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:
-    """Cores of the model, and cores of all other work; with few cores both are all of them."""
-    if len(cores) < APART:
-        return cores, cores
-    ordered = sorted(cores)
-    rest = len(ordered) // 4
-    return set(ordered[:-rest]), set(ordered[-rest:])
+class Split(NamedTuple):
+    """How the model and all other work share the machine.
+
+    Attributes
+    ----------
+    model : set of int
+        Cores of the model.
+    threads : int
+        Threads of the model.
+    others : set of int
+        Cores of HTTP and texts.
+    """
+
+    model: set[int]
+    threads: int
+    others: set[int]
+
+
+def split_cores(allowed: set[int], count: int) -> Split:
+    """Split the cores of the affinity, of which `count` may be busy (`attmemo.machine.cores`).
+
+    With few cores both parts are all of them. So they are under a quota: a quota is of time, not of certain cores, and
+    the services of many containers would choose the same ones.
+    """
+    rest = count // 4 if count >= APART else 0
+    if not rest or count < len(allowed):
+        return Split(allowed, count - rest, allowed)
+    ordered = sorted(allowed)
+    return Split(set(ordered[:-rest]), count - rest, set(ordered[-rest:]))
 
 
 def _least(name: str, value: float | None, least: int) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from attmemo.errors import UnsupportedModelError
-from attmemo.machine import trim
+from attmemo.machine import cores, trim
 from attmemo.selfchecks.weights import check_weights, weight_not_finite
 from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.queue import Queue, Request, Waiting
@@ -105,10 +105,10 @@ class Worker:
             self.model.close()
 
     def _begin(self) -> None:
-        cores, _ = split_cores(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores)  # of this thread; its team inherits them
+        split = split_cores(os.sched_getaffinity(0), cores())
+        os.sched_setaffinity(0, split.model)  # of this thread; its team inherits them
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(len(cores))
+            torch.set_num_threads(split.threads)
         settings = self._settings
         self.model = load(settings)
         if (name := weight_not_finite(self.model.module)) is not None:
@@ -116,9 +116,11 @@ class Worker:
         self._warm()  # of the bare model: its own code answers what cannot be served from records
         self.model.memoize(  # its checks run the path that serves
             database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
-            fill=settings.fill, linear=settings.linear,
+            fill=settings.fill, linear=settings.linear, confidence=settings.confidence,
+            min_cosine=settings.min_cosine, threshold=settings.threshold, near=settings.near,
         )  # fmt: skip
         self._warm()
+        trim()  # what loading and warming took
 
     def _warm(self) -> None:
         """Run short and long sequences once, so that no request pays for what the first forward allocates.
