@@ -171,6 +171,19 @@ class TestHeads:
         assert ran_packed(model)
 
 
+def test_outputs_have_the_class_that_the_model_gives(models: tuple[str, Any, Any]) -> None:
+    _, bare, model = models
+    inputs = batch([9, 4])
+    model.attmemo.reset_stats()
+    with torch.inference_mode():
+        for more in ({}, {"return_dict": True}, {"return_dict": False}):
+            seen, expected = model(**inputs, **more), bare(**inputs, **more)
+            assert type(seen) is type(expected)
+            assert len(seen) == len(expected)
+            assert isinstance(seen, tuple) or list(seen) == list(expected)
+    assert ran_packed(model)
+
+
 class TestArguments:
     """Right, or left to the original code and counted."""
 

@@ -258,7 +258,7 @@ def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearNa
             f"linear='int8' cannot round the layers of {type(encoder).__name__}: some are quantized or adapted.",
             "leave out linear, or load the model in float32",
         )
-    check_blocks(adapter, encoder, packed)
+    packed.blocks.output = check_blocks(adapter, encoder, packed)
     return packed
 
 
