@@ -225,7 +225,7 @@ class Engine:
         if forward.given is not None and key in forward.masks:
             return forward.masks[key][1]
         found: Spans | str = "the batch is empty"
-        if batch:
+        if batch and padded:
             found = self.reuse.spans(module, call, None if forward.given is None else forward.given.arguments)
         if forward.given is not None:
             forward.masks[key] = call.mask, found  # holding the mask keeps its identity from reuse

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call
-from attmemo.adapters.masks import Spans, read_mask, spans_of
+from attmemo.adapters.masks import Spans, adds_booleans, read_mask, spans_of
 from attmemo.adapters.projections import is_linear
 from attmemo.cache_name import NEW, OLD, cache_of
 from attmemo.kernels.row_attention import Disentangled
@@ -138,6 +138,8 @@ class Blocks:
             if mask.shape != (batch, length) or not torch.equal(valid.to(mask.dtype), mask):
                 return None
             spans = spans_of(valid)
+        elif adds_booleans(self.module, mask):
+            return None
         else:
             spans = read_mask(mask, batch, length, window=self.mask_window)
         return None if spans is None or spans.left else spans
