@@ -26,6 +26,7 @@ from attmemo.db import KIND_MAP
 from attmemo.embed.training import TrainOptions
 from attmemo.engine import Engine
 from attmemo.errors import WindowError
+from attmemo.plan import Plan
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model, tokenize
@@ -763,6 +764,19 @@ class TestNothingIsStale:
         for thread in threads:
             thread.join()
         assert not wrong
+
+    def test_a_plan_that_is_set_holds_for_its_thread_alone(self, case: Case, lookup: str) -> None:
+        model, exact = case.serve(0.0, lookup=lookup), case.model()
+        inputs, found = case.inputs(case.fresh[:1]), list[Tensor]()
+        served = logits(model, inputs)
+        assert not torch.equal(served, logits(exact, inputs))
+        with handle_of(model).engine.planned(Plan("nothing is looked up")):
+            other = threading.Thread(target=lambda: found.append(logits(model, inputs)))
+            other.start()
+            other.join(30)
+            assert torch.equal(logits(model, inputs), logits(exact, inputs))
+        assert torch.equal(found[0], served)
+        assert torch.equal(logits(model, inputs), served)
 
     @staticmethod
     def _layer(model: Any, layer: int, hidden: Tensor, mask: Tensor | None = None) -> Tensor:

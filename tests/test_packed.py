@@ -20,7 +20,7 @@ from families import FAMILIES, VOCABULARY
 from packed_tools import MODELS, NEAR, REFUSED, batch, gap, has_types, host_of, last, longest, pair, valid
 from torch import Tensor, nn
 
-from attmemo import UnsupportedModelError, memoize, unmemoize
+from attmemo import AttmemoError, UnsupportedModelError, memoize, unmemoize
 from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AdapterCheckError, DatabaseNotFoundError
 from attmemo.hooks import Hook
@@ -833,6 +833,35 @@ class TestBlocksThatTheModelCalls:
         switch.join(30)
         assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
         assert not model.attmemo.enabled
+
+    def test_a_forward_that_does_not_end_keeps_the_model_served(self) -> None:
+        bare, model = pair("ModernBERT")
+        inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
+        serve = model.attmemo.engine.reuse.serve
+
+        def slow(*given: Any) -> Any:
+            served = serve(*given)
+            inside.set()
+            assert go.wait(30)
+            return served
+
+        model.attmemo.engine.reuse.serve = slow
+        asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
+        asker.start()
+        assert inside.wait(30)
+        with pytest.raises(AttmemoError, match=r"another thread has been in a forward of ModernBertModel for more"):
+            model.attmemo.disable(seconds=0.01)
+        assert model.attmemo.enabled
+        go.set()
+        asker.join(30)
+        model.attmemo.engine.reuse.serve = serve
+        model.attmemo.reset_stats()
+        assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
+        assert gap(last(model, inputs), last(bare, inputs), valid(inputs)) <= NEAR
+        assert ran_packed(model)
+        model.attmemo.disable()
+        assert torch.equal(last(model, inputs), last(bare, inputs))
+        assert not any(isinstance(module.__dict__.get("forward"), Hook) for module in model.modules())
 
     @pytest.mark.parametrize("number", [0, 1])
     def test_a_forward_put_around_a_block_sees_what_the_original_would(self, number: int) -> None:

@@ -79,8 +79,8 @@ class StackMemoization(Memoization):
         self.guarded.begin_anew(guard)
         self.planner.begin_anew(guard)
 
-    def disable(self) -> None:
-        super().disable()
+    def disable(self, seconds: float = 60.0) -> None:
+        super().disable(seconds)
         if self.guarded is not None:
             self.guarded.debts.forget()
 
