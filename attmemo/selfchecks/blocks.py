@@ -15,7 +15,7 @@ from attmemo.kernels.linear8 import Linear8, linear8_in_torch
 from attmemo.kernels.row_attention import Layout
 from attmemo.reuse.packed import Angles, Packed
 from attmemo.reuse.stack import places_of, positions_of
-from attmemo.selfchecks import DEEP, Handle, enable_within
+from attmemo.selfchecks import DEEP, Handle, enable_within, not_served
 
 _ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
 _LINEAR8 = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an 8-bit layer to its oracle, relative to the range
@@ -122,9 +122,8 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
         expected = _rows(host(**inputs)[0], places)
         enable_within(handle, stack)
         seen = _rows(host(**inputs)[0], places)
-        counters = handle.engine.counters
-        if counters.done.sequences != len(lengths):
-            raise AdapterCheckError(f"a small batch cannot be served: {counters.reason()}.", UNKNOWN)
+        if handle.engine.counters.done.sequences != len(lengths):
+            raise not_served("a small batch", handle.engine)
     allowed = allowed_for(packed, model)
     worst = difference(seen, expected)
     if not worst <= allowed:
