@@ -175,9 +175,10 @@ class Engine:
         return plan
 
     def _failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
-        if self.counters.failure(str(plan.reason), error, sequences):
+        if count := self.counters.failure(str(plan.reason), error, sequences):
             debug = _LOG.isEnabledFor(logging.DEBUG)
-            _LOG.warning("attmemo: %s, layer %d stays exact: %s", plan.reason, layer, error, exc_info=debug)
+            told = "attmemo: %s, layer %d stays exact: %s (%d sequences so far)"
+            _LOG.warning(told, plan.reason, layer, error, count, exc_info=debug)
 
     # -- reading a call
 

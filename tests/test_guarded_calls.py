@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +241,8 @@ class Bad:
     """An answer that is right while the model is memoized, and goes wrong later."""
 
     def __init__(self, error: type[BaseException]) -> None:
-        self.error, self.calls, self.fails_at = error, 0, (-1,)
+        self.error, self.calls = error, 0
+        self.fails_at: Sequence[int] = ()
 
     def __call__(self, output: Any) -> torch.Tensor:
         self.calls += 1
@@ -264,9 +267,23 @@ class TestAnswersThatFail:
         mixed = {name: torch.stack([part[name][row, :30] for row, part in enumerate(parts)]) for name in BASE}
         answer.fails_at = (answer.calls + at,)
         assert gap(run(model, mixed).logits, run(classifier.exact, mixed).logits) <= NEAR
-        assert list(model.attmemo.stats()["failures"].values()) == [1]
+        stats = model.attmemo.stats()
+        assert (stats["failed"], list(stats["failures"].values())) == (1, [1])
+        assert stats["guard"]["says"].endswith("; errors left 1 sequences exact or unchecked: see failures")
         assert not len(model.attmemo.guarded.guard.verified), "nothing was learned"
         assert gap(run(model, mixed).logits, run(classifier.exact, mixed).logits) <= NEAR
+
+    def test_an_error_that_stays_is_told_again(self, classifier: Case, caplog: pytest.LogCaptureFixture) -> None:
+        answer = Bad(ZeroDivisionError)
+        model = guarded(classifier.bare, answer=answer)
+        answer.fails_at = range(answer.calls, 1 << 30)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "attmemo"):
+            for _ in range(12):
+                run(model, BASE)
+        told = [record.getMessage() for record in caplog.records]
+        assert told == [f"attmemo: an answer could not be read: no answer ({count} so far)" for count in (1, 10)]
+        assert model.attmemo.stats()["failed"] == 12
 
     def test_an_answer_that_cannot_be_read_is_not_served(self, classifier: Case) -> None:
         answer = Bad(ValueError)

@@ -68,7 +68,8 @@ class MapMemoization(Memoization):
             (lookup, fetch and A·V), ``ms_saved`` (exact cost by the profile less the cost of serving; None without a
             profile), and the state of the gate.
             ``ineligible``: sequences times layers that stayed exact, by reason.
-            ``failures``: sequences times layers that stayed exact after an error, by the error's text.
+            ``failed``: sequences times layers that stayed exact after an error, 0 as long as all is well;
+            ``failures``: the same by the error's text.
         """
         planner, counters = self.planner, self.engine.counters.copy()
         gates = {row["layer"]: row for row in planner.gate.state()}
@@ -107,6 +108,7 @@ class MapMemoization(Memoization):
             "calls": calls,
             "hits": hits,
             "ineligible": dict(counters.ineligible),
+            "failed": counters.failed,
             "failures": dict(counters.failures),
             "gate": gates.get(SEQUENCE, {}),
             "layers": layers,
