@@ -91,6 +91,10 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has the wrong type. A boolean mask, for example, would be added as the numbers 0 and 1."""
 
 
+class AnswerError(ArgumentError):
+    """The guard finds no answer in what the model gives out, or none for each sequence."""
+
+
 class CacheRangeError(ArgumentError):
     """A call would read or write a row of the cache that does not exist. A kernel would leave its memory."""
 

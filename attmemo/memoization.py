@@ -16,7 +16,13 @@ from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
 from attmemo.db import Database, filling_path, find_database, kept_in
 from attmemo.db.filling import is_filling
 from attmemo.embed.lookup import LookupName
-from attmemo.errors import AdapterCheckError, DatabaseError, DatabaseNotFoundError, UnsupportedModelError
+from attmemo.errors import (
+    AdapterCheckError,
+    AnswerError,
+    DatabaseError,
+    DatabaseNotFoundError,
+    UnsupportedModelError,
+)
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
@@ -149,12 +155,16 @@ def memoize(
         There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
     ValueError
         An argument is none of the values above.
+    AnswerError
+        `answer`, or rows by name (``reuse="rows"``), and the guard finds no answer in what the model gives out. Where
+        rows were not asked for by name, its blocks run without padding, and the log says why.
     """
     _check_choices(reuse=(reuse, get_args(ReuseName)))
     _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
     _check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
     if linear != "exact" and reuse == "maps":
         raise ValueError(f"linear={linear!r} is a setting of packed blocks; reuse='maps' has none")
+    by_name = reuse == "rows"
     if database == MEMORY and reuse == "auto":
         reuse = "rows"
     rule = Rule.of(near, most_moved)
@@ -173,13 +183,19 @@ def memoize(
     encoder = encoder_of(model)
     before = _handles(encoder)
     serving = [handle for handle in before if handle.enabled]
-    for earlier in serving:
-        earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(
-            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-            max_bytes, linear,
-        )  # fmt: skip
+        for earlier in serving:
+            earlier.disable()  # the checks look at the bare model
+        try:
+            handle = _prepare(
+                encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
+                max_bytes, linear,
+            )  # fmt: skip
+        except AnswerError as error:
+            if by_name or answer != "auto":
+                raise
+            handle = prepare_stack(encoder, _adapter(encoder)[0], linear)
+            _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
         _warn_if_slow(encoder)
     except BaseException:
         for earlier in serving:
@@ -268,7 +284,7 @@ def _prepare(
             reusing = None
             if may and guarding is not None:
                 reusing = partial(_rows_by_themselves, lambda folder: rows(None, False, folder), own, fills)
-            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), guarding, missing)
+            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), missing)
     if not isinstance(database, Database) and is_filling(database):
         if reuse == "maps" or folder is not None:
             raise ValueError(f"{database} fills itself with rows: it has no maps, and fills no other folder")
@@ -296,23 +312,18 @@ def _prepare(
 
 
 def _by_itself(
-    rows: Callable[[], Memoization] | None, whole: Callable[[], Memoization], guarding: Guarding | None,
-    missing: DatabaseNotFoundError,
-) -> Memoization:  # fmt: skip
+    rows: Callable[[], Memoization] | None, whole: Callable[[], Memoization], missing: DatabaseNotFoundError
+) -> Memoization:
     """What a user gets who names nothing: a database that fills itself, or else blocks without padding."""
     try:
         if rows is not None:
             return rows()
     except (UnsupportedModelError, AdapterCheckError) as error:
         _LOG.info("attmemo: rows are not reused: %s", error)
-    except ValueError as error:
-        if guarding is None or guarding.answers.rule != "auto":
-            raise  # a rule of the caller's own that does not fit
-        _LOG.info("attmemo: rows are not reused: %s", error)
     try:
         packed = whole()
-    except (UnsupportedModelError, AdapterCheckError):
-        raise missing from None
+    except (UnsupportedModelError, AdapterCheckError) as error:
+        raise DatabaseNotFoundError(f"{error.what} And there is {missing.what}", missing.hint) from None
     _LOG.warning("attmemo: %s", _NO_RECORDS)
     return packed
 

@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from test_guarded import (
 )  # fmt: skip
 
 from attmemo import AdapterCheckError, Database, memoize, unmemoize
+from attmemo.errors import AnswerError
 from attmemo.hooks import AnswerHook, ModelHook
 
 
@@ -323,6 +324,33 @@ class Noisy(hf.BertForSequenceClassification):  # type: ignore[misc]
         return found
 
 
+def _headed(kind: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        torch.manual_seed(1)
+        return getattr(hf, kind)(hf.BertConfig(**SIZES, **settings)).eval()
+
+    return make
+
+
+HEADS = {
+    "one class": _headed("BertForSequenceClassification", num_labels=1),
+    "tags": _headed("BertForTokenClassification", num_labels=3),
+    "words": _headed("BertForMaskedLM"),
+    "spans": _headed("BertForQuestionAnswering"),
+    "choice": _headed("BertForMultipleChoice"),
+    "tags in a tuple": _headed("BertForTokenClassification", num_labels=3, return_dict=False),
+    "spans in a tuple": _headed("BertForQuestionAnswering", return_dict=False),
+}
+"""Heads whose output has no class and no vector of a sequence."""
+
+HEADS_SAID = {
+    "one class": "logits (2, 1) are no classes", "tags": "logits (2, 11, 3) are no classes",
+    "words": f"logits (2, 11, {SIZES['vocab_size']}) are no classes", "spans": "holds no hidden states to pool",
+    "choice": "a small batch cannot be run", "tags in a tuple": "logits (2, 11, 3) are no classes",
+    "spans in a tuple": "holds no hidden states to pool",
+}  # fmt: skip
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         "answer",
@@ -381,14 +409,63 @@ class TestRefused:
             memoize(model, database=":memory:")
         assert is_bare(model)
 
-    @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForTokenClassification"])
-    def test_logits_that_are_no_classes_are_refused_by_name(self, kind: str) -> None:
-        torch.manual_seed(1)
-        model = getattr(hf, kind)(hf.BertConfig(**SIZES, num_labels=1)).eval()
-        for answer in ("auto", "class"):
-            with pytest.raises(ValueError, match="answer="):
-                memoize(model, database=":memory:", answer=answer)
+    @pytest.mark.parametrize("given", [{"reuse": "rows"}, {"answer": "class"}, {"answer": "mean"}])
+    @pytest.mark.parametrize("head", HEADS)
+    def test_a_head_that_cannot_be_read_is_refused_where_rows_or_an_answer_are_asked_for(
+        self, head: str, given: dict[str, Any], tmp_path: Path
+    ) -> None:
+        model = HEADS[head]()
+        for place in ({}, {"database": ":memory:"}, {"fill": tmp_path / "own"}):
+            with pytest.raises(AnswerError) as caught:
+                memoize(model, **place, **given)
+            assert caught.value.hint
         assert is_bare(model)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("place", ["nowhere", "memory", "new folder", "folder", "prepared"])
+    @pytest.mark.parametrize("head", HEADS)
+    def test_a_head_that_cannot_be_read_runs_packed_where_rows_are_not_asked_for_by_name(
+        self, head: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "cache"))
+        bare, own = HEADS[head](), tmp_path / "own"
+        if place == "folder":
+            unmemoize(memoize(copy.deepcopy(bare.base_model), fill=own))
+        if place == "prepared":
+            rows_database(bare.base_model, [BASE], own)
+        given: dict[str, Any] = {
+            "nowhere": {}, "memory": {"database": ":memory:"}, "new folder": {"fill": own},
+            "folder": {"database": own}, "prepared": {"database": own},
+        }[place]  # fmt: skip
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        caplog.clear()
+        model = memoize(copy.deepcopy(bare), **given)
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert "rows are not reused, the model's blocks run without padding: " in told
+        assert HEADS_SAID[head] in told
+        assert model.attmemo.reuse == "none"
+        inputs = BASE if head != "choice" else {name: value[:, None] for name, value in BASE.items()}
+        seen, expected = run(model, inputs), run(bare, inputs)
+        assert type(seen) is type(expected)
+        assert gap(seen[0], expected[0], valid(BASE) if expected[0].shape[:2] == valid(BASE).shape else None) <= NEAR
+        assert model.attmemo.stats()["sequences"] == len(BASE["input_ids"])
+        after = {file for file in tmp_path.rglob("*") if file.is_file()}
+        assert {file for file in after if file.name != "lock.mdb"} == {
+            file for file, held in before.items() if file.name != "lock.mdb" and file.read_bytes() == held
+        }
+
+    @pytest.mark.parametrize(
+        ("head", "answer"),
+        [
+            ("one class", lambda output: (output.logits[:, 0] > 0).long()),
+            ("spans", lambda output: 4096 * output.start_logits.argmax(-1) + output.end_logits.argmax(-1)),
+        ],
+    )
+    def test_with_a_function_rows_serve_such_a_head(self, head: str, answer: Any) -> None:
+        model = guarded(HEADS[head](), answer=answer)
+        for _ in range(2):
+            run(model, BASE)
+        assert done(model)["served"] == 6
 
     @pytest.mark.parametrize(
         ("name", "value"),

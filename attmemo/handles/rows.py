@@ -142,6 +142,9 @@ def prepare_rows(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
             "attmemo build-database --reuse rows --model … --data …",
         )
+    whole = _answering(outer, encoder)
+    if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
+        check_answers(whole, guarding.answers, adapter, encoder)
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)
         store: DatabaseRows | GrowingRows
@@ -174,8 +177,6 @@ def prepare_rows(
         handle.first_row = reads_first_row(handle, adapter, encoder)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
-            whole = _answering(outer, encoder)
-            check_answers(whole, guarding.answers, adapter, encoder)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
             elif is_class_of_first_row(guarding.answers.rule, getattr(encoder, "config", None)):
