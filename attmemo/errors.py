@@ -84,7 +84,7 @@ class TuningError(AttmemoError):
 
 
 class ArgumentError(AttmemoError, ValueError):
-    """An argument of an operator breaks a rule of the specification. Nothing was written."""
+    """An argument is none of the values that it may be, or does not go with another one. Nothing was changed."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 
 from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
+from attmemo.arguments import MEMORY, check_choices, check_places, check_together, is_auto
 from attmemo.db import Database, filling_path, find_database, kept_in
 from attmemo.db.filling import is_filling
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import (
     AdapterCheckError,
     AnswerError,
+    ArgumentError,
     DatabaseError,
     DatabaseNotFoundError,
     UnsupportedModelError,
@@ -27,13 +29,14 @@ from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
-from attmemo.handles.rows import Guarding, Records, check_bytes, prepare_rows
+from attmemo.handles.rows import Guarding, Records, prepare_rows
 from attmemo.handles.stack import blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
+from attmemo.sizes import bytes_of
 
 _LOG = logging.getLogger("attmemo")
 
@@ -43,9 +46,6 @@ _NO_RECORDS = (
 )
 
 _PRIVACY = "database=':memory:' keeps nothing behind, fill=False nothing at all; attmemo forget takes records out"
-
-MEMORY: Final = ":memory:"
-"""The database that starts with nothing and is kept in memory."""
 
 Model = TypeVar("Model")
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -63,7 +63,7 @@ def memoize(
     min_cosine: float = 0.98,
     tokenizer: Any = None,
     fill: bool | str | os.PathLike[str] = True,
-    max_bytes: int | None = None,
+    max_bytes: int | str | None = None,
     near: int | None = None,
     most_moved: int | None = None,
     lookup: LookupName | None = None,
@@ -109,9 +109,9 @@ def memoize(
         For rows: whether what is computed exactly becomes a record. True: in the database, if it fills itself; in
         memory, in front of a prepared one. A path: in the database in this folder, which is made if there is none.
         False: nothing is kept, records are only read.
-    max_bytes : int, optional
-        For rows: bytes that such records may take; what is used least goes. Default: an eighth of the free memory,
-        and in a folder at most a tenth of the disk's free bytes.
+    max_bytes : int or str, optional
+        For rows: bytes that such records may take, also as ``"4GiB"``; what is used least goes. Default: an eighth of
+        the free memory, and in a folder at most a tenth of the disk's free bytes.
     near : int, optional
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
         of them cost time and bring the answers nearer to the exact ones. Default: 1; under a guard 0 where only
@@ -153,33 +153,23 @@ def memoize(
         The path that serves does not reproduce this model's own output. Nothing was changed.
     DatabaseError
         There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
-    ValueError
-        An argument is none of the values above.
+    ArgumentError
+        An argument is none of the values above, or two make no sense together. It is a `ValueError` too.
     AnswerError
         `answer`, or rows by name (``reuse="rows"``), and the guard finds no answer in what the model gives out. Where
         rows were not asked for by name, its blocks run without padding, and the log says why.
     """
-    _check_choices(reuse=(reuse, get_args(ReuseName)))
-    _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
-    _check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
-    if linear != "exact" and reuse == "maps":
-        raise ValueError(f"linear={linear!r} is a setting of packed blocks; reuse='maps' has none")
-    by_name = reuse == "rows"
-    if database == MEMORY and reuse == "auto":
-        reuse = "rows"
+    check_choices(reuse=(reuse, get_args(ReuseName)))
+    check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
+    check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
+    check_places(None if isinstance(database, Database) else database, fill)
     rule = Rule.of(near, most_moved)
+    check_together(
+        reuse=reuse, database=database, fill=fill, budget=budget, linear=linear, threshold=threshold, lookup=lookup,
+        fetch=fetch, near=near, most_moved=most_moved,
+    )  # fmt: skip
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
-    if database == MEMORY and (reuse == "maps" or fill is not True):
-        raise ValueError("database=':memory:' keeps rows and fills itself: it takes no maps and no other fill=")
-    if not isinstance(fill, bool) and (reuse in ("none", "maps") or fill == MEMORY):
-        raise ValueError(f"fill={str(fill)!r}: a folder is filled with rows; reuse={reuse!r} keeps none there")
-    check_bytes(max_bytes)
-    if reuse == "none" and (database is not None or threshold != "auto"):
-        raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
-    if reuse in ("none", "maps") and (near not in (None, 1) or most_moved is not None):
-        raise ValueError(f"near and most_moved are settings of rows; reuse={reuse!r} has none")
-    if reuse in ("none", "rows") and (lookup == "layer" or fetch != "auto"):
-        raise ValueError(f"lookup='layer' and fetch are settings of maps; reuse={reuse!r} has none")
+    bound = bytes_of(max_bytes)
     encoder = encoder_of(model)
     before = _handles(encoder)
     serving = [handle for handle in before if handle.enabled]
@@ -189,10 +179,10 @@ def memoize(
         try:
             handle = _prepare(
                 encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-                max_bytes, linear,
+                bound, linear,
             )  # fmt: skip
         except AnswerError as error:
-            if by_name or answer != "auto":
+            if reuse == "rows" or answer != "auto":
                 raise
             handle = prepare_stack(encoder, _adapter(encoder)[0], linear)
             _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
@@ -271,13 +261,15 @@ def _prepare(
     folder = None if isinstance(fill, bool) else Path(fill)
     if database is None and folder is not None:
         return rows(None, False, folder)
+    if isinstance(database, str | os.PathLike) and not Path(database).exists():
+        raise _not_there(str(database), reuse)
     if database is None:
         try:
             database = find_database(fingerprint(fields), reuse)
         except DatabaseNotFoundError as missing:
             own = filling_path(fingerprint(fields))
             may = fills or is_filling(own)
-            if reuse == "maps" or (reuse == "auto" and threshold != "auto") or (reuse == "rows" and not may):
+            if reuse == "maps" or (reuse == "auto" and not is_auto(threshold)) or (reuse == "rows" and not may):
                 raise
             if reuse == "rows":
                 return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
@@ -287,7 +279,8 @@ def _prepare(
             return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), missing)
     if not isinstance(database, Database) and is_filling(database):
         if reuse == "maps" or folder is not None:
-            raise ValueError(f"{database} fills itself with rows: it has no maps, and fills no other folder")
+            what = f"{database} fills itself with rows: it has no maps, and fills no other folder."
+            raise ArgumentError(what, f"database={str(database)!r} alone")
         return rows(None, False, Path(database))
     with ExitStack() as undo:
         if isinstance(database, Database):
@@ -309,6 +302,13 @@ def _prepare(
             _reside(opened, residency)  # last: it may take minutes and gigabytes
         undo.pop_all()
     return handle
+
+
+def _not_there(path: str, reuse: ReuseName) -> DatabaseNotFoundError:
+    """The error for a database that does not exist: mostly one was to be begun."""
+    build = f"attmemo build-database --output {path} --model … --data …"
+    begin = f"fill={path!r} (attmemo serve: --fill {path}) begins one there that fills itself; or {build}"
+    return DatabaseNotFoundError(f"{path} does not exist.", build if reuse == "maps" else begin)
 
 
 def _by_itself(
@@ -370,11 +370,5 @@ def _reside(database: Database, residency: Residency) -> None:
             bar.update(done - bar.n)
 
         database.reside(residency, tell)
-
-
-def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 

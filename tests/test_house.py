@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = {
     "errors", "fields", "machine", "memory", "loading", "locking", "similarity", "fingerprint", "cache_name",
-    "precision", "observed", "parts",
+    "precision", "observed", "parts", "arguments", "sizes",
 }  # fmt: skip
 """Modules at the top level that import nothing of attmemo but each other: every room may use them."""
 

@@ -308,7 +308,7 @@ class Adapter:
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         """The blocks of the model, to be run over packed rows; or why there are none."""
-        return f"the family {self.family} has no adapter for whole blocks"
+        return f"this family ({self.family}) has no packed blocks; only maps"
 
     # -- offline
 

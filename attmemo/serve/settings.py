@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from attmemo.arguments import check_places, check_together
 from attmemo.errors import ArgumentError
+from attmemo.sizes import bytes_of
 
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -75,7 +77,7 @@ class Settings:
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
     budget: float | None = 0.01
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
     fill: bool | str = True
     drain_seconds: float = 1.0
     stop_seconds: float = 30.0
@@ -89,11 +91,11 @@ class Settings:
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
-        if self.reuse == "none" and self.database is not None:
-            raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
-        if self.reuse == "maps" and self.linear != "exact":
-            what = f"linear is {self.linear}, and maps are reused: they leave linear layers as they are."
-            raise ArgumentError(what, "leave out one of them")
+        check_places(self.database, self.fill)
+        check_together(
+            reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=self.linear
+        )  # fmt: skip
+        bytes_of(self.max_bytes)
         if self.api_key is not None and not self.api_key.strip():
             raise ArgumentError("the API key is empty: every request would be refused.", "give a key, or none")
 
