@@ -122,17 +122,28 @@ class Counters:
         with self._lock:
             self.layers[layer].lookup_seconds += seconds
 
+    @property
+    def failed(self) -> int:
+        """All that `failures` counts."""
+        return sum(self.failures.values())
+
     def reason(self, otherwise: str = "no reason was counted") -> str:
         """Why something was not served, for messages: the first reason that was counted."""
         return next(iter([*self.failures, *self.ineligible]), otherwise)
 
-    def failure(self, what: str, error: Exception, sequences: int) -> bool:
-        """An error that leaves sequences exact. True if the error is a new one."""
+    def failure(self, what: str, error: Exception, sequences: int) -> int:
+        """Count an error that leaves sequences exact.
+
+        Returns
+        -------
+        int
+            Sequences that met the error, where a warning is due: at first, and when they have a digit more; else 0.
+        """
         text = str(error).splitlines()
         reason = f"{what} ({type(error).__name__}: {text[0] if text else ''})"
         with self._lock:
-            new = reason not in self.failures
-            if new and len(self.failures) >= _MOST_FAILURES:
-                reason, new = f"{what} ({type(error).__name__})", False
-            self.failures[reason] += sequences
-        return new
+            if reason not in self.failures and len(self.failures) >= _MOST_FAILURES:
+                reason = f"{what} ({type(error).__name__})"
+            before = self.failures[reason]
+            self.failures[reason] = now = before + sequences
+        return now if not before or len(str(now)) > len(str(before)) else 0

@@ -418,5 +418,6 @@ class Guarded:
             return forward(*args, **kwargs)
 
     def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:
-        if counters is not None and counters.failure(what, error, 1):
-            _LOG.warning("attmemo: %s: %s", what, error)
+        if counters is not None and (count := counters.failure(what, error, 1)):
+            debug = _LOG.isEnabledFor(logging.DEBUG)
+            _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)

@@ -878,7 +878,7 @@ class TestFamilies:
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert "memoize proves it" in found["known_by"]
         assert found["reuse"] == ["maps"]
-        assert "no adapter for whole blocks" in found["no_rows"]
+        assert "no packed blocks; only maps" in found["no_rows"]
 
     def test_a_model_that_is_refused_says_why(self, tmp_path: Path) -> None:
         from transformers import LlamaConfig, XLNetConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = {
     "errors", "extras", "fields", "machine", "memory", "loading", "locking", "similarity", "fingerprint", "cache_name",
-    "cgroups", "precision", "observed", "parts", "wording",
+    "cgroups", "precision", "observed", "parts", "wording", "arguments", "sizes",
 }  # fmt: skip
 """Modules at the top level that import nothing of attmemo but each other: every room may use them."""
 

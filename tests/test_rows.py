@@ -48,7 +48,8 @@ STORED = [30, 20, 33, 11, 25, 20]
 STATS = {
     "enabled", "reuse", "database", "folder", "threshold", "sequences", "served", "tokens", "rows_computed",
     "share_computed", "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible", "failures",
-    "weight_bytes", "first_row", "records", "record_bytes", "offered", "guard", "linear", "pays", "rows_afterwards",
+    "failed", "weight_bytes", "first_row", "records", "record_bytes", "offered", "guard", "linear", "pays",
+    "rows_afterwards",
 }  # fmt: skip
 
 HALF_STEP = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-9, "int8": 1 / 254}

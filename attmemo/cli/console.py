@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from attmemo.cli.files import check_writable, write_whole
-from attmemo.errors import AttmemoError
+from attmemo.errors import ArgumentError, AttmemoError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,7 +151,7 @@ def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted")
         if os.environ.get(TRACEBACK):
             raise
         typer.echo(f"error: {describe(error)}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from None
     finally:
         out.stages.close()
 

@@ -25,7 +25,7 @@ from attmemo.db.forms import CHOICES, TYPES, unpack
 from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
 from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, Source, read_manifest, write_manifest
 from attmemo.db.slots import SlotClass, arena_header, check_arena, slot_checksum
-from attmemo.errors import DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
+from attmemo.errors import ArgumentError, DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
 from attmemo.fingerprint import check_fields
 from attmemo.mmap import page_size
 
@@ -54,7 +54,7 @@ class DatabaseWriter:
         kinds: Sequence[SlotKind] | None = None, when_full: str = files.WHEN_FULL,
     ) -> None:  # fmt: skip
         if storage not in CHOICES:
-            raise ValueError(f"storage must be one of {', '.join(CHOICES)}, got {storage!r}")
+            raise ArgumentError(f"storage must be one of {', '.join(CHOICES)}; got {storage!r}.", "storage='float16'")
         self.path, self._when_full, self._pid = path, when_full, os.getpid()
         self._files: dict[str, int] = {}
         self._pending: list[Record] = []

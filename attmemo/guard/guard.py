@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
 
+from attmemo.errors import ArgumentError
 from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.draw import Draw
 from attmemo.guard.futile import Futile
@@ -103,7 +104,7 @@ class Guard:
 
     Raises
     ------
-    ValueError
+    ArgumentError
         A number is out of its range.
     """
 
@@ -112,7 +113,8 @@ class Guard:
     ) -> None:  # fmt: skip
         for name, value in (("budget", budget), ("confidence", confidence)):
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1.0:
-                raise ValueError(f"{name} must be a number between 0 and 1; got {value!r}")
+                what = f"{name} must be a number between 0 and 1; got {value!r}."
+                raise ArgumentError(what, "budget=0.01 lets 1 % of answers change; confidence=0.95: how sure that is")
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
         self.budget, self.confidence, self.draw = float(budget), float(confidence), Draw(drawn)

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Adapter
+from attmemo.arguments import check_tokenizer
 from attmemo.db import KIND_ROWS, Database, ModelInfo
 from attmemo.db.filling import Filling, is_filling
 from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.db.pool import Pool
 from attmemo.db.shared_pool import SEGMENTS, SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
-from attmemo.errors import DatabaseError
+from attmemo.errors import ArgumentError, DatabaseError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger, is_class_of_first_row
 from attmemo.guarded import Guarded
@@ -84,8 +85,9 @@ class Guarding:
     def of(
         cls, budget: float | None, confidence: float, answer: AnswerRule, min_cosine: float, tokenizer: Any
     ) -> Guarding | None:
-        """From the arguments of `memoize`, checked; None: answers are not guarded. ValueError: a wrong argument."""
+        """From the arguments of `memoize`, checked; None: answers are not guarded. ArgumentError: a wrong argument."""
         answers = Answers(answer, min_cosine)
+        check_tokenizer(tokenizer)
         if budget is None:
             return None
         Guard(budget, confidence)  # it checks its numbers
@@ -142,6 +144,9 @@ def prepare_rows(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
             "attmemo build-database --reuse rows --model … --data …",
         )
+    whole = _answering(outer, encoder)
+    if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
+        check_answers(whole, guarding.answers, adapter, encoder)
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)
         store: DatabaseRows | GrowingRows
@@ -149,8 +154,9 @@ def prepare_rows(
             store = prepared
         else:
             if guarding is None and records.fills:
-                raise ValueError(
-                    "a database fills itself with what the guard verifies: give a budget, or only read with fill=False"
+                raise ArgumentError(
+                    "new records are what the guard verifies, and budget=None is without a guard.",
+                    "give a budget; or only read a database, with fill=False",
                 )
             store = _growing(encoder, adapter, packed, records, prepared, tokenizer, undo)
         undo.callback(store.close)
@@ -174,8 +180,6 @@ def prepare_rows(
         handle.first_row = reads_first_row(handle, adapter, encoder)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
-            whole = _answering(outer, encoder)
-            check_answers(whole, guarding.answers, adapter, encoder)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
             elif is_class_of_first_row(guarding.answers.rule, getattr(encoder, "config", None)):
@@ -262,12 +266,6 @@ def bound_of(max_bytes: int | None, folder: Path | None = None) -> int:
     return max_bytes
 
 
-def check_bytes(max_bytes: Any) -> None:
-    """ValueError: neither None nor a whole number of bytes."""
-    if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
-        raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
-
-
 def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str], tokenizer: Any = None) -> ModelInfo:
     """What a database that fills itself says about its model."""
     host = adapter.host(encoder)
@@ -320,4 +318,5 @@ def _share(threshold: Any) -> float:
         return THRESHOLD
     if isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0.0 <= threshold <= 1.0:
         return float(threshold)
-    raise ValueError(f"for reuse='rows' a threshold is one share of tokens in [0, 1], or 'auto'; got {threshold!r}")
+    what = f"for reuse='rows' a threshold is one share of tokens in [0, 1], or 'auto'; got {threshold!r}."
+    raise ArgumentError(what, f"threshold={THRESHOLD}")

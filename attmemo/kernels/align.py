@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from attmemo.errors import ArgumentError
 from attmemo.kernels import _align
 from attmemo.kernels.kinds import NO_KINDS, Kinds, is_word
 
@@ -62,11 +63,12 @@ class Rule:
             if value is None and name != "near":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-                raise ValueError(f"{name} must be a whole number of tokens and must not be negative; got {value!r}")
+                what = f"{name} must be a whole number of tokens and must not be negative; got {value!r}."
+                raise ArgumentError(what, f"{name}=1")
 
     @classmethod
     def of(cls, near: int | None, most_moved: int | None = None) -> Rule:
-        """The rule that `attmemo.memoize` takes for these arguments. ValueError: a number is negative."""
+        """The rule that `attmemo.memoize` takes for these arguments. ArgumentError: a number is negative."""
         return cls(most_moved=most_moved) if near is None else cls(near, near, most_moved)
 
     def for_classes(self) -> Rule:

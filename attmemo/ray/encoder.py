@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from attmemo.arguments import MEMORY
 from attmemo.db.filling import is_filling
 from attmemo.errors import ArgumentError
 from attmemo.machine import cores
-from attmemo.memoization import MEMORY
 from attmemo.ray.columns import Batch, Text, choose, make_columns, read_texts
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.model import Answer, ServedModel, load

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from attmemo.arguments import MEMORY
 from attmemo.errors import AttmemoError
 from attmemo.extras import install
-from attmemo.memoization import MEMORY
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.settings import Settings
 

@@ -26,6 +26,7 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
         "attmemo_draining": ("1: the service is about to end.", service.draining),
         "attmemo_records": ("Records that came while models served.", found.get("records")),
         "attmemo_record_bytes": ("Bytes of these records.", found.get("record_bytes")),
+        "attmemo_failed": ("Sequences that an error left exact, or without a check.", found.get("failed")),
         "attmemo_guard_state": ("0: learning, 1: certified, -1: alarm.", STATES.get(guard.get("state", ""))),
         "attmemo_guard_budget": ("Share of answers that may change.", guard.get("budget")),
         "attmemo_guard_changed_at_most": (

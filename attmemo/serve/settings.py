@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from attmemo.arguments import check_places, check_together
 from attmemo.errors import ArgumentError
 from attmemo.machine import cores
+from attmemo.sizes import bytes_of
 
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -94,7 +96,7 @@ class Settings:
     min_cosine: float = MIN_COSINE
     threshold: float | Sequence[float] | Literal["auto"] = "auto"
     near: int | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
     fill: bool | str = True
     drain_seconds: float = 1.0
     stop_seconds: float = 30.0
@@ -113,12 +115,11 @@ class Settings:
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
-        if self.reuse == "none" and self.database is not None:
-            raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
-        if self.reuse == "none" and self.threshold != "auto":
-            raise ArgumentError("reuse is none, and there is a threshold: nothing is reused.", "leave out one of them")
-        if self.reuse in ("none", "maps") and self.near is not None:
-            raise ArgumentError(f"near is a setting of rows, and reuse is {self.reuse}.", "leave out one of them")
+        check_places(self.database, self.fill)
+        check_together(
+            reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=self.linear,
+            threshold=self.threshold, near=self.near,
+        )  # fmt: skip
         if self.reuse in ("none", "maps") or self.budget is None:
             why = "there is no budget" if self.budget is None else f"reuse is {self.reuse}"
             for name, value, usual in (
@@ -127,9 +128,7 @@ class Settings:
                 if value != usual:
                     what = f"{name} is {value}, and answers are not guarded: {why}."
                     raise ArgumentError(what, f"leave out {name}")
-        if self.reuse == "maps" and self.linear != "exact":
-            what = f"linear is {self.linear}, and maps are reused: they leave linear layers as they are."
-            raise ArgumentError(what, "leave out one of them")
+        bytes_of(self.max_bytes)
         if self.api_key is not None and not self.api_key.strip():
             raise ArgumentError("the API key is empty: every request would be refused.", "give a key, or none")
 
