@@ -34,10 +34,10 @@ Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases
 
 
 def opened(db: Path, *, fills: bool) -> SharedPool:
-    """The pool of a folder; it may keep all that it holds."""
+    """The pool of a folder; it keeps all that it holds."""
     from attmemo.db.shared_pool import SharedPool
 
-    pool = SharedPool(db, 1 << 60, fills=fills)
+    pool = SharedPool(db, None, fills=fills)
     pool.news()
     return pool
 
@@ -184,10 +184,8 @@ def together(history: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 def _so_far(counts: dict[str, int]) -> str:
     """What became of records."""
     gone = {
-        "not used since they were written": counts.get("evicted", 0) - counts.get("evicted_used", 0)
-                                            - counts.get("evicted_anew", 0),
+        "not used since they were written": counts.get("evicted", 0) - counts.get("evicted_used", 0),
         "used less than those that were carried": counts.get("evicted_used", 0),
-        "no room when the folder was written anew": counts.get("evicted_anew", 0),
     }  # fmt: skip
     why = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
     words = [f"{counts[name]:,} {name}" for name in ("added", "carried", "evicted", "forgotten") if counts.get(name)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attmemo.db.hold import Hold
 from attmemo.db.lease import Presence
-from attmemo.db.pool import Draft, Entry, Kept, Tail
+from attmemo.db.records import Draft, Entry, Kept, Tail
 from attmemo.db.segment import Pause, Segment, rounded
 
 

@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +58,31 @@ def start_of(marks: int) -> int:
 def bytes_for(record: int, usual: int) -> int:
     """Bytes of a new segment that must hold a record of so many bytes; `usual` if this is enough."""
     return max(usual, round_up(record + start_of(FEWEST_MARKS) + record // 256, 4096))
+
+
+def bytes_of(records: int, body: int) -> int:
+    """Bytes of the smallest segment for so many records that take `body` bytes in all."""
+    body = max(body, 1)
+    nbytes = max(body, records * BYTES_PER_MARK if records > FEWEST_MARKS else 0)
+    while nbytes < (needed := round_up(start_of(marks_for(nbytes)) + body, 4096)):
+        nbytes = needed
+    return nbytes
+
+
+def packed(records: Iterable[int], usual: int) -> Iterator[tuple[int, int]]:
+    """How many records of these bytes, in their order, go to each segment of `usual` bytes at most; and its bytes.
+
+    A record that is larger has a segment of its own.
+    """
+    count = body = nbytes = 0
+    for record in map(rounded, records):
+        larger = bytes_of(count + 1, body + record)
+        if count and larger > usual:
+            yield count, nbytes
+            count, body, larger = 0, 0, bytes_of(1, record)
+        count, body, nbytes = count + 1, body + record, larger
+    if count:
+        yield count, nbytes
 
 
 def rounded(nbytes: int) -> int:

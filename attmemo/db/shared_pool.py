@@ -40,7 +40,8 @@ from attmemo.db.files import CATALOGUE, MANIFEST, RESTORE, storing, sync
 from attmemo.db.filling import FILLING, Filling, is_filling
 from attmemo.db.history import History, Work
 from attmemo.db.lease import LEASE, PRESENCE, lease
-from attmemo.db.pool import Draft, Entry, Kept, News, Pool, Tail
+from attmemo.db.pool import Pool
+from attmemo.db.records import Draft, Entry, Kept, News, Tail
 from attmemo.db.segment import Pause, Segment, no_pause
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
@@ -64,8 +65,8 @@ class SharedPool(Pool):
     ----------
     path : path
         Of the folder.
-    max_bytes : int
-        Most bytes of all segments, while this process fills.
+    max_bytes : int or None
+        Most bytes of all segments, while this process fills; see `Pool`.
     filling : Filling, optional
         What a new pool is made for. None: the folder must be a pool.
     fills : bool
@@ -78,7 +79,7 @@ class SharedPool(Pool):
     """
 
     def __init__(
-        self, path: os.PathLike[str] | str, max_bytes: int, filling: Filling | None = None, *, fills: bool = True
+        self, path: os.PathLike[str] | str, max_bytes: int | None, filling: Filling | None = None, *, fills: bool = True
     ) -> None:
         super().__init__(max_bytes)
         self.path, self.fills = Path(path), fills
@@ -162,6 +163,7 @@ class SharedPool(Pool):
             self._segments, self._tails = segments, tails
         self._next, self._next_segment, self.counts = meta["next"], meta["next_segment"], meta["counts"]
         self._seq, self._transaction = meta["seq"], seen
+        self._usual = meta.get("usual", self._usual)
         return found
 
     def _log(self, transaction: Any, first: int, last: int) -> list[tuple[Any, Any, Any]] | None:
@@ -322,7 +324,7 @@ class SharedPool(Pool):
         counts = dict(Counter(self.counts) + draft.counts)
         meta = {
             "uuid": self.filling.uuid, "next": draft.next, "next_segment": draft.next_segment, "seq": seq,
-            "counts": counts,
+            "counts": counts, "usual": self.usual,
         }  # fmt: skip
         _put(transaction, _META, json.dumps(meta).encode())
 

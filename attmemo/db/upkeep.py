@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.db.database import Finding
-from attmemo.db.pool import Entry, Kept
+from attmemo.db.records import Entry, Kept
 from attmemo.db.shared_pool import SharedPool
 from attmemo.errors import DatabaseError
 
 AGES: Final = (("a minute", 60.0), ("an hour", 3600.0), ("a day", 86400.0), ("a week", 604800.0), ("longer", np.inf))
-_TOGETHER: Final = 64  # records that are merged in one batch
 
 Tokens = npt.NDArray[np.int32]
 
@@ -106,9 +105,5 @@ def merge(into: SharedPool, others: Sequence[SharedPool]) -> int:
                 waiting.append(kept)
     waiting.sort(key=lambda kept: kept.hits)
     before = set(into.records)
-    for start in range(0, len(waiting), _TOGETHER):
-        into.add([
-            Entry(kept.tokens, kept.body, kept.note, kept.made, kept.hits)
-            for kept in waiting[start : start + _TOGETHER]
-        ])
+    into.add([Entry(kept.tokens, kept.body, kept.note, kept.made, kept.hits) for kept in waiting])
     return len(into.records.keys() - before)

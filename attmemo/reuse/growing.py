@@ -23,7 +23,8 @@ import torch
 import xxhash
 
 from attmemo.db.history import Work
-from attmemo.db.pool import Entry, Kept, News, Pool
+from attmemo.db.pool import Pool
+from attmemo.db.records import Entry, Kept, News
 from attmemo.embed.tokens import TokenIndex
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
