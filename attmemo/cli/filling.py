@@ -48,7 +48,8 @@ def forget(
 ) -> None:  # fmt: skip
     """Take records out of a database that fills itself.
 
-    None of their bytes is left in the folder. What guards have learned there is removed too: they learn again.
+    None of their bytes is left in the folder. What guards have learned there is removed too: they learn again. If no
+    record is meant, nothing is changed.
     """
     if not text and before is None:
         raise typer.BadParameter("say what to forget: --text TEXT --model NAME, or --before DATE.")
@@ -64,24 +65,28 @@ def forget(
         pool = opened(db, fills=True)
         try:
             runs = _runs(text or [], model, None if any_tokenizer else pool)
-            count = take_out(pool, lambda kept: (until is not None and kept.made < until)
-                             or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs))  # fmt: skip
-            guards = 0
-            for file in (db / GUARDS).glob("*.safetensors"):
-                file.unlink()
-                guards += 1
+            meant = [
+                number for number, kept in pool.records.items()
+                if (until is not None and kept.made < until)
+                or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs)
+            ]  # fmt: skip
+            guards = list((db / GUARDS).glob("*.safetensors")) if meant or pool.needs_scrub else []
+            for file in guards:  # first: a call that is killed finds the records again, and goes on
+                file.unlink(missing_ok=True)
+            take_out(pool, meant)
             findings = check(pool)
         finally:
             pool.close()
-        out.result({"path": str(db), "forgotten": count, "guards": guards, "ok": not findings})
+        out.result({"path": str(db), "forgotten": len(meant), "guards": len(guards), "ok": not findings})
         sound = f"{len(findings):,} of the others are damaged" if findings else "all others match their checksums"
-        out.say(f"{db}: {count:,} records forgotten, {guards} guards begin anew, {sound}")
+        done = f"{len(meant):,} records forgotten, {len(guards)} guards begin anew"
+        out.say(f"{db}: {done if meant else 'no record is meant, so nothing was changed'}; {sound}")
 
 
 def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """Write a database that fills itself anew, without gaps.
 
-    Models that serve from it go on. The folder needs room for both meanwhile.
+    It is left as it is if that gains nothing. Models that serve from it go on. The folder needs room for both meanwhile.
     """
     with output(json, quiet) as out:
         pool = opened(db, fills=True)
@@ -100,7 +105,8 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
 
     All of them are prepared, or all fill themselves. Records that are there already are not added twice. DB is made if
     there is none and the others are prepared, as shards of attmemo build-database --shard are. In databases that fill
-    themselves records stay as old, and as often used, as they were.
+    themselves records stay as old, and as often used, as they were; the bound of bytes is that of the next process that
+    fills.
     """
     stopped = "interrupted; what was copied is published, the same command goes on"
     with output(json, quiet, stopped) as out:

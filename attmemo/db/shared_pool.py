@@ -42,6 +42,7 @@ from attmemo.db.history import History, Work
 from attmemo.db.lease import LEASE, PRESENCE, lease
 from attmemo.db.pool import Pool
 from attmemo.db.records import Draft, Entry, Kept, News, Tail
+from attmemo.db.scrub import DUE, scrub
 from attmemo.db.segment import Pause, Segment, no_pause
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
@@ -54,8 +55,7 @@ LOGGED: Final = 512
 _NUMBER = struct.Struct(">Q")
 _PLACE = struct.Struct(">QI")  # segment, place: the key of a record
 _RECORD = struct.Struct("<QQQQdQI")  # number, offset, bytes, checksum, made, carried, bytes of the note
-_META, _LOG, _RECORDS, _SEGMENTS, _HISTORY, _ZEROS = b"m", b"l", b"r", b"s", b"h", b"z"
-_SCRUBS, _PAGE_OF_ZEROS = 2, 4000
+_META, _LOG, _RECORDS, _SEGMENTS, _HISTORY = b"m", b"l", b"r", b"s", b"h"
 
 
 class SharedPool(Pool):
@@ -88,6 +88,7 @@ class SharedPool(Pool):
         self._env: Any = None
         self._key = (0, 0)  # of the environment
         self._closed = False
+        self._due = self.path / DUE
         self._ahead = Ahead(self.path)
         self._head, self._same = str(self.path / FILLING), (0, 0, 0, 0)  # device, inode, time and size of this file
         if filling is not None and not is_filling(self.path):
@@ -259,8 +260,10 @@ class SharedPool(Pool):
                     self._ahead.name(draft)
                     make(draft)
                     self._ahead.take(draft, self.usual)
-                    with storing(self.path):
-                        self._store(transaction, draft)
+                    changed = draft.touched or draft.removed or draft.segments.keys() != self._segments.keys()
+                    if changed:
+                        with storing(self.path):
+                            self._store(transaction, draft)
                     seen = transaction.id()
             except BaseException:
                 self._transaction = -1  # another process may use the number of the transaction that is given up
@@ -270,7 +273,10 @@ class SharedPool(Pool):
                 raise
             gone = (self._segments.keys() | draft.made) - draft.segments.keys()
             self._known += self._apply(draft)
-            self._seq, self._transaction = self._seq + 1, seen
+            if changed:
+                self._seq, self._transaction = self._seq + 1, seen
+            else:
+                self._transaction = -1  # its number is given up, too
             self._unlink(gone)  # what is published does not name them; readers hold what they read
             self._ahead.publish()
 
@@ -279,18 +285,16 @@ class SharedPool(Pool):
             with suppress(OSError):
                 self._file(number).unlink()
 
+    @property
+    def needs_scrub(self) -> bool:
+        """Whether records were removed, and what was left of them in the catalogue was not written over."""
+        return self._due.exists()
+
     def scrub(self) -> None:
-        """Write zeros over the pages of the catalogue that are free: they may hold tokens of removed records."""
-        with self._filling():
-            env = self._environment()
-            for _ in range(_SCRUBS):  # pages of the last transactions are free only later
-                pages = env.info()["last_pgno"]
-                with env.begin(write=True) as transaction:
-                    for number in range(pages):
-                        transaction.put(_ZEROS + _NUMBER.pack(number), bytes(_PAGE_OF_ZEROS))
-                with env.begin(write=True) as transaction:
-                    for number in range(pages):
-                        transaction.delete(_ZEROS + _NUMBER.pack(number))
+        """Write zeros over what nothing can read in the catalogue: there may be tokens of removed records."""
+        with self._filling(), storing(self.path):
+            scrub(self._environment(), self.path / CATALOGUE / "data.mdb", PATIENCE)
+            self._due.unlink(missing_ok=True)
 
     def _store(self, transaction: Any, draft: Draft) -> None:
         """Make a draft durable, as part of a transaction."""
@@ -298,6 +302,9 @@ class SharedPool(Pool):
             draft.segments[number].sync()
         if draft.made:
             sync(self.path / SEGMENTS)
+        if draft.counts["forgotten"]:
+            self._due.touch(0o600)
+            sync(self.path)
         for number in self._segments.keys() - draft.segments.keys():
             transaction.delete(_SEGMENTS + _NUMBER.pack(number))
         for number in draft.touched & draft.segments.keys():
@@ -392,7 +399,7 @@ class SharedPool(Pool):
 def _check_new(path: Path) -> None:
     """DatabaseError: something else is in the folder."""
     try:
-        own = (SEGMENTS, CATALOGUE, LEASE, PRESENCE, FILLING)  # of a pool that another process makes at this moment
+        own = (SEGMENTS, CATALOGUE, LEASE, PRESENCE, FILLING, DUE)  # of a pool that another process makes at this moment
         found = sorted(file.name for file in path.iterdir() if not file.name.startswith(own))
     except OSError:
         return  # there is no such folder, or what comes next says why it cannot be read

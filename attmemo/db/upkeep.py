@@ -66,13 +66,12 @@ def check(pool: SharedPool, progress: Callable[[int, int], None] | None = None) 
     return found
 
 
-def forget(pool: SharedPool, which: Callable[[Kept], bool]) -> int:
-    """Take records out, so that none of their bytes is left in the folder; how many these were."""
-    doomed = [kept for kept in pool.records.values() if which(kept)]
-    if doomed:
-        pool.remove(kept.number for kept in doomed)
-    pool.scrub()  # also if there is none: the last call may have been interrupted
-    return len(doomed)
+def forget(pool: SharedPool, numbers: Sequence[int]) -> None:
+    """Take records out, so that none of their bytes is left in the folder; also of an earlier call that was killed."""
+    if numbers:
+        pool.remove(numbers)
+    if pool.needs_scrub:
+        pool.scrub()
 
 
 def holds(tokens: Tokens, run: Tokens) -> bool:
