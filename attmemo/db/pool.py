@@ -55,8 +55,8 @@ class Pool:
         By number. Numbers rise, and none is used twice.
     counts : dict of str to int
         Records since the pool was made, by what became of them: ``added``, ``evicted``, ``carried`` (to another
-        segment), ``forgotten``; of those evicted, ``evicted_used``: they were used, but less than others that were
-        carried.
+        segment), ``forgotten``, ``damaged`` (with their segment); of those evicted, ``evicted_used``: they were used,
+        but less than others that were carried.
     history : History
         What requests cost.
     """
@@ -176,7 +176,7 @@ class Pool:
         return self.news()
 
     def rewrite(self) -> News:
-        """Write all records to new segments, one behind the other, and drop the old ones, if that takes fewer bytes."""
+        """Write all records to new segments, one behind the other, if that takes fewer bytes."""
 
         def anew(draft: Draft) -> None:
             plan = self._without_gaps(draft, set(draft.segments))
@@ -186,8 +186,8 @@ class Pool:
         self._change(anew)
         return self.news()
 
-    def trim(self) -> News:
-        """Bring the pool within its bound, if it takes more bytes.
+    def trim(self) -> None:
+        """Bring the pool within its bound, if it takes more bytes. `news` tells what went.
 
         What lies in segments with much room to spare is written anew. If that is not enough, the oldest records go, as
         they do for new ones.
@@ -197,7 +197,6 @@ class Pool:
                 self._change(partial(self._trim, self.max_bytes))
             except StorageFullError:  # there is no room to write anything anew
                 self._change(lambda draft: self._start(draft, 0))
-        return self.news()
 
     def close(self) -> None:
         """Give everything back; what is still read stays until it is read."""

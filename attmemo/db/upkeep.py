@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.db.database import Finding
-from attmemo.db.records import Entry, Kept
+from attmemo.db.records import Entry
 from attmemo.db.shared_pool import SharedPool
 from attmemo.errors import DatabaseError
 
