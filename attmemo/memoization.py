@@ -31,7 +31,7 @@ from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
 from attmemo.handles.rows import Guarding, Records, prepare_rows
-from attmemo.handles.stack import blocks_of, prepare_stack
+from attmemo.handles.stack import StackMemoization, blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
@@ -257,7 +257,7 @@ def _prepare(
     fills = fill is not False
     fields = {} if database == MEMORY else model_fields(adapter.host(encoder), linear)
 
-    def rows(prepared: Database | None, owned: bool, folder: Path | None) -> Memoization:
+    def rows(prepared: Database | None, owned: bool, folder: Path | None) -> StackMemoization:
         return prepare_rows(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
@@ -335,7 +335,7 @@ def _by_itself(
     return packed
 
 
-def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path, fills: bool) -> Memoization:
+def _rows_by_themselves(rows: Callable[[Path | None], StackMemoization], folder: Path, fills: bool) -> Memoization:
     """In the cache directory, or in memory if the database there cannot be used."""
     new = not is_filling(folder)
     try:
@@ -345,7 +345,7 @@ def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path
             raise
         _LOG.warning("attmemo: new records are kept in memory only: %s", error)
         return rows(None)
-    if new:
+    if new and found.folder is not None:
         _LOG.warning("attmemo: %s keeps tokens and hidden states of inputs from now on: %s", folder, _PRIVACY)
     return found
 

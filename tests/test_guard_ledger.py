@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from attmemo.guard import Cover, Guard, Keeper, Ledger, Verdict, all_in
+from attmemo.guard.ledger import DAMAGED
 from attmemo.guard.margin import SEEN
 
 SETTINGS = {"budget": 0.01, "confidence": 0.95, "answer": "auto"}
@@ -170,6 +172,56 @@ def test_a_damaged_file_costs_what_was_learned_and_no_more(ledger: Ledger, damag
     assert not other.certified
     assert other.ask(gap(1, 3)) == Cover.NOT
     assert all_in(ledger.path.parent), "the file was written anew"
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
+def test_a_damaged_file_is_set_aside_and_named_once(
+    ledger: Ledger, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 1, range(400))
+    guard.sync(ledger)
+    whole = ledger.path.read_bytes()
+    bad = {"cut": whole[: len(whole) // 2], "noise": b"\x07" * 100, "empty": b""}[damage]
+    ledger.path.write_bytes(bad)
+    for _ in range(2):
+        other = Guard(0.01, 0.95, seed=0)
+        keeper = Keeper(other, ledger, FAR)
+        verify(other, 1, range(5))
+        keeper.close()
+    assert caplog.text.count("set aside") == 1
+    (aside,) = [file for file in ledger.path.parent.iterdir() if DAMAGED in file.name]
+    assert aside.read_bytes() == bad
+    stored = ledger.read()
+    assert stored is not None
+    assert stored.counts["same"] == 10
+
+
+def test_no_flipped_bit_changes_what_is_known(ledger: Ledger) -> None:
+    """Of any byte: the file is damaged, or it says the same. A wrong count would certify what nobody has verified."""
+    guard = Guard(0.01, 0.95, seed=0)
+    verify(guard, 1, range(20))
+    guard.sync(ledger)
+    whole, expected = ledger.path.read_bytes(), ledger.read()
+    assert expected is not None
+    generator, damaged = random.Random(0), 0
+    for at in range(len(whole)):
+        ledger.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << generator.randrange(8)]) + whole[at + 1 :])
+        found = ledger.read()
+        damaged += found is None
+        if found is not None:
+            assert (found.epoch, found.since, found.counts) == (expected.epoch, expected.since, expected.counts)
+            assert all(np.array_equal(found.hashes[name], array) for name, array in expected.hashes.items())
+    assert damaged > 0.8 * len(whole)
+
+
+def test_a_file_of_another_version_is_not_taken_for_a_damaged_one(ledger: Ledger) -> None:
+    guard = Guard(0.01, 0.95, seed=0)
+    guard.sync(ledger)
+    with safe_open(ledger.path, "numpy") as file:
+        told = file.metadata()
+    save_file({"other": np.zeros(3)}, ledger.path, told | {"version": "99"})
+    assert ledger.set_aside() is None
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(

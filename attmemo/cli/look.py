@@ -109,8 +109,8 @@ def _kinds(database: Database) -> list[dict[str, Any]]:
 
 def _guards(database: Path) -> list[dict[str, Any]]:
     """Where each guard of this database stands, and its settings."""
+    from attmemo.db.folder import GUARDS
     from attmemo.guard import Guard, all_in
-    from attmemo.handles.rows import GUARDS
 
     found = []
     for settings, learned in all_in(database / GUARDS):

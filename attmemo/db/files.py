@@ -23,6 +23,10 @@ LOCK: Final = "builder.lock"
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 WHEN_FULL: Final = "free space and run the same command again"
 RESTORE: Final = "restore the database from a copy, or build it again with attmemo build-database"
+ANEW: Final = (
+    "let a model fill it (attmemo serve MODEL --fill DB): what is damaged is set aside, and it goes on without"
+)
+"""Next step for a database that fills itself."""
 _NO_PLACE = (errno.EROFS, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 

@@ -242,14 +242,14 @@ def sealed(text: str) -> bytes:
     return f"{text}\n{_checksum(text)}\n".encode()
 
 
-def unsealed(raw: bytes, path: Path) -> str:
+def unsealed(raw: bytes, path: Path, hint: str = RESTORE) -> str:
     """The text of a file that was `sealed`; DatabaseCorruptError: it is not as it was written."""
     try:
         text, checksum, rest = raw.decode().rsplit("\n", 2)
     except ValueError as error:
-        raise DatabaseCorruptError(f"{path}: not a manifest: no checksum line.", RESTORE) from error
+        raise DatabaseCorruptError(f"{path}: it is cut or damaged: no checksum line.", hint) from error
     if rest or checksum != _checksum(text):
-        raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", RESTORE)
+        raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", hint)
     return text
 
 

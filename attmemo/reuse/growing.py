@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,9 @@ import torch
 import xxhash
 
 from attmemo.db.history import Work
-from attmemo.db.pool import Entry, Kept, News, Pool
+from attmemo.db.pool import Pool
+from attmemo.db.records import Entry, Kept, News
+from attmemo.db.shared_pool import SharedPool
 from attmemo.embed.tokens import TokenIndex
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
@@ -95,6 +98,11 @@ class GrowingRows(RowStore):
         os.register_at_fork(after_in_child=partial(_in_child, own))
         self._leave = partial(_flush, own)
         atexit.register(self._leave)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where records are kept; None: in memory."""
+        return self.pool.path if isinstance(self.pool, SharedPool) else None
 
     @property
     def storage(self) -> tuple[torch.dtype, torch.dtype]:

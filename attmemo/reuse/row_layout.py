@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db.pool import Kept
+from attmemo.db.records import Kept
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.row_store import Record
 
