@@ -71,7 +71,7 @@ def quiet() -> Iterator[None]:
     level, bars, notices = hf.get_verbosity(), hf.is_progress_bar_enabled(), hub.get_verbosity()
     hf.set_verbosity_error()
     hf.disable_progress_bar()
-    hub.set_verbosity_error()  # else each try to reach the hub, of six, has two lines
+    hub.set_verbosity(logging.ERROR)  # else each try to reach the hub, of six, has two lines
     plain = logging.getLogger("transformers").level
     try:
         with warnings.catch_warnings():

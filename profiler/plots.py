@@ -223,7 +223,7 @@ def present_panels(result: Result) -> list[Panel]:
 
 
 def _is_measured(panel: Panel, result: Result) -> bool:
-    part = result.get(panel.part)
+    part = result.get(panel.part) or ()
     return bool(part) and (not panel.column or not all(map(math.isnan, numbers(part, panel.column))))
 
 
@@ -285,8 +285,8 @@ def _mark_controls(axes: Axes, result: Result, key: str) -> None:
     controls = [row for row in (result.get("controls") or ())[1:] if row.get("share_computed") is not None]
     for row, mark in zip(controls, "sDo", strict=False):
         if row.get(key) is not None:
-            style = {"color": FAINT, "markerfacecolor": "none", "markersize": 7, "label": f"control: {row['name']}"}
-            axes.plot(row["share_computed"], row[key], mark, **style)
+            label = f"control: {row['name']}"
+            axes.plot(row["share_computed"], row[key], mark, color=FAINT, fillstyle="none", markersize=7, label=label)
 
 
 def _share_of_sequences(axes: Axes) -> None:

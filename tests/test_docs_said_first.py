@@ -38,6 +38,7 @@ def runs(found: Any) -> list[Any]:
 def test_what_a_prepared_database_gains_was_measured() -> None:
     template = "rows of a prepared database are # to # times as fast as stock there, on streams"
     says(FIRST, template, *spread(REPEATED, "rows"))
+    says(FIRST, "in another run, where packed blocks are # to #.", *spread(REPEATED, "packed"))
     packed = [RowsCase(name).over("packed") for name in ("deberta-windows", "deberta-base-8x512")]
     says(FIRST, "With DeBERTa packed blocks are # to # times as fast", *packed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from itertools import count
 from pathlib import Path
 
 from docs_tools import RowsCase, measured, numbers, page, says, set_in, shows, table_rows
@@ -18,6 +19,7 @@ from attmemo.embed.tokens import GRAPH_FROM
 from attmemo.kernels.align import Rule
 from attmemo.mmap import CACHE_LINE, HUGE_PAGE
 from attmemo.perfmodel import row_gate
+from attmemo.perfmodel.tuner import sequences_judged, sequences_needed
 from attmemo.reuse.row_layout import RowLayout
 
 SCALE, ROWS, USE, FORMAT, OWN = (page(f"{name}.md") for name in ("scale", "rows", "use", "format", "own-family"))
@@ -92,6 +94,10 @@ class TestUse:
         budget = 100 * inspect.signature(memoize).parameters["budget"].default
         says(USE, "within a budget, # % by default", budget)
         says(USE, "by default at most # % of all answers may change", budget)
+        needed = sequences_needed(0.01)
+        texts = next(total for total in count(needed) if sequences_judged(total, 0.01))
+        template = "For a budget of # % `tune` alone needs # texts that are not in the database, to judge # of them"
+        says(USE, template, 1, texts, needed)
         says(page("python.md"), "a lower bound that held for # % of held-out lookups", 100 * COVERAGE)
         says(page("glossary.md"), "a lower bound for # % of held-out lookups", 100 * COVERAGE)
         says(page("privacy.md"), "the answers of about # inputs at most", debts.MOST)

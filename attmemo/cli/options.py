@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args
 
 import typer
 
@@ -61,11 +61,11 @@ def parse_cosine(text: str) -> float:
 
 def parse_precision(text: str) -> Precision:
     """What a model computes in."""
-    if text == "float32" or text == "bfloat16":
-        return text
+    if text in get_args(Precision):
+        return cast(Precision, text)
     if text == "float16":
         raise typer.BadParameter("CPUs compute float16 slowly; write bfloat16, which takes as much memory.")
-    raise typer.BadParameter(f"{text!r} is not one of float32, bfloat16.")
+    raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(Precision))}.")
 
 
 def _number(text: str) -> float:
