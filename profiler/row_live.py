@@ -57,7 +57,8 @@ def play(
     valid = sum(map(len, tokens))
     late = torch.arange(total) >= total // 2
     return {
-        "budget": options.budget, "confidence": options.confidence, "served": guard["done"].get("served", 0) / total,
+        "budget": options.budget, "confidence": options.confidence, "reused": stats["reused"] / total,
+        "repeated": stats["repeated"] / total,
         "changed": float(differ.float().mean()), "changed_late": float(differ[late].float().mean()),
         "share_computed": stats["rows_computed"] / valid, "verified": guard["verified"], "margin": guard["margin"],
         "state": guard["state"], "done": guard["done"], "says": guard["says"],

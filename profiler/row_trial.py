@@ -85,7 +85,8 @@ class RowTrial:
         stats = handle.stats()
         calls = stats["sequences"] + sum(stats["ineligible"].values())
         share = 1.0 if stats["share_computed"] is None else stats["share_computed"]
-        return {"hit_rate": stats["served"] / calls if calls else 0.0, "share_computed": share}
+        answered = stats["reused"] + stats["repeated"]
+        return {"hit_rate": answered / calls if calls else 0.0, "share_computed": share}
 
     def counts(self, handle: StackMemoization) -> dict[str, Any]:
         stats = handle.stats()

@@ -58,9 +58,10 @@ def check_rows(
         stack.callback(setattr, reuse, "store", before)
         with engine.planned(_half(several)):
             seen = host(**both)[0]
-        counters = engine.counters
-        if counters.done.served != len(lengths):  # counted where records were read: a hit may have been computed whole
-            raise AdapterCheckError(f"a small batch cannot be served from records: {counters.reason()}.", UNKNOWN)
+        if len(reuse.thread.served) != len(lengths):  # known where records were read: a hit may be computed whole
+            raise AdapterCheckError(
+                f"a small batch cannot be served from records: {engine.counters.reason()}.", UNKNOWN
+            )
     allowed = allowed_for(packed, model) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])
     worst = difference(seen[valid], expected[valid])
