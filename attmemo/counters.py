@@ -37,7 +37,8 @@ class Work:
     """What a stack of blocks did since the counters were last reset."""
 
     sequences: int = 0
-    served: int = 0  # of these, from a record
+    reused: int = 0  # of these, answers that came from a record of another input
+    repeated: int = 0  # of these, answers that the input's own record gave again as they were
     tokens: int = 0
     rows: int = 0  # that were computed
     lookup_seconds: float = 0.0
@@ -83,19 +84,24 @@ class Counters:
                 stats.saved_ms += saved
 
     def work(
-        self, sequences: int, tokens: int, rows: int, *, served: int = 0, fetch: float = 0.0, blocks: float = 0.0
+        self, sequences: int, tokens: int, rows: int, *, fetch: float = 0.0, blocks: float = 0.0
     ) -> None:
         """Work of one call of a stack: its sequences, their tokens, rows computed, and seconds by part.
 
         A call that repeats a part of another one adds rows and seconds, no sequence.
         """
         with self._lock:
-            self.done.served += served
             self.done.sequences += sequences
             self.done.tokens += tokens
             self.done.rows += rows
             self.done.fetch_seconds += fetch
             self.done.blocks_seconds += blocks
+
+    def answered(self, reused: int, repeated: int) -> None:
+        """So many answers came from records, and stay: of other inputs, and of the inputs' own."""
+        with self._lock:
+            self.done.reused += reused
+            self.done.repeated += repeated
 
     def planned(self, lookup: float, plan: float) -> None:
         """Seconds of one lookup of rows, and of the plan behind it."""

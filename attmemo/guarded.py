@@ -67,16 +67,16 @@ class Guarded:
         Says whether records could be read.
     store : GrowingRows or None
         Keeps what was computed exactly.
-    key : bytes
-        That of `Sureness`.
+    sureness : Sureness
+        That of the planner.
     """
 
     def __init__(
         self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows, store: GrowingRows | None,
-        key: bytes,
+        sureness: Sureness,
     ) -> None:  # fmt: skip
         self.guard, self.answers, self.planner = guard, answers, planner
-        self._rows, self._store, self.sureness = rows, store, Sureness(answers, store, key)
+        self._rows, self._store, self.sureness = rows, store, sureness
         self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
         self.debts, self.idle = Debts(), Idle(self._pay_some)
         self.rows_afterwards = 0  # computed to verify answers afterwards
@@ -85,7 +85,6 @@ class Guarded:
         self._model: nn.Module | None = None
         self._pad: int | None = None
         self._hooks: list[Any] = []
-        planner.sureness = self.sureness.of_record
 
     def watch(self, model: nn.Module, pad: int | None) -> None:
         """Owe answers of this model from now on. Without it none is owed.
@@ -136,17 +135,25 @@ class Guarded:
             start = perf_counter()
         thread.forget()
         with self.planner.asking(room=self._room) as asking:
-            output = forward(*args, **kwargs)
+            try:
+                output = forward(*args, **kwargs)
+            except BaseException:
+                asking.serve_only(set())
+                self._settle(asking, counters)
+                raise
         offers, beside = thread.admitted, thread.beside
         hidden = self.answers.pooled_from(output) if beside else None
         gives_out = hidden is not None and thread.last is not None and hidden.is_set_to(thread.last)
         thread.admitted, thread.beside, thread.last = {}, {}, None
         if asking.twice:  # no answer has a margin, and none can be verified
-            return self._whole(forward, inputs, output, asking.served)
+            output = self._whole(forward, inputs, output, asking)
+            self._settle(asking, counters)
+            return output
         asking.serve_only(thread.served)  # a record could not be read: an exact answer proves nothing
         try:
             return self._checked(forward, inputs, output, mask_in(given), offers, beside, gives_out, asking, counters)
         finally:
+            self._settle(asking, counters)
             self._offer(offers, asking, perf_counter() - start)
             paid = 0.0
             if asking.looked:  # verifying is what reuse costs
@@ -164,7 +171,7 @@ class Guarded:
         if not asking.chosen and not offers:
             return output
         if has_loss(output):
-            return self._whole(forward, inputs, output, asking.served)
+            return self._whole(forward, inputs, output, asking)
         try:
             seen = self.answers.read(output, mask)
             if len(seen.values) != asking.batch:
@@ -172,12 +179,12 @@ class Guarded:
             self.sureness.note(seen, offers)
         except Exception as error:  # the check at memoize has seen an answer; this output is of another form
             self._failed(counters, "an answer could not be read", error)
-            return self._whole(forward, inputs, output, asking.served)
+            return self._whole(forward, inputs, output, asking)
         try:
             output = self._raise_low(forward, inputs, output, mask, seen, asking)
         except Exception as error:
             self._failed(counters, "an answer below the margin could not be computed alone", error)
-            return self._whole(forward, inputs, output, asking.served)
+            return self._whole(forward, inputs, output, asking)
         try:
             self._verify(forward, inputs, gives_out, mask, seen, beside, asking)
         except Exception as error:
@@ -215,6 +222,7 @@ class Guarded:
                 self._computed_again(one, first[place], true)
             changed = self._differ(last[place], true)
             self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
+            asking.low.add(place)
         return put(output, again, torch.tensor(low), asking.batch)
 
     def _low(self, answers: Mapping[int, Answer], chosen: Mapping[int, Chosen]) -> list[int]:
@@ -313,6 +321,18 @@ class Guarded:
             if self.guard.compared(one.verdict, one.gaps, one.cover, answer.margin, changed, one.epoch):
                 self._tell_alarm()
 
+    def _settle(self, asking: Asking, counters: Counters) -> None:
+        """Count the answers that came from records, now that they are final.
+
+        The guard counted them when it decided; those that were computed exactly after all it takes back.
+        """
+        decided, exact = asking.decided, asking.exact | asking.low
+        for place in exact - asking.low:
+            self.guard.take_back(decided[place].cover, decided[place].epoch)
+        given = [one.cover for place, one in decided.items() if place not in exact]
+        repeated = given.count(Cover.SAME)
+        counters.answered(len(given) - repeated, repeated)
+
     def pay(self, most: int | None = None, *, wait: bool = True) -> None:
         """Verify answers that are owed. One that cannot be verified any more is forgotten.
 
@@ -399,8 +419,10 @@ class Guarded:
             self._pools = False
         return found
 
-    def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, served: list[int]) -> Any:
+    def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, asking: Asking) -> Any:
         """The output of a batch whose answers cannot be checked: nothing is served."""
+        served = set(asking.served)
+        asking.exact |= served
         if not served:
             return output
         args, kwargs = shallow(inputs)

@@ -6,6 +6,7 @@ with more rows computed, if it is near the one with fewer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -30,12 +31,16 @@ class Sureness:
     answers : Answers
     store : GrowingRows or None
         Keeps what was computed exactly.
+
+    Attributes
+    ----------
     key : bytes
         `KEY` bytes that stand for the model's head and the answer: with another key a record's answer is not known.
+        At first none is.
     """
 
-    def __init__(self, answers: Answers, store: GrowingRows | None, key: bytes) -> None:
-        self._answers, self._store, self.key = answers, store, key
+    def __init__(self, answers: Answers, store: GrowingRows | None) -> None:
+        self._answers, self._store, self.key = answers, store, os.urandom(KEY)
 
     def of_record(self, record: int) -> float | None:
         """How far the record's own class is ahead: what it serves will hardly be surer. None: not known."""

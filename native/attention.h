@@ -58,7 +58,7 @@ typedef struct {
     bool biased;        /* each score gains a number of its own */
     enum type bias_type;
     ptrdiff_t bias_step; /* bytes between the biases of two neighbouring keys */
-    size_t turns; /* so many queries of a task are worth products of tiles, where there are some */
+    size_t turns; /* so many queries are worth products of tiles, where there are some */
 } Attention;
 
 /* One query, of one head at one position. */
@@ -104,6 +104,7 @@ typedef struct {
 typedef struct Task {
     const Query *queries;
     size_t count;
+    size_t like; /* at least `count`: so many queries choose the arithmetic, where all shall have the same bits */
     size_t first, last;
     bool causal; /* queries do not see all keys: the order of the keys counts */
     /*

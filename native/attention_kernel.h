@@ -462,9 +462,9 @@ static void attend(const Attention *attention, const Task *task, void *scratch)
     float *queries = scratch, *sums = queries + padded * wide, *scores = sums + padded * wide;
     float *unpacked = scores + padded * BLOCK, *turned = unpacked + BLOCK * wide, *most = turned + BLOCK * wide;
     float *total = most + padded, *scales = total + padded, *bias = scales + 2 * wide + BLOCK;
-    const bool turns = rows >= TURNS;
+    const bool turns = task->like >= TURNS;
     bool direct;
-    const enum reading reading = choose_reading(attention, rows, &direct);
+    const enum reading reading = choose_reading(attention, task->like, &direct);
     const bool spreads = !format->bits && !turns && !attention->sloped && !attention->biased && !task->causal;
     const float *factors = reading == AS_BYTES ? scales : NULL;
     Block blocks[2], *block = blocks, *next = blocks + 1;

@@ -582,7 +582,7 @@ TILED static void attend_tiled(const Attention *attention, const Task *task, voi
     const Form form = !bfloats ? IN_PARTS : whole ? AS_IT_LIES : NARROW;
     enum reading reading;
     const bool codes = whole && choose_codes(format, &reading);
-    if (task->count < attention->turns && !attention->distant)
+    if (task->like < attention->turns && !attention->distant)
         attend(attention, task, scratch);
     else if (!ONLY_BFLOATS && attention->type == FLOAT16)
         tiled_attend(attention, task, scratch, IN_PARTS, (Parts){2, 2, 2});

@@ -206,6 +206,7 @@ static void attend_task(const Job *job, size_t number, char *scratch)
                      .sequence = low,
                      .head = rest / c.splits % job->kv_heads};
     Task *task = &own.task;
+    task->like = task->count;
     task->first = c.splits > 1 ? task->split * c.share : 0;
     task->last = c.splits > 1 && c.keys - task->first > c.share ? task->first + c.share : c.keys;
     list_queries(job, &c, &own, first, queries);

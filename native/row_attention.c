@@ -16,8 +16,9 @@
  * WHAT IT PROMISES
  *   - No row outside those that the layout names is read. Nothing is written but the output, and that only after all
  *     arguments are known to be sound.
- *   - The result depends on the batch and on the number of threads by rounding only: these decide how queries are cut
- *     into tasks, and the arithmetic treats few queries otherwise than many.
+ *   - The batch and the number of threads decide how queries are cut into tasks, and the arithmetic treats few queries
+ *     otherwise than many. The result depends on neither for a sequence whose rows are all fresh, if all of its queries
+ *     are asked, or the first alone: its number of rows decides the arithmetic. Else it depends by rounding only.
  *
  * THREADS and INSTRUCTION SETS: see team.h.
  */
@@ -187,7 +188,8 @@ static void plan(Job *job, size_t threads)
         job->tasks[0] = 0;
         for (size_t b = 0; b < job->batch; b++)
             job->tasks[b + 1] = job->tasks[b] + (queries_of(job, b) + job->tile - 1) / job->tile * job->heads;
-        if (job->tile <= 2 * LEAST || threads == 1 || job->tasks[job->batch] >= OVER * threads)
+        /* Where there are windows, the first query of a task decides how its keys are cut into blocks. */
+        if (job->window > 0 || job->tile <= 2 * LEAST || threads == 1 || job->tasks[job->batch] >= OVER * threads)
             break;
         job->tile = round_to(job->tile / 2, LEAST);
     }
@@ -229,6 +231,7 @@ static void attend_task(const Job *job, size_t number, char *scratch)
     Query *queries = (Query *)(scratch + job->kernel_bytes);
     RowTask own = {.task = {.queries = queries,
                             .count = left < job->tile ? left : job->tile,
+                            .like = fresh_of(job, low) == keys ? keys : queries_of(job, low),
                             .last = keys,
                             .locate = locate_block,
                             .splits = 1,

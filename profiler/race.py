@@ -49,7 +49,7 @@ class Lap:
     texts: int
     tokens: int
     rows: int  # computed by the reused way, verification included
-    served: int  # texts
+    served: int  # texts whose answers came from records
     state: str  # of the guard, before the batch: "learning", "certified" or "alarm"
     seconds: dict[str, float]  # of each way that was asked
     changed: dict[str, int]  # answers unlike the exact ones
@@ -100,7 +100,7 @@ def samples_needed(guard: Mapping[str, Any]) -> int | None:
     As `attmemo.guard.Guard.certified` asks it, of the statistics of a guard.
     """
     least = int(guard["changed"])
-    could = guard["done"].get("served", 0) + guard["verified"] - guard["verified_afterwards"]
+    could = guard["reused"] + guard["verified"] - guard["verified_afterwards"]
 
     def enough(samples: int) -> bool:
         highest = highest_rate(least, samples - least, guard["confidence"])
@@ -178,9 +178,9 @@ class Race:
         if not whole:
             self.cache.learn(texts, exact)
         differ = {name: int(changed(self._kind, exact, seen, MIN_COSINE).sum()) for name, seen in given.items()}
-        done = [stats["guard"]["done"].get("served", 0) for stats in (before, after)]
+        served = [stats["reused"] + stats["repeated"] for stats in (before, after)]
         lap = Lap(
-            len(texts), sum(map(len, texts)), after["rows_computed"] - before["rows_computed"], done[1] - done[0],
+            len(texts), sum(map(len, texts)), after["rows_computed"] - before["rows_computed"], served[1] - served[0],
             before["guard"]["state"], seconds, differ,
         )  # fmt: skip
         self.laps.append(lap)

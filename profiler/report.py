@@ -131,10 +131,11 @@ def _live(guard: Result) -> Table:
         return _pairs("With the guard, live", "", ())
     rows = (
         ("Budget", _show(guard.get("budget"), _PERCENT), "share of answers that may change, at most"),
-        ("Sequences served", _show(guard.get("served"), _PERCENT), "with rows of a record"),
+        ("Answers reused", _show(guard.get("reused"), _PERCENT), "from rows of records of other texts"),
+        ("Answers repeated", _show(guard.get("repeated"), _PERCENT), "as they were, of texts that came before"),
         ("Rows computed", _show(guard.get("share_computed"), _PERCENT), "verification included"),
         ("Changed answers", _show(guard.get("changed"), "{:.2%}"), "of all"),
-        ("Verified", _show(guard.get("verified"), "{:,}"), "answers that would have been served"),
+        ("Verified", _show(guard.get("verified"), "{:,}"), "answers that would have been reused"),
         ("At the end", str(guard.get("state")), str(guard.get("says"))),
     )
     return _pairs("With the guard, live", "The texts in the order of the data; the guard began with nothing.", rows)

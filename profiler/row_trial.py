@@ -88,7 +88,8 @@ class RowTrial(Trial):
         stats = handle.stats()
         calls = stats["sequences"] + sum(stats["ineligible"].values())
         share = 1.0 if stats["share_computed"] is None else stats["share_computed"]
-        return {"hit_rate": stats["served"] / calls if calls else 0.0, "share_computed": share}
+        answered = stats["reused"] + stats["repeated"]
+        return {"hit_rate": answered / calls if calls else 0.0, "share_computed": share}
 
     def counts(self, handle: StackMemoization) -> dict[str, Any]:
         stats = handle.stats()
@@ -159,7 +160,8 @@ def _play(
     valid = sum(map(len, tokens))
     late = torch.arange(total) >= total // 2
     return {
-        "budget": options.budget, "confidence": options.confidence, "served": guard["done"].get("served", 0) / total,
+        "budget": options.budget, "confidence": options.confidence, "reused": stats["reused"] / total,
+        "repeated": stats["repeated"] / total,
         "changed": float(differ.float().mean()), "changed_late": float(differ[late].float().mean()),
         "share_computed": stats["rows_computed"] / valid, "verified": guard["verified"], "margin": guard["margin"],
         "state": guard["state"], "done": guard["done"], "says": guard["says"],

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_guard import SETTINGS, Unguarded, lines_of, load
+from bench_guard import SETTINGS, Unguarded, answered, lines_of, load
 from simulate_filling import Every, Unbounded, other_texts, simulate, stream
 from transformers import BertConfig, BertModel
 
@@ -340,10 +340,10 @@ def mixed(shared: Path, _: Path) -> dict[str, Any]:
         )
         lines = needed = 0
         for tokens, is_line in requests:
-            served, records = handle.stats()["served"], handle.stats()["offered"].get("kept", 0)
+            served, records = answered(handle.stats()), handle.stats()["offered"].get("kept", 0)
             run(model, {"input_ids": torch.from_numpy(tokens.astype(np.int64))[None]})
             handle.flush()
-            lines += is_line and handle.stats()["served"] > served
+            lines += is_line and answered(handle.stats()) > served
             if is_line and handle.stats()["offered"].get("kept", 0) > records:
                 needed += rounded(handle.engine.reuse.store.layout.nbytes(len(tokens)))
         store = handle.engine.reuse.store

@@ -134,12 +134,12 @@ class Served:
             )
             count = len(inputs["input_ids"])
             tokens += int(inputs["attention_mask"].sum())
-            done = handle.guarded.guard.stats()["done"].get("served", 0)
+            done = answered(handle.stats())
             with torch.inference_mode():
                 seen = self.answers.read(self.model(**inputs), inputs["attention_mask"])
                 true = self.answers.read(self.exact(**inputs), inputs["attention_mask"])
             changed += [self.answers.differ(seen, place, true, place) for place in range(count)]
-            served.append((handle.guarded.guard.stats()["done"].get("served", 0) - done, count))
+            served.append((answered(handle.stats()) - done, count))
         handle.flush()  # what is owed takes rows, too
         after = handle.stats()
         half = sum(count for _, count in served) / 2
@@ -155,6 +155,11 @@ class Served:
             "done": _gained(before["guard"]["done"], after["guard"]["done"]),
             "records": after["records"], "state": after["guard"]["state"], "says": after["guard"]["says"],
         }  # fmt: skip
+
+
+def answered(stats: dict[str, Any]) -> int:
+    """Answers that came from records."""
+    return int(stats["reused"] + stats["repeated"])
 
 
 def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
@@ -331,10 +336,9 @@ def adversaries(shared: Path) -> dict[str, Any]:
                     _answer(served, text)
                 for text in fill(template.replace(former, other), 3, generator)[:1]:
                     handle: Any = served.model.attmemo
-                    before = dict(handle.stats()["guard"]["done"])
+                    before = answered(handle.stats())
                     same = _answer(served, text)
-                    after = handle.stats()["guard"]["done"]
-                    was_served = after.get("served", 0) > before.get("served", 0)
+                    was_served = answered(handle.stats()) > before
                     total.update(asked=1, served=was_served, changed=not same)
         found[kind] = dict(total)
         print(kind, found[kind], flush=True)
@@ -436,7 +440,7 @@ def _overhead_of(rounds: dict[str, list[float]], done: list[Any]) -> dict[str, A
         "ms": {name: statistics.median(times) for name, times in rounds.items()}, "rounds": rounds,
         "ratios": ratios, "over_nothing_drawn": statistics.median(ratios), "done": done,
         "drawn": sum(one.get(what, 0) for one in done for what in ("sampled", "afterwards"))
-        / sum(one.get(what, 0) for one in done for what in ("sampled", "served")),
+        / sum(one.get(what, 0) for one in done for what in ("sampled", "reused", "repeated")),
     }  # fmt: skip
 
 

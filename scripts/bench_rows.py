@@ -375,7 +375,7 @@ def table(name: str, result: dict[str, Any]) -> str:
         exact = parts / stats["sequences"] / paths["packed"]["ms"]
         rows.append("")
         rows.append(
-            f"Rows computed {stats['share_computed']:.2f}, served {stats['served']} of {stats['sequences']}; lookup, "
+            f"Rows computed {stats['share_computed']:.2f}, reused {stats['reused']} of {stats['sequences']}; lookup, "
             f"plan and fetch {100 * share:.1f} % of the time of rows, {100 * exact:.1f} % of that of packed blocks; "
             f"{result['record_bytes']} bytes a record."
         )

@@ -301,7 +301,7 @@ class TestRows:
         inputs, before = self.changed(stored), firsts(model)
         first = logits(model, inputs)
         assert firsts(model) == before + 1
-        assert model.attmemo.stats()["served"] == 3
+        assert model.attmemo.stats()["reused"] == 3
         assert gap(first, with_all_rows(model, inputs)) <= NEAR
 
     @pytest.mark.parametrize(

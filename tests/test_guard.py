@@ -345,7 +345,7 @@ class TestGuard:
         assert guard.decide([Cover.FULLY] * 2) == [Verdict.SERVE] * 2
         guard.compared(Verdict.SERVE, gaps(number(1, 2, 3)), Cover.FULLY, 0.1, True)
         done = guard.state().done
-        assert (done["served"], done["below the margin"]) == (1, 1)
+        assert (done["reused"], done["below the margin"]) == (1, 1)
         assert guard.ask(gaps(number(1, 2, 3))) is Cover.FULLY  # the margin has done its work
 
     def test_a_certificate_stands_while_more_is_served_and_the_account_affords_it(self) -> None:
@@ -548,17 +548,21 @@ class TestGuard:
 
     def test_a_sentence_says_all_that_matters(self) -> None:
         guard = certified()
-        guard.decide([Cover.FULLY] * 30 + [None] * 50)
+        guard.decide([Cover.FULLY] * 30 + [Cover.SAME] * 9 + [None] * 50)
         said = guard.state().sentence(0.95)
         pattern = (
-            r"certified: (\d+) served answers verified, (\d+) changed; (\d+)% of (\d+) requests served; "
-            r"at most ([\d.e-]+) % of all answers changed, 95%, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+            r"certified: (\d+) reused answers verified, (\d+) changed; "
+            r"of (\d+) requests (\d+) \((\d+)%\) reused and "
+            r"(\d+) \((\d+)%\) repeated; at most ([\d.e-]+) % of all answers changed, 95%, "
+            r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         )
         found = re.fullmatch(pattern, said)
         assert found is not None, said
-        assert found.groups()[:4] == ("2000", "0", "30", "100")
-        assert 0 < float(found[5]) <= 1.0
-        assert Guard(0.01, 0.95).state().sentence(0.95).startswith("learning: 0 served answers verified")
+        assert found.groups()[:7] == ("2000", "0", "109", "30", "28", "9", "8")
+        assert 0 < float(found[8]) <= 1.0
+        assert Guard(0.01, 0.95).state().sentence(0.95).startswith(
+            "learning: 0 reused answers verified, 0 changed; of 0 requests 0 reused and 0 repeated;"
+        )
 
     def test_stats_are_plain_numbers(self) -> None:
         stats = certified().stats()

@@ -103,7 +103,7 @@ FEW, MANY = 5, 9
 
 def trusting(model: Any) -> Any:
     """A model that tries its records, however sure their own answers are."""
-    model.attmemo.planner.sureness = lambda record: None
+    model.attmemo.guarded.sureness.of_record = lambda record: None
     return model
 
 
@@ -175,11 +175,11 @@ class TestFutile:
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         after = model.attmemo.stats()
         assert done(model)["left"] == len(LENGTHS)
-        assert "served" not in done(model)
+        assert "reused" not in done(model)
         assert after["rows_computed"] - before["rows_computed"] == sum(LENGTHS)
         assert after["records"] - before["records"] == len(LENGTHS)
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-        assert done(model)["served"] == len(LENGTHS), "the same input is not far"
+        assert done(model)["repeated"] == len(LENGTHS), "the same input is not far"
 
     @pytest.mark.parametrize("first", [Cover.FUTILE, Cover.UNSURE])
     def test_another_record_is_tried_if_the_first_one_leads_too_far(
@@ -190,7 +190,7 @@ class TestFutile:
         monkeypatch.setattr(model.attmemo.guarded.guard, "ask", lambda gaps, own: covers.pop(0))
         monkeypatch.setattr(model.attmemo.guarded.guard, "is_low", lambda margin, cover: False)
         run(model, BOTH)
-        assert done(model)["served"] == len(LENGTHS)
+        assert done(model)["reused"] == len(LENGTHS)
         assert not covers
 
 
@@ -215,28 +215,35 @@ class TestExact:
         before = done(model)
         computed = model.attmemo.stats()["rows_computed"]
         assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
-        assert done(model) == before | {"served": 6}
+        assert done(model) == before | {"repeated": 6}
         stats = model.attmemo.stats()
-        assert stats["rows_computed"] - computed == 2 * 6, "the first and the last token of each"
-        assert stats["served"] == 6
+        assert stats["rows_computed"] == computed, "the record has all"
+        assert (stats["reused"], stats["repeated"]) == (0, 6)
         assert stats["guard"]["verified"] == 0, "nothing was taken on trust"
 
-    def test_the_very_input_is_verified_first_where_records_are_rounded(
+    def test_the_very_input_is_exact_where_last_hidden_states_are_rounded(
         self, classifier: Case, tmp_path: Path
     ) -> None:
         path = rows_database(classifier.bare, [BASE], tmp_path / "db", "float16")
         model = guarded(classifier.bare, path)
-        for _ in range(2):
-            assert worst(run(model, BASE), run(classifier.exact, BASE), BASE) <= NEAR
-        assert done(model)["sampled"] == 12
-        run(certify(model), BASE)
-        assert done(model)["served"] == 6
+        first = run(model, BASE)
+        assert worst(first, run(classifier.exact, BASE), BASE) <= NEAR
+        assert torch.equal(run(certify(model), BASE).logits, first.logits)
+        assert done(model) == {"whole": 12}
+        assert model.attmemo.stats()["offered"] == {}, "there is a record"
+
+    def test_the_very_input_is_repeated_where_only_k_and_v_are_rounded(self, tmp_path: Path) -> None:
+        bare = FAMILIES["BERT"].make().to(torch.bfloat16)
+        model = guarded(bare, rows_database(bare, [BASE], tmp_path / "db", "int8"))
+        exact = memoize(copy.deepcopy(bare), reuse="none")
+        assert torch.equal(field(run(model, BASE)), field(run(exact, BASE)))
+        assert done(model) == {"repeated": 6}
 
     def test_prepared_records_and_new_ones_serve_one_batch(self, case: Case, tmp_path: Path) -> None:
         model = guarded(case.bare, rows_database(case.bare, [rows_of(BASE, 0, 1, 2)], tmp_path / "db"))
         run(model, rows_of(BASE, 3, 4, 5))
         assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
-        assert done(model) == {"whole": 3, "served": 6}
+        assert done(model) == {"whole": 3, "repeated": 6}
 
 
     def test_a_model_that_was_just_memoized_has_seen_no_request_and_keeps_no_record(self) -> None:
@@ -249,7 +256,7 @@ class TestServed:
         model = taught(case.bare, min_cosine=-1.0)
         assert done(model) == {"whole": 6, "learned": 12}
         seen, expected = run(model, BOTH), run(case.exact, BOTH)
-        assert done(model)["served"] == 6
+        assert done(model)["reused"] == 6
         assert worst(seen, expected, BOTH) > NEAR, "an approximation"
         near = torch.nn.functional.cosine_similarity(field(seen).flatten(), field(expected).flatten(), dim=0)
         assert float(near) > 0.5
@@ -304,7 +311,8 @@ class TestServed:
         mixed = {name: torch.stack([part[name][row] for row, part in enumerate(parts)]) for name in BASE}
         before = done(model)
         seen, expected = run(model, mixed), run(case.exact, mixed)
-        assert done(model)["served"] - before.get("served", 0) == 3
+        assert done(model)["reused"] - before.get("reused", 0) == 2
+        assert done(model)["repeated"] == 1
         assert done(model)["learned"] - before["learned"] == 2
         assert done(model)["whole"] - before["whole"] == 1
         for row, n in enumerate(LENGTHS):
@@ -320,7 +328,7 @@ class TestServed:
             assert worst(run(model, inputs), run(case.exact, inputs), inputs) <= NEAR
         certify(model)
         assert worst(run(model, one[4]), run(case.exact, one[4]), one[4]) > NEAR
-        assert done(model) == {"whole": 1, "learned": 2, "served": 2}
+        assert done(model) == {"whole": 1, "learned": 2, "repeated": 1, "reused": 1}
 
 
 @pytest.fixture(scope="module", name="torn")
@@ -343,9 +351,9 @@ class TestMargin:
         model, serving = strict(trusting(taught(bare))), trusting(taught(bare))
         serving.attmemo.guarded.guard.margin.least = 0.0
         approximate, exact = run(serving, BOTH).logits, run(bare, BOTH).logits
-        assert done(serving)["served"] == 6
+        assert done(serving)["reused"] == 6
         seen = run(model, BOTH).logits
-        assert done(model)["served"] == 3
+        assert done(model)["reused"] == 3
         assert done(model)["below the margin"] == 3
         assert torch.equal(seen[~low], approximate[~low])
         assert gap(seen[low], exact[low]) <= NEAR
@@ -379,7 +387,7 @@ class TestMargin:
         model.attmemo.guarded.guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
         before = model.attmemo.stats()["rows_computed"]
         seen, exact, wider = (run(one, BOTH).logits for one in (model, bare, wide))
-        assert done(model)["served"] == done(wide)["served"] == 6
+        assert done(model)["reused"] == done(wide)["reused"] == 6
         assert gap(seen[low], wider[low]) <= NEAR
         assert gap(seen[~low], wider[~low]) > NEAR, "these are served as they were"
         assert gap(seen[low], exact[low]) > NEAR, "else they were computed whole"
@@ -419,11 +427,12 @@ class TestMargin:
         bare, _ = torn
         model, wide = taught(bare), trusting(taught(bare, near=1 + MORE_NEAR, threshold=0.3))
         guard = model.attmemo.guarded.guard
-        model.attmemo.planner.sureness = lambda record: 0.4  # below the margin, and above what more rows ask for
+        # Below the margin, and above what more rows ask for.
+        model.attmemo.guarded.sureness.of_record = lambda record: 0.4
         guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
         before = model.attmemo.stats()["rows_computed"]
         assert gap(run(model, BOTH).logits, run(wide, BOTH).logits) <= NEAR
-        assert done(model)["served"] == 6
+        assert done(model)["reused"] == 6
         assert model.attmemo.stats()["rows_computed"] - before == 6 * MANY
 
     @pytest.mark.parametrize("tokens", [9, 10, 20])
@@ -484,7 +493,7 @@ class TestMargin:
         run(model, BOTH)
         run(model, BOTH)
         assert bool(low.any())
-        assert done(model) == {"whole": 6, "served": 6}
+        assert done(model) == {"whole": 6, "repeated": 6}
 
     def test_an_answer_below_the_margin_is_replaced_in_a_named_tuple(self, torn: Any) -> None:
         bare, low = torn
@@ -663,7 +672,7 @@ class TestVerification:
         assert not len(state["values"])
         for inputs in (BOTH, variant(FIRST, by=2), variant(FIRST, SECOND, by=3)):
             assert worst(run(model, inputs), run(case.exact, inputs), inputs) <= NEAR
-        assert "served" not in done(model)
+        assert "reused" not in done(model)
         assert done(model)["learned"] == 30
 
     def test_samples_are_counted_as_they_were(self, case: Case) -> None:
@@ -712,7 +721,7 @@ class TestWhetherForwardsTakeLonger:
         model = taught(classifier.bare, gate=True)
         model.attmemo.planner.times = times = Times(reuse=True)
         run(model, variant(FIRST))
-        assert done(model).get("served", 0) > 0
+        assert done(model).get("repeated", 0) > 0
         tokens = int(BASE["attention_mask"].sum())
         assert times.recorded == [(tokens, len(BASE["input_ids"]), True)]
 

@@ -48,9 +48,9 @@ def _classifier() -> Case:
 
 
 def at_the_end(model: Any) -> tuple[int, int]:
-    """Sequences that records served, and requests of the guard."""
+    """Answers that came from records, and requests of the guard."""
     stats = model.attmemo.stats()
-    return stats["served"], stats["guard"]["requests"]
+    return stats["reused"] + stats["repeated"], stats["guard"]["requests"]
 
 
 def is_bare(model: Any) -> bool:
@@ -70,7 +70,7 @@ class TestForms:
         model = taught(case.bare, min_cosine=-1.0)
         wider = {name: torch.nn.functional.pad(value, (0, 7)) for name, value in BASE.items()}
         assert worst(run(model, wider), run(case.exact, wider), wider) <= NEAR
-        assert done(model)["served"] == 6
+        assert done(model)["repeated"] == 6
 
     def test_a_tuple_is_a_tuple_and_exact(self, case: Case) -> None:
         model = guarded(case.bare)
@@ -84,14 +84,14 @@ class TestForms:
     def test_hidden_states_in_a_tuple_are_served(self) -> None:
         model = taught(FAMILIES["BERT"].make(), min_cosine=-1.0)
         run(model, BOTH, return_dict=False)
-        assert done(model)["served"] == 6
+        assert done(model)["reused"] == 6
 
     def test_arguments_by_place_are_served(self, classifier: Case) -> None:
         model = taught(classifier.bare)
         with torch.inference_mode():
             seen = model(BASE["input_ids"], BASE["attention_mask"]).logits
         assert gap(seen, run(classifier.bare, BASE).logits) <= NEAR
-        assert done(model)["served"] == 6
+        assert done(model)["repeated"] == 6
 
 
 class Pairs(hf.BertForSequenceClassification):  # type: ignore[misc]
@@ -186,7 +186,7 @@ class TestExact:
         assert stats["records"] == before["records"]
         assert stats["guard"]["verified"] == before["guard"]["verified"]
         run(model, BOTH)
-        assert model.attmemo.stats()["served"] > stats["served"], "one run is served as ever"
+        assert model.attmemo.stats()["reused"] > stats["reused"], "one run is served as ever"
 
     @pytest.mark.filterwarnings("ignore")
     def test_a_traced_model_is_the_original(self, classifier: Case) -> None:
@@ -227,7 +227,7 @@ class TestExact:
         with pytest.raises(IndexError):
             run(model, wrong)
         assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
-        assert done(model) == {"whole": 6, "served": 6}
+        assert done(model) == {"whole": 6, "repeated": 6}
 
     def test_weights_that_change_leave_the_model_exact(self, case: Case) -> None:
         model, bare = taught(case.bare, min_cosine=-1.0), copy.deepcopy(case.bare)
@@ -400,7 +400,7 @@ class TestRefused:
         assert handle.enabled
         run(model, BASE)
         run(model, BASE)
-        assert done(model)["served"] == 6
+        assert done(model)["repeated"] == 6
 
     def test_a_random_head_is_refused(self) -> None:
         torch.manual_seed(1)
@@ -498,9 +498,9 @@ class TestHooks:
             assert not any("forward" in module.__dict__ for module in model.modules())
             assert torch.equal(field(run(model, BASE)), expected)
             handle.enable()
-            before = done(model).get("served", 0)
+            before = done(model).get("repeated", 0)
             run(model, BASE)
-            assert done(model)["served"] == before + 6
+            assert done(model)["repeated"] == before + 6
         assert unmemoize(model) is model
         assert is_bare(model)
         assert torch.equal(field(run(model, BASE)), expected)
@@ -553,6 +553,6 @@ def test_a_database_that_is_closed_costs_no_request(classifier: Case, tmp_path: 
     with Database(path) as database:
         model = guarded(classifier.bare, database)
         run(model, BASE)
-        assert done(model) == {"served": 6}
+        assert done(model) == {"repeated": 6}
     assert gap(run(model, BASE).logits, run(classifier.exact, BASE).logits) <= NEAR
     assert sum(model.attmemo.stats()["failures"].values()) > 0

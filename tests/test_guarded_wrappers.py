@@ -60,7 +60,7 @@ class TestPipeline:
                 assert np.allclose([one["score"] for one in ours], [one["score"] for one in theirs], atol=1e-4)
             flush(pipe.model)
         found = done(pipe.model.attmemo)
-        assert found["served"] == 3, "the same texts again"
+        assert found["repeated"] == 3, "the same texts again"
         assert sum(found.values()) == 12
         assert not pipe.model.attmemo.stats()["failures"]
         unmemoize(pipe.model if inside else pipe)
@@ -74,9 +74,9 @@ class TestPipeline:
             pipe(part, **OPTIONS)
             flush(pipe.model)
         certify(pipe.model)
-        before = done(pipe.model.attmemo).get("served", 0)
+        before = done(pipe.model.attmemo).get("reused", 0)
         pipe(THIRD, **OPTIONS)
-        assert done(pipe.model.attmemo)["served"] == before + 3
+        assert done(pipe.model.attmemo)["reused"] == before + 3
 
     @pytest.mark.parametrize(("near", "beside"), [(None, 0), (0, 0), (1, 2), (2, 4)])
     def test_of_classes_a_number_that_changed_has_no_neighbours_computed_by_default(
@@ -126,7 +126,7 @@ class TestSentenceTransformer:
         for part, right in zip(texts, expected, strict=True):
             assert np.abs(embedder.encode(part) - right).max() <= NEAR * np.abs(right).max()
             flush(embedder)
-        assert done(embedder.attmemo)["served"] == 4, "the same texts again"
+        assert done(embedder.attmemo)["repeated"] == 4, "the same texts again"
         assert not embedder.attmemo.stats()["failures"]
         assert len(embedder.attmemo.guarded.guard.verified.state()["harm"]), "no embedding stayed just as it was"
 
@@ -162,7 +162,7 @@ class TestSentenceTransformer:
             flush(embedder)
         certify(embedder)
         seen, exact = embedder.encode(THIRD), bare.encode(THIRD)
-        assert done(embedder.attmemo)["served"] == 3
+        assert done(embedder.attmemo)["reused"] == 3
         assert np.abs(seen - exact).max() > NEAR * np.abs(exact).max()
         normal = embedder.encode(THIRD, normalize_embeddings=True)
         assert np.allclose(np.linalg.norm(normal, axis=1), 1.0, atol=1e-5)
@@ -178,7 +178,7 @@ class TestSentenceTransformer:
         with torch.inference_mode():
             seen = inner(**tokens).last_hidden_state
         after = inner.attmemo.stats()
-        assert after["served"] == before["served"]
+        assert (after["reused"], after["repeated"]) == (before["reused"], before["repeated"])
         assert after["guard"]["requests"] == before["guard"]["requests"]
         unmemoize(embedder)
         with torch.inference_mode():
@@ -195,7 +195,7 @@ class TestSentenceTransformer:
                 assert "sentence_embedding" in embedder(tokens)
                 flush(embedder)
         assert set(tokens) == names
-        assert done(embedder.attmemo) == {"whole": 3, "served": 3}
+        assert done(embedder.attmemo) == {"whole": 3, "repeated": 3}
 
     def test_undone_and_copied_it_is_bare(self, embedder: Any) -> None:
         expected = embedder.encode(FIRST)
@@ -239,5 +239,5 @@ class TestCrossEncoder:
             assert np.allclose(cross.predict(pairs, convert_to_numpy=True), expected, atol=1e-4)
             flush(cross.model)
         handle = cross.model.attmemo
-        assert done(handle) == {"whole": 3, "served": 3}
+        assert done(handle) == {"whole": 3, "repeated": 3}
         assert not handle.stats()["failures"]

@@ -326,6 +326,32 @@ def test_batch_and_threads_change_rounding_only(isa: str, extra: str) -> None:
     torch.testing.assert_close(attend(**alone, isa=isa), expected[:first], rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("extra", ["none", "table", "window", "wide window", "both", "both and a window"])
+def test_a_sequence_with_all_rows_has_the_same_bits_beside_any_others(
+    isa: str, dtype: torch.dtype, extra: str
+) -> None:
+    """However its queries are cut into tasks; its first query also if it is asked alone."""
+    for length in (5, 6, 15, 40, 65, 97, 130, 200):
+        seen: dict[int, set[bytes]] = {place: set() for place in range(length)}
+        for others in ([], [30] * 6, [300, 2]):
+            batch = Batch([length, *others], 2, 32, dtype)
+            call = batch.make()
+            call |= {"window": 90} if extra == "wide window" else extras(extra, batch)
+            torch.manual_seed(length)
+            own = torch.randn(length, 3 * 64).to(dtype).split(64, 1)
+            for name, part in zip(("queries", "keys", "values"), own, strict=True):
+                call[name] = torch.cat([part, call[name][length:]])
+            for threads in (1, 3):
+                for place, row in enumerate(attend(**call, isa=isa, threads=threads)[:length]):
+                    seen[place].add(row.view(torch.uint8).numpy().tobytes())
+                asked = np.array([0, *range(length, sum(batch.lengths), 7)])
+                some = call | {"queries": call["queries"][asked], "layout": call["layout"].asking(asked)}
+                seen[0].add(attend(**some, isa=isa, threads=threads)[0].view(torch.uint8).numpy().tobytes())
+        assert {len(one) for one in seen.values()} == {1}, length
+
+
 def test_rows_may_lie_apart_and_the_output_where_the_caller_wants_it() -> None:
     batch = Batch([30, 5])
     call = batch.make()

@@ -319,6 +319,6 @@ def test_memoize_serves_the_rows_that_were_built(tiny_bert: str, log: Path) -> N
         given = model(**inputs).logits
     stats = model.attmemo.stats()
     assert stats["reuse"] == "rows"
-    assert stats["served"] == 12
+    assert stats["repeated"] == 12
     assert stats["rows_computed"] < 0.5 * stats["tokens"]
     torch.testing.assert_close(given, exact, atol=1e-3, rtol=1e-3)

@@ -100,7 +100,7 @@ def test_the_timed_passes_of_packed_blocks_are_counted_apart(rows_database: Path
             ask(loaded, prepared)
             stats = handle.stats()
             assert stats["sequences"] == before + 16
-            assert (stats["served"] > 0) == served
+            assert (stats["reused"] > 0) == served
             assert (stats["rows_computed"] < stats["tokens"]) == served
         paths["stock"]()
         assert not handle.enabled
@@ -223,7 +223,7 @@ def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
             given = host(**inputs).last_hidden_state
             with serving_rows(engine, database, name):
                 control = host(**inputs).last_hidden_state
-            assert model.attmemo.stats()["served"] > 8
+            assert model.attmemo.stats()["reused"] > 8
             unmemoize(model)
             exact = host(**inputs).last_hidden_state
         near, far = ((exact - found)[valid].norm(dim=1).mean() for found in (given, control))

@@ -134,6 +134,25 @@ class TestTokenIndex:
         assert np.array_equal(found.source, expected.source)
         assert (found.computed <= 20).all()
 
+    def test_a_record_of_just_these_tokens_is_known_and_supplies_all(self, index: TokenIndex) -> None:
+        lines = templates(3)
+        for line in (lines[0], lines[1], lines[0], lines[0]):
+            index.add(line)
+        assert [index.same(line) for line in (*lines, lines[0][:-1])] == [0, 1, -1, -1]
+        near = index.candidates(*packed(lines))
+        assert near.same.tolist() == [0, 1, -1]
+        found = index.align(*packed(lines), near, Rule(near=3))
+        assert found.computed[:2].tolist() == [0, 0], "whatever the rule"
+        assert found.source[: len(lines[0])].tolist() == list(range(len(lines[0])))
+        index.remove(0)
+        assert index.same(lines[0]) == 2, "the next one"
+        for number in (3, 2):
+            index.remove(number)
+        assert index.same(lines[0]) == -1
+        assert index.add(lines[0]) == index.same(lines[0]) == 4
+        own = near.without(np.array([True, False, False]))
+        assert (own.same.tolist(), (own.rows[0] < 0).all()) == ([-1, 1, -1], True)
+
     def test_what_was_removed_is_found_no_more_and_its_number_is_not_used_again(self, index: TokenIndex) -> None:
         lines = templates(120)
         numbers = [index.add(line) for line in lines]

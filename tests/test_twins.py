@@ -83,7 +83,7 @@ def test_twins_that_a_record_serves_are_computed_once_and_counted_as_served(name
     stats = model.attmemo.stats()
     assert rows < int(valid(asked).sum())
     assert stats["rows_computed"] == rows
-    assert stats["served"] == 6
+    assert stats["reused"] == 6
     assert gap(seen, alone[order], valid(together)) <= NEAR
     for place, first in ((2, 0), (4, 3), (5, 0)):
         assert torch.equal(seen[place], seen[first])

@@ -43,7 +43,7 @@ with torch.inference_mode():
     for _ in range(3):
         served = model(input_ids=ids, attention_mask=mask).last_hidden_state
         model.attmemo.flush()
-    assert model.attmemo.stats()["served"] > 0, model.attmemo.stats()
+    assert model.attmemo.stats()["repeated"] > 0, model.attmemo.stats()
     torch.testing.assert_close(served[mask.bool()], stock[mask.bool()], atol=1e-5, rtol=1e-4)
 print("smoke test passed with", isa)
 """

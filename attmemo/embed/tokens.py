@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from attmemo.embed.sketch import Sketch, Vectors
 from attmemo.kernels.align import Alignment, Rule, align, nearest
@@ -172,6 +174,11 @@ class Candidates:
 
     shelf: _Shelf
     rows: Ints  # [B, k]; -1: none
+    same: Ints  # [B], the number of a record with just these tokens; -1: there is none
+
+    def without(self, inputs: Flags) -> Candidates:
+        """The same; no record for these inputs, ``[B]``."""
+        return replace(self, rows=np.where(inputs[:, None], -1, self.rows), same=np.where(inputs, -1, self.same))
 
 
 class TokenIndex:
@@ -195,6 +202,7 @@ class TokenIndex:
     def __init__(self, sketch: Sketch | None = None) -> None:
         self.sketch = sketch or Sketch()
         self._shelf = _Shelf.empty(FEWEST, 64 * FEWEST, self.sketch.dimensions)
+        self._same: dict[int, tuple[int, ...]] = {}  # numbers of records by the hash of their tokens
         self._graph: _Graph | None = None
         self._has_graphs = importlib.util.find_spec("hnswlib") is not None
         self._next = 0
@@ -238,6 +246,9 @@ class TokenIndex:
             starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
             shelf = shelf.with_rows(tokens, lengths, self.sketch(tokens, starts), numbers[row : row + BLOCK])
         self._next = int(numbers[-1]) + 1
+        for one, number in zip(records, numbers.tolist(), strict=True):  # first: what a shelf has is known here
+            key = hash_of(one)
+            self._same[key] = (*self._same.get(key, ()), number)
         self._shelf = shelf  # all of them at once
         self._link(LINKED * rows if rows < FEWEST else LINKED)
 
@@ -280,6 +291,12 @@ class TokenIndex:
             shelf.living[row] = False
             shelf.vectors[row] = 0.0  # never found again: only positive products are
             self._shelf = replace(shelf, alive=shelf.alive - 1)
+            key = hash_of(shelf.tokens_of(row))
+            left = tuple(other for other in self._same.get(key, ()) if other != number)
+            if left:
+                self._same[key] = left
+            else:
+                self._same.pop(key, None)
             if self._graph is not None:
                 self._graph.remove(number)
 
@@ -310,17 +327,32 @@ class TokenIndex:
         return self.align(tokens, starts, self.candidates(tokens, starts, tried), rule, kinds)
 
     def candidates(self, tokens: Tokens, starts: Ints, tried: int = 16) -> Candidates:
-        """The first half of `best`: what is near."""
+        """The first half of `best`: what is near. An input with a record of just its tokens needs no other."""
         shelf = self._shelf
-        return Candidates(shelf, self._rows(shelf, tokens, starts, tried))
+        same = self._same_of(shelf, tokens, starts)
+        if len(same) and (same >= 0).all():
+            return Candidates(shelf, np.full((len(same), 1), -1), same)
+        return Candidates(shelf, self._rows(shelf, tokens, starts, tried), same)
+
+    def same(self, tokens: Tokens) -> int:
+        """The number of a record of just these tokens, of several the lowest one; -1: there is none."""
+        return int(self._same_of(self._shelf, tokens, np.array([0, len(tokens)], np.int64))[0])
 
     def align(
         self, tokens: Tokens, starts: Ints, candidates: Candidates, rule: Rule = DEFAULT, kinds: Kinds = NO_KINDS
     ) -> Alignment:
-        """The second half of `best`: the one of these candidates with the fewest rows to compute."""
+        """The second half of `best`: the one of these candidates with the fewest rows to compute.
+
+        A record of just the tokens of an input supplies all of them, whatever the rule: its answer is known.
+        """
         shelf = candidates.shelf
         found = align(tokens, starts, candidates.rows, shelf.tokens, shelf.starts, rule, kinds=kinds)
-        return replace(found, record=shelf.numbers_of(found.record))
+        found = replace(found, record=shelf.numbers_of(found.record))
+        for place in np.flatnonzero(candidates.same >= 0).tolist():
+            begin, end = starts[place], starts[place + 1]
+            found.record[place], found.computed[place] = candidates.same[place], 0
+            found.source[begin:end] = np.arange(end - begin)
+        return found
 
     def changes(
         self, tokens: Tokens, starts: Ints, candidates: Candidates, records: Ints, rule: Rule, kinds: Kinds
@@ -335,6 +367,18 @@ class TokenIndex:
         partner = align(tokens, starts, rows[:, None].copy(), shelf.tokens, shelf.starts, pairs).source
         return changes(tokens, starts, rows, shelf.tokens, shelf.starts, partner, kinds), rows >= 0
 
+    def _same_of(self, shelf: _Shelf, tokens: Tokens, starts: Ints) -> Ints:
+        """Records of the shelf with just the tokens of each input, ``[B]``."""
+        found = np.full(len(starts) - 1, -1, np.int64)
+        for place, (begin, end) in enumerate(pairwise(starts.tolist())):
+            own = tokens[begin:end]
+            for number in self._same.get(hash_of(own), ()) if len(own) else ():
+                row = int(shelf.rows_of(np.array([number], np.int64))[0])
+                if row >= 0 and np.array_equal(shelf.tokens_of(row), own):
+                    found[place] = number
+                    break
+        return found
+
     def _rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints, k: int) -> Ints:
         """As `find`, but rows of the shelf."""
         if k < 1:
@@ -347,3 +391,8 @@ class TokenIndex:
         # torch and not numpy: numpy's threads would fight with torch's for the cores.
         products = torch.mm(torch.from_numpy(vectors), torch.from_numpy(shelf.vectors).T)
         return nearest(products.numpy(), k)
+
+
+def hash_of(tokens: Tokens) -> int:
+    """A hash of tokens and their order."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens).data)

@@ -68,10 +68,11 @@ class Counts:
     same: int = 0
     changed: int = 0
     requests: int = 0
-    served: int = 0  # of these, from a record
+    served: int = 0  # of these, from a record of another input
     owed: int = 0  # of the samples, those that were served first
     charged: float = 0.0  # sum of the highest rates under which answers were served
     lost: float = 0.0  # what was saved up for too long
+    repeated: int = 0  # of the requests, those whose own record answered: nothing changed
     lowest: float = 1.0  # of the highest rates so far: not a sum, the lowest of all processes holds
 
     def copy(self) -> Counts:
@@ -100,14 +101,15 @@ class Certificate:
         self.highest = 1.0
         self._alarm = np.ones(len(WORSE))
 
-    def affords(self) -> bool:
-        """Whether one more answer may be served: its own request earns, too."""
-        return self._saved + self.budget >= self.highest
+    def affords(self, more: int = 1) -> bool:
+        """Whether so many answers more may be served: their own requests earn, too."""
+        return self._saved + more * self.budget >= more * self.highest
 
-    def request(self, served: bool) -> None:
-        """One more request."""
+    def request(self, served: bool, repeated: bool = False) -> None:
+        """One more request. Its answer is `served` from a record of another input, or from its own (`repeated`)."""
         c = self.counts
         c.requests += 1
+        c.repeated += repeated
         if served:
             c.served += 1
             c.charged += self.highest

@@ -28,16 +28,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, Final
 
 from attmemo.errors import ArgumentError
 from attmemo.guard.certificate import Certificate, Counts, certifies
 from attmemo.guard.draw import Draw
 from attmemo.guard.futile import Futile
-from attmemo.guard.ledger import Learned, Ledger
-from attmemo.guard.margin import CLASSES, MOVED, VECTORS, WIDER, Margin
+from attmemo.guard.ledger import NO_SUMS, Learned, Ledger, beyond, joined
+from attmemo.guard.margin import MOVED, VECTORS, WIDER, Margin
 from attmemo.guard.state import State
+from attmemo.guard.verdict import Verdict, served_name
 from attmemo.guard.verified import Cover, Gaps, Verified
 from attmemo.locking import ThreadLock
 
@@ -53,37 +53,6 @@ AGAIN: Final = 0.1
 """Share of the served answers that are verified while a certificate has to be earned again: a changed answer asks for
 326 samples more. To verify all of them would make these requests as slow as exact ones. A tenth is enough where .7 to
 .95 of the requests are served: the certificate is back before what was saved up of the budget is spent."""
-
-
-_NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
-"""Counts that are no sums: how those of two processes are joined, and what they are at first."""
-
-
-def _minus(counts: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
-    """What was counted beyond what is known."""
-    return {name: count if name in _NO_SUMS else count - known.get(name, 0.0) for name, count in counts.items()}
-
-
-def _plus(counts: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
-    """What two processes have counted."""
-    found = {name: count + others.get(name, 0.0) for name, count in counts.items()}
-    joined = {name: join(counts[name], others.get(name, first)) for name, (join, first) in _NO_SUMS.items()}
-    return found | joined
-
-
-class Verdict(Enum):
-    """What becomes of a request that has a record."""
-
-    SERVE = "served"
-    OWE = "owed"  # served, and verified afterwards
-    SAMPLE = "sampled"  # exact, and verified: its changes are verified
-    LEARN = "learned"  # exact, and verified: a change is not, or the kind of change is futile
-    LEAVE = "left"  # exact
-
-    @property
-    def serves(self) -> bool:
-        """Whether the answer is one from a record."""
-        return self in (Verdict.SERVE, Verdict.OWE)
 
 
 class Guard:
@@ -149,11 +118,6 @@ class Guard:
         self.margin, self.wider = Margin(self.budget, VECTORS), Margin(self.budget, MOVED)
         self.compares_vectors = True
 
-    @property
-    def margins(self) -> list[list[float]]:
-        """Margins that can be chosen: at first, and where more rows are computed."""
-        return [list(one.scale.steps) for one in (self.margin, self.wider)]
-
     def ask(self, gaps: Gaps, own: float | None = None) -> Cover:
         """How well the changes of a request are verified; `own`: how sure the record's own answer is, if known."""
         with self._lock:
@@ -175,23 +139,39 @@ class Guard:
         """Whether such a request would be served now, unless it is drawn as a sample."""
         return cover is Cover.SAME or (cover.may_serve and self.certificate.affords())
 
-    def decide(self, covers: Sequence[Cover | None], room: int = 0, *, draws: bool = True) -> list[Verdict | None]:
+    def decide(
+        self, covers: Sequence[Cover | None], room: int = 0, times: Sequence[int] | None = None
+    ) -> list[Verdict | None]:
         """What becomes of the requests of a batch, by how well changes are verified; None: there is no record.
 
-        `room`: so many answers may be verified afterwards. `draws`: what could be served may be a sample.
+        Parameters
+        ----------
+        covers : sequence of Cover or None
+        room : int
+            So many answers may be verified afterwards.
+        times : sequence of int, optional
+            How often each request is in the batch; once by default. All of them get one answer: the budget must afford
+            all, or none is served. One at most is verified, for more say nothing new.
         """
         with self._lock:
             found = list[Verdict | None]()
-            for cover in covers:
-                found.append(self._decide(cover, room > 0, draws))
+            for cover, count in zip(covers, [1] * len(covers) if times is None else times, strict=True):
+                verdict = self._decide(cover, self.certificate.affords(count), room > 0)
+                found.append(verdict)
+                again = cover if verdict is not None and verdict.serves else None
+                for _ in range(count - 1):
+                    self._decide(again, True, False, draws=False)
                 self._stands = self.certified or (self._stands and self.certificate.affords())
-                room -= found[-1] is Verdict.OWE
+                room -= verdict is Verdict.OWE
             return found
 
-    def _decide(self, cover: Cover | None, later: bool, draws: bool) -> Verdict | None:
-        """One request; the account and the draw go on. `later`: its answer may be verified afterwards."""
+    def _decide(self, cover: Cover | None, affords: bool, later: bool, draws: bool = True) -> Verdict | None:
+        """One request; the account and the draw go on.
+
+        `affords`: it may be served. `later`: its answer may be verified afterwards. `draws`: it may be a sample.
+        """
         earned, verdict, share = EARNED, None, self.draw.share if draws else 0.0
-        affords, pays = self.certificate.affords(), draws and self._saved >= 1.0
+        pays = draws and self._saved >= 1.0
         learns = later and pays and not self.certified
         owes = share  # how probably, if it is served
         if learns:
@@ -213,16 +193,14 @@ class Guard:
                 verdict, earned = Verdict.OWE if drawn else Verdict.SERVE, EARNED + RETURNED
                 if learns and drawn:
                     self._pay()
-            elif not draws:
-                verdict = Verdict.LEAVE
             else:
                 verdict = Verdict.SAMPLE if drawn else self._paid(Verdict.SAMPLE)
         elif cover is not None:
             verdict = self._paid(Verdict.LEARN)
         self._saved = min(self._saved + earned, SAVED)
-        serves = verdict is not None and verdict.serves
-        self.certificate.request(serves and cover is not Cover.SAME)
-        self._done["whole" if verdict is None else "served" if serves else verdict.value] += 1
+        serves, same = verdict is not None and verdict.serves, cover is Cover.SAME
+        self.certificate.request(serves and not same, same)
+        self._done["whole" if verdict is None else served_name(same) if serves else verdict.value] += 1
         self._dirty = True
         return verdict
 
@@ -270,6 +248,8 @@ class Guard:
         `epoch`: in which it was decided. If an alarm came since, the answer is no sample, and nothing is given back.
         """
         with self._lock:
+            if verdict is Verdict.SERVE:
+                self._rename(False, "below the margin")
             if epoch is not None and epoch != self._epoch:
                 return False
             self._dirty = True
@@ -283,8 +263,6 @@ class Guard:
                 if verdict is Verdict.SERVE:
                     self._saved -= RETURNED  # it saved nothing
                     self.certificate.give_back()
-                    self._done["served"] -= 1
-                    self._done["below the margin"] += 1
             elif verdict in (Verdict.SAMPLE, Verdict.OWE) and self.certificate.sample(changed, verdict.serves):
                 self.verified.changed(gaps)
                 self._alarm()
@@ -300,6 +278,24 @@ class Guard:
         with self._lock:
             if cover is not Cover.SAME:
                 self._note_kind(gaps, cover, margin)
+
+    def take_back(self, cover: Cover, epoch: int) -> None:
+        """An answer that was to be served was computed exactly after all, and is compared with nothing."""
+        with self._lock:
+            same = cover is Cover.SAME
+            self._rename(same, "whole after all")
+            if epoch != self._epoch:
+                return
+            if same:
+                self.certificate.counts.repeated = max(self.certificate.counts.repeated - 1, 0)
+            else:
+                self._saved -= RETURNED
+                self.certificate.give_back()
+
+    def _rename(self, same: bool, name: str) -> None:
+        """Count a request that was to be served under another name."""
+        self._done[served_name(same)] -= 1
+        self._done[name] += 1
 
     def give_back(self) -> None:
         """An answer that was to be verified afterwards will not be: what was paid for that comes back."""
@@ -319,7 +315,7 @@ class Guard:
             known = self._synced
             if self._inherited and (stored is None or stored.epoch < self._epoch):
                 # What the parent counted it will write itself.
-                own = _minus(own, self._inherited)
+                own = beyond(own, self._inherited)
                 self._adopt(own)
                 self._synced = known = None
             self._inherited = {}
@@ -332,7 +328,7 @@ class Guard:
                     self._patience = max(self._patience, self._price())
                     self.certificate.restart()
                 elif stored.epoch == self._epoch:
-                    own = _plus(_minus(own, known or {}), stored.counts)
+                    own = joined(beyond(own, known or {}), stored.counts)
                     self._since = min(self._since, stored.since)
                 self._adopt(own)
                 # Until the file has the sum: what is known beyond the file's counts is not shared yet.
@@ -357,7 +353,7 @@ class Guard:
 
     def _adopt(self, counts: Mapping[str, float]) -> None:
         types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}
-        known = {name: kind(counts.get(name, _NO_SUMS.get(name, (0, 0))[1])) for name, kind in types.items()}
+        known = {name: kind(counts.get(name, NO_SUMS.get(name, (0, 0))[1])) for name, kind in types.items()}
         self.certificate.adopt(Counts(**known))
         self.margin.adopt(counts)
         self.wider.adopt(counts)
@@ -436,6 +432,8 @@ class Guard:
             "verified_afterwards": counts.owed,
             "changed": counts.changed,
             "requests": counts.requests,
+            "reused": counts.served,
+            "repeated": counts.repeated,
             "margin": state.margin,
             "margin_with_more_rows": self.wider.least,
             "changes_known": state.verified,

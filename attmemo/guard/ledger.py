@@ -25,9 +25,12 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from attmemo.guard.margin import CLASSES, WIDER
 from attmemo.locking import locked
 
-VERSION: Final = "5"
+VERSION: Final = "6"
+NO_SUMS: Final = {CLASSES.top: (max, 0.0), WIDER.top: (max, 0.0), "lowest": (min, 1.0)}
+"""Counts that are no sums: how those of two processes are joined, and what they are at first."""
 HASHES: Final[dict[str, tuple[int, ...]]] = {"changes": (), "harmful": (), "values": (3,), "harm": (2,)}
 """Arrays of a file, and the numbers of one entry."""
 DAMAGED: Final = ".damaged-"
@@ -99,6 +102,17 @@ class Ledger:
         """Held while the file is read and written anew. OSError: the folder cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return locked(self.path.with_name(self.path.name + ".lock"))
+
+
+def beyond(counts: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
+    """What was counted beyond what is known."""
+    return {name: count if name in NO_SUMS else count - known.get(name, 0.0) for name, count in counts.items()}
+
+
+def joined(counts: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """What two processes have counted."""
+    found = {name: count + others.get(name, 0.0) for name, count in counts.items()}
+    return found | {name: join(counts[name], others.get(name, first)) for name, (join, first) in NO_SUMS.items()}
 
 
 def all_in(folder: os.PathLike[str] | str) -> list[tuple[dict[str, Any], Learned]]:

@@ -24,9 +24,12 @@ class State:
         """The state in a sentence."""
         c = self.counts
         day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        share = f"{c.served / c.requests:.0%}" if c.requests else "none"
         return (
-            f"{self.name}: {c.same + c.changed} served answers verified, {c.changed} changed; {share} of "
-            f"{c.requests} requests served; at most {100 * self.highest:.2g} % of all answers changed, "
-            f"{confidence:.0%}, since {day}"
+            f"{self.name}: {c.same + c.changed} reused answers verified, {c.changed} changed; "
+            f"of {c.requests} requests {_count(c.served, c.requests)} reused and {_count(c.repeated, c.requests)} "
+            f"repeated; at most {100 * self.highest:.2g} % of all answers changed, {confidence:.0%}, since {day}"
         )
+
+
+def _count(part: int, requests: int) -> str:
+    return f"{part} ({part / requests:.0%})" if requests else "0"

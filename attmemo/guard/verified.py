@@ -42,7 +42,7 @@ class Cover(IntEnum):
     UNSURE = 2  # all are verified, but the answer is expected below the margin: more rows are computed
     FREELY = 3  # some of them are words in free slots
     FULLY = 4
-    SAME = 5  # nothing changed, and the record is as exact as the model
+    SAME = 5  # nothing changed: the answer is the record's own
 
     @property
     def may_serve(self) -> bool:

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -32,6 +31,7 @@ from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger, is_class_of_first_row
 from attmemo.guarded import Guarded
 from attmemo.handles.description import describe
+from attmemo.handles.rules import digest_of_rules
 from attmemo.handles.stack import StackMemoization, handle_of, packed_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
@@ -43,12 +43,12 @@ from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import DatabaseRows
-from attmemo.reuse.rows import DRIFT, Rows
+from attmemo.reuse.rows import Rows
 from attmemo.selfchecks.answers import check_answers
 from attmemo.selfchecks.blocks import check_stack
 from attmemo.selfchecks.head import reads_first_row
 from attmemo.selfchecks.rows import check_rows
-from attmemo.sureness import KEY
+from attmemo.sureness import KEY, Sureness
 
 _LOG = logging.getLogger("attmemo")
 
@@ -162,18 +162,19 @@ def prepare_rows(
             store = _growing(encoder, adapter, packed, records, prepared, tokenizer, undo)
         undo.callback(store.close)
         storage = store.storage
+        growing = store if isinstance(store, GrowingRows) else None
         if guarding is None:
             rule = rule.for_unguarded()
             planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
         else:
-            kinds = _kinds(tokenizer)
+            kinds, sureness = _kinds(tokenizer), Sureness(guarding.answers, growing)
             planner = GuardedPlanner(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
-                rounds=any(kind.itemsize < packed.dtype.itemsize for kind in storage),
-                admit=store.admit if isinstance(store, GrowingRows) else _never,
+                rounds=storage[1] not in (packed.dtype, torch.float32),
+                store=growing, sureness=sureness,
             )  # fmt: skip
-        reuse = Rows(blocks, packed, store)
+        reuse = Rows(blocks, packed, store, guarded=guarding is not None)
         handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
         handle.folder = store.folder if isinstance(store, GrowingRows) else None
         check_stack(handle, adapter, encoder, packed)
@@ -197,24 +198,19 @@ def prepare_rows(
                     "min_cosine": guarding.answers.min_cosine,
                     "budget": guarding.budget, "confidence": guarding.confidence, "threshold": share,
                     "near": rule.near, "near_numbers": rule.near_where(words=False),
-                    "most_moved": rule.most_moved, "drift": [DRIFT, "correlation"],
-                    "margins": planner.guard.margins, "more_near": planner.more_near,
+                    "most_moved": rule.most_moved, "rules": digest_of_rules(),
                     "dtype": arithmetic(str(packed.dtype), linear),
                     "kinds": hashlib.sha256(planner.kinds.tobytes()).hexdigest(),
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))
                 undo.callback(keeper.close)
-            key = _digest(answering).digest()[:KEY] if named else os.urandom(KEY)
-            growing = store if isinstance(store, GrowingRows) else None
-            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse, growing, key), keeper)
+            if named:
+                sureness.key = _digest(answering).digest()[:KEY]
+            handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse, growing, sureness), keeper)
         undo.pop_all()
     if guarding is None:
         _LOG.warning("attmemo: %s", UNGUARDED)
     return handle
-
-
-def _never(_: int) -> bool:
-    return False
 
 
 def _growing(

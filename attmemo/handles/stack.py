@@ -121,9 +121,11 @@ class StackMemoization(Memoization):
         Returns
         -------
         dict
-            ``sequences`` (run over packed rows), ``served`` (of these from a record), ``tokens`` (valid ones),
-            ``rows_computed`` (those of verifications too), ``share_computed`` (rows by tokens), milliseconds by part
-            (``ms_lookup``, ``ms_plan``: alignment and the choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
+            ``sequences`` (run over packed rows), ``reused`` (of these, answers that came from a record of another
+            input; none that was computed exactly after all), ``repeated`` (answers that the input's own record gave
+            again, as they were), ``tokens`` (valid ones), ``rows_computed`` (those of verifications too),
+            ``share_computed`` (rows by tokens), milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
+            choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
             (sequences by reason, see docs/python.md), ``ineligible`` (sequences that the original code computed, by
             reason), ``failed`` (sequences that an error left exact, or without a check: 0 as long as all is well),
             ``failures`` (the same by the error's text), ``linear`` (arithmetic of the linear layers),
@@ -148,7 +150,8 @@ class StackMemoization(Memoization):
             "folder": None if self.folder is None else str(self.folder),
             "threshold": self.threshold,
             "sequences": done.sequences,
-            "served": done.served,
+            "reused": done.reused,
+            "repeated": done.repeated,
             "tokens": done.tokens,
             "rows_computed": done.rows,
             "share_computed": done.rows / done.tokens if done.tokens else None,

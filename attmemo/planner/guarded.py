@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +23,7 @@ from attmemo.kernels.kinds import Kinds
 from attmemo.perfmodel.forward_times import ForwardTimes
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
-from attmemo.planner.rows import Asked, Ints, RowPlanner, plan_of
+from attmemo.planner.rows import Asked, Flags, Ints, RowPlanner, plan_of
 
 TRIED: Final = 4
 """Records of a sequence that are asked for, the one with the fewest rows to compute first, until all that changed is
@@ -78,6 +79,9 @@ class Asking:
         self.looked = False  # whether records were looked up
         self.twice = False  # the model called its blocks twice: it has no one answer for a sequence of the first call
         self.chosen: dict[int, Chosen] = {}  # by sequence
+        self.decided: dict[int, Chosen] = {}  # those that were to be served
+        self.exact: set[int] = set()  # of these, those whose answers were computed exactly after all
+        self.low: set[int] = set()  # the same, of those below the margin
         self.changed: set[int] = set()  # sequences whose answer a record changed
 
     def where(self, *verdicts: Verdict) -> list[int]:
@@ -90,11 +94,29 @@ class Asking:
         return [sequence for sequence, chosen in self.chosen.items() if chosen.verdict.serves]
 
     def serve_only(self, sequences: Set[int]) -> None:
-        """Of the sequences that were to be served, forget all but these."""
+        """Of the sequences that were to be served, forget all but these: the others were computed exactly."""
+        self.exact |= set(self.served) - sequences
         self.chosen = {
             sequence: chosen for sequence, chosen in self.chosen.items()
             if not chosen.verdict.serves or sequence in sequences
         }  # fmt: skip
+
+
+class Sureness(Protocol):
+    """Knows how sure answers of records are."""
+
+    def of_record(self, record: int) -> float | None:
+        """How far the best class of a record's own answer is ahead of the second best; None: not known."""
+
+
+class Store(Protocol):
+    """Keeps sequences that were computed whole."""
+
+    def admit(self, sequences: int) -> bool:
+        """Whether so many sequences of a batch may become records if they are computed whole."""
+
+    def awaits(self, tokens: Tokens) -> bool:
+        """Whether a record of just these tokens may be on its way."""
 
 
 class _Thread(threading.local):
@@ -112,28 +134,25 @@ class GuardedPlanner(RowPlanner):
     kinds : uint8 [V]
         Kinds of token ids, as in `attmemo.kernels.changes.changes`.
     rounds : bool
-        Whether records are stored in fewer bits than the model computes with.
-    admit : function
-        Gets a number of sequences; returns whether these may become records if they are computed whole.
+        Whether last hidden states of records are stored in fewer bits than the model computes with.
+    store : Store or None
+        Keeps sequences that are computed whole; None: none is kept.
+    sureness : Sureness
+        Knows how sure the own answers of records are.
 
     The other parameters are those of `RowPlanner`.
-
-    Attributes
-    ----------
-    sureness : function
-        How far the best class of a record's own answer is ahead of the second best; None: not known. `Guarded` knows.
     """
 
     grows = True
 
     def __init__(
         self, index: TokenIndex, threshold: float, rule: Rule, *, relative: bool, gated: bool = True, guard: Guard,
-        kinds: Kinds, admit: Callable[[int], bool], rounds: bool = False,
+        kinds: Kinds, store: Store | None, sureness: Sureness, rounds: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(index, threshold, rule, relative=relative, gated=gated)
-        self.guard, self.kinds, self._rounds, self._admit = guard, kinds, rounds, admit
+        self.guard, self.kinds, self._rounds, self._store = guard, kinds, rounds, store
         self.times, self._epoch = ForwardTimes(always=not gated), guard.epoch
-        self.sureness: Callable[[int], float | None] = lambda record: None
+        self._sureness = sureness
         self._thread = _Thread()
 
     @contextmanager
@@ -169,7 +188,7 @@ class GuardedPlanner(RowPlanner):
         asking.looked = asked is not None
         if asked is None:
             return Whole.plan(self, layer, call, spans, given, counters)
-        candidates = self.index.candidates(asked.tokens, asked.starts)
+        candidates, exact = self._candidates(asked)
         looked = perf_counter()
         found, gaps, covers = self._find(asked, candidates)
         own = np.split(asked.tokens, asked.starts[1:-1])
@@ -182,9 +201,11 @@ class GuardedPlanner(RowPlanner):
             for number, (verdict, gap, cover) in enumerate(zip(verdicts, gaps, covers, strict=True))
             if verdict is not None and gap is not None and cover is not None
         }
+        asking.decided = {number: chosen for number, chosen in asking.chosen.items() if chosen.verdict.serves}
         served = np.array([verdict is not None and verdict.serves for verdict in verdicts])
-        whole = np.flatnonzero(~served).tolist()
-        admitted = {number: own[number] for number in whole} if whole and self._admit(len(whole)) else {}
+        whole = np.flatnonzero(~served & ~exact).tolist()
+        admits = whole and self._store is not None and self._store.admit(len(whole))
+        admitted = {number: own[number] for number in whole} if admits else {}
         # The gate looks at records, not at trust.
         could = np.array([cover is not None and cover is not Cover.FUTILE for cover in covers])
         self._count(asked, found, could, (start, looked), counters)
@@ -211,22 +232,24 @@ class GuardedPlanner(RowPlanner):
 
     def wider(self, chosen: Chosen) -> Chosen | None:
         """A sequence with more rows computed; None: it is not to be served so."""
-        own = self.sureness(chosen.reused.record)
+        own = self._sureness.of_record(chosen.reused.record)
         may = self.guard.may_widen(chosen.gaps, own, chosen.cover)
         return chosen.wider(self.rule.near + self.more_near) if may else None
 
     def _decide(self, tokens: Sequence[Tokens], covers: Sequence[Cover | None], room: int) -> list[Verdict | None]:
-        """What becomes of each sequence. Of those that are the same one at most is verified: more say nothing new."""
+        """What becomes of each sequence. Equal ones get one answer, and one of them at most is verified."""
         first: dict[bytes, int] = {}
         firsts = [first.setdefault(one.tobytes(), place) for place, one in enumerate(tokens)]
-        verdicts: dict[int, Verdict | None] = dict(
-            zip(first.values(), self.guard.decide([covers[place] for place in first.values()], room), strict=True)
-        )
-        later = [place for place, other in enumerate(firsts) if other != place]
-        serving = {place for place, verdict in verdicts.items() if verdict is not None and verdict.serves}
-        served = [covers[place] if firsts[place] in serving else None for place in later]
-        verdicts |= zip(later, self.guard.decide(served, draws=False), strict=True)
-        return [verdicts[place] for place in range(len(tokens))]
+        times = Counter(firsts)
+        decided = self.guard.decide([covers[place] for place in times], room, list(times.values()))
+        verdicts: list[Verdict | None] = [None] * len(tokens)
+        for place, verdict in zip(times, decided, strict=True):
+            verdicts[place] = verdict
+        for place, other in enumerate(firsts):
+            verdict = verdicts[other]
+            if other != place and verdict is not None and verdict.serves:
+                verdicts[place] = Verdict.SERVE
+        return verdicts
 
     def _note_rows(self, asked: Asked, found: Alignment, covers: Sequence[Cover | None]) -> None:
         """Tell the guard what this batch takes if all is served that may be, and what could be drawn of it."""
@@ -259,9 +282,20 @@ class GuardedPlanner(RowPlanner):
         self.times = ForwardTimes(self.times.always)
 
     def _needs(self, asked: Asked) -> Ints:
-        found, _, covers = self._find(asked, self.index.candidates(asked.tokens, asked.starts))
+        found, _, covers = self._find(asked, self._candidates(asked)[0])
         served = np.array([cover is not None and self.guard.serves(cover) for cover in covers])
         return np.where(served, found.computed, asked.lengths)
+
+    def _candidates(self, asked: Asked) -> tuple[Candidates, Flags]:
+        """Records near the inputs, and which of these are computed whole whatever is near: to give the same bits each
+        time. Their own record is stored in fewer bits than the model computes with, or it is on its way.
+        """
+        parts, store = np.split(asked.tokens, asked.starts[1:-1]), self._store
+        waits = np.array([store is not None and store.awaits(one) for one in parts])
+        found = self.index.candidates(asked.tokens, asked.starts)  # behind: what waited may be there now
+        exact = (found.same >= 0) if self._rounds else np.zeros(len(parts), np.bool_)
+        exact |= waits & (found.same < 0)
+        return (found.without(exact) if exact.any() else found), exact
 
     def _find(
         self, asked: Asked, candidates: Candidates
@@ -289,7 +323,7 @@ class GuardedPlanner(RowPlanner):
             for number in np.flatnonzero(enough & there).tolist():
                 own = changes.of(number)
                 record, former = int(found.record[number]), covers[number]
-                cover = self.guard.ask(own, self.sureness(record)) if len(own) or self._rounds else Cover.SAME
+                cover = self.guard.ask(own, self._sureness.of_record(record)) if len(own) else Cover.SAME
                 part = slice(int(asked.starts[number]), int(asked.starts[number + 1]))
                 source: Tokens | None = found.source[part]
                 if cover is Cover.UNSURE:

@@ -17,17 +17,17 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from attmemo.db.history import Work
 from attmemo.db.pool import Pool
 from attmemo.db.records import Entry, Kept, News
 from attmemo.db.shared_pool import SharedPool
-from attmemo.embed.tokens import TokenIndex
+from attmemo.embed.tokens import TokenIndex, hash_of
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.filler import Filler
@@ -81,10 +81,11 @@ class GrowingRows(RowStore):
         self._first = self.index.next
         self._numbers: dict[int, int] = {}  # of the pool, by number in the index
         self._records: dict[int, int] = {}  # the other way
+        # What was handed over and is not stored yet, by the hash of its tokens: it goes with whatever becomes of it.
+        self._offered: WeakValueDictionary[int, Offer] = WeakValueDictionary()
         self._ahead: dict[int, Kept] = {}  # by number in the index: written, and not published yet
         self._since = 0.0  # when the first of them was written
         self._found = 0  # tokens of the records that were fetched and pay; a count lost now and then does no harm
-        self._same: dict[int, int] | None = None  # numbers in the index, by the hash of their tokens
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
         self._anew = False
@@ -121,6 +122,8 @@ class GrowingRows(RowStore):
         """Have these sequences of one batch kept; returns at once."""
         self._filler.wake()
         if self.fills and offers:
+            for one in offers:
+                self._offered[hash_of(one.tokens)] = one
             self._filler.offer(offers, sum(len(one.body) for one in offers))
 
     def took(self, seconds: float) -> None:
@@ -130,6 +133,11 @@ class GrowingRows(RowStore):
     def admit(self, sequences: int) -> bool:
         """Whether so many sequences of a batch may be offered now; if not, they are counted."""
         return self.fills and self._filler.admit(sequences)
+
+    def awaits(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Whether a record of just these tokens may be on its way."""
+        one = self._offered.get(hash_of(tokens)) if self._offered else None
+        return one is not None and np.array_equal(one.tokens, tokens)
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until all that was offered is kept or left out; False: it takes longer."""
@@ -263,7 +271,7 @@ class GrowingRows(RowStore):
         them alone (docs/filling.md).
         """
         why = None
-        if self._is_stored(one.tokens) or one.tokens.tobytes() in rest:
+        if self.index.same(one.tokens) >= 0 or one.tokens.tobytes() in rest:
             why = KNOWN
         elif not one.is_finite_in(self.storage):
             why = "not_finite"
@@ -275,16 +283,6 @@ class GrowingRows(RowStore):
             self.kept[why] += 1
             return None
         return Entry(one.tokens.copy(), one.as_record(self.layout), one.note)  # a copy: tokens are of the whole batch
-
-    def _is_stored(self, tokens: npt.NDArray[np.int32]) -> bool:
-        """Whether there is a record of just these tokens."""
-        if self._same is None:
-            self._same = {_hash(one): number for number, one in self.index.items()}
-        record = self._same.get(_hash(tokens))
-        try:
-            return record is not None and np.array_equal(self.index.tokens_of(record), tokens)
-        except KeyError:
-            return False
 
     def _learn(self, news: News) -> None:
         """Let what came be found, and what went no more."""
@@ -305,8 +303,6 @@ class GrowingRows(RowStore):
         """Let records be found, under the next numbers of the index."""
         first = self.index.next
         self.index.extend([kept.tokens for kept in found], range(first, first + len(found)))
-        if self._same is not None:
-            self._same.update((_hash(kept.tokens), first + step) for step, kept in enumerate(found))
 
     def _forget(self, record: int) -> None:
         """Let a record be found no more."""
@@ -314,8 +310,6 @@ class GrowingRows(RowStore):
         self._sound.pop(record, None)
         self._records.pop(self._numbers.pop(record, -1), None)
         if record in self.index:
-            if self._same is not None:
-                self._same.pop(_hash(self.index.tokens_of(record)), None)
             self.index.remove(record)
 
     def _tell(self, kind: str, text: str) -> None:
@@ -365,14 +359,10 @@ class GrowingRows(RowStore):
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""
         self._anew = True
-        self._same = self._earned = self._worked = None  # no lock may be taken: a thread of the parent may hold it
+        self._earned = self._worked = None  # no lock may be taken: a thread of the parent may hold it
         self.index.leave_to_parent()
         self.pool.leave_to_parent()
         self._filler.leave_to_parent()
-
-
-def _hash(tokens: npt.NDArray[np.int32]) -> int:
-    return xxhash.xxh3_64_intdigest(tokens.data)
 
 
 def _flush(store: weakref.ref[GrowingRows]) -> None:

@@ -15,7 +15,7 @@ from attmemo.reuse.row_layout import RowLayout
 from attmemo.reuse.row_store import Record
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Offer:
     """A sequence that was computed whole, as its request hands it over.
 

@@ -86,6 +86,8 @@ class Rows(Stack):
     packed : Packed
     store : RowStore
         The records.
+    guarded : bool
+        Whether a guard looks at the answers: then the guard counts those that came from records.
 
     Attributes
     ----------
@@ -96,9 +98,9 @@ class Rows(Stack):
 
     name: ClassVar[str] = "rows"
 
-    def __init__(self, blocks: Blocks, packed: Packed, store: RowStore) -> None:
+    def __init__(self, blocks: Blocks, packed: Packed, store: RowStore, *, guarded: bool = False) -> None:
         super().__init__(blocks, packed)
-        self.store = store
+        self.store, self._guarded = store, guarded
         self.thread = RowThread()
         size, dtype = blocks.heads * blocks.width, packed.dtype
         self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
@@ -139,7 +141,10 @@ class Rows(Stack):
         longest = max(max(spans.lengths), int(source.max()) + 1)
         computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
         offers, copies = self._offers(share.admitted, computed_at)
-        wanted = self._asked(layout.starts[:-1], copies) if (source[layout.key_starts[:-1]] < 0).all() else None
+        opened = source[layout.key_starts[:-1]] < 0  # sequences whose first row is computed
+        # A first row of a record is given as it is if no row of its sequence is computed. Else it moves with those.
+        apart = (opened | (np.diff(layout.starts) == 0)).all()
+        wanted = self._asked(layout.starts[:-1][opened], copies) if apart else None
         found = self.compute(
             call, torch.from_numpy(embedded[fresh]), layout, longest,
             fetch=None if read is None else read[0].layer, keep=copies, asked=wanted,
@@ -149,7 +154,9 @@ class Rows(Stack):
         every_slot = batch + len(beside), padded
         if wanted is not None:
             self.thread.firsts += 1
-            output = put_first(found, wanted, layout.starts[:-1], slot, every_slot)
+            output = put_first(found, wanted, layout.starts[:-1][opened], slot[opened], every_slot)
+            if read is not None and not opened.all():
+                self._put_stored_firsts(output, read, source[layout.key_starts[:-1]], slot * padded)
         else:
             output = found.new_empty(every_slot[0] * padded, found.shape[1])
             begins, dtype = (np.zeros(len(slot), np.uint64), found.dtype) if read is None else read[1:]
@@ -161,15 +168,26 @@ class Rows(Stack):
         computed, reused = np.diff(layout.starts), records >= 0
         rows, served = np.zeros(batch, np.int64), np.zeros(batch, np.bool_)
         rows[own], served[own] = computed[: len(own)], reused[: len(own)]
-        self.thread.served = set(np.flatnonzero(served[twins.firsts]).tolist())
+        from_records = served[twins.firsts]
+        self.thread.served = set(np.flatnonzero(from_records).tolist())
         self.thread.beside = {int(sequence[number]): output[slot[number]]
                               for number in range(len(own), len(sequence)) if reused[number]}  # fmt: skip
         self._count(
             spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
-            served=len(self.thread.served), beside=int(computed[len(own) :].sum()),
+            beside=int(computed[len(own) :].sum()),
         )  # fmt: skip
+        if not self._guarded and not self.thread.again:
+            repeated = int((from_records & (rows[twins.firsts] == 0)).sum())
+            counters.answered(len(self.thread.served) - repeated, repeated)
         self.thread.last = output[:batch] if share.beside else None
         return output[:batch]
+
+    @staticmethod
+    def _put_stored_firsts(output: Tensor, read: _Read, source: npt.NDArray[np.int32], places: Ints) -> None:
+        """Put first rows that records supply to these places of ``[R, H]``; `source` below 0: it does not."""
+        stored, ends = np.flatnonzero(source >= 0), np.zeros(np.count_nonzero(source >= 0) + 1, np.int64)
+        supply = Supply(source[stored], np.arange(len(ends)), ends, places[stored], read[1][stored], read[2])
+        supply_rows(output, output[:0], supply, 1)
 
     def _kept(
         self, call: Call, spans: Spans, counters: Counters, admitted: Mapping[int, npt.NDArray[np.int32]]

@@ -245,9 +245,9 @@ class Stack:
 
     def _count(
         self, lengths: list[int], rows: npt.NDArray[np.int64], twins: Twins, counters: Counters, *, blocks: float,
-        fetch: float = 0.0, served: int = 0, beside: int = 0,
+        fetch: float = 0.0, beside: int = 0,
     ) -> None:  # fmt: skip
-        """Count one forward: tokens and computed rows of each sequence, seconds by part, and sequences served.
+        """Count one forward: tokens and computed rows of each sequence, and seconds by part.
 
         `beside`: rows that were computed to verify answers.
 
@@ -256,8 +256,8 @@ class Stack:
         thread = self.thread
         if thread.observed is not None:
             thread.observed.see(lengths, rows[twins.firsts].tolist(), thread.again, beside)
-        asked, served = ([], 0) if thread.again else (lengths, served)
-        counters.work(len(asked), sum(asked), int(rows.sum()) + beside, served=served, fetch=fetch, blocks=blocks)
+        asked = [] if thread.again else lengths
+        counters.work(len(asked), sum(asked), int(rows.sum()) + beside, fetch=fetch, blocks=blocks)
 
     def join(
         self, site: Site, call: Call, share: Share, served: Tensor, exact: Exact, arguments: tuple[Any, Any]

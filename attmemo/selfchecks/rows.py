@@ -58,8 +58,7 @@ def check_rows(
         stack.callback(setattr, reuse, "store", before)
         with engine.planned(_half(several)):
             seen = host(**both)[0]
-        # Counted where records were read: a hit may have been computed whole.
-        if engine.counters.done.served != len(lengths):
+        if len(reuse.thread.served) != len(lengths):  # known where records were read: a hit may be computed whole
             raise not_served("a small batch from records", engine)
     allowed = allowed_for(packed, model) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])

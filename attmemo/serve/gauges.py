@@ -32,7 +32,9 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
         "attmemo_guard_changed_at_most": (
             "Share of answers that changed, at most, at the confidence given.", guard.get("highest_share_changed"),
         ),
-        "attmemo_guard_verified": ("Served answers that were verified.", guard.get("verified")),
+        "attmemo_reused": ("Answers that came from a record of another text.", found.get("reused")),
+        "attmemo_repeated": ("Answers that the record of the very text gave again.", found.get("repeated")),
+        "attmemo_guard_verified": ("Reused answers that were verified.", guard.get("verified")),
         "attmemo_guard_rows_afterwards": (
             "Rows computed to verify answers after they were given.", found.get("rows_afterwards"),
         ),
@@ -70,6 +72,9 @@ def live(service: Service) -> dict[str, Any]:
         },
         "tokens": counts.get(("attmemo_tokens", ""), 0),
         "rows": counts.get(("attmemo_rows_computed", ""), 0),
+        "sequences": counts.get(("attmemo_sequences", ""), 0),
+        "reused": found.get("reused"),
+        "repeated": found.get("repeated"),
         "guard": guard,
         "database": {
             "records": found.get("records"), "bytes": found.get("record_bytes"),

@@ -103,6 +103,8 @@ class Metrics:
         return Histogram(name, what, registry=self._registry, buckets=SIZES)
 
 
+_RISING: Final = frozenset({"attmemo_reused", "attmemo_repeated"})
+"""Of the levels, those that only rise: counters."""
 _LABELS: Final = {"te_request_count": "method", "te_request_success": "method", "te_request_failure": "err"}
 _WHAT: Final = {
     "attmemo_forwards": "Forwards of the model.",
@@ -131,4 +133,5 @@ class _Counters(Collector):
         yield from found.values()
         for name, (what, level) in self._metrics.now().items():
             if level is not None:
-                yield GaugeMetricFamily(name, what, value=float(level))
+                family_of = CounterMetricFamily if name in _RISING else GaugeMetricFamily
+                yield family_of(name, what, value=float(level))

@@ -1,0 +1,51 @@
+"""What a guard has proven holds under the rules that it was proven under."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from families import FAMILIES
+from test_guarded import BASE, guarded, run
+
+from attmemo import unmemoize
+from attmemo.guard.margin import Scale
+from attmemo.handles.rules import digest_of_rules
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [("guard.verified", "NUMBERS", 3), ("guard.verified", "WORDS", 5), ("guard.verified", "PENALTY", 1),
+     ("guarded", "MOVES", 0.4), ("planner.guarded", "MOST_ROWS", 0.8), ("planner.guarded", "TRIED", 5),
+     ("planner.guarded", "MORE_NEAR", 1), ("guard.margin", "VECTORS", Scale("margin", (0.9, 0.95), 1, 0.0)),
+     ("guard.certificate", "_PARTS", np.geomspace(0.1, 0.9, 24)), ("reuse.rows", "DRIFT", 0.5),
+     ("kernels.align", "LONG", 4), ("", "__version__", "0.0.0+another")],
+)  # fmt: skip
+def test_another_rule_or_version_begins_a_certificate_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, value: Any
+) -> None:
+    bare = FAMILIES["BERT"].make()
+
+    def requests() -> int:
+        model = guarded(bare, None, fill=tmp_path, max_bytes=1 << 24)
+        before = model.attmemo.stats()["guard"]["requests"]
+        run(model, BASE)
+        unmemoize(model)
+        return int(before)
+
+    assert requests() == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(f"attmemo.{module}.{name}".replace("..", "."), value)
+        assert requests() == 0
+        assert requests() == 6
+    assert requests() == 6, "what was learned under the former rules is there"
+
+
+def test_the_rules_have_the_same_digest_in_every_process() -> None:
+    code = "from attmemo.handles.rules import digest_of_rules; print(digest_of_rules())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert told.stdout.strip() == digest_of_rules()
