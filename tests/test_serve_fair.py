@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_tools import Live, ask, living, tiny
 
+from attmemo.serve import threads as text_threads
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.room import Share
 from attmemo.serve.texts import Texts
-from attmemo.serve.threads import CHARACTERS, PIECE, TextThreads, cut
+from attmemo.serve.threads import CHARACTERS, PIECE, REST, TextThreads, cut
 
 SCRIPTS = str(Path(__file__).parents[1] / "scripts")
 LIMIT = 16
@@ -155,7 +157,7 @@ def test_pieces_are_small_and_whole(texts: list[str], many: int) -> None:
 
 def test_large_requests_take_turns() -> None:
     """The second one is done though most of the first one still waits."""
-    threads, order = TextThreads(1, {0}), list[str]()
+    threads, order = TextThreads(1, {0}, shared=True), list[str]()
     first_came, second_came = threading.Event(), threading.Event()
 
     def work(piece: Sequence[str]) -> list[str]:
@@ -181,8 +183,34 @@ def test_large_requests_take_turns() -> None:
     assert max(place for place, name in enumerate(order) if name == "b") < 8
 
 
+@pytest.mark.parametrize(
+    ("shared", "busy", "texts"), [(True, True, 90), (True, False, 90), (False, True, 90), (True, True, 9)]
+)
+def test_large_requests_rest_where_the_model_works_on_the_same_cores(
+    shared: bool, busy: bool, texts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test: a piece takes 2 seconds of it."""
+    now, rests = [100.0], list[float]()
+    threads = TextThreads(1, {0}, shared=shared)
+
+    def work(piece: Sequence[str]) -> list[str]:
+        now[0] += 2.0
+        return list(piece)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        rests.append(seconds)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(text_threads, "time", clock)
+    for _ in range(2):
+        asyncio.run(threads.each(["a"] * texts, work, busy=lambda: busy))
+    threads.close()
+    assert [rest for rest in rests if rest] == ([2.0 * REST] * 3 if shared and busy and texts > PIECE else [])
+
+
 def test_of_a_request_that_is_refused_nothing_more_is_done() -> None:
-    threads, done = TextThreads(1, {0}), list[str]()
+    threads, done = TextThreads(1, {0}, shared=True), list[str]()
 
     def work(piece: Sequence[str]) -> list[str]:
         done.append(piece[0])

@@ -104,7 +104,7 @@ class Service:
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
         self._shown = 0  # of these, inputs of the tokenizer's own routes
-        self.threads = TextThreads(settings.workers, cores)
+        self.threads = TextThreads(settings.workers, cores, shared=own == cores)
         self.bodies, self.answers = Room(max(BODIES, LARGEST * settings.payload_limit), SMALL), Room(ANSWERS)
 
     def start(self) -> Service:
@@ -253,7 +253,7 @@ class Service:
         self._let_in(count)
         self._shown += count
         try:
-            made = await self.threads.each(inputs, work, seen)
+            made = await self.threads.each(inputs, work, seen, busy=lambda: self._inside > self._shown)
         finally:
             self._shown -= count
             self._inside -= count
@@ -281,7 +281,7 @@ class Service:
         at_once = side == "right" or not truncate  # the tokenizer that cuts on the left may have to be made
         if at_once and len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
             return encode(inputs)
-        return await self.threads.each(inputs, encode)
+        return await self.threads.each(inputs, encode, busy=lambda: self._inside - self._shown > len(inputs))
 
     async def _ask(
         self, encoded: Sequence[Tokens], request: Request, gone: Callable[[], Awaitable[Any]] | None
