@@ -22,7 +22,7 @@ from attmemo.serve.room import STALLED
 from attmemo.serve.routes_texts import TOKENS
 from attmemo.serve.service import ANSWERS, BODIES, LARGEST, SMALL, WATCHED
 from attmemo.serve.settings import Settings
-from attmemo.serve.threads import CHARACTERS, PIECE
+from attmemo.serve.threads import CHARACTERS, PIECE, REST
 
 SCRIPTS = str(Path(__file__).parents[1] / "scripts")
 REPEATED = ("lines-OpenSSH", "lines-HDFS", "lines-HDFS-threshold52", "lines-Apache")
@@ -92,6 +92,7 @@ def test_clients_may_take_what_the_page_says() -> None:
     says(SERVICE, "has sent nothing for # second gives way", STALLED)
     says(SERVICE, "A body of no more than # KiB is always let in", SMALL / 1024)
     says(SERVICE, "Requests of one piece, # inputs and # characters at most, have threads", PIECE, CHARACTERS)
+    says(SERVICE, "a thread for these rests # times as long as a piece took", REST)
 
 
 def test_the_services_lines_are_parted_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
