@@ -30,13 +30,9 @@ def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int, *, sort: b
 
 
 def ask(
-    loaded: LoadedModel,
-    prepared: Sequence[Batch],
-    *,
-    before: Callable[[list[Tokens]], None] | None = None,
-    after: Callable[[list[Tokens]], None] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Tensor:
+    loaded: LoadedModel, prepared: Sequence[Batch], *, before: Callable[[list[Tokens]], None] | None = None,
+    after: Callable[[list[Tokens]], None] | None = None, progress: Callable[[int], None] | None = None,
+) -> Tensor:  # fmt: skip
     """Answers of all texts, in the order of rows; calls `before` and `after` with each batch, `progress` with the
     texts done.
 

@@ -69,12 +69,9 @@ class _Format:
 
 
 def read_texts(
-    files: Sequence[str | Path],
-    *,
-    text_column: str | None = None,
-    label_column: str | None = None,
+    files: Sequence[str | Path], *, text_column: str | None = None, label_column: str | None = None,
     limit: int | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Stream the non-blank texts of `files`, in order, no more than `limit` over all files.
 
     The suffix decides the format; a TSV has no quoting. The text column is by default the only column of text (the

@@ -17,8 +17,7 @@ from attmemo.memoization import memoize
 from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, collate
-from attmemo.profiler.timing import Path
-from attmemo.profiler.trial import Trial, same_answers
+from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
 from attmemo.similarity import similarity_matrix, similarity_score
 

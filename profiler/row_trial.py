@@ -24,8 +24,7 @@ from attmemo.planner.rows import RowPlanner
 from attmemo.profiler.answers import ANSWERS, ask, changed, prepare
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.row_controls import CONTROLS, serving_rows
-from attmemo.profiler.timing import Path
-from attmemo.profiler.trial import Trial, same_answers
+from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +13,8 @@ from torch import nn
 
 from attmemo.profiler.answers import Batch
 from attmemo.profiler.models import LoadedModel, NextToken, answers
+from attmemo.profiler.trial import Path, Trial
 from attmemo.profiler.turns import Job, Progress, interleave, silent
-
-if TYPE_CHECKING:
-    from attmemo.profiler.trial import Trial
-
-# Switches a way of asking on, and returns the model to ask; None: the one that was loaded.
-Path = Callable[[], nn.Module | None]
 
 
 def time_paths(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from attmemo.db import Database
 from attmemo.profiler.models import LoadedModel, Tokens
-from attmemo.profiler.timing import Path
 from attmemo.profiler.turns import Progress
+
+Path = Callable[[], nn.Module | None]  # switches a way on, and returns the model to ask; None: the one that was loaded
 
 
 class Trial(ABC):

@@ -15,7 +15,7 @@ Name = TypeVar("Name")
 
 
 def silent(_what: str, _done: int, _total: int) -> None:
-    """Tell nobody how far the work is."""
+    """Say nothing of how far the work is."""
 
 
 @dataclass

@@ -145,6 +145,7 @@ def test_state_is_open_and_well(live: Live) -> None:
     metrics = live.get("/metrics").body.decode()
     assert 'te_request_count{method="single"}' in metrics
     assert "attmemo_rows_computed_total" in metrics
+    assert "attmemo_failed 0.0" in metrics
     shown = live.get("/live").json
     assert shown["tokens"] >= shown["rows"] > 0
     assert shown["guard"]["state"] == "learning"

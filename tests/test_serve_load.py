@@ -224,7 +224,8 @@ def test_what_is_there_when_requests_begin_is_left_out_of_garbage_collections(mo
             seen.append(gc.get_freeze_count())
             raise KeyboardInterrupt
 
-    service, place = SimpleNamespace(draining=False, close=lambda: None), SimpleNamespace(close=lambda: None)
+    service = SimpleNamespace(draining=False, close=lambda: None)
+    place = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 3000), close=lambda: None)
     monkeypatch.setattr(server, "make_server", Ended)
     with pytest.raises(KeyboardInterrupt):
         server.serve(service, place)  # type: ignore[arg-type]
