@@ -25,6 +25,7 @@ from attmemo.db import (
     read_manifest,
 )
 from attmemo.db.files import ARENA, MANIFEST
+from attmemo.db.filling import is_filling
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import tokenizer_digest
 from attmemo.handles.description import describe
@@ -166,7 +167,8 @@ def check_place(path: Path | None, max_bytes: int | None) -> None:
     if path.exists() and not path.is_dir():
         raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
     if path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir():
-        raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+        what = "fills itself: no builder adds to it" if is_filling(path) else "is not empty and is not a database"
+        raise DatabaseError(f"{path} {what}.", "choose another --output")
 
 
 def _too_few(max_bytes: int | None) -> StorageFullError:

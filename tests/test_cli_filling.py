@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from shared_pool_tools import MODEL, body_of, entry, is_right, opened, tokens_of
 from test_cli import attmemo, refuse, succeed
+from test_db_tools import fill
 from transformers import PreTrainedTokenizerFast
 
+from attmemo.db import Database
 from attmemo.db.filling import Filling
+from attmemo.db.folder import ASIDE
 from attmemo.db.history import Work
 from attmemo.db.pool import Entry
 from attmemo.db.shared_pool import SharedPool
+from attmemo.errors import DatabaseNotFoundError
 from attmemo.loading import load_tokenizer, tokenizer_digest
 
 
@@ -228,6 +232,46 @@ def test_forget_without_saying_what_is_refused(folder: Path, words: tuple[str, .
 def test_a_folder_that_is_no_such_database_is_refused_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "fill=" in refuse("compact", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("tune", "DB", "--data", "FILE"), "tune is for maps"),
+        (("train-embedder", "DB"), "train-embedder is for maps"),
+        (("evaluate", "DB", "--data", "FILE"), "evaluate is for prepared databases"),
+        (("build-database", "--model", "MODEL", "--data", "FILE", "--output", "DB"), "no builder adds to it"),
+    ],
+)
+def test_a_command_for_prepared_databases_says_what_the_folder_is(
+    folder: Path, command: tuple[str, ...], says: str
+) -> None:
+    data = folder.parent / "texts.log"
+    data.write_text("one\ntwo\n")
+    before = contents(folder)
+    words = [{"DB": str(folder), "FILE": str(data)}.get(word, word) for word in command]
+    said = refuse(*words)
+    assert "fills itself" in said
+    assert says in said
+    assert contents(folder) == before
+
+
+def test_the_library_says_so_too(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatabaseNotFoundError, match="fills itself with rows"):
+        Database(folder)
+    fill(tmp_path / "prepared")
+    for command in (("compact",), ("forget", "--before", "2001-01-01")):
+        assert "it is a prepared one" in refuse(command[0], tmp_path / "prepared", *command[1:])
+
+
+def test_what_was_set_aside_goes_with_what_is_forgotten_and_else_is_named(folder: Path) -> None:
+    """It cannot be searched."""
+    (folder / ASIDE / "then").mkdir(parents=True)
+    (folder / ASIDE / "then" / "0000000000").write_bytes(b"damaged")
+    assert "cannot be searched" in succeed("forget", folder, "--before", "1970-01-02")
+    assert (folder / ASIDE / "then" / "0000000000").exists()
+    assert "is removed too" in succeed("forget", folder, "--before", "2001-01-01")
+    assert not (folder / ASIDE).exists()
 
 
 def test_inspect_shows_what_requests_cost_and_why_records_went(folder: Path, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_damaged_file_is_set_aside_and_named_once(
 
 
 def test_no_flipped_bit_changes_what_is_known(ledger: Ledger) -> None:
-    """Of any byte: the file is damaged, or it says the same. A wrong count would certify what nobody has verified."""
+    """Of any byte: the file is damaged, or it says the same. A wrong count would certify what was never verified."""
     guard = Guard(0.01, 0.95, seed=0)
     verify(guard, 1, range(20))
     guard.sync(ledger)

@@ -12,6 +12,7 @@ import typer
 from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.files import check_directory
+from attmemo.cli.filling import check_prepared
 from attmemo.wording import counted
 
 ALL: Any = "1/1"  # a default is parsed, and shown, like a value that is given
@@ -157,6 +158,7 @@ def train_embedder(
         from attmemo.embed.training import TrainOptions
         from attmemo.profiler.train import train_database
 
+        check_prepared(db, "train-embedder is for maps", "nothing: rows are found by their tokens")
         chosen = TrainOptions(steps=steps, backend=backend)
         report = train_database(db, chosen, model=model, profile=profile, progress=out.stages)
         out.say(

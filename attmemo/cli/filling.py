@@ -43,6 +43,15 @@ def opened(db: Path, *, fills: bool) -> SharedPool:
     return pool
 
 
+def check_prepared(db: Path, command: str, instead: str) -> None:
+    """Refuse a database that fills itself where a prepared one is asked for. `instead`: what fits."""
+    from attmemo.db.filling import is_filling
+    from attmemo.errors import DatabaseError
+
+    if is_filling(db):
+        raise DatabaseError(f"{db} fills itself with rows; {command}.", instead)
+
+
 def forget(
     db: DatabasePath, text: Text = None, before: Before = None, model: ModelName = None, any_tokenizer: Any_ = False,
     json: Json = None, quiet: Quiet = False,

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from attmemo.db.files import CATALOGUE, storing, sync
-from attmemo.db.filling import FILLING, Filling, is_filling
+from attmemo.db.files import CATALOGUE, FILLING, storing, sync
+from attmemo.db.filling import Filling, is_filling
 from attmemo.db.folder import ASIDE, SEGMENTS
 from attmemo.db.lease import lease
 from attmemo.db.shared_pool import PATIENCE, SharedPool

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from attmemo.errors import DatabaseError, DatabaseLockedError, StorageFullError
 
 MANIFEST: Final = "MANIFEST.json"
+FILLING: Final = "FILLING.json"
 CATALOGUE: Final = "catalogue"
 ARENA: Final = "arena"
 LOCK: Final = "builder.lock"

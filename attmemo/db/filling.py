@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from attmemo.db.files import ANEW, MANIFEST, sync
+from attmemo.db.files import ANEW, FILLING, MANIFEST, sync
 from attmemo.db.forms import ROW_STORAGE
 from attmemo.db.manifest import ModelInfo, sealed, unsealed
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
 from attmemo.fields import Field
 
-FILLING: Final = "FILLING.json"
 FORMAT: Final = "attmemo-filling"
 VERSION: Final = 1
 
@@ -61,7 +60,7 @@ class Filling:
         except (FileNotFoundError, NotADirectoryError) as error:
             what, hint = f"it has no {FILLING}", f"memoize(model, fill={str(path)!r}) makes one"
             if (path / MANIFEST).is_file():
-                what, hint = "it is a prepared one", f"attmemo inspect {path} shows what it holds"
+                what, hint = "it is a prepared one", f"attmemo inspect {path}; what is to go, a new build leaves out"
             raise DatabaseNotFoundError(f"{path} is no database that fills itself: {what}.", hint) from error
         except OSError as error:
             if error.errno in (errno.EIO, errno.EISDIR):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from attmemo.db.environments import is_whole
-from attmemo.db.files import ANEW, CATALOGUE, MANIFEST, storing
-from attmemo.db.filling import FILLING, Filling, is_filling
+from attmemo.db.files import ANEW, CATALOGUE, FILLING, MANIFEST, storing
+from attmemo.db.filling import Filling, is_filling
 from attmemo.db.lease import LEASE, PRESENCE
 from attmemo.db.scrub import DUE
 from attmemo.errors import DatabaseCorruptError, DatabaseError

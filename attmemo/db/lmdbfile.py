@@ -45,7 +45,7 @@ def check_environment(file: Path) -> None:
 def unread(file: Path) -> list[tuple[int, int]]:
     """Bytes that no reader of the last transaction looks at, from where to where; ValueError, as above.
 
-    They are free pages, what lies behind the last page, and what pages in use have beside their entries. Nobody may
+    They are free pages, what lies behind the last page, and what pages in use have beside their entries. No one may
     commit meanwhile.
     """
     return _Environment(file.read_bytes()).unread()

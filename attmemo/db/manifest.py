@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import xxhash
 
-from attmemo.db.files import MANIFEST, RESTORE, write_durably
+from attmemo.db.files import FILLING, MANIFEST, RESTORE, write_durably
 from attmemo.db.forms import CHOICES
 from attmemo.db.kinds import FORMS, SlotKind
 from attmemo.db.slots import SlotClass
@@ -221,6 +221,9 @@ def read_manifest(path: Path) -> Manifest:
             raise DatabaseCorruptError(f"{file}: {size} bytes long, at most {MAX_BYTES} expected.", RESTORE)
         return Manifest.parse(file.read_bytes(), file)
     except FileNotFoundError as error:
+        if (path / FILLING).exists():
+            what = f"{path} fills itself with rows; a prepared database is asked for."
+            raise DatabaseNotFoundError(what, f"attmemo inspect {path} shows what it holds") from error
         what = f"has no {MANIFEST}, so it is not a database" if path.is_dir() else "does not exist"
         hint = "name a database, or build one: attmemo build-database --model … --data …"
         raise DatabaseNotFoundError(f"{path} {what}.", hint) from error

@@ -44,8 +44,8 @@ from attmemo.db.entries import (
     record_value,
 )
 from attmemo.db.environments import ENVIRONMENTS
-from attmemo.db.files import ANEW, CATALOGUE, storing, sync
-from attmemo.db.filling import FILLING, Filling, is_filling
+from attmemo.db.files import ANEW, CATALOGUE, FILLING, storing, sync
+from attmemo.db.filling import Filling, is_filling
 from attmemo.db.folder import SEGMENTS, begin, check_parts, is_begun, make_folder
 from attmemo.db.history import Work
 from attmemo.db.lease import lease

@@ -218,7 +218,9 @@ class DatabaseWriter:
         begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
         there = set() if fresh else {entry.name for entry in path.iterdir()}
         if files.MANIFEST not in there and not there <= begun:
-            raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+            fills = files.FILLING in there
+            what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
+            raise DatabaseError(f"{path} {what}.", "choose another --output")
         (path / files.ARENA).mkdir(parents=True, exist_ok=True)
         if fresh:
             files.sync(path.parent)

@@ -3,7 +3,7 @@
 One file holds what all have learned. To sync is to lock the file, read it, add what this process has learned since its
 last sync, and write it anew under another name, which then takes the file's place. Counts are sums, and known values
 are sets, so the order of processes does not matter. After an alarm the epoch is another one: then only the newest
-counts are kept. The file has a checksum: a count with a wrong digit would certify what nobody has verified.
+counts are kept. The file has a checksum: a count with a wrong digit would certify what was never verified.
 """
 
 from __future__ import annotations
