@@ -190,7 +190,7 @@ class GuardedPlanner(RowPlanner):
         asking.looked = asked is not None
         if asked is None:
             return Whole.plan(self, layer, call, spans, given, counters)
-        candidates, exact = self._candidates(asked)
+        candidates, stored = self._candidates(asked)
         looked = perf_counter()
         found, gaps, covers = self._find(asked, candidates)
         own = np.split(asked.tokens, asked.starts[1:-1])
@@ -205,7 +205,7 @@ class GuardedPlanner(RowPlanner):
         }
         asking.decided = {number: chosen for number, chosen in asking.chosen.items() if chosen.verdict.serves}
         served = np.array([verdict is not None and verdict.serves for verdict in verdicts])
-        whole = np.flatnonzero(~served & ~exact).tolist()
+        whole = np.flatnonzero(~served & ~stored).tolist()
         admits = whole and self._store is not None and self._store.admit(len(whole))
         admitted = {number: own[number] for number in whole} if admits else {}
         # The gate looks at records, not at trust.
@@ -289,15 +289,17 @@ class GuardedPlanner(RowPlanner):
         return np.where(served, found.computed, asked.lengths)
 
     def _candidates(self, asked: Asked) -> tuple[Candidates, Flags]:
-        """Records near the inputs, and which of these are computed whole whatever is near: to give the same bits each
-        time. Their own record is stored in fewer bits than the model computes with, or it is on its way.
+        """Records near the inputs, and which inputs have one of their own.
+
+        Some inputs get no record: they are computed whole, and have the same bits each time. Their own record is stored
+        in fewer bits than the model computes with, or it is on its way.
         """
         parts, store = np.split(asked.tokens, asked.starts[1:-1]), self._store
         waits = np.array([store is not None and store.awaits(one) for one in parts])
         found = self.index.candidates(asked.tokens, asked.starts)  # behind: what waited may be there now
-        exact = (found.same >= 0) if self._rounds else np.zeros(len(parts), np.bool_)
-        exact |= waits & (found.same < 0)
-        return (found.without(exact) if exact.any() else found), exact
+        stored = found.same >= 0
+        exact = np.where(stored, self._rounds, waits)
+        return (found.without(exact) if exact.any() else found), stored
 
     def _find(
         self, asked: Asked, candidates: Candidates
