@@ -73,7 +73,7 @@ def test_the_guard_is_played_live(result: dict[str, Any], rows_database: Path) -
     guard = result["guard"]
     assert sum(guard["done"].values()) == 48
     assert guard["done"]["learned"] > 0
-    assert (guard["state"], guard["served"], guard["changed"]) == ("learning", 0.0, 0.0)
+    assert (guard["state"], guard["reused"], guard["changed"]) == ("learning", 0.0, 0.0)
     assert guard["share_computed"] > 1.0, "verification is part of it"
     assert not (rows_database / "guard").exists(), "nothing of it is stored"
 

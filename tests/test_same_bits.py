@@ -15,6 +15,7 @@ import torch
 from packed_tools import MODELS, Inputs, batch, changed, rows_database
 from test_first_row import HEADS, firsts, head
 from test_guarded import BASE, BOTH, LENGTHS, Case, certify, done, field, guarded, rows_of, run, taught, variant
+from test_idle import until
 from torch import Tensor
 
 from attmemo import memoize, unmemoize
@@ -196,19 +197,25 @@ def test_a_text_whose_record_is_on_its_way_is_computed_as_it_was() -> None:
     store, n = model.attmemo.engine.reuse.store, LENGTHS[2]
     tokens = BOTH["input_ids"][2, :n].numpy().astype(np.int32)
     offers = [Offer.of(tokens, store.layout, np.zeros(store.layout.nbytes(n), np.uint8))]
-    offers[0].last[:] = torch.inf  # no record can be made of it
+    assert model.attmemo.rows_to_compute([tokens.tolist()])[0] < n
     store._offered[hash_of(tokens)] = offers[0]
     assert store.awaiting(tokens, np.array([0, n])).tolist() == [True]
     assert store.awaiting(tokens, np.array([0, n - 1, n])).tolist() == [False, False]
-    with torch.inference_mode():
-        seen = field(model(**BOTH))
-    assert [torch.equal(*pair) for pair in zip(seen, exact, strict=True)] == [place == 2 for place in range(6)]
     assert model.attmemo.rows_to_compute([tokens.tolist()]) == [n]
-    store.offer([offers.pop()])
-    assert model.attmemo.flush()
-    assert not store.awaiting(tokens, np.array([0, n])).any(), "whatever became of it"
-    assert model.attmemo.stats()["offered"]["not_finite"] == 1
-    assert not torch.equal(field(run(model, BOTH))[2], exact[2])
+    seen = field(run(model, BOTH))
+    assert [torch.equal(*pair) for pair in zip(seen, exact, strict=True)] == [place == 2 for place in range(6)]
+    assert store.index.same(tokens) >= 0
+    assert not store.awaiting(tokens, np.array([0, n])).any(), "it is there"
+    assert torch.equal(field(run(model, BOTH))[2], exact[2])
+
+
+def test_what_is_not_kept_is_awaited_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = guarded(MODELS["BERT"]())
+    store = model.attmemo.engine.reuse.store
+    monkeypatch.setattr(store.pool, "fits", lambda nbytes: False)
+    run(model, BASE)
+    assert model.attmemo.stats()["offered"] == {"larger_than_the_database": len(LENGTHS)}
+    assert until(lambda: not store._offered)
 
 
 def test_an_answer_is_exact_again_once_its_record_goes() -> None:

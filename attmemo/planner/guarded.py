@@ -163,14 +163,14 @@ class GuardedPlanner(RowPlanner):
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
         if asked is None:
             return Whole.plan(self, layer, call, spans, given, counters)
-        candidates, waits = self._candidates(asked)
+        candidates = self._candidates(asked)
         looked = perf_counter()
         asking.plan = found = self._planned(asked, candidates)
         asking.epoch, evidence = self.guard.epoch, found.evidence
         asking.verdicts = verdicts = self.guard.decide(evidence.tolist(), firsts_of(asked), asking.room)
         self._count(asked, found, evidence > Evidence.UNSURE, (start, looked), counters)
         served = np.array([verdict in (Verdict.SERVE, Verdict.OWE) for verdict in verdicts])
-        whole = np.flatnonzero(~served & ~waits & (evidence != Evidence.ROUNDED)).tolist()
+        whole = np.flatnonzero(~served & (evidence != Evidence.ROUNDED)).tolist()
         tokens, starts = asked.tokens, asked.starts.tolist()
         admitted = {place: tokens[starts[place] : starts[place + 1]] for place in whole}
         beside = {
@@ -205,23 +205,20 @@ class GuardedPlanner(RowPlanner):
         self.times = ForwardTimes(self.times.always)
 
     def _needs(self, asked: Asked) -> Ints:
-        found = self._planned(asked, self._candidates(asked)[0])
+        found = self._planned(asked, self._candidates(asked))
         least = Evidence.FREELY if self.guard.certificate.affords() else Evidence.SAME
         return np.where(found.evidence >= least, found.computed, asked.lengths)
 
-    def _candidates(self, asked: Asked) -> tuple[Candidates, Flags]:
-        """Return records near the inputs, and which inputs are computed whole whatever is near.
+    def _candidates(self, asked: Asked) -> Candidates:
+        """Return records near the inputs; none for inputs whose own record is on its way.
 
-        The own record of these is on its way: they get the same bits each time.
+        These are computed whole, whatever is near: they get the same bits each time.
         """
-        waits = np.zeros(len(asked.lengths), np.bool_)
-        if self._store is not None:
-            waits = self._store.awaiting(asked.tokens, asked.starts)
+        waits = None if self._store is None else self._store.awaiting(asked.tokens, asked.starts)
         found = self.index.candidates(asked.tokens, asked.starts)  # behind: what waited may be there now
-        if not waits.any():
-            return found, waits
-        waits &= found.rows[:, 0] < 0
-        return found.without(waits), waits
+        if waits is None or not waits.any():
+            return found
+        return found.without(waits & (found.rows[:, 0] < 0))
 
     def _planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
         guard = self.guard
