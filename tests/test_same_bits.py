@@ -214,7 +214,7 @@ def test_what_is_not_kept_is_awaited_no_more(monkeypatch: pytest.MonkeyPatch) ->
     store = model.attmemo.engine.reuse.store
     monkeypatch.setattr(store.pool, "fits", lambda nbytes: False)
     run(model, BASE)
-    assert model.attmemo.stats()["offered"] == {"larger_than_the_database": len(LENGTHS)}
+    assert model.attmemo.stats()["offered"] == {"too_large": len(LENGTHS)}
     assert until(lambda: not store._offered)
 
 
