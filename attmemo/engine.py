@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +55,7 @@ _LOG = logging.getLogger("attmemo")
 # A file that went away, a machine without memory (torch: RuntimeError) or descriptors: they cost time, not requests.
 _FAILURES = (AttmemoError, OSError, MemoryError, RuntimeError, ValueError, IndexError, KeyError)
 
+_TRAINING = attrgetter("training")
 TRACED = "the model is traced or exported: what is stored would become constants"
 _NO_LOOKUP = Plan("the lookup failed")
 _BY_HAND = Plan("a layer that stands for several was called by hand", eligible=False)
@@ -192,7 +194,7 @@ class Engine:
     def _read(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Spans] | str:
         """The call and where its valid tokens lie, or the reason why the call must stay exact."""
         given, modules = self._forward.given, self.reuse.modules(site)
-        if any(module.training for module in modules):
+        if any(map(_TRAINING, modules)):
             return "training mode"
         if self._watch.drops(site.layer):
             return "dropout in training mode"

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import csv
 import json
 import logging
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,9 @@ from attmemo.machine import conditions
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")
 BUDGET, LINES = 0.01, 600
+INSTRUCTION = (
+    "Classify the sentiment of the review below as positive or negative . Answer with one word . Review :"
+)
 
 
 class Rich(Certificate):
@@ -107,7 +112,7 @@ class Served:
         """A model with a guard of this kind, and nothing stored; `seed` is that of the draw."""
         tokenizer, both = load(shared, which)
         model, exact = both
-        answers = Answers("auto", 0.98)
+        answers = Answers(settings.get("answer", "auto"), 0.98)
         memoize(model, database=":memory:", reuse="rows", tokenizer=tokenizer, gate=False, **settings)
         memoize(exact, reuse="none")
         handle: Any = model.attmemo
@@ -115,7 +120,7 @@ class Served:
         handle.guard_anew(kind(BUDGET, 0.95, seed=seed))
         return cls(model, exact, tokenizer, answers)
 
-    def run(self, texts: Sequence[str], batch: int, longest: int) -> dict[str, Any]:
+    def run(self, texts: Sequence[str] | Sequence[tuple[str, str]], batch: int, longest: int) -> dict[str, Any]:
         """Answers to a stream, and what the guard did."""
         handle: Any = self.model.attmemo
         before, tokens, changed = handle.stats(), 0, []
@@ -156,8 +161,8 @@ def answered(stats: dict[str, Any]) -> int:
 
 def load(shared: Path, which: str) -> tuple[Any, list[nn.Module]]:
     """The tokenizer, and two copies of the model, in float32."""
-    if which == "deberta":
-        path = shared / "models" / "deberta-loghub"
+    if which != "minilm":
+        path = shared / "models" / {"deberta": "deberta-loghub"}.get(which, which)
         kind: Any = AutoModelForSequenceClassification
     else:
         path = minilm_folder()
@@ -188,6 +193,52 @@ def streams(
         for log in logs:
             found[name][log] = served.run(lines_of(shared, log, window), batch, 256)
             print(name, log, {key: found[name][log][key] for key in ("served", "changed", "state")}, flush=True)
+    return found
+
+
+def growing(shared: Path) -> list[str]:
+    """Return reviews that are read again with each sentence that was added."""
+    file, found = shared / "data" / "imdb" / "test_subset.jsonl", list[str]()
+    for line in file.read_text(encoding="utf-8").splitlines()[:160]:
+        parts = re.split(r"(?<=[.!?]) +", json.loads(line)["text"].replace("<br />", " "))[:6]
+        found += [" ".join(parts[: end + 1]) for end in range(len(parts))]
+    return found[:420]
+
+
+def instructed(shared: Path) -> list[str]:
+    """Return sentences behind one instruction."""
+    rows = (shared / "data" / "sst2" / "dev.tsv").read_text(encoding="utf-8").splitlines()[1:401]
+    return [f"{INSTRUCTION} {row.split(chr(9))[0]}" for row in rows]
+
+
+def pairs(shared: Path) -> list[tuple[str, str]]:
+    """Return questions, each with all 77 hypotheses of a zero-shot classifier."""
+    folder = shared / "data" / "banking77"
+    names = json.loads((folder / "categories.json").read_text(encoding="utf-8"))
+    with (folder / "test.csv").open(encoding="utf-8", newline="") as file:
+        texts = [row["text"] for row in csv.DictReader(file)][::300][:7]
+    return [(text, f"The customer asks about {name.replace('_', ' ')}.") for text in texts for name in names]
+
+
+def is_relevant(output: Any) -> torch.Tensor:
+    """Return whether a pair fits, ``[B]``."""
+    found: torch.Tensor = (output.logits[:, 0] > 0).long()
+    return found
+
+
+def workloads(shared: Path, seed: int) -> dict[str, Any]:
+    """Measure the guard beside logs: what a rule is worth elsewhere (docs/guard.md, "What was left out")."""
+    logs = [line for log in LOGS for line in lines_of(shared, log, count=400)]
+    found = {}
+    for name, folder, texts, rule in (
+        ("logs", "deberta-loghub", logs, "auto"), ("growing", "minilm-sst2", growing(shared), "auto"),
+        ("instructed", "minilm-sst2", instructed(shared), "auto"),
+        ("pairs", "minilm-banking77-pair", pairs(shared), is_relevant),
+    ):  # fmt: skip
+        served = Served.of(shared, folder, Guard, seed, answer=rule, **SETTINGS)
+        run = served.run(texts, 1, 256)
+        found[name] = {key: run[key] for key in ("lines", "tokens", "rows", "changed")}
+        print(name, found[name], flush=True)
     return found
 
 
@@ -451,6 +502,8 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     yield "lines", lambda: streams(shared, "deberta", LOGS, 1, **one)
     for seed in (1, 2):
         yield f"seed {seed}", partial(streams, shared, "deberta", LOGS, 1, guards=("guard",), seed=seed, **one)
+    for seed in (0, 1, 2):
+        yield f"workloads {seed}", partial(workloads, shared, seed)
     yield "alone", lambda: alone(shared, "deberta", LOGS, 1, **one)
     yield "near", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=1, **one)
     yield "near 0", lambda: streams(shared, "deberta", LOGS, 1, guards=("guard",), near=0, **one)

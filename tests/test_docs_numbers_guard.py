@@ -159,3 +159,12 @@ def test_streams_were_simulated() -> None:
 def test_the_delay_of_the_alarm_was_simulated(row: int, name: str) -> None:
     _, *cells = table_rows(TEXT, "| true rate | 2 % | 3 %")[row]
     agree(cells, [one[name] for one in FOUND["simulated"]["alarm_after"].values()])
+
+
+def test_what_was_left_out_was_measured() -> None:
+    rows, found = table_rows(TEXT, "| | seed | rows computed, logs"), measured("guard-ablations.json")["rows"]
+    assert len(rows) == len(found)
+    for row, one in zip(rows, found, strict=True):
+        assert row[0] == one["what"]
+        shares = [one[name]["rows"] / one[name]["tokens"] for name in ("logs", "growing", "instructed", "pairs")]
+        agree(row[1:], [one["seed"], shares[0], one["logs"]["changed"], *shares[1:]])

@@ -107,7 +107,7 @@ class Chain:
         count = 1 if stored is None and disentangled is None else len(self._links)
         part = hidden.new_empty(rows, 3 * size)  # Q, K and V of one block after the other
         queries, keys, values = part[:, :size], part[:, size : 2 * size], part[:, 2 * size :]
-        context, mixed, after = (hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs))
+        context, mixed, after = [hidden.new_empty(rows, width) for width in (size, up.inputs, up.inputs)]
         middle = hidden.new_empty(rows, up.outputs) if up.are_two_calls(rows, threads) else None
         calls: list[Attend] = []
         for number in range(count):
@@ -133,9 +133,9 @@ class Chain:
             addresses = (0 if t is None else t.data_ptr() for t in (picked, wanted, between))
             ending = asked, *addresses, apart, last.arguments
         copies = () if keep is None else keep.addresses(len(self._links), size, after[:some], asked)
-        ways: Any = tuple(0 if t is None else t.data_ptr() for t in (context, mixed, middle, after))
+        ways: Any = tuple([0 if t is None else t.data_ptr() for t in (context, mixed, middle, after)])
         native.run(
             self._native, (hidden.data_ptr(), hidden.stride(0) * hidden.itemsize, rows), part.data_ptr(),
-            tuple(call.arguments for call in calls), ending, copies, ways, threads,
+            tuple([call.arguments for call in calls]), ending, copies, ways, threads,
         )  # fmt: skip
         return after[:some]

@@ -209,7 +209,7 @@ class Attend:
         self._queries, self._heads = queries, heads
         self._alive: Any = (queries, keys, values, out, layout, stored, turns, added, relative)
         self.arguments: Any = (
-            tuple((t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)),
+            tuple([(t.data_ptr(), t.stride(0) * item) for t in (queries, keys, values, out)]),
             (_TYPES[queries.dtype], len(queries), len(keys), int(layout.key_starts[-1]), heads, columns // heads),
             (
                 _array(layout.starts, np.int64),

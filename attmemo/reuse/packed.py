@@ -262,12 +262,8 @@ class Positions:
         with torch.no_grad():
             self.table = blocks.table(span)
             self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
+        self.is_disentangled = any(terms is not None for terms in self._terms)  # some layer has such terms
         self._turns: dict[str, Turn] = {}
-
-    @property
-    def is_disentangled(self) -> bool:
-        """Whether some layer has `disentangled` terms."""
-        return any(terms is not None for terms in self._terms)
 
     def disentangled(self, layer: int) -> Disentangled | None:
         return self._terms[layer]
