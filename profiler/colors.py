@@ -8,8 +8,7 @@ from attmemo.profiler.plots import BLUE, FAINT, GOLD, GREEN, GREY, INK, ORANGE, 
 from attmemo.profiler.race import CACHE, MAPS, ONNX, OPENVINO, PACKED, ROWS, STOCK
 
 COLORS: Final = {
-    "stock": FAINT, "compile": INK, "openvino": ORANGE, "onnx": PURPLE, "none": GREEN, "rows": BLUE, "maps": GOLD,
-    "cache": GREY,
+    "stock": FAINT, "openvino": ORANGE, "onnx": PURPLE, "none": GREEN, "rows": BLUE, "maps": GOLD, "cache": GREY,
 }  # fmt: skip
 _NAMES: Final = {
     STOCK: "stock", OPENVINO: "openvino", ONNX: "onnx", PACKED: "none", ROWS: "rows", MAPS: "maps", CACHE: "cache",
@@ -17,5 +16,5 @@ _NAMES: Final = {
 
 
 def color_of(way: str) -> str:
-    """Return the colour of a way of `attmemo.profiler.race`, or of a path of `attmemo.profiler.peers`."""
-    return COLORS[_NAMES.get(way, way.partition("-")[0])]
+    """Return the colour of a way of `attmemo.profiler.race` or of a path of `attmemo.profiler.peers`; else ink."""
+    return COLORS.get(_NAMES.get(way, way.partition("-")[0]), INK)

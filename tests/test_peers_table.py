@@ -401,10 +401,11 @@ class TestCommand:
         assert named == [*(path for path in PATHS if path not in ODD), "cache"]  # the fixture adds those
 
     def test_the_table_fits_eighty_columns_and_says_first_who_wins(
-        self, measured: dict[str, Any], service_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, measured: dict[str, Any], tiny_bert: str, service_log: Path, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
         monkeypatch.setattr(peers, "measure", lambda *_: measured)
-        given = ("M", service_log, "--output", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+        given = (tiny_bert, service_log, "--output", tmp_path / "a.json", "--plot", tmp_path / "a.png")
         done = attmemo(*given, "--batch", "1,4")
         assert done.exit_code == 0, done.output
         lines = done.stdout.splitlines()
