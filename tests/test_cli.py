@@ -266,6 +266,7 @@ class TestOptions:
             ("evaluate db --data a --repeats 0", "--repeats"),
             ("bench gather --length 0", "--length"),
             ("observe db", "observe"),
+            ("inspect ''", "an empty text would be the working directory"),
         ],
     )
     def test_wrong_usage_is_named(self, args: str, said: str) -> None:
