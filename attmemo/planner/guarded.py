@@ -291,8 +291,8 @@ class GuardedPlanner(RowPlanner):
     def _candidates(self, asked: Asked) -> tuple[Candidates, Flags]:
         """Records near the inputs, and which inputs have one of their own.
 
-        Some inputs get no record: they are computed whole, and have the same bits each time. Their own record is stored
-        in fewer bits than the model computes with, or it is on its way.
+        Some inputs get no record: they are computed whole, and have the same bits each time. Their own record is
+        stored in fewer bits than the model computes with, or it is on its way.
         """
         parts, store = np.split(asked.tokens, asked.starts[1:-1]), self._store
         waits = np.array([store is not None and store.awaits(one) for one in parts])
