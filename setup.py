@@ -113,7 +113,7 @@ setup(
     package_data={
         "attmemo": ["py.typed", "*/*.pyi"],
         "attmemo.profiler": ["logs.txt", "report.html.j2"],
-        "attmemo.serve": ["page.html"],
+        "attmemo.serve": ["page.html", "reference.html"],
     },
     ext_modules=[
         Extension(
@@ -170,12 +170,12 @@ setup(
             Extension(
                 f"attmemo.kernels._{name}",
                 sources=[f"native/{name}.c"],
-                depends=["native/arrays.h", "native/fine.h", "native/kinds.h", "native/numbers.h"],
+                depends=[f"native/{part}.h" for part in ("arrays", "fine", "gaps", "kinds", "numbers", "pairing")],
                 extra_compile_args=[*STRICT, "-O3", *CHECKS],
                 extra_link_args=CHECKS,
                 libraries=["m"],
             )
-            for name in ("ngram", "align", "changes")
+            for name in ("ngram", "align", "changes", "plan")
         ),
     ],
 )

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from attmemo.locking import ThreadLock
 from attmemo.plan import Plan
 
+Skip = Literal[
+    "asked_without_reuse", "positions_given", "positions_with_gaps", "no_token_ids", "no_records",
+    "lookup_does_not_pay", "records_do_not_pay", "not_through_the_model",
+]  # fmt: skip
+"""Why sequences were not looked up; docs/python.md has a sentence for each."""
 _MOST_FAILURES = 20  # texts of different errors that are kept
 
 
@@ -53,7 +59,7 @@ class Counters:
         self._lock = ThreadLock()
         self.layers = [LayerStats() for _ in range(layers)]
         self.done = Work()
-        self.skipped: Counter[str] = Counter()  # sequences that were not looked up, by reason
+        self.skipped: Counter[Skip] = Counter()  # sequences that were not looked up
         # Sequences by reason, and by the error's text; for maps times layers.
         self.ineligible: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -103,7 +109,7 @@ class Counters:
             self.done.lookup_seconds += lookup
             self.done.plan_seconds += plan
 
-    def skip(self, reason: str, sequences: int) -> None:
+    def skip(self, reason: Skip, sequences: int) -> None:
         """Sequences that were computed whole without a lookup."""
         with self._lock:
             self.skipped[reason] += sequences
@@ -122,17 +128,28 @@ class Counters:
         with self._lock:
             self.layers[layer].lookup_seconds += seconds
 
+    @property
+    def failed(self) -> int:
+        """All that `failures` counts."""
+        return sum(self.failures.values())
+
     def reason(self, otherwise: str = "no reason was counted") -> str:
         """Why something was not served, for messages: the first reason that was counted."""
         return next(iter([*self.failures, *self.ineligible]), otherwise)
 
-    def failure(self, what: str, error: Exception, sequences: int) -> bool:
-        """An error that leaves sequences exact. True if the error is a new one."""
+    def failure(self, what: str, error: Exception, sequences: int) -> int:
+        """Count an error that leaves sequences exact.
+
+        Returns
+        -------
+        int
+            Sequences that met the error, where a warning is due: at first, and when they have a digit more; else 0.
+        """
         text = str(error).splitlines()
         reason = f"{what} ({type(error).__name__}: {text[0] if text else ''})"
         with self._lock:
-            new = reason not in self.failures
-            if new and len(self.failures) >= _MOST_FAILURES:
-                reason, new = f"{what} ({type(error).__name__})", False
-            self.failures[reason] += sequences
-        return new
+            if reason not in self.failures and len(self.failures) >= _MOST_FAILURES:
+                reason = f"{what} ({type(error).__name__})"
+            before = self.failures[reason]
+            self.failures[reason] = now = before + sequences
+        return now if not before or len(str(now)) > len(str(before)) else 0

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from attmemo.guard import Guard
 from attmemo.guard.answers import Answer
+from attmemo.kernels.changes import Changes
 from attmemo.locking import ThreadLock
-from attmemo.planner.guarded import Chosen
 
 Forward = Callable[..., Any]
 Inputs = tuple[Any, Any]
@@ -37,7 +37,9 @@ class Debt:
     inputs: Inputs  # for this sequence alone
     mask: Tensor | None  # [1, L]
     answer: Answer  # alone
-    chosen: Chosen
+    changes: Changes
+    evidence: int
+    epoch: int  # of the guard, when it decided
     guard: Guard
     stamp: object  # of the model (`stamp_of`)
     process: int = field(default_factory=os.getpid)

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class _Forward(threading.local):
 
     def __init__(self) -> None:  # called anew in every thread
         self.given: Given | None = None  # None: no forward of the model runs
+        self.forced: Plan | None = None  # what every eligible forward follows
         self.plan: Plan | None = None
         self.last: Found | None = None  # by the lookup of the forward before
         self.masks: dict[tuple[int, int | None, int, int], tuple[Any, Spans | str]] = {}  # every mask is read once
@@ -97,8 +98,7 @@ class Engine:
         self._watch, self._told = watch, False
         self._forward = _Forward()
         self._inside: Counter[int] = Counter()  # forwards that run, by thread
-        self._counting = threading.Lock()
-        self._forced: Plan | None = None
+        self._counting = threading.Condition()
         self.reset_stats()
         os.register_at_fork(after_in_child=partial(_in_child, weakref.ref(self)))  # a fork keeps no engine alive
 
@@ -158,7 +158,7 @@ class Engine:
                 return self._kept(plan) if site.layer == 0 else plan, None
             call, spans = read
             if plan is None:
-                plan = self._forced or self.planner.plan(site.layer, call, spans, forward.given, self.counters)
+                plan = forward.forced or self.planner.plan(site.layer, call, spans, forward.given, self.counters)
                 plan = self._kept(plan)
         except _FAILURES as error:
             layers = self.layers - site.layer if inside and self.planner.lookup == "sequence" else 1
@@ -175,9 +175,10 @@ class Engine:
         return plan
 
     def _failed(self, layer: int, plan: Plan, error: Exception, sequences: int) -> None:
-        if self.counters.failure(str(plan.reason), error, sequences):
+        if count := self.counters.failure(str(plan.reason), error, sequences):
             debug = _LOG.isEnabledFor(logging.DEBUG)
-            _LOG.warning("attmemo: %s, layer %d stays exact: %s", plan.reason, layer, error, exc_info=debug)
+            told = "attmemo: %s, layer %d stays exact: %s (%d sequences so far)"
+            _LOG.warning(told, plan.reason, layer, error, count, exc_info=debug)
 
     # -- reading a call
 
@@ -225,7 +226,7 @@ class Engine:
         if forward.given is not None and key in forward.masks:
             return forward.masks[key][1]
         found: Spans | str = "the batch is empty"
-        if batch:
+        if batch and padded:
             found = self.reuse.spans(module, call, None if forward.given is None else forward.given.arguments)
         if forward.given is not None:
             forward.masks[key] = call.mask, found  # holding the mask keeps its identity from reuse
@@ -240,7 +241,7 @@ class Engine:
         with self._counting:
             self._inside[threading.get_ident()] += 1
         forward.given = Given(self._refusal(model, given), given)
-        if self._forced is None and forward.given.reason is None:
+        if forward.forced is None and forward.given.reason is None:
             forward.plan = self.planner.before()  # if there is one, not even a mask is read
 
     def end_forward(self) -> None:
@@ -254,14 +255,12 @@ class Engine:
             self._inside[me] -= 1
             if self._inside[me] <= 0:
                 del self._inside[me]
+                self._counting.notify_all()
 
-    def wait(self) -> None:
-        """Wait until no other thread is inside a forward of the model."""
-        while True:
-            with self._counting:
-                if not self._inside.keys() - {threading.get_ident()}:
-                    return
-            sleep(0.001)
+    def wait(self, seconds: float) -> bool:
+        """Wait until no other thread is inside a forward of the model. False: it takes longer."""
+        with self._counting:
+            return self._counting.wait_for(lambda: not self._inside.keys() - {threading.get_ident()}, seconds)
 
     def _forget(self) -> None:
         self._forward.plan = None
@@ -300,12 +299,13 @@ class Engine:
 
     @contextmanager
     def planned(self, plan: Plan) -> Iterator[None]:
-        """While inside, every eligible forward follows this plan (for checks and measurements)."""
-        self._forced = plan
+        """While inside, every eligible forward of this thread follows this plan (for checks and measurements)."""
+        forward = self._forward
+        forward.forced = plan
         try:
             yield
         finally:
-            self._forced = None
+            forward.forced = None
 
     # -- counters
 
@@ -317,7 +317,7 @@ class Engine:
         """In a forked child: other threads are gone, and locks may be held by them."""
         me = threading.get_ident()
         own = self._inside[me]
-        self._counting, self._inside = threading.Lock(), Counter({me: own} if own else {})
+        self._counting, self._inside = threading.Condition(), Counter({me: own} if own else {})
 
     def close(self) -> None:
         """Give windows back. The database stays open: others may use it."""

@@ -84,11 +84,15 @@ class TuningError(AttmemoError):
 
 
 class ArgumentError(AttmemoError, ValueError):
-    """An argument of an operator breaks a rule of the specification. Nothing was written."""
+    """An argument is none of the values that it may be, or does not go with another one. Nothing was changed."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has the wrong type. A boolean mask, for example, would be added as the numbers 0 and 1."""
+
+
+class AnswerError(ArgumentError):
+    """The guard finds no answer in what the model gives out, or none for each sequence."""
 
 
 class CacheRangeError(ArgumentError):

@@ -5,9 +5,7 @@
       some sequences are served from records, the others computed whole
       the blocks ran twice     ─► all again, whole
     answers
-      served, below the margin ─► the same sequences again, with more rows computed where that may do (vectors: only
-                                  once there is a certificate)
-      below the margin of such answers, or no more rows may do ─► again, whole; the last answers are given
+      served, below the margin ─► again, whole; the last answers are given
       to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
                                   the answers are compared, not given
       served, to be verified   ─► owed: verified while no request runs, or before a later one
@@ -24,18 +22,20 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attmemo.counters import Counters
 from attmemo.debts import Batch, Debt, Debts, Forward, batches, stamp_of
-from attmemo.guard import Answers, Cover, Guard, Verdict
+from attmemo.guard import Answers, Guard, Verdict
 from attmemo.guard.answers import Answer, Read
 from attmemo.idle import Idle
+from attmemo.kernels.plan import Evidence
 from attmemo.locking import ThreadLock
 from attmemo.observed import Observed
 from attmemo.parts import has_loss, mask_in, put, shallow, take
-from attmemo.planner.guarded import Asking, Chosen, GuardedPlanner
+from attmemo.planner.guarded import Asking, GuardedPlanner
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
 from attmemo.reuse.rows import Rows
@@ -49,10 +49,6 @@ OWED: Final = 8
 """Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
 AT_ONCE: Final = 4
 """Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
-MOVES: Final = 0.5
-"""Of vectors: an answer counts as changed if more rows move it by this share of the distance, for both may err alike.
-Somewhat more are moved so than differ from the exact answer (docs/guard.md). To count by the exact answers that exist
-would count too few: only what more rows moved far is computed exactly."""
 
 
 class Guarded:
@@ -156,7 +152,7 @@ class Guarded:
             self._settle(asking, counters)
             self._offer(offers, asking, perf_counter() - start)
             paid = 0.0
-            if asking.looked:  # verifying is what reuse costs
+            if asking.plan is not None:  # verifying is what reuse costs
                 paid, self._paid = self._paid, 0.0
             self.planner.took(asking, perf_counter() - start + paid)
 
@@ -168,7 +164,7 @@ class Guarded:
 
         `gives_out`: the hidden states that answers are pooled from are those of the blocks, where the blocks put them.
         """
-        if not asking.chosen and not offers:
+        if asking.plan is None and not offers:
             return output
         if has_loss(output):
             return self._whole(forward, inputs, output, asking)
@@ -194,71 +190,37 @@ class Guarded:
     def _raise_low(
         self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
     ) -> Any:
-        """The output, with answers below the margin computed again: with more rows where that may do, or else whole.
-
-        Some of the answers that stay from records are owed.
-        """
-        margins = self.sureness.margins(seen, {place: asking.chosen[place] for place in asking.served})
-        first = {place: Answer(seen, place, margin) for place, margin in margins.items()}
-        low, last = self._low(first, asking.chosen), dict(first)
-        chosen = {place: asking.chosen[place] for place in low}
-        again, wider = self._wider(forward, inputs, asking.batch, mask, chosen, first)
-        if wider:
-            output = put(output, again, torch.tensor(list(wider)), asking.batch)
-            asking.chosen |= {place: one for place, (one, _) in wider.items()}
-            last |= {place: answer for place, (_, answer) in wider.items()}
-            left = self._low({place: answer for place, (_, answer) in wider.items()}, asking.chosen)
-            for place in wider.keys() if self.answers.are_vectors else wider.keys() - set(left):
-                self._computed_again(asking.chosen[place], first[place], last[place], MOVES)
-            low = [place for place in low if place not in wider or place in left]
-        self._owe(forward, inputs, mask, last, asking, set(low))
+        """The output, with answers below the margin computed again. Some of the others are owed."""
+        served = asking.served
+        if not served or asking.plan is None:
+            return output
+        margins = self.sureness.margins(seen, asking.plan.record)
+        low = self._low(margins, asking, served)
+        self._owe(forward, inputs, mask, seen, margins, asking, low)
         if not low:
             return output
-        again = self._run(forward, inputs, asking.batch, low)
-        exact = self.answers.read(again, None if mask is None else mask[low])
-        for number, place in enumerate(low):
-            one, true = asking.chosen[place], Answer(exact, number, None)
-            if place in wider and not self.answers.are_vectors:
-                self._computed_again(one, first[place], true)
-            changed = self._differ(last[place], true)
-            self.guard.compared(Verdict.SERVE, one.gaps, one.cover, last[place].margin, changed, one.epoch)
-            asking.low.add(place)
-        return put(output, again, torch.tensor(low), asking.batch)
+        places = sorted(low)
+        again = self._run(forward, inputs, asking.batch, places)
+        exact = self.answers.read(again, None if mask is None else mask[places])
+        for number, place in enumerate(places):
+            self.guard.compared(
+                Verdict.SERVE, asking.changes(place), asking.evidence(place), known(margins[place]),
+                self.answers.differ(seen, place, exact, number), asking.epoch,
+            )  # fmt: skip
+        asking.low |= low
+        return put(output, again, torch.tensor(places), asking.batch)
 
-    def _low(self, answers: Mapping[int, Answer], chosen: Mapping[int, Chosen]) -> list[int]:
-        """Which of these answers from records are below the margin; the guard is told of all."""
-        for place, answer in answers.items():
-            self.guard.served(chosen[place].gaps, chosen[place].cover, answer.margin)
-        return [place for place, answer in answers.items() if self.guard.is_low(answer.margin, chosen[place].cover)]
-
-    def _differ(self, one: Answer, other: Answer, share: float = 1.0) -> bool:
-        return self.answers.differ(one.read, one.number, other.read, other.number, share)
-
-    def _computed_again(self, one: Chosen, first: Answer, other: Answer, share: float = 1.0) -> None:
-        """Tell the guard of an answer below the margin, and of another one with more rows computed, or of all."""
-        self.guard.computed_again(first.margin, self._differ(first, other, share), one.epoch)
-
-    def _wider(
-        self, forward: Forward, inputs: tuple[Any, Any], batch: int, mask: Tensor | None, low: Mapping[int, Chosen],
-        first: Mapping[int, Answer],
-    ) -> tuple[Any, dict[int, tuple[Chosen, Answer]]]:  # fmt: skip
-        """The output for some of these sequences with more rows computed, and the answers there, by place."""
-        wider = {place: one for place, former in low.items() if (one := self.planner.wider(former)) is not None}
-        if not wider:
-            return None, {}
-        places = list(wider)
-        self._rows.thread.forget()
-        again = self._run(forward, inputs, batch, places, chosen=list(wider.values()))
-        if len(self._rows.thread.served) < len(wider):  # a record went: an exact answer proves nothing
-            return None, {}
-        read = self.answers.read(again, None if mask is None else mask[places])
-        margins = self.sureness.margins(read, dict(enumerate(wider.values())), [first[place] for place in places])
-        answers = {place: Answer(read, number, margins[number]) for number, place in enumerate(places)}
-        return again, {place: (one, answers[place]) for place, one in wider.items()}
+    def _low(self, margins: np.ndarray[Any, Any], asking: Asking, places: Sequence[int]) -> set[int]:
+        """Which of these sequences have an answer below the margin."""
+        assert asking.plan is not None
+        evidence, margin = asking.plan.evidence, self.guard.margin
+        least = np.where(evidence == Evidence.FREELY, margin.least_for(True), margin.least_for(False))
+        low = (margins < least) & (evidence != Evidence.SAME)
+        return {place for place in np.flatnonzero(low).tolist() if place in places}
 
     def _owe(
-        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, given: Mapping[int, Answer],
-        asking: Asking, low: set[int],
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
+        margins: np.ndarray[Any, Any], asking: Asking, low: set[int],
     ) -> None:  # fmt: skip
         """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
         places = asking.where(Verdict.OWE)
@@ -270,7 +232,8 @@ class Guarded:
             one = torch.tensor([place])
             self.debts.add(Debt(
                 forward, take(inputs, one, asking.batch), None if mask is None else mask[one],
-                given[place].alone, asking.chosen[place], self.guard, stamp,
+                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place),
+                asking.epoch, self.guard, stamp,
             ))  # fmt: skip
 
     def _stamp(self) -> object:
@@ -285,8 +248,8 @@ class Guarded:
         if self._store is None:
             return
         self._store.took(seconds)
-        futile = {place for place, one in asking.chosen.items() if one.cover is Cover.FUTILE}
-        for place in (futile | set(asking.served) | set(asking.where(Verdict.SAMPLE))) - asking.changed:
+        unsure = [place for place in offers if asking.evidence(place) is Evidence.UNSURE]
+        for place in {*unsure, *asking.served, *asking.where(Verdict.SAMPLE)} - asking.changed:
             if place in offers:
                 offers[place].spare = True
         self._store.offer(list(offers.values()))
@@ -302,23 +265,17 @@ class Guarded:
         reused = self._from_records(forward, inputs, gives_out, mask, len(seen.values), beside)
         if reused is None:
             return
-        margins = self.sureness.margins(reused, {number: asking.chosen[place] for number, place in enumerate(places)})
-        found = {place: Answer(reused, number, margins[number]) for number, place in enumerate(places)}
-        low = {
-            place: one for place, answer in found.items() if (one := asking.chosen[place]).verdict is Verdict.SAMPLE
-            and self.guard.is_low(answer.margin, one.cover)
-        }  # fmt: skip
-        _, wider = self._wider(forward, inputs, asking.batch, mask, low, found)  # what would have been served
-        for place, answer in found.items():
-            one, true = asking.chosen[place], Answer(seen, place, None)
-            if place in wider:
-                self.guard.served(one.gaps, one.cover, answer.margin)  # as if it were: `_raise_low`
-                self._computed_again(one, answer, true)
-                one, answer = wider[place]
-            changed = self._differ(answer, true)
+        assert asking.plan is not None
+        margins = self.sureness.margins(reused, asking.plan.record[places])
+        for number, place in enumerate(places):
+            changed = self.answers.differ(reused, number, seen, place)
             if changed:
                 asking.changed.add(place)
-            if self.guard.compared(one.verdict, one.gaps, one.cover, answer.margin, changed, one.epoch):
+            verdict = asking.verdicts[place]
+            assert verdict is not None
+            if self.guard.compared(
+                verdict, asking.changes(place), asking.evidence(place), known(margins[number]), changed, asking.epoch
+            ):
                 self._tell_alarm()
 
     def _settle(self, asking: Asking, counters: Counters) -> None:
@@ -326,12 +283,13 @@ class Guarded:
 
         The guard counted them when it decided; those that were computed exactly after all it takes back.
         """
-        decided, exact = asking.decided, asking.exact | asking.low
-        for place in exact - asking.low:
-            self.guard.take_back(decided[place].cover, decided[place].epoch)
-        given = [one.cover for place, one in decided.items() if place not in exact]
-        repeated = given.count(Cover.SAME)
-        counters.answered(len(given) - repeated, repeated)
+        for place in asking.exact:
+            self.guard.take_back(asking.evidence(place), asking.epoch)
+        if asking.plan is not None:
+            evidence = asking.plan.evidence.tolist()
+            given = [evidence[place] for place in asking.served if place not in asking.low]
+            repeated = given.count(Evidence.SAME)
+            counters.answered(len(given) - repeated, repeated)
 
     def pay(self, most: int | None = None, *, wait: bool = True) -> None:
         """Verify answers that are owed. One that cannot be verified any more is forgotten.
@@ -369,9 +327,10 @@ class Guarded:
             return
         exact = self.answers.read(output, batch.mask)
         for number, debt in enumerate(debts):
-            one, true = debt.chosen, Answer(exact, number, None)
-            changed = self._differ(debt.answer, true)
-            if debt.guard.compared(one.verdict, one.gaps, one.cover, debt.answer.margin, changed, one.epoch):
+            changed = self.answers.differ(debt.answer.read, debt.answer.number, exact, number)
+            if debt.guard.compared(
+                Verdict.OWE, debt.changes, debt.evidence, debt.answer.margin, changed, debt.epoch
+            ):
                 self._tell_alarm()
 
     def _pay_some(self) -> bool:
@@ -421,24 +380,27 @@ class Guarded:
 
     def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, asking: Asking) -> Any:
         """The output of a batch whose answers cannot be checked: nothing is served."""
-        served = set(asking.served)
-        asking.exact |= served
-        if not served:
+        if not asking.served:
             return output
+        asking.serve_only(set())
         args, kwargs = shallow(inputs)
         with self.planner.asking(again=True), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
     def _run(
-        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None,
-        chosen: Sequence[Chosen] = (),
-    ) -> Any:  # fmt: skip
-        """The output for some sequences, computed whole, from these last hidden states or from these records."""
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
+    ) -> Any:
+        """The output for some sequences, computed whole, or from these last hidden states."""
         args, kwargs = take(inputs, torch.tensor(places), batch)
-        reused = [one.reused for one in chosen] or None
-        with self.planner.asking(again=True, last=last, reused=reused), self._rows.thread.repeating():
+        with self.planner.asking(again=True, last=last), self._rows.thread.repeating():
             return forward(*args, **kwargs)
 
     def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:
-        if counters is not None and counters.failure(what, error, 1):
-            _LOG.warning("attmemo: %s: %s", what, error)
+        if counters is not None and (count := counters.failure(what, error, 1)):
+            debug = _LOG.isEnabledFor(logging.DEBUG)
+            _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)
+
+
+def known(margin: float) -> float | None:
+    """Return a margin; None: it is not known."""
+    return None if margin != margin else float(margin)

@@ -74,8 +74,8 @@ class ModelHook(Hook):
 
     def __init__(self, owner: object, engine: Engine, model: nn.Module) -> None:
         super().__init__(owner, model)
-        self._names = tuple(inspect.signature(self.__wrapped__).parameters)
-        self._engine_begins, self._end = engine.begin_forward, engine.end_forward
+        self._begin = _naming(engine.begin_forward, model, tuple(inspect.signature(self.__wrapped__).parameters))
+        self._end = engine.end_forward
         self._begin_unseen, self._end_unseen = _unseen(self._begin), _unseen(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +87,6 @@ class ModelHook(Hook):
             return self.__wrapped__(*args, **kwargs)
         finally:
             (self._end_unseen if compiled else self._end)()
-
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Name the arguments; not in `__call__`, since the compiler of torch 2.6 cannot trace ``zip(strict=…)``."""
-        self._engine_begins(self.module, dict(zip(self._names, args, strict=False)) | kwargs)
 
 
 class AnswerHook(Hook):
@@ -179,6 +175,21 @@ class FollowerHook(Hook):
         if not self.active or (compiled and is_exporting()):
             return self.__wrapped__(*args, **kwargs)
         return (self._follow_unseen if compiled else self._follow)(self.__wrapped__, args, kwargs)
+
+
+def _naming(
+    begin: Callable[[nn.Module, dict[str, Any]], None], model: nn.Module, names: tuple[str, ...]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    """Name the arguments of a forward, and begin it.
+
+    Not a method of the hook: a method that is kept by its own object keeps the packed weights, too, until Python looks
+    for cycles. Not in `__call__`: the compiler of torch 2.6 cannot trace ``zip(strict=…)``.
+    """
+
+    def begin_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin(model, dict(zip(names, args, strict=False)) | kwargs)
+
+    return begin_named
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,18 +64,21 @@ def load_config(name: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' loading bars and notices for a while: one progress bar at a time, ours."""
+    """Silence loading bars and notices of transformers and its hub for a while: one progress bar at a time, ours."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as hf
 
-    level, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
+    level, bars, notices = hf.get_verbosity(), hf.is_progress_bar_enabled(), hub.get_verbosity()
     hf.set_verbosity_error()
     hf.disable_progress_bar()
+    hub.set_verbosity(logging.ERROR)  # else each try to reach the hub, of six, has two lines
     plain = logging.getLogger("transformers").level
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
+        hub.set_verbosity(notices)
         hf.set_verbosity(level)
         logging.getLogger("transformers").setLevel(plain)
         if bars:
@@ -116,5 +119,28 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        hint = "check the path, or the name on the model hub"
+        if _not_reached(error):
+            reason, hint = _unreached()
         raised = DataError if isinstance(error, OSError) else UnsupportedModelError
-        raise raised(f"{what}: {reason}", "check the path, or the name on the model hub") from error
+        raise raised(f"{what}: {reason}", hint) from error
+
+
+def _not_reached(error: BaseException | None) -> bool:
+    """Whether the hub's cache lacks the file, and the hub could not be asked."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    return error is not None and (isinstance(error, LocalEntryNotFoundError) or _not_reached(error.__cause__))
+
+
+def _unreached() -> tuple[str, str]:
+    """Why, and what to do next."""
+    from huggingface_hub import constants
+
+    absent = "there is no such directory, and the model hub's cache has no such model"
+    if constants.HF_HUB_OFFLINE:
+        return f"{absent}; HF_HUB_OFFLINE is set.", "give a model directory, or unset HF_HUB_OFFLINE to ask the hub"
+    return (
+        f"{absent}; the hub cannot be reached.",
+        "give a model directory, or check the network (with HF_HUB_OFFLINE=1 the cache alone is asked, at once)",
+    )

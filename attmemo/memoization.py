@@ -8,26 +8,38 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
+import torch
 from torch import nn
 
 from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
+from attmemo.arguments import MEMORY, check_choices, check_places, check_together, is_auto
 from attmemo.db import Database, filling_path, find_database, kept_in
 from attmemo.db.filling import is_filling
 from attmemo.embed.lookup import LookupName
-from attmemo.errors import AdapterCheckError, DatabaseError, DatabaseNotFoundError, UnsupportedModelError
+from attmemo.errors import (
+    AdapterCheckError,
+    AnswerError,
+    ArgumentError,
+    DatabaseError,
+    DatabaseNotFoundError,
+    UnsupportedModelError,
+)
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
 from attmemo.guard import AnswerRule
 from attmemo.handles.base import Memoization
 from attmemo.handles.maps import Threshold, prepare_maps
-from attmemo.handles.rows import Guarding, Records, check_bytes, prepare_rows
-from attmemo.handles.stack import blocks_of, prepare_stack
+from attmemo.handles.rows import Guarding, Records, prepare_rows
+from attmemo.handles.stack import StackMemoization, blocks_of, prepare_stack
 from attmemo.hooks import Hook
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
+from attmemo.machine import cores, trim
 from attmemo.mmap import FetcherName, Residency
 from attmemo.precision import slow
+from attmemo.selfchecks.weights import weights_first
+from attmemo.sizes import bytes_of
 
 _LOG = logging.getLogger("attmemo")
 
@@ -37,9 +49,6 @@ _NO_RECORDS = (
 )
 
 _PRIVACY = "database=':memory:' keeps nothing behind, fill=False nothing at all; attmemo forget takes records out"
-
-MEMORY: Final = ":memory:"
-"""The database that starts with nothing and is kept in memory."""
 
 Model = TypeVar("Model")
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -57,7 +66,7 @@ def memoize(
     min_cosine: float = 0.98,
     tokenizer: Any = None,
     fill: bool | str | os.PathLike[str] = True,
-    max_bytes: int | None = None,
+    max_bytes: int | str | None = None,
     near: int | None = None,
     most_moved: int | None = None,
     lookup: LookupName | None = None,
@@ -103,9 +112,9 @@ def memoize(
         For rows: whether what is computed exactly becomes a record. True: in the database, if it fills itself; in
         memory, in front of a prepared one. A path: in the database in this folder, which is made if there is none.
         False: nothing is kept, records are only read.
-    max_bytes : int, optional
-        For rows: bytes that such records may take; what is used least goes. Default: an eighth of the free memory,
-        and in a folder at most a tenth of the disk's free bytes.
+    max_bytes : int or str, optional
+        For rows: bytes that such records may take, also as ``"4GiB"``; what is used least goes. Default: an eighth of
+        the free memory, and in a folder at most a tenth of the disk's free bytes.
     near : int, optional
         For rows: so many neighbours of a token that the record does not supply are computed too, on both sides. More
         of them cost time and bring the answers nearer to the exact ones. Default: 1; under a guard 0 where only
@@ -144,42 +153,44 @@ def memoize(
     UnsupportedModelError
         No adapter knows the model, or it is not on the CPU. Nothing was changed.
     AdapterCheckError
-        The path that serves does not reproduce this model's own output. Nothing was changed.
+        The path that serves does not reproduce this model's own output, or a weight is not finite. Nothing was
+        changed.
     DatabaseError
         There is no usable database: missing, damaged, of another model, untrained, or never tuned (``"auto"``).
-    ValueError
-        An argument is none of the values above.
+    ArgumentError
+        An argument is none of the values above, or two make no sense together. It is a `ValueError` too.
+    AnswerError
+        `answer`, or rows by name (``reuse="rows"``), and the guard finds no answer in what the model gives out. Where
+        rows were not asked for by name, its blocks run without padding, and the log says why.
     """
-    _check_choices(reuse=(reuse, get_args(ReuseName)))
-    _check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
-    _check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
-    if linear != "exact" and reuse == "maps":
-        raise ValueError(f"linear={linear!r} is a setting of packed blocks; reuse='maps' has none")
-    if database == MEMORY and reuse == "auto":
-        reuse = "rows"
+    check_choices(reuse=(reuse, get_args(ReuseName)))
+    check_choices(lookup=(lookup, (None, *get_args(LookupName))), fetch=(fetch, get_args(FetcherName)))
+    check_choices(residency=(residency, get_args(Residency)), linear=(linear, get_args(LinearName)))
+    check_places(None if isinstance(database, Database) else database, fill)
     rule = Rule.of(near, most_moved)
+    check_together(
+        reuse=reuse, database=database, fill=fill, budget=budget, linear=linear, threshold=threshold, lookup=lookup,
+        fetch=fetch, near=near, most_moved=most_moved,
+    )  # fmt: skip
     guarding = Guarding.of(budget, confidence, answer, min_cosine, tokenizer)
-    if database == MEMORY and (reuse == "maps" or fill is not True):
-        raise ValueError("database=':memory:' keeps rows and fills itself: it takes no maps and no other fill=")
-    if not isinstance(fill, bool) and (reuse in ("none", "maps") or fill == MEMORY):
-        raise ValueError(f"fill={str(fill)!r}: a folder is filled with rows; reuse={reuse!r} keeps none there")
-    check_bytes(max_bytes)
-    if reuse == "none" and (database is not None or threshold != "auto"):
-        raise ValueError("reuse='none' takes neither a database nor a threshold: it reuses nothing")
-    if reuse in ("none", "maps") and (near not in (None, 1) or most_moved is not None):
-        raise ValueError(f"near and most_moved are settings of rows; reuse={reuse!r} has none")
-    if reuse in ("none", "rows") and (lookup == "layer" or fetch != "auto"):
-        raise ValueError(f"lookup='layer' and fetch are settings of maps; reuse={reuse!r} has none")
+    bound = bytes_of(max_bytes)
     encoder = encoder_of(model)
     before = _handles(encoder)
     serving = [handle for handle in before if handle.enabled]
-    for earlier in serving:
-        earlier.disable()  # the checks look at the bare model
     try:
-        handle = _prepare(
-            encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
-            max_bytes, linear,
-        )  # fmt: skip
+        for earlier in serving:
+            earlier.disable()  # the checks look at the bare model
+        try:
+            with weights_first(model if isinstance(model, nn.Module) else encoder):
+                handle = _prepare(
+                    encoder, model, threshold, database, reuse, rule, lookup, gate, fetch, residency, guarding, fill,
+                    bound, linear,
+                )  # fmt: skip
+        except AnswerError as error:
+            if reuse == "rows" or answer != "auto":
+                raise
+            handle = prepare_stack(encoder, _adapter(encoder)[0], linear)
+            _LOG.warning("attmemo: rows are not reused, the model's blocks run without padding: %s", error)
         _warn_if_slow(encoder)
     except BaseException:
         for earlier in serving:
@@ -196,6 +207,7 @@ def memoize(
     object.__setattr__(encoder, "attmemo", handle)
     if model is not encoder:
         object.__setattr__(model, "attmemo", handle)
+    trim()  # what weights were made ready from, and what the checks took: as much as the weights
     return model
 
 
@@ -206,6 +218,7 @@ def unmemoize(model: Model) -> Model:
         handle.undo()
     for holder in (encoder, model):
         holder.__dict__.pop("attmemo", None)
+    trim()
     return model
 
 
@@ -244,7 +257,7 @@ def _prepare(
     fills = fill is not False
     fields = {} if database == MEMORY else model_fields(adapter.host(encoder), linear)
 
-    def rows(prepared: Database | None, owned: bool, folder: Path | None) -> Memoization:
+    def rows(prepared: Database | None, owned: bool, folder: Path | None) -> StackMemoization:
         return prepare_rows(
             encoder, outer, adapter, Records(prepared, owned, folder, fills, max_bytes, fields),
             threshold=threshold, rule=rule, gate=gate, guarding=guarding, linear=linear,
@@ -255,23 +268,26 @@ def _prepare(
     folder = None if isinstance(fill, bool) else Path(fill)
     if database is None and folder is not None:
         return rows(None, False, folder)
+    if isinstance(database, str | os.PathLike) and not Path(database).exists():
+        raise _not_there(str(database), reuse)
     if database is None:
         try:
             database = find_database(fingerprint(fields), reuse)
         except DatabaseNotFoundError as missing:
             own = filling_path(fingerprint(fields))
             may = fills or is_filling(own)
-            if reuse == "maps" or (reuse == "auto" and threshold != "auto") or (reuse == "rows" and not may):
+            if reuse == "maps" or (reuse == "auto" and not is_auto(threshold)) or (reuse == "rows" and not may):
                 raise
             if reuse == "rows":
                 return _rows_by_themselves(lambda folder: rows(None, False, folder), own, fills)
             reusing = None
             if may and guarding is not None:
                 reusing = partial(_rows_by_themselves, lambda folder: rows(None, False, folder), own, fills)
-            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), guarding, missing)
+            return _by_itself(reusing, lambda: prepare_stack(encoder, adapter, linear), missing)
     if not isinstance(database, Database) and is_filling(database):
         if reuse == "maps" or folder is not None:
-            raise ValueError(f"{database} fills itself with rows: it has no maps, and fills no other folder")
+            what = f"{database} fills itself with rows: it has no maps, and fills no other folder."
+            raise ArgumentError(what, f"database={str(database)!r} alone")
         return rows(None, False, Path(database))
     with ExitStack() as undo:
         if isinstance(database, Database):
@@ -295,29 +311,31 @@ def _prepare(
     return handle
 
 
+def _not_there(path: str, reuse: ReuseName) -> DatabaseNotFoundError:
+    """The error for a database that does not exist: mostly one was to be begun."""
+    build = f"attmemo build-database --output {path} --model … --data …"
+    begin = f"fill={path!r} (attmemo serve: --fill {path}) begins one there that fills itself; or {build}"
+    return DatabaseNotFoundError(f"{path} does not exist.", build if reuse == "maps" else begin)
+
+
 def _by_itself(
-    rows: Callable[[], Memoization] | None, whole: Callable[[], Memoization], guarding: Guarding | None,
-    missing: DatabaseNotFoundError,
-) -> Memoization:  # fmt: skip
+    rows: Callable[[], Memoization] | None, whole: Callable[[], Memoization], missing: DatabaseNotFoundError
+) -> Memoization:
     """What a user gets who names nothing: a database that fills itself, or else blocks without padding."""
     try:
         if rows is not None:
             return rows()
     except (UnsupportedModelError, AdapterCheckError) as error:
         _LOG.info("attmemo: rows are not reused: %s", error)
-    except ValueError as error:
-        if guarding is None or guarding.answers.rule != "auto":
-            raise  # a rule of the caller's own that does not fit
-        _LOG.info("attmemo: rows are not reused: %s", error)
     try:
         packed = whole()
-    except (UnsupportedModelError, AdapterCheckError):
-        raise missing from None
+    except (UnsupportedModelError, AdapterCheckError) as error:
+        raise DatabaseNotFoundError(f"{error.what} And there is {missing.what}", missing.hint) from None
     _LOG.warning("attmemo: %s", _NO_RECORDS)
     return packed
 
 
-def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path, fills: bool) -> Memoization:
+def _rows_by_themselves(rows: Callable[[Path | None], StackMemoization], folder: Path, fills: bool) -> Memoization:
     """In the cache directory, or in memory if the database there cannot be used."""
     new = not is_filling(folder)
     try:
@@ -327,7 +345,7 @@ def _rows_by_themselves(rows: Callable[[Path | None], Memoization], folder: Path
             raise
         _LOG.warning("attmemo: new records are kept in memory only: %s", error)
         return rows(None)
-    if new:
+    if new and found.folder is not None:
         _LOG.warning("attmemo: %s keeps tokens and hidden states of inputs from now on: %s", folder, _PRIVACY)
     return found
 
@@ -336,6 +354,12 @@ def _warn_if_slow(encoder: nn.Module) -> None:
     warning = slow(next(p.dtype for p in encoder.parameters() if p.is_floating_point()))
     if warning is not None:
         _LOG.warning("attmemo: %s", warning)
+    threads, count = torch.get_num_threads(), cores()
+    if threads > count:  # the number is the program's own: other work of torch goes by it too
+        _LOG.warning(
+            "attmemo: torch computes with %d threads, and the quota or affinity of this process gives %d cores: the "
+            "threads wait in turns. torch.set_num_threads(%d) mends that", threads, count, count,
+        )  # fmt: skip
 
 
 def _handles(encoder: nn.Module) -> list[Memoization]:
@@ -359,11 +383,5 @@ def _reside(database: Database, residency: Residency) -> None:
             bar.update(done - bar.n)
 
         database.reside(residency, tell)
-
-
-def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process can still take. Imports nothing of attmemo.
+"""How much memory this process can still take.
 
 Linux counts memory in several places, and the smallest count decides: a process beyond the limit of its control group
 is killed without an error to catch. Both versions of control groups are read.
@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attmemo.cgroups import PROC, TOP, control_groups, read_number, read_text
+
 if TYPE_CHECKING:
     import torch
 
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_PROC, _CGROUPS = PROC, TOP
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -51,34 +53,6 @@ def _system() -> Iterator[int]:
         yield int(found[1]) * 1024
 
 
-def control_groups(controller: str, proc: Path | None = None, top: Path | None = None) -> Iterator[tuple[Path, int]]:
-    """Control groups of this process that a controller rules, each before those above it.
-
-    Parameters
-    ----------
-    controller : str
-        ``"memory"``, ``"cpu"``, …
-    proc, top : Path, optional
-        Where the kernel shows processes and control groups. Default: as on every Linux.
-
-    Yields
-    ------
-    (Path, int)
-        The directory of a group, and its version: 1 or 2.
-    """
-    proc, top = proc or _PROC, top or _CGROUPS
-    for line in read_text(proc / "self/cgroup").splitlines():
-        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        if number != "0" and controller not in controllers.split(","):
-            continue
-        root, version = (top, 2) if number == "0" else (top / controllers, 1)
-        # In a container the path may be the host's. The container's own group is then the root.
-        group = root / path.strip("/") if (root / path.strip("/")).is_dir() else root
-        while group == root or root in group.parents:
-            yield group, version
-            group = group.parent
-
-
 def limit_of(file: Path) -> int | None:
     """The limit that a file of a control group of memory tells; None: there is no limit, or no such file."""
     limit = read_number(file)
@@ -87,7 +61,7 @@ def limit_of(file: Path) -> int | None:
 
 def _under_limits() -> Iterator[int]:
     """The rest under each limit. The kernel gives up clean page cache first, so that cache counts as free."""
-    for group, version in control_groups("memory"):
+    for group, version in control_groups("memory", _PROC, _CGROUPS):
         most, now, cache = _FILES[version]
         limit, used = limit_of(group / most), read_number(group / now)
         if limit is not None and used is not None:
@@ -100,17 +74,3 @@ def _address_space() -> Iterator[int]:
     if limit != resource.RLIM_INFINITY:
         pages = read_text(_PROC / "self/statm").split()
         yield limit - (int(pages[0]) * resource.getpagesize() if pages else 0)
-
-
-def read_number(file: Path) -> int | None:
-    """The whole number in a file; None: there is another text (``max``: no limit), or no such file."""
-    text = read_text(file).strip()
-    return int(text) if text.isdigit() else None
-
-
-def read_text(file: Path) -> str:
-    """The text of a file; none if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -1,21 +1,20 @@
 """How sure answers from records are, and what is kept with a record for that: its own answer.
 
-A class is as sure as it is ahead of the second best one. A vector is sure if it is near the record's own answer; one
-with more rows computed, if it is near the one with fewer.
+A class is as sure as it is ahead of the second best one. A vector is sure if it is near the record's own answer.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attmemo.guard.answers import Answer, Answers, Read, cosines
-from attmemo.planner.guarded import Chosen
+from attmemo.guard.answers import Answers, Read, cosines
 from attmemo.reuse.growing import GrowingRows
 from attmemo.reuse.offer import Offer
 
@@ -42,34 +41,34 @@ class Sureness:
     def __init__(self, answers: Answers, store: GrowingRows | None) -> None:
         self._answers, self._store, self.key = answers, store, os.urandom(KEY)
 
-    def of_record(self, record: int) -> float | None:
-        """How far the record's own class is ahead: what it serves will hardly be surer. None: not known."""
-        kept = None if self._answers.are_vectors else self._kept(record, 1)
-        return None if kept is None else float(kept[0])
+    def of_note(self, note: bytes) -> float:
+        """Return how far a record's own class is ahead, from what is kept with it; NaN: not known."""
+        kept = None if self._answers.are_vectors else self._numbers(note, 1)
+        return math.nan if kept is None else float(kept[0])
 
-    def margins(
-        self, seen: Read, chosen: Mapping[int, Chosen], first: Sequence[Answer] = ()
-    ) -> dict[int, float | None]:
-        """How sure answers from records are, by place. None: not known.
+    def margins(self, seen: Read, records: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return how sure answers from these records are, ``[B]``; NaN: not known.
 
         Parameters
         ----------
         seen : Read
-            The answers.
-        chosen : mapping of int to Chosen
-            Whose answers from records are asked for, and which records these are.
-        first : sequence of Answer
-            With more rows computed: these answers with fewer, in the same order.
+            The answers of B sequences.
+        records : int64 [B]
+            The record of each; -1: none.
         """
+        count = len(seen.values)
         if not seen.are_vectors:
-            return {place: seen.margin(place) for place in chosen}
-        if first:
-            moved = cosines(seen.values[list(chosen)], torch.stack([one.vector for one in first]))
-            return dict(zip(chosen, moved, strict=True))
-        found = {place: self._kept(one.reused.record, seen.values.shape[1]) for place, one in chosen.items()}
-        own = {place: kept for place, kept in found.items() if kept is not None}
-        known = cosines(seen.values[list(own)], torch.from_numpy(np.stack(list(own.values())))) if own else []
-        return dict.fromkeys(chosen) | dict(zip(own, known, strict=True))
+            return np.full(count, np.nan, np.float32) if seen.margins is None else seen.margins.float().numpy()
+        found = np.full(count, np.nan, np.float32)
+        width, store = seen.values.shape[1], self._store
+        if store is None:
+            return found
+        notes, key, size = store.notes_of(records.tolist()), self.key, KEY + 4 * width
+        own = [place for place, note in enumerate(notes) if len(note) == size and note.startswith(key)]
+        if own:
+            kept = np.frombuffer(b"".join([notes[place][KEY:] for place in own]), np.float32).reshape(len(own), width)
+            found[own] = cosines(seen.values[own], torch.from_numpy(kept.copy()))
+        return found
 
     def note(self, seen: Read, offers: Mapping[int, Offer]) -> None:
         """Have the answers of sequences that may become records kept with them: of classes, how sure they are."""
@@ -79,8 +78,6 @@ class Sureness:
             for place, offer in offers.items():
                 offer.note = self.key + numbers[place].tobytes()
 
-    def _kept(self, record: int, count: int) -> npt.NDArray[np.float32] | None:
-        """So many numbers of a record's own answer; None: they are not known."""
-        note = b"" if self._store is None else self._store.note_of(record)
+    def _numbers(self, note: bytes, count: int) -> npt.NDArray[np.float32] | None:
         known = note[:KEY] == self.key and len(note) == KEY + 4 * count
         return np.frombuffer(note, np.float32, offset=KEY) if known else None

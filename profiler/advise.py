@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,15 +14,18 @@ from attmemo.embed.kinds import kinds_of
 from attmemo.errors import DataError
 from attmemo.guard import Guard, is_class_of_first_row
 from attmemo.kernels.align import Rule
+from attmemo.loading import load_config
 from attmemo.machine import conditions
 from attmemo.memoization import memoize
 from attmemo.planner.rows import THRESHOLD
 from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.data import read_texts
-from attmemo.profiler.models import LoadedModel, Progress, Tokens, greatest_length, load_model, tokenize
-from attmemo.profiler.peers import another, way_of
+from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
+from attmemo.profiler.peers.ways import another, way_of
 from attmemo.profiler.simulation import Played, play_tokens
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.reuse.row_layout import RowLayout
+from attmemo.wording import counted
 
 FEWEST: Final = 100
 PAYS: Final = 1.15
@@ -37,44 +38,22 @@ _ROUNDS: Final = 2  # at least
 
 @dataclass(frozen=True, slots=True)
 class AdviseOptions:
-    """What is asked.
+    """What is asked."""
 
-    Parameters
-    ----------
-    limit : int
-        Texts that are read.
-    batch_size : int
-        Texts that come at once.
-    max_length : int or None
-        Tokens of a text at most.
-    budget : float
-        Share of the answers that may change.
-    threshold : float
-        Share of its tokens that a record must supply.
-    near : int or None
-    most_moved : int or None
-        As in `memoize`.
-    dtype : {"float32", "bfloat16"}
-        That the model is loaded in.
-    text_column : str or None
-    seconds : float
-        Of timing.
-    """
-
-    limit: int = 4000
-    batch_size: int = 16
-    max_length: int | None = None
-    budget: float = 0.01
-    threshold: float = THRESHOLD
-    near: int | None = None
+    limit: int = 4000  # texts that are read
+    batch_size: int = 16  # texts that come at once
+    max_length: int | None = None  # tokens of a text at most
+    budget: float = 0.01  # share of the answers that may change
+    threshold: float = THRESHOLD  # share of its tokens that a record must supply
+    near: int | None = None  # near, most_moved: as in `memoize`
     most_moved: int | None = None
-    dtype: str = "float32"
+    dtype: str = "float32"  # that the model is loaded in
     text_column: str | None = None
-    seconds: float = 12.0
+    seconds: float = 12.0  # of timing
 
 
 def advise(
-    name: str, files: Sequence[str | Path], options: AdviseOptions | None = None, progress: Progress | None = None
+    name: str, files: Sequence[str | Path], options: AdviseOptions | None = None, tell: Progress = silent
 ) -> dict[str, Any]:
     """Play the first texts of files in their order, time this machine, and recommend.
 
@@ -86,14 +65,16 @@ def advise(
     Raises
     ------
     DataError
-        The files cannot be read, or have too few texts.
+        There is no such model, the files cannot be read, or they have too few texts.
     UnsupportedModelError
         The blocks of this model cannot be run without padding.
     """
-    options, tell = options or AdviseOptions(), progress or (lambda what, done, total: None)
+    options = options or AdviseOptions()
+    load_config(name)  # a model that is none is told before its texts are read
     rows = list(read_texts(files, text_column=options.text_column, limit=options.limit))
     if len(rows) < FEWEST:
-        raise DataError(f"{len(rows)} texts are too few to see what repeats, expected {FEWEST}.", "give more texts")
+        seen = counted(len(rows), "text is", "texts are")
+        raise DataError(f"{seen} too few to see what repeats, expected {FEWEST} or more.", "give more texts")
     loaded = load_model(name, options.dtype)
     packed = another(loaded)
     memoize(packed.model, reuse="none")
@@ -110,7 +91,7 @@ def advise(
         played[kind] = play_tokens(texts, options.batch_size, options.threshold, rule, guard, kinds)
     tell("playing the stream", 2, 2)
     late = slice(len(texts) // 2, None)
-    times = _time(loaded, packed, texts, played["guarded"], played["unguarded"], options, tell)
+    times = _time(loaded, packed, texts, played, options, tell)
     result: dict[str, Any] = {
         "model": name, "texts": len(texts), "tokens": int(played["guarded"].lengths.sum()),
         "batch_size": options.batch_size, "dtype": options.dtype, "budget": options.budget,
@@ -121,7 +102,7 @@ def advise(
         result[kind] = {
             "rows": found.share(), "rows_first_half": found.share(slice(0, late.start)),
             "rows_second_half": found.share(late),
-            "records": found.records, "bytes": _bytes(packed, found, len(texts)), "ms_lookup": 1e3 * found.seconds,
+            "records": found.records, "bytes": _bytes(packed, found), "ms_lookup": 1e3 * found.seconds,
             "over_packed": times["packed"] / times[kind], "over_stock": times["stock"] / times[kind],
         }  # fmt: skip
     return result | {"advice": recommend(result)}
@@ -158,7 +139,7 @@ def recommend(result: dict[str, Any]) -> list[str]:
     return advice
 
 
-def _bytes(packed: LoadedModel, found: Played, texts: int) -> int:
+def _bytes(packed: LoadedModel, found: Played) -> int:
     handle: Any = packed.model.attmemo
     blocks, kind = handle.packed.blocks, handle.packed.dtype
     layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, (kind, kind))
@@ -172,7 +153,7 @@ def _cut(texts: Sequence[Tokens], rows: Sequence[int]) -> list[Tokens]:
 
 
 def _time(
-    loaded: LoadedModel, packed: LoadedModel, texts: Sequence[Tokens], guarded: Played, unguarded: Played,
+    loaded: LoadedModel, packed: LoadedModel, texts: Sequence[Tokens], played: Mapping[str, Played],
     options: AdviseOptions, tell: Progress,
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds a text of the second half, timed in turns on batches spread over it.
@@ -184,32 +165,24 @@ def _time(
     starts = np.linspace(half, max(half, len(texts) - size), _BATCHES).astype(int).tolist()
     whole, exact = way_of(loaded), way_of(packed)
 
-    def batches(found: Played | None) -> list[list[list[Tokens]]]:
+    def batches(found: Played | None) -> list[list[Tokens]]:
         chosen = []
         for start in starts:
             part = slice(start, start + size)
             first = list(texts[part]) if found is None else _cut(texts[part], found.rows[part].tolist())
             again = [] if found is None else _cut(texts[part], found.verified[part].tolist())
-            chosen.append([one for one in (first, again) if one])
+            chosen += [one for one in (first, again) if one]
         return chosen
 
-    asked: dict[str, tuple[Callable[[Sequence[Tokens]], Any], list[list[list[Tokens]]], float]] = {
-        "stock": (whole, batches(None), 0.0), "packed": (exact, batches(None), 0.0),
-        "guarded": (exact, batches(guarded), guarded.seconds),
-        "unguarded": (exact, batches(unguarded), unguarded.seconds),
-    }  # fmt: skip
-    spent: dict[str, list[float]] = {name: [] for name in asked}
-    end, turn = time.monotonic() + options.seconds, -1
-    count = sum(min(size, len(texts) - start) for start in starts)
+    parts = {"stock": batches(None), "packed": batches(None)} | {kind: batches(p) for kind, p in played.items()}
+
+    def job(name: str) -> Job:
+        way = whole if name == "stock" else exact
+        return lambda _: [way(batch) for batch in parts[name]]
+
     with torch.inference_mode():
-        while turn < _ROUNDS or time.monotonic() < end:
-            tell("timing", min(max(turn, 0), _ROUNDS), _ROUNDS)
-            for name, (way, parts, lookup) in asked.items():
-                begun = time.perf_counter()
-                for part in parts:
-                    for batch in part:
-                        way(batch)
-                if turn >= 0:  # the first round is not counted
-                    spent[name].append(1e3 * ((time.perf_counter() - begun) / count + lookup))
-            turn += 1
-    return {name: statistics.median(all_ms) for name, all_ms in spent.items()}
+        jobs = {name: job(name) for name in parts}
+        spent = interleave(jobs, _ROUNDS, seconds=options.seconds, tell=tell, what="timing")
+    count = sum(min(size, len(texts) - start) for start in starts)
+    lookup = {kind: 1e3 * found.seconds for kind, found in played.items()}
+    return {name: times.ms / count + lookup.get(name, 0.0) for name, times in spent.items()}

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from attmemo.db import Database
 from attmemo.embed.lookup import LookupName
+from attmemo.guard import AnswerRule
 from attmemo.handles.maps import MapMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 
 Batch = tuple[list[Tokens], dict[str, Tensor]]
 KEPT: Final = 32  # tokens of a language model's answer
+ANSWERS: Final[dict[str, AnswerRule]] = {"class": "class", "mean": "mean", "cls": "cls"}
+"""Answers that a guard reads, by how the application pools."""
 
 
 def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int, *, sort: bool = True) -> list[Batch]:
@@ -27,13 +30,9 @@ def prepare(loaded: LoadedModel, tokens: Sequence[Tokens], size: int, *, sort: b
 
 
 def ask(
-    loaded: LoadedModel,
-    prepared: Sequence[Batch],
-    *,
-    before: Callable[[list[Tokens]], None] | None = None,
-    after: Callable[[list[Tokens]], None] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Tensor:
+    loaded: LoadedModel, prepared: Sequence[Batch], *, before: Callable[[list[Tokens]], None] | None = None,
+    after: Callable[[list[Tokens]], None] | None = None, progress: Callable[[int], None] | None = None,
+) -> Tensor:  # fmt: skip
     """Answers of all texts, in the order of rows; calls `before` and `after` with each batch, `progress` with the
     texts done.
 

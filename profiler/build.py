@@ -25,6 +25,7 @@ from attmemo.db import (
     read_manifest,
 )
 from attmemo.db.files import ARENA, MANIFEST
+from attmemo.db.filling import is_filling
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import tokenizer_digest
 from attmemo.handles.description import describe
@@ -77,12 +78,9 @@ class BuildResult:
 
 
 def build_database(
-    loaded: LoadedModel,
-    files: Sequence[str | Path],
-    output: Path | None,
-    options: BuildOptions,
+    loaded: LoadedModel, files: Sequence[str | Path], output: Path | None, options: BuildOptions,
     progress: Progress | None = None,
-) -> BuildResult:
+) -> BuildResult:  # fmt: skip
     """Store a record of every text in `files`: its attention maps, or its rows.
 
     Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
@@ -93,7 +91,7 @@ def build_database(
     Errors are those of `read_texts` and `DatabaseWriter`, and UnsupportedModelError for rows of a model without
     blocks; what was published stays, and the same call resumes.
     """
-    start = time.monotonic()
+    start, tell = time.monotonic(), progress or (lambda done, total: None)
     adapter, sites = adapter_for(loaded.model)
     check_adapter(adapter, loaded.model, sites)
     max_length = greatest_length(loaded, options.max_length)
@@ -114,11 +112,10 @@ def build_database(
                         records = recorder.run(collate(loaded, batch))
                         if not build.store([fresh[item.row] for item in batch], records):
                             break
-                        if progress is not None:
-                            progress(build.done, total)
+                        tell(build.done, total)
                         build.publish(now=False)
-                    if progress is not None and not tokens:
-                        progress(build.done, total)
+                    if not tokens:
+                        tell(build.done, total)
         except StorageFullError:
             raise  # nothing more can be written, a publication neither; the last one stays
         except (KeyboardInterrupt, Exception):
@@ -170,7 +167,8 @@ def check_place(path: Path | None, max_bytes: int | None) -> None:
     if path.exists() and not path.is_dir():
         raise DatabaseError(f"{path} is a file; a database is a directory.", "choose another --output")
     if path.is_dir() and any(path.iterdir()) and not (path / ARENA).is_dir():
-        raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+        what = "fills itself: no builder adds to it" if is_filling(path) else "is not empty and is not a database"
+        raise DatabaseError(f"{path} {what}.", "choose another --output")
 
 
 def _too_few(max_bytes: int | None) -> StorageFullError:
@@ -253,16 +251,9 @@ def _length(slots: Slots) -> int:
 
 
 def build_from_inputs(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Tensor]],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    reuse: str = "maps",
-    storage: str = "auto",
-    inputs: str = "auto",
-    held_out: float = 0.15,
-    name: str = "given",
-) -> Path:
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], output: str | os.PathLike[str] | None = None, *,
+    reuse: str = "maps", storage: str = "auto", inputs: str = "auto", held_out: float = 0.15, name: str = "given",
+) -> Path:  # fmt: skip
     """Store records of inputs that are tensors already: images, audio, or text tokenized elsewhere.
 
     Parameters

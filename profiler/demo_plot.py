@@ -11,12 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from attmemo.profiler.plots import BLUE, FAINT, GREEN, GREY, ORANGE, STYLE, png
-from attmemo.profiler.race import CACHE, PACKED, ROWS, STOCK, Lap, standing
+from attmemo.profiler.colors import color_of
+from attmemo.profiler.plots import FAINT, RED, STYLE, png
+from attmemo.profiler.race import ROWS, STOCK, Lap, standing
 
 WINDOWS: Final = 24
-_COLORS: Final = {ROWS: BLUE, PACKED: GREEN, CACHE: GREY}
-_PEERS: Final = (ORANGE, "#9c5a8a")
 
 
 def draw_race(result: Mapping[str, Any]) -> bytes:
@@ -52,25 +51,24 @@ def _ends(windows: Sequence[Sequence[Lap]]) -> list[int]:
 def _draw_speed(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
     pairs = [(end, found) for end, w in zip(_ends(windows), windows, strict=True) if (found := standing(w))]
     names = [name for name in pairs[0][1].speed if name != STOCK]
-    others = iter(_PEERS)
     for name in names:
-        color = _COLORS.get(name) or next(others, FAINT)
-        style = {"color": color, "label": name, "linewidth": 2.2 if name == ROWS else 1.2}
+        style = {"color": color_of(name), "label": name, "linewidth": 2.2 if name == ROWS else 1.2}
         axes.plot([end for end, _ in pairs], [found.speed[name] for _, found in pairs], **style)  # type: ignore[arg-type]
-    axes.axhline(1.0, color=FAINT, linewidth=1, linestyle="--", label=STOCK)
+    axes.axhline(1.0, color=color_of(STOCK), linewidth=1, linestyle="--", label=STOCK)
     axes.set_ylim(bottom=0.0)
     axes.set_ylabel("speed, stock = 1")
     axes.set_title("Speed, window by window")
 
 
 def _draw_shares(axes: Axes, windows: Sequence[Sequence[Lap]]) -> None:
-    ends = _ends(windows)
+    ends, blue = _ends(windows), color_of(ROWS)  # all of it is about rows
     tokens, texts = ([sum(getattr(lap, what) for lap in w) for w in windows] for what in ("tokens", "texts"))
     rows, served = ([sum(getattr(lap, what) for lap in w) for w in windows] for what in ("rows", "served"))
     differ = accumulate(sum(lap.changed[ROWS] for lap in window) for window in windows)
-    axes.plot(ends, [a / b for a, b in zip(rows, tokens, strict=True)], color=BLUE, label="rows computed")
-    axes.plot(ends, [a / b for a, b in zip(served, texts, strict=True)], color=GREEN, label="lines served")
-    axes.plot(ends, [a / b for a, b in zip(differ, ends, strict=True)], color=ORANGE, label="changed, so far")
+    axes.plot(ends, [a / b for a, b in zip(rows, tokens, strict=True)], color=blue, label="rows computed")
+    lines = [a / b for a, b in zip(served, texts, strict=True)]
+    axes.plot(ends, lines, color=blue, linestyle="--", linewidth=1.2, label="lines served")
+    axes.plot(ends, [a / b for a, b in zip(differ, ends, strict=True)], color=RED, label="changed, so far")
     axes.set_ylim(bottom=0.0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("lines")

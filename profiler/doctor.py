@@ -8,23 +8,25 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from attmemo.cgroups import control_groups, mounts, read_number, read_text
 from attmemo.db.find import cache_directory
+from attmemo.extras import install
 from attmemo.handles.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
-from attmemo.machine import processor
-from attmemo.memory import available_memory, control_groups, limit_of, read_number, read_text
+from attmemo.machine import ROOT, cores, processor, quota
+from attmemo.memory import available_memory, limit_of
+from attmemo.wording import counted
 
-ROOT: Final = Path("/")
 NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}
 """Processor features that multiply bfloat16."""
 REMOTE: Final = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p", "glusterfs"}
@@ -43,15 +45,15 @@ def examine(root: Path | None = None) -> dict[str, Any]:
     """What this machine has; reads files below `root`, by default those of the system, and sets nothing."""
     root = ROOT if root is None else root
     name, features = processor(root / "proc/cpuinfo")
-    cores = len(os.sched_getaffinity(0))
     folder = cache_directory()
     place = next(path for path in (folder, *folder.parents) if path.exists())
     disk = shutil.disk_usage(place)
     thp = root / "sys/kernel/mm/transparent_hugepage"
     return {
-        "cpu": name, "features": features, "cores": cores, "quota": _quota(root),
+        "cpu": name, "features": features,
+        "cores": len(os.sched_getaffinity(0)), "quota": quota(root), "cores_to_use": cores(root),
         "memory": _meminfo(root, "MemTotal"), "memory_available": available_memory(),
-        "memory_limit": min(_limits(root, "memory", "memory.max", "memory.limit_in_bytes", limit_of), default=None),
+        "memory_limit": _memory_limit(root),
         "huge_pages": {
             "anonymous": _chosen(thp / "enabled"), "files": _chosen(thp / "shmem_enabled"),
             "reserved": read_number(root / "proc/sys/vm/nr_hugepages"),
@@ -69,12 +71,13 @@ def examine(root: Path | None = None) -> dict[str, Any]:
 def plan(facts: Facts) -> dict[str, Any]:
     """What attmemo uses on such a machine; the kernels are asked on this one."""
     native = bool(NATIVE & set(facts["features"]))
+    asked = facts["settings"].get("OMP_NUM_THREADS", "")
     return {
         "attention": _row_attention.instruction_sets()[0],
         "map_product": _map_product.instruction_sets(native)[0],
         "linear": _linear_of(torch.bfloat16 if native else torch.float32),
         "precision": "bfloat16" if native else "float32",
-        "threads": facts["threads"],
+        "threads": int(asked) if asked.isdigit() else facts["cores_to_use"],
         "database": str(Path(facts["cache"]["path"]) / "FINGERPRINT-filling"),
         "max_bytes": bound_of(None, Path(facts["cache"]["path"])),
     }  # fmt: skip
@@ -94,13 +97,14 @@ def advise(facts: Facts, planned: Facts) -> list[dict[str, str]]:
 
 
 def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
-    cores = max(1, int(min(facts["cores"], facts["quota"] or facts["cores"])))
-    cache, settings = facts["cache"], facts["settings"]
-    if facts["threads"] > cores:
+    cache, settings, own = facts["cache"], facts["settings"], facts["cores_to_use"]
+    if facts["threads"] > own:
         seen = (
-            f"{facts['threads']} threads share {cores} cores (the quota of the container counts): they wait in turns"
+            f"{counted(facts['threads'], 'thread')} share {counted(own, 'core')} (the quota of the container counts): "
+            "they wait in turns"
         )
-        yield seen, f"export OMP_NUM_THREADS={cores}"
+        known = "" if "OMP_NUM_THREADS" in settings else " (attmemo's own commands take no more threads than cores)"
+        yield seen + known, f"export OMP_NUM_THREADS={own}"
     if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE" and "GOMP_SPINCOUNT" not in settings:
         seen = "idle threads spin; where other programs want the cores too, small operations take many times as long"
         yield f"{seen} (attmemo's own commands set this)", "export GOMP_SPINCOUNT=30000"
@@ -126,7 +130,7 @@ def _advice(facts: Facts, planned: Facts) -> Iterator[tuple[str, str]]:
         yield seen, f"memoize(model, max_bytes={FEW_BYTES})   # after freeing {low}"
     if not facts["packages"]["hnswlib"]:
         seen = "hnswlib is not installed: with more than 4,000 records each lookup compares all of them"
-        yield seen, "pip install 'attmemo[hnswlib]'"
+        yield seen, install("hnswlib")
     if (facts["max_map_count"] or FEW_MAPPINGS + 1) <= FEW_MAPPINGS:
         seen = "a process may have few mappings; only databases of maps, fetched by mapping pages, need more"
         yield seen, "sudo sysctl -w vm.max_map_count=1048576"
@@ -143,42 +147,22 @@ def _settings(root: Path) -> dict[str, str]:
     return {name: given[name] for name in SETTINGS if name in given}
 
 
-def _quota(root: Path) -> float | None:
-    """Cores that the control groups allow; None: no limit."""
-    return min(_limits(root, "cpu", "cpu.max", "cpu.cfs_quota_us", _cores), default=None)
-
-
-def _cores(file: Path) -> float | None:
-    words = read_text(file).split()
-    if len(words) == 1:  # version 1 has the period in a file of its own
-        words += read_text(file.with_name("cpu.cfs_period_us")).split()
-    if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", or -1
-        return None
-    return int(words[0]) / int(words[1])
-
-
-def _limits(
-    root: Path, controller: str, new: str, old: str, read: Callable[[Path], float | None]
-) -> Iterator[float]:  # fmt: skip
-    """What the control groups of this process, and those above, say in a file; versions 2 and 1."""
-    for group, version in control_groups(controller, root / "proc", root / "sys/fs/cgroup"):
-        value = read(group / (new if version == 2 else old))
-        if value is not None:
-            yield value
+def _memory_limit(root: Path) -> int | None:
+    """The least that a control group of this process, or one above, allows; None: no limit."""
+    groups = control_groups("memory", root / "proc", root / "sys/fs/cgroup")
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    found = (limit_of(group / names[version]) for group, version in groups)
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def _filesystem(root: Path, place: Path) -> str | None:
     """The type of the file system that a path is on."""
     found, longest = None, -1
-    for line in read_text(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if len(fields) < 5 or not after:
-            continue
-        where = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4]))
+    for mount in mounts(root / "proc"):
+        where = Path(mount.place)
         inside = place.resolve() == where or where in place.resolve().parents
         if inside and len(where.parts) >= longest:
-            found, longest = after.split()[0], len(where.parts)
+            found, longest = mount.kind, len(where.parts)
     return found
 
 

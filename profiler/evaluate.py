@@ -24,12 +24,13 @@ from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import ask, prepare
 from attmemo.profiler.data import digest
 from attmemo.profiler.map_trial import MapTrial
-from attmemo.profiler.models import Answer, LoadedModel, Progress
+from attmemo.profiler.models import Answer, LoadedModel
 from attmemo.profiler.open import Asked, open_model, open_texts
 from attmemo.profiler.quality import Judge, read_labels, sweep_thresholds, try_controls
 from attmemo.profiler.row_trial import RowTrial
 from attmemo.profiler.timing import time_paths
 from attmemo.profiler.trial import Trial
+from attmemo.profiler.turns import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ _TRIALS: dict[str, Callable[[LoadedModel, Database, EvaluateOptions], Trial]] = 
 
 
 def evaluate(
-    path: Path, files: Sequence[str | Path], options: EvaluateOptions, progress: Progress | None = None
+    path: Path, files: Sequence[str | Path], options: EvaluateOptions, tell: Progress = silent
 ) -> dict[str, Any]:
     """What is served, time and quality of a memoized model, on the texts that are not in the database.
 
@@ -73,7 +74,6 @@ def evaluate(
     does not know, or data that are all in the database, are a `DataError`; ``threshold="auto"`` on a database that was
     never tuned is a `DatabaseError`.
     """
-    tell = progress or (lambda what, done, total: None)
     with Database(path) as database:
         loaded = open_model(database.manifest.model, options.model, options.pooling, options.answer)
         asked = open_texts(loaded, database, files, options.text_column, options.label_column, options.limit)
@@ -100,7 +100,7 @@ def evaluate(
             saved = time["exact_ms"][time["best_exact"]] - time["memoized_ms"]
             result["time"] = time | {"bytes_per_saved_ms": database.bytes / saved if saved > 0.0 else None}
             result["notes"] += notes
-            trial.ceiling(handle, asked.tokens, options.exhaustive, result, tell)
+            result |= trial.ceiling(handle, asked.tokens, result, tell)
             if options.controls:
                 duplicates = asked.in_database / (asked.in_database + total)
                 result["controls"] = try_controls(judge, trial, handle, result, duplicates, tell)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from attmemo.errors import DataError
+from attmemo.wording import counted
 
 WAIT: Final = 1.0  # seconds that a batch waits for more lines
 _PIECE: Final = 1 << 16
@@ -25,7 +26,8 @@ def read_log(log: Path, fewest: int) -> Iterator[str]:
             count = sum(1 for line in islice((line for line in stream if line.strip()), fewest))
         if count < fewest:
             raise DataError(
-                f"{log} has {count} lines that are not blank; the demo needs {fewest}, better thousands.",
+                f"{log} has {counted(count, 'line that is', 'lines that are')} not blank; the demo needs {fewest}, "
+                "better thousands.",
                 "give a longer log, or none: attmemo demo",
             )
     except OSError as error:

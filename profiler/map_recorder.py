@@ -1,9 +1,15 @@
-"""Records of attention maps."""
+"""Records of attention maps, and which texts get one: none whose maps a record nearly has."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from attmemo.adapters import Adapter, Site
@@ -11,21 +17,21 @@ from attmemo.db import KIND_INPUT, KIND_MAP, DatabaseWriter, ModelInfo
 from attmemo.db.forms import STORAGE
 from attmemo.db.kinds import kinds_of_maps
 from attmemo.errors import AttmemoError
-from attmemo.profiler import admit
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.recorder import Admission, Form, Place, Slots
 from attmemo.reuse.maps import Maps
+from attmemo.similarity import similarity_score
+
+CANDIDATES: Final = 4  # records compared in full
+LEFT_OUT: Final = "left-out.json"  # what a builder notes beside the database; no reader asks for it
+_DIMENSIONS: Final = 64
+_CHANNELS: Final = 8
+_SEED: Final = 20240229
 
 
 class MapRecorder:
-    """Records of a model's attention maps, and of the hidden states that entered the layers.
-
-    Parameters
-    ----------
-    form : Form
-        As `map_form` gives it.
-    """
+    """Records of a model's attention maps, and of the hidden states that entered the layers; `form`: `map_form`."""
 
     def __init__(self, model: nn.Module, adapter: Adapter, sites: Sequence[Site], form: Form) -> None:
         self.form = form
@@ -42,7 +48,7 @@ class MapRecorder:
         return [Maps.slots(hidden, maps) for maps, hidden in self._capture.run(dict(inputs))]
 
     def admission(self, admit: float | None, writer: DatabaseWriter) -> Admission:
-        return _Everything() if admit is None else _ByMaps(admit, writer)
+        return Admission() if admit is None else ByMaps(admit, writer)
 
 
 def map_form(info: ModelInfo, storage: str, inputs: str) -> Form:
@@ -61,40 +67,88 @@ def map_form(info: ModelInfo, storage: str, inputs: str) -> Form:
     return Form(storage, settings, kinds_of_maps(info, storage, settings))
 
 
-class _Everything:
-    """Stores every text."""
+class ByMaps(Admission):
+    """Leaves out texts of which a record has every layer's map, with this similarity score (Eq. 1) or a higher one.
 
-    def before(self, place: Place, tokens: Tokens) -> bool:
-        return True
+    Comparing with every record would read the whole database for each text. Candidates are the records of the same
+    length whose first hidden states lie nearest, in a random projection. An overlooked record costs bytes, never
+    answers. Held-out texts all stay: without near ones predictions would look too bad.
 
-    def after(self, place: Place, slots: Slots) -> bool:
-        return True
-
-    def stored(self, record: int, slots: Slots) -> None:
-        """Nothing is compared later."""
-
-    def save(self) -> None:
-        """Nothing was left out."""
-
-
-class _ByMaps:
-    """Leaves out texts whose maps a record has. Held-out texts all stay: without near ones predictions would look
-    too bad."""
+    The rows left out are noted beside the database, so that a resumed build need not ask the model again. Where the
+    note is missing, torn or another database's, the rows are asked anew. It is saved after a publication, since before
+    it the record that stands for a row may yet be lost.
+    """
 
     def __init__(self, threshold: float, writer: DatabaseWriter) -> None:
-        self._known = admit.Admission(threshold, writer)
+        self._threshold, self._writer = threshold, writer
+        size = writer.manifest.model.hidden
+        self._narrow = torch.randn(size, _CHANNELS, generator=torch.Generator().manual_seed(_SEED))  # [H, p]
+        self._mix: dict[int, Tensor] = {}  # length -> [d, n p]
+        self._vectors: dict[int, Tensor] = {}  # length -> [room, d]
+        self._records: dict[int, list[int]] = defaultdict(list)
+        for record in range(writer.records):
+            self._remember(record, writer.first_input(record))
+        self._note = writer.path / LEFT_OUT
+        self._left_out: dict[tuple[str, float], set[int]] = defaultdict(set)  # (digest of the file, threshold) -> rows
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            found = json.loads(self._note.read_text(encoding="utf-8"))
+            if found["database"] == writer.manifest.uuid:
+                self._left_out |= {
+                    (str(e["source"]), float(e["admit"])): {int(row) for row in e["rows"]} for e in found["left_out"]
+                }
 
     def before(self, place: Place, tokens: Tokens) -> bool:
-        return place.held_out or not self._known.left_out(place.source, place.row)
+        noted = self._left_out.items()
+        return place.held_out or not any(
+            place.row in rows for (of, admit), rows in noted if of == place.source and admit >= self._threshold
+        )
 
     def after(self, place: Place, slots: Slots) -> bool:
-        if place.held_out or self._known.admits(slots[KIND_MAP], slots[KIND_INPUT][0]):
+        if place.held_out or not self._is_known(slots[KIND_MAP], slots[KIND_INPUT][0]):
             return True
-        self._known.leave_out(place.source, place.row)
+        self._left_out[place.source, self._threshold].add(place.row)
         return False
 
     def stored(self, record: int, slots: Slots) -> None:
-        self._known.remember(record, slots[KIND_INPUT][0])
+        self._remember(record, slots[KIND_INPUT][0])
 
     def save(self) -> None:
-        self._known.save()
+        """Write the note; an error of the disk only costs the next build some time."""
+        if not self._left_out:
+            return
+        noted = self._left_out.items()
+        entries = [{"source": source, "admit": admit, "rows": sorted(rows)} for (source, admit), rows in noted]
+        fresh = self._note.with_suffix(".tmp")
+        with suppress(OSError):
+            fresh.write_text(json.dumps({"database": self._writer.manifest.uuid, "left_out": entries}), "utf-8")
+            os.replace(fresh, self._note)
+
+    def _is_known(self, maps: Sequence[Tensor], hidden: Tensor) -> bool:
+        """Whether a record has nearly these maps: ``[h, n, n]`` by layer, hidden states ``[n, H]``."""
+        records = self._records[len(hidden)]
+        if not records:
+            return False
+        distances = (self._vectors[len(hidden)][: len(records)] - self._project(hidden)).norm(dim=1)
+        for place in distances.topk(min(CANDIDATES, len(records)), largest=False).indices.tolist():
+            pairs = zip(maps, self._writer.maps(records[place]), strict=True)
+            if all(float(similarity_score(new, old)) >= self._threshold for new, old in pairs):
+                return True
+        return False
+
+    def _remember(self, record: int, hidden: Tensor) -> None:
+        length = len(hidden)
+        records = self._records[length]
+        vectors = self._vectors.get(length, torch.empty(0, _DIMENSIONS))
+        if len(vectors) == len(records):
+            vectors = self._vectors[length] = torch.cat([vectors, torch.empty(max(64, len(records)), _DIMENSIONS)])
+        vectors[len(records)] = self._project(hidden)
+        records.append(record)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """Hidden states ``[n, H]`` in ``[d]`` numbers that keep distances, roughly: first channels, then positions."""
+        # One matrix for both would have n times H times d numbers.
+        length = len(hidden)
+        if length not in self._mix:
+            generator = torch.Generator().manual_seed(_SEED + length)
+            self._mix[length] = torch.randn(_DIMENSIONS, length * _CHANNELS, generator=generator)
+        return self._mix[length] @ (hidden.float() @ self._narrow).flatten()

@@ -1,4 +1,4 @@
-"""What an evaluation asks of stored attention maps."""
+"""What an evaluation asks of stored attention maps; and the best that an exhaustive search finds beside it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from attmemo.db import KIND_MAP, Database
+from attmemo.adapters import adapter_for
+from attmemo.db import KIND_MAP, SEQUENCE, Database
 from attmemo.handles.maps import MapMemoization
 from attmemo.memoization import memoize
-from attmemo.profiler.ceiling import search_all
+from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.controls import CONTROLS, serving_control
-from attmemo.profiler.models import LoadedModel, Progress, Tokens
-from attmemo.profiler.timing import Path
+from attmemo.profiler.models import LoadedModel, Tokens, collate
+from attmemo.profiler.trial import Path, Trial, same_answers
+from attmemo.profiler.turns import Progress
+from attmemo.similarity import similarity_matrix, similarity_score
+
+_BATCH = 16  # texts of an exhaustive search
 
 
-class MapTrial:
+class MapTrial(Trial):
     """Maps under measurement."""
 
     reuse = "maps"
@@ -27,7 +33,7 @@ class MapTrial:
     controls = tuple(CONTROLS)
 
     def __init__(self, loaded: LoadedModel, database: Database, options: Any) -> None:
-        self._loaded, self._database, self._options = loaded, database, options
+        super().__init__(loaded, database, options)
         self._lookup = options.lookup
 
     @property
@@ -73,20 +79,30 @@ class MapTrial:
         }  # fmt: skip
 
     def ceiling(
-        self, handle: MapMemoization, tokens: Sequence[Tokens], sample: int, result: dict[str, Any], tell: Progress
-    ) -> None:
-        layers, count = search_all(self._loaded, handle, tokens, sample, tell)
-        if layers:
-            result["layers"] = [row | more for row, more in zip(result["layers"], layers, strict=True)]
-            result["exhaustive_hit_rate"] = float(np.mean([row["exhaustive_hit_rate"] for row in layers]))
-            result["exhaustive_sample"] = count
+        self, handle: MapMemoization, tokens: Sequence[Tokens], counts: dict[str, Any], tell: Progress
+    ) -> dict[str, Any]:
+        """As `Trial.ceiling`, on a sample of so many texts as were asked for.
+
+        The keys are the exact model's hidden states (off-policy), and no gate is asked: hit rates elsewhere are the
+        memoized model's own.
+        """
+        count = min(self._options.exhaustive, len(tokens))
+        if count <= 0:
+            return {}
+        places = np.linspace(0, len(tokens) - 1, count).round().astype(int)
+        best, true = _search_all(self._loaded, handle, sorted((tokens[place] for place in places), key=len), tell)
+        layers = []
+        for layer, counted in enumerate(counts["layers"]):
+            hits = sum(score >= handle.threshold[layer] for score in best[layer])
+            layers.append(counted | {
+                "mean_true_similarity": _mean(true[layer]), "sample_hit_rate": len(true[layer]) / count,
+                "exhaustive_hit_rate": hits / count, "exhaustive_mean_similarity": _mean(best[layer]),
+            })  # fmt: skip
+        rate = float(np.mean([row["exhaustive_hit_rate"] for row in layers]))
+        return {"layers": layers, "exhaustive_hit_rate": rate, "exhaustive_sample": count}
 
     def control(self, handle: MapMemoization, name: str) -> AbstractContextManager[None]:
         return serving_control(handle.engine, name)
-
-    def live(self, tokens: Sequence[Tokens], exact: Tensor, tell: Progress) -> dict[str, Any] | None:
-        """Nothing: of maps the threshold is the whole guard."""
-        return None
 
     def verdict(self, result: dict[str, Any]) -> str:
         rate, time, quality = result["hit_rate"], result["time"], result["quality"]
@@ -95,13 +111,12 @@ class MapTrial:
             off = sum(row["gate"] == "off" for row in result["layers"])
             why = f"the gate is off in {off} of {len(result['layers'])} layers"
             return (
-                f"Memoization does not pay here: {100 * (1 - rate):.1f} % of the attention calls are left to the "
-                f"exact path ({why if off else 'few records are similar enough'}), at {speed} its speed."
+                f"Memoization does not pay here: {100 * (1 - rate):.1f} % of the attention calls stay exact "
+                f"({why if off else 'few records are similar enough'}), {speed} the speed."
             )
-        best = f"the best exact path ({time['best_exact']})"
+        best = f"exact ({time['best_exact']})" if "compile" in time["exact_ms"] else "the exact model"
         return (
-            f"{100 * rate:.0f} % of the attention calls are served from memory; end to end {speed} the speed of "
-            f"{best if 'compile' in time['exact_ms'] else 'the exact model (torch.compile was not tried)'}; "
+            f"{speed} the speed of {best}; {100 * rate:.0f} % of attention calls from records; "
             f"{same_answers(quality)}."
         )
 
@@ -111,11 +126,56 @@ class MapTrial:
         return self._loaded.model.attmemo  # type: ignore[return-value]
 
 
-def same_answers(quality: dict[str, Any]) -> str:
-    """How many answers are those of the exact model, in words."""
-    language = "perplexity_exact" in quality
-    same = f"{100 * quality['agreement']:.1f} % of the {'first tokens' if language else 'answers'} are those of the "
-    same += "exact model"
-    if language:
-        same += f", perplexity {quality['perplexity_memoized']:.4g} (exact {quality['perplexity_exact']:.4g})"
-    return same
+def _mean(scores: list[float]) -> float | None:
+    return float(np.mean(scores)) if scores else None
+
+
+def _search_all(
+    loaded: LoadedModel, handle: MapMemoization, sample: Sequence[Tokens], tell: Progress
+) -> tuple[list[list[float]], list[list[float]]]:
+    """By layer: the similarity of the best record there is to each text, and of the record that serves, if any."""
+    database, done = handle.store, 0
+    best, true = ([list[float]() for _ in range(handle.engine.layers)] for _ in range(2))
+    handle.disable()
+    try:
+        with Capture(loaded.model, *adapter_for(loaded.model)) as capture:
+            while done < len(sample):
+                length = len(sample[done])
+                part = [item for item in sample[done : done + _BATCH] if len(item) == length]
+                done += len(part)
+                tell("exhaustive search", done, len(sample))
+                there = np.flatnonzero(database.records.lengths == length)
+                if not len(there):
+                    continue
+                captured = capture.run(collate(loaded, part))
+                for layer, known in enumerate(best):
+                    known += [_best(database, layer, maps, there) for maps in captured.maps[layer]]
+                for layer, score in _served(handle, captured):
+                    true[layer].append(score)
+    finally:
+        handle.enable()
+    return best, true
+
+
+def _served(handle: MapMemoization, captured: Captured) -> list[tuple[int, float]]:
+    """Layer and true similarity of every map that would be served."""
+    scores, found = [], None
+    for layer in range(handle.engine.layers):
+        if found is None or handle.planner.lookup == "layer":
+            owner = SEQUENCE if handle.planner.lookup == "sequence" else layer
+            found = handle.planner.index.find(owner, captured.inputs[layer], captured.spans.lengths)
+        for row, maps in enumerate(captured.maps[layer]):
+            if found.records[row] >= 0 and found.distances[row] <= handle.planner.threshold.radii[layer]:
+                record = handle.store.map(layer, int(found.records[row]))
+                scores.append((layer, float(similarity_score(maps, record))))
+    return scores
+
+
+def _best(database: Database, layer: int, apm: Tensor, records: np.ndarray[Any, Any]) -> float:
+    """The greatest similarity of one map ``[h, n, n]`` to any of these records."""
+    best = 0.0
+    for part in np.array_split(records, max(1, len(records) * apm.numel() // (1 << 24))):
+        if len(part):
+            stored = torch.stack([database.map(layer, int(r)) for r in part])
+            best = max(best, float(similarity_matrix(apm.unsqueeze(0), stored).max()))
+    return best

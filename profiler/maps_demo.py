@@ -16,23 +16,23 @@ from attmemo.profiler.demo import BUDGET, FEWEST, LONGEST, model_path, prepare_f
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.lines import read_log
 from attmemo.profiler.logs import generate_log
-from attmemo.profiler.models import Progress, greatest_length, load_model
+from attmemo.profiler.models import greatest_length, load_model
 from attmemo.profiler.report import write_report
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
+from attmemo.profiler.turns import Progress, silent
 
 LINES: Final = 3500  # three to four minutes on two cores; a third is enough to certify the budget
 _PARTS: Final = {"build": 0.47, "tune": 0.35, "ask": 0.18}
 
 
-def run_maps_demo(log: Path | None, output: Path, progress: Progress | None = None) -> dict[str, Any]:
+def run_maps_demo(log: Path | None, output: Path, tell: Progress = silent) -> dict[str, Any]:
     """Build, train, tune and evaluate on one log, the earlier lines for the database and the later ones asked.
 
     Of the user's log, one text a line and oldest first, the last `LINES` lines are used; without one, lines are
     invented. `output` takes the lines, the database and the report; it is made if absent, and emptied of an earlier
     demo's; files that are not a demo's are an `AttmemoError`. Gives, JSON-able, what the commands give.
     """
-    tell = progress or (lambda what, done, total: None)
     start = time.monotonic()
     name = model_path()
     lines = list(generate_log(LINES, 0, ("login",)) if log is None else deque(read_log(log, FEWEST), maxlen=LINES))

@@ -7,10 +7,7 @@ without a cache costs less, so the gate leaves some calls exact that would have 
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -18,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.adapters import Site, adapter_for
-from attmemo.adapters.base import by_module
+from attmemo.adapters import adapter_for
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.training import Trained
 from attmemo.handles.maps import MapMemoization
 from attmemo.machine import conditions
 from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
+from attmemo.profiler.capture import attention_seconds
 from attmemo.profiler.models import LoadedModel
+from attmemo.profiler.turns import Progress, silent
 
-Progress = Callable[[str, int, int], None]
 _Sample = tuple[list[int], float]  # lengths of the batch, milliseconds
 BATCHES = (1, 4, 16, 32)
 MOST_TOKENS = 4096  # per measured batch: enough to see the quadratic term, little enough to end soon
@@ -36,13 +33,12 @@ REPEATS = 3
 
 
 def measure(
-    loaded: LoadedModel, database: Database, trained: Trained, progress: Progress | None = None, seconds: float = 60.0
+    loaded: LoadedModel, database: Database, trained: Trained, tell: Progress = silent, seconds: float = 60.0
 ) -> Profile:
     """The profile of a database on this machine.
 
     Small batches are measured first; those that do not fit in `seconds` are left out.
     """
-    tell = progress or (lambda what, done, total: None)
     layers = database.manifest.model.layers
     own = database.manifest.layers_kept(KIND_INPUT) == layers  # whether layers can look up for themselves
     longest = trained.longest
@@ -81,15 +77,12 @@ def measure(
     ]
     stored = [length for length in database.lengths if length <= longest]
     machine = conditions()
+    rates = {way: HitRates(trained.held_out_scores(way), stored) for way in ("layer", "sequence")}
     return Profile(
-        costs=costs,
-        rates=HitRates(trained.held_out_scores("layer"), stored),
-        rates_sequence=HitRates(trained.held_out_scores("sequence"), stored),
-        lookup_sequence=CostModel.fit(sequence),
-        threads=torch.get_num_threads(),
-        dtype=loaded.dtype,
+        costs=costs, rates=rates["layer"], rates_sequence=rates["sequence"], lookup_sequence=fit(sequence),
+        threads=torch.get_num_threads(), dtype=loaded.dtype,
         conditions=Conditions(machine["cpu"], tuple(machine["features"]), machine["cores"]),
-    )
+    )  # fmt: skip
 
 
 def _sizes(database: Database, longest: int) -> list[tuple[int, int]]:
@@ -118,41 +111,10 @@ def _run(loaded: LoadedModel, inputs: dict[str, Tensor]) -> None:
         host(**inputs)
 
 
-@contextmanager
-def _timed(sites: list[Site]) -> Iterator[list[float]]:
-    """Seconds that each layer's attention takes, added up while inside."""
-    spent = [0.0] * len(sites)
-
-    def wrap(group: list[Site], forward: Callable[..., Any]) -> Callable[..., Any]:
-        turn = itertools.cycle(group)  # a module that several layers share is called once for each, in their order
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            output = forward(*args, **kwargs)
-            spent[next(turn).layer] += time.perf_counter() - start
-            return output
-
-        return timed
-
-    groups = by_module(sites)
-    before = [group[0].module.__dict__.get("forward") for group in groups]
-    for group in groups:
-        group[0].module.forward = wrap(group, group[0].module.forward)
-    try:
-        yield spent
-    finally:
-        for group, old in zip(groups, before, strict=True):
-            if old is None:
-                del group[0].module.forward
-            else:
-                group[0].module.forward = old
-
-
 def _time_exact(loaded: LoadedModel, inputs: list[dict[str, Tensor]]) -> list[float]:
-    _, sites = adapter_for(loaded.model)
     samples = []
     for turn in inputs:
-        with _timed(sites) as spent:
+        with attention_seconds(loaded.model) as spent:
             _run(loaded, turn)
         samples.append([1e3 * s for s in spent])
     return [median(column) for column in zip(*samples[1:], strict=True)]

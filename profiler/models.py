@@ -15,7 +15,6 @@ from attmemo.errors import AttmemoError, UnsupportedModelError
 from attmemo.loading import load_pretrained
 from attmemo.profiler.pooling import own_pooling, pool
 
-Progress = Callable[[str, int, int], None]  # called with what is being done, how much is done, and how much there is
 # What an application makes of a model's output and the attention mask [B, L]: embeddings [B, D] or classes [B].
 Answer = Callable[[Any, Tensor], Tensor]
 CHARACTERS: Final = 32  # for each token that is wanted, before a text is cut: no text of words has so long ones

@@ -17,6 +17,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 Result = Mapping[str, Any]  # an evaluation's, `attmemo.evaluate/1`: shares between 0 and 1, times in ms
 INK, FAINT, GRID = "#26323a", "#6b7a85", "#d5dde2"
 BLUE, ORANGE, GREEN, GREY = "#2f6c99", "#cf7a30", "#4a8f6a", "#8fa1ac"
+PURPLE, GOLD, RED = "#9c5a8a", "#b59a2e", "#b3403a"
+COLUMN_CHARACTERS: Final = 66  # of a heading, above one column of panels
+_PALE: Final = 0.4  # of bars of controls
 STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.grid.axis": "y", "axes.labelcolor": INK,
     "axes.labelsize": 9, "axes.spines.right": False, "axes.spines.top": False, "axes.titlecolor": INK,
@@ -41,13 +44,17 @@ def png(figure: Figure, transparent: bool = False) -> bytes:
 
 
 class Panel(NamedTuple):
-    """One plot: the part of the result that it shows, its title, how to read it, and the function that draws it."""
+    """One plot: the part of the result that it shows, its title, how to read it, and the function that draws it.
+
+    It needs a number in one column of the part, if `column` names one.
+    """
 
     part: str
     title: str
     caption: str
     draw: Callable[[Axes, Result], None]
     reuse: tuple[str, ...] = ("maps", "rows")
+    column: str = ""
 
 
 def _draw_hit_rate(axes: Axes, result: Result) -> None:
@@ -85,13 +92,19 @@ def _draw_speed(axes: Axes, result: Result) -> None:
     _mark_threshold(axes, result)
 
 
+_SHARES: Final = {"hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-")}
+_COSINES: Final = {"cosine_mean": ("mean", GREEN, "^-"), "cosine_p1": ("lowest 1 %", ORANGE, "v-")}
+
+
 def _draw_quality(axes: Axes, result: Result) -> None:
-    lines = {
-        "hit_rate": ("hit rate", GREY, "s-"), "agreement": ("same answer as exact", BLUE, "o-"),
-        "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
-    }  # fmt: skip
-    _draw_lines(axes, result["sweep"], "threshold", lines)
-    axes.set_ylabel("share, or cosine")
+    _draw_lines(axes, result["sweep"], "threshold", _SHARES)
+    _share_of_sequences(axes)
+    _mark_threshold(axes, result)
+
+
+def _draw_cosine(axes: Axes, result: Result) -> None:
+    _draw_lines(axes, result["sweep"], "threshold", _COSINES)
+    axes.set_ylabel("cosine to exact")
     _mark_threshold(axes, result)
 
 
@@ -103,51 +116,57 @@ def _draw_speed_by_share(axes: Axes, result: Result) -> None:
     axes.plot(line, [1.0 / share for share in line], "--", color=FAINT, linewidth=1, label="limit: 1 / share")
     lines = {"speedup_packed": ("against packed blocks", BLUE, "o-"), "speedup": ("against stock", GREY, "s-")}
     _draw_lines(axes, rows, "share_computed", lines)
-    axes.set_xlim(0.0, 1.02)
     axes.set_ylim(bottom=0.0)
     axes.set_ylabel("times the speed")
     _share_of_rows(axes)
 
 
 def _draw_quality_by_share(axes: Axes, result: Result) -> None:
-    lines = {
-        "agreement": ("same answer as exact", BLUE, "o-"), "cosine_mean": ("cosine to exact, mean", GREEN, "^-"),
-        "cosine_p1": ("cosine, lowest 1 %", ORANGE, "v-"),
-    }  # fmt: skip
-    _draw_lines(axes, result["sweep"], "share_computed", lines)
-    controls = [row for row in result.get("controls") or () if row.get("share_computed") is not None]
-    for row, mark in zip(controls[1:], "xd+", strict=False):  # the first one is what was measured
-        value = row["agreement"] if row.get("cosine_mean") is None else row["cosine_mean"]
-        axes.plot(row["share_computed"], value, mark, color=FAINT, markersize=8, label=f"{row['name']}, mean cosine")
-    axes.set_xlim(0.0, 1.02)
-    axes.set_ylabel("share, or cosine")
+    _draw_lines(axes, result["sweep"], "share_computed", _SHARES)
+    _mark_controls(axes, result, "agreement")
+    _share_of_sequences(axes)
+    _share_of_rows(axes)
+
+
+def _draw_cosine_by_share(axes: Axes, result: Result) -> None:
+    _draw_lines(axes, result["sweep"], "share_computed", _COSINES)
+    _mark_controls(axes, result, "cosine_mean")
+    axes.set_ylabel("cosine to exact")
     _share_of_rows(axes)
 
 
 def _draw_controls(axes: Axes, result: Result) -> None:
-    controls = result["controls"]
     bars = {
-        "hit_rate": ("hit rate", GREY), "agreement": ("same answer as exact", BLUE),
-        "accuracy": ("accuracy", ORANGE), "cosine_mean": ("cosine to exact, mean", GREEN),
+        "hit_rate": ("hit rate", GREY), "agreement": ("same answer as exact", BLUE), "accuracy": ("accuracy", ORANGE),
     }  # fmt: skip
+    _draw_bars(axes, result["controls"], bars, "{:.1%}")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _draw_control_cosines(axes: Axes, result: Result) -> None:
+    _draw_bars(axes, result["controls"], {"cosine_mean": ("cosine to exact, mean", GREEN)}, "{:.3f}")
+
+
+def _draw_bars(axes: Axes, controls: Sequence[Result], bars: Mapping[str, tuple[str, str]], form: str) -> None:
+    """Draw a bar for each key (label, color) that has a number: of what was measured, and paler of the controls."""
     known = [key for key in bars if not all(map(math.isnan, numbers(controls, key)))]
     height = 0.8 / max(1, len(known))
     for order, key in enumerate(known):
-        values = numbers(controls, key)
-        places = [place - 0.4 + (order + 0.5) * height for place in range(len(controls))]
-        axes.barh(places, values, 0.9 * height, color=bars[key][1], label=bars[key][0])
-        for place, value in zip(places, values, strict=True):
+        label, color = bars[key]
+        for place, value in enumerate(numbers(controls, key)):
+            middle, first = place - 0.4 + (order + 0.5) * height, place == 0
+            axes.barh(middle, value, 0.9 * height, color=color, alpha=1.0 if first else _PALE, label=label * first)
             if not math.isnan(value):
-                text = f"{value:.3f}" if key == "cosine_mean" else f"{value:.1%}"
-                axes.text(max(value, 0) + 0.012, place, text, va="center", fontsize=7, color=FAINT)
+                axes.text(max(value, 0) + 0.012, middle, form.format(value), va="center", fontsize=7, color=FAINT)
     axes.set_xlim(right=1.14)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _name_bars(axes, [str(control["name"]) for control in controls])
+    _name_bars(axes, [f"{'control: ' * (place > 0)}{control['name']}" for place, control in enumerate(controls)])
+    for tick in axes.get_yticklabels()[1:]:
+        tick.set_color(FAINT)
 
 
 _PARTS: Final = {
     "exact": ("", GREY), "lookup": ("lookup", ORANGE), "fetch_and_av": ("V, fetch and A·V", GREEN),
-    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("plan of rows", "#9c5a8a"),
+    "misses_in_mixed_batches": ("exact attention (misses)", BLUE), "plan": ("plan of rows", PURPLE),
     "fetch": ("fetch of rows", GREEN), "blocks": ("blocks, rows computed", BLUE),
     "other": ("the rest of the model", "#b4c1c9"),
 }  # fmt: skip
@@ -178,23 +197,34 @@ PANELS: Final = (
           "prediction should lie below the truth.", _draw_similarity),
     Panel("sweep", "Speed by threshold", "Speed against the exact model of the same run, with lookups and misses. "
           "Above 1 memoization pays.", _draw_speed, ("maps",)),
-    Panel("sweep", "Quality by threshold", "The price of a lower threshold: fewer answers are those of the exact "
-          "model.", _draw_quality, ("maps",)),
     Panel("sweep", "Speed by share of rows computed", "Each point is a threshold. Without any other work the speed "
           "against packed blocks would be one over the share. Against stock it can be higher: no padding is computed.",
           _draw_speed_by_share, ("rows",)),
-    Panel("sweep", "Quality by share of rows computed", "Each point is a threshold. Beside it the controls, with the "
-          "rows computed that the records leave.", _draw_quality_by_share, ("rows",)),
-    Panel("controls", "Memoized against the controls", "The controls serve means, zeros or any other record in place "
-          "of the one that was found, or only the answers of exact duplicates. Memoization should beat all of them.",
-          _draw_controls),
     Panel("time", "Where the time goes", "Time of the median pass, exact paths beside the memoized one.", _draw_time),
+    Panel("sweep", "Same answers by threshold", "The price of a lower threshold: fewer answers are those of the exact "
+          "model.", _draw_quality, ("maps",)),
+    Panel("sweep", "Cosine by threshold", "The same as a distance: how far outputs are from the exact ones.",
+          _draw_cosine, ("maps",), "cosine_mean"),
+    Panel("sweep", "Same answers by share of rows computed", "Each point is a threshold. Beside it, grey, the "
+          "controls, with the rows computed that the records leave.", _draw_quality_by_share, ("rows",)),
+    Panel("sweep", "Cosine by share of rows computed", "The same as a distance: how far outputs are from the exact "
+          "ones.", _draw_cosine_by_share, ("rows",), "cosine_mean"),
+    Panel("controls", "Against the controls: shares", "The controls, paler, serve means, zeros or any other record "
+          "in place of the one that was found, or only the answers of exact duplicates. Memoization should beat all "
+          "of them.", _draw_controls, column="agreement"),
+    Panel("controls", "Against the controls: cosine", "The same controls, as a distance.", _draw_control_cosines,
+          column="cosine_mean"),
 )  # fmt: skip
 
 
 def present_panels(result: Result) -> list[Panel]:
     """The panels whose part the result has."""
-    return [panel for panel in PANELS if result.get(panel.part) and result.get("reuse", "maps") in panel.reuse]
+    return [panel for panel in PANELS if result.get("reuse", "maps") in panel.reuse and _is_measured(panel, result)]
+
+
+def _is_measured(panel: Panel, result: Result) -> bool:
+    part = result.get(panel.part) or ()
+    return bool(part) and (not panel.column or not all(map(math.isnan, numbers(part, panel.column))))
 
 
 def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = None) -> bytes:
@@ -209,7 +239,8 @@ def draw_panels(panels: Sequence[Panel], result: Result, heading: str | None = N
         size, dpi = ((4.9, 3.2), 180) if heading is None else ((6.2 * columns, 3.7 * rows + 0.8), 130)
         figure = Figure(size, dpi, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         if heading is not None:
-            lines = [line for part in heading.splitlines() for line in textwrap.wrap(part, 66 * columns)]
+            wide = COLUMN_CHARACTERS * columns
+            lines = [line for part in heading.splitlines() for line in textwrap.wrap(part, wide)]
             figure.suptitle("\n".join(lines), fontsize=12, x=0.02, ha="left", linespacing=1.5)
         if not panels:
             figure.text(0.5, 0.4, "This result holds no measurements to plot.", ha="center")
@@ -249,7 +280,23 @@ def _mark_threshold(axes: Axes, result: Result) -> None:
         axes.axvline(chosen, color=FAINT, linewidth=1, linestyle=":", label=f"in use: {chosen:.3g}")
 
 
+def _mark_controls(axes: Axes, result: Result, key: str) -> None:
+    """Mark what each control gives, hollow and grey: only the first row is what was measured."""
+    controls = [row for row in (result.get("controls") or ())[1:] if row.get("share_computed") is not None]
+    for row, mark in zip(controls, "sDo", strict=False):
+        if row.get(key) is not None:
+            label = f"control: {row['name']}"
+            axes.plot(row["share_computed"], row[key], mark, color=FAINT, fillstyle="none", markersize=7, label=label)
+
+
+def _share_of_sequences(axes: Axes) -> None:
+    axes.set_ylabel("share of sequences")
+    axes.set_ylim(0.0, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
 def _share_of_rows(axes: Axes) -> None:
+    axes.set_xlim(0.0, 1.02)
     axes.set_xlabel("share of rows computed")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 

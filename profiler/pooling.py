@@ -59,13 +59,8 @@ def _read(name: str, file: str) -> Any:
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        place = cached_file(
-            name,
-            file,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        reasons = "gated_repo", "missing_entries", "connection_errors"
+        place = cached_file(name, file, **{f"_raise_exceptions_for_{reason}": False for reason in reasons})
     try:
         return None if place is None else json.loads(Path(place).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attmemo.errors import DataError
 from attmemo.profiler.answers import Batch, ask, changed, cosine, harm, perplexity
-from attmemo.profiler.models import GIVES, LoadedModel, Progress
+from attmemo.profiler.models import GIVES, LoadedModel
 from attmemo.profiler.open import Asked
 from attmemo.profiler.timing import time_passes
 from attmemo.profiler.trial import Trial
+from attmemo.profiler.turns import Progress
 
 SWEEP_SEQUENCES: Final = 400
 _MEANS: Final = {"classifier": "another class", "language-model": "another first token"}

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -19,20 +23,23 @@ from attmemo.guard.certificate import certifies, highest_rate
 from attmemo.memoization import memoize
 from attmemo.profiler.answers import changed
 from attmemo.profiler.models import LoadedModel, Tokens
-from attmemo.profiler.peers import Duplicates, Way, another, way_of
-from attmemo.profiler.row_live import ANSWERS
+from attmemo.profiler.peers.paths import MIN_COSINE, PATHS, Order, memoize_rows
+from attmemo.profiler.peers.process import PathError, Processes
+from attmemo.profiler.peers.ways import Ask, Cache, another, timed, way_of
+from attmemo.profiler.turns import alternate
 
 STOCK: Final = "stock"
 PACKED: Final = "exact, packed"
 ROWS: Final = "rows, guarded"
 CACHE: Final = "packed, behind a cache"
+OPENVINO: Final = "OpenVINO"
+ONNX: Final = "ONNX Runtime, float32"
 MAPS: Final = "attention maps"
 APPROXIMATE: Final = (ROWS, MAPS)
 """Ways whose answers may differ from the exact ones. All others are exact up to rounding."""
 EVERY: Final = 4  # one batch of so many is computed by all ways
-CONFIDENCE: Final = 0.95
-MIN_COSINE: Final = 0.98
 _MOST_SAMPLES: Final = 1 << 16
+_PRECISIONS: Final = {"float32": "f32", "bfloat16": "bf16"}  # as OpenVINO calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,50 +111,51 @@ def samples_needed(guard: Mapping[str, Any]) -> int | None:
     return samples[place] if place < len(samples) else None
 
 
+@contextmanager
+def other_runtimes(loaded: LoadedModel, texts: Sequence[Tokens]) -> Iterator[tuple[dict[str, Ask], list[str]]]:
+    """Other runtimes that are installed, each in a process of its own, and why one of them takes no part.
+
+    `texts` show the model's inputs. OpenVINO computes in the model's precision, ONNX Runtime in float32.
+    """
+    found: dict[str, Ask] = {}
+    notes = []
+    with TemporaryDirectory() as folder:
+        order = Order(
+            loaded.name, loaded.dtype, loaded.pooling, torch.get_num_threads(), Path(folder), list(texts),
+            (len(texts),), modules=("transformers", type(loaded.model).__module__),
+        )  # fmt: skip
+        with Processes(order) as processes:
+            for name, path in ((OPENVINO, f"openvino-{_PRECISIONS[loaded.dtype]}"), (ONNX, "onnx")):
+                if find_spec(PATHS[path].needs[0]) is not None:
+                    try:
+                        found[name] = processes.open(path)[0].ask
+                    except PathError as error:
+                        notes.append(f"{name} takes no part: {error}")
+            yield found, notes
+
+
 class Race:
-    """The ways side by side, and what they took so far.
+    """The ways side by side, and what they took so far: `laps`.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The stock model; the other ways get copies.
-    peers : mapping
-        Further ways by name.
-    budget : float
-        Share of the answers that may change.
-    every : int
-        Packed blocks and rows compute all batches, the other ways one of so many: the stream lasts longer.
-
-    Attributes
-    ----------
-    laps : list of Lap
+    The stock model is the one that is given, other ways of this library get copies; `peers` are further ways by name.
+    Packed blocks and rows compute all batches, the other ways one of `every`: the stream lasts longer.
     """
 
-    def __init__(self, loaded: LoadedModel, peers: Mapping[str, Way], budget: float, every: int = EVERY) -> None:
+    def __init__(self, loaded: LoadedModel, peers: Mapping[str, Ask], budget: float, every: int = EVERY) -> None:
         packed, rows = another(loaded), another(loaded)
         memoize(packed.model, reuse="none")
-        memoize(
-            rows.model, database=":memory:", reuse="rows", budget=budget, confidence=CONFIDENCE,
-            answer=ANSWERS["class" if loaded.kind == "classifier" else loaded.pooling or "mean"],
-            min_cosine=MIN_COSINE, tokenizer=loaded.tokenizer,
-        )  # fmt: skip
-        self._kind = loaded.kind
-        handle: Any = rows.model.attmemo
-        handle.guarded.idle.close()  # else it would verify while other ways are timed
-        self._handle = handle
-        self._exact = way_of(packed)
-        self.cache = Duplicates(self._exact)
-        self._often: dict[str, Way] = {PACKED: self._exact, ROWS: way_of(rows)}
-        self._seldom: dict[str, Way] = {STOCK: way_of(loaded), **peers, CACHE: self.cache}
+        self._kind, self._handle = loaded.kind, memoize_rows(rows, budget)
+        exact = timed(way_of(packed))
+        self.cache = Cache(exact)
+        self._often: dict[str, Ask] = {PACKED: exact, ROWS: timed(way_of(rows))}
+        self._seldom: dict[str, Ask] = {STOCK: timed(way_of(loaded)), **peers, CACHE: self.cache}
         self.laps: list[Lap] = []
+        self.failed: dict[str, str] = {}  # peers that broke off, and why
         self.every = every
 
     def warm_up(self, texts: Sequence[Tokens]) -> None:
         """Ask every way once, uncounted; nothing is learned of these texts."""
-        with torch.inference_mode():
-            for name, way in (self._often | self._seldom).items():
-                if name not in (ROWS, CACHE):
-                    way(texts)
+        self._ask([name for name in self._often | self._seldom if name not in (ROWS, CACHE)], texts)
 
     @property
     def guard(self) -> dict[str, Any]:
@@ -164,16 +172,8 @@ class Race:
         turn = len(self.laps)
         whole = turn % self.every == 0
         ways = self._often | self._seldom if whole else self._often
-        names = list(ways)
-        first = (turn // self.every if whole else turn) % len(names)
         before = self._handle.stats()
-        seconds: dict[str, float] = {}
-        given: dict[str, Tensor] = {}
-        with torch.inference_mode():
-            for name in names[first:] + names[:first]:
-                start = time.perf_counter()
-                given[name] = ways[name](texts)
-                seconds[name] = time.perf_counter() - start
+        seconds, given = self._ask(alternate(list(ways), turn // self.every if whole else turn), texts)
         after, exact = self._handle.stats(), given[PACKED]
         if not whole:
             self.cache.learn(texts, exact)
@@ -185,6 +185,20 @@ class Race:
         )  # fmt: skip
         self.laps.append(lap)
         return lap
+
+    def _ask(self, names: Iterable[str], texts: Sequence[Tokens]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Seconds and answers of these ways; one that fails takes no further part."""
+        seconds: dict[str, float] = {}
+        given: dict[str, Tensor] = {}
+        with torch.inference_mode():
+            for name in names:
+                try:
+                    seconds[name], given[name] = (self._often | self._seldom)[name](texts)
+                except PathError as error:
+                    self.failed[name] = str(error)
+        for name in self.failed:
+            self._seldom.pop(name, None)
+        return seconds, given
 
     def run_all(
         self, batches: Iterable[Sequence[Tokens]], seconds: float, after: Callable[[Race], None] | None = None
@@ -207,7 +221,7 @@ class Race:
         stats = self._handle.stats()
         return {
             "parts": {name: found and asdict(found) for name, found in parts.items()},
-            "duplicates": self.cache.found / max(self.cache.texts, 1), "min_cosine": MIN_COSINE,
+            "duplicates": self.cache.share, "min_cosine": MIN_COSINE,
             "guard": stats["guard"], "records": stats["records"], "record_bytes": stats["record_bytes"],
             "every": self.every,
             "laps": [asdict(lap) for lap in self.laps],

@@ -34,14 +34,16 @@ class Place:
     held_out: bool
 
 
-class Admission(Protocol):
-    """Says which texts are stored, and remembers what was."""
+class Admission:
+    """Says which texts are stored, and remembers what was: all of them, unless a kind of reuse knows better."""
 
     def before(self, place: Place, tokens: Tokens) -> bool:
         """Whether the model is to be asked about a text. Called once for each, in the order of the data."""
+        return True
 
     def after(self, place: Place, slots: Slots) -> bool:
         """Whether the record that the model gave is to be stored."""
+        return True
 
     def stored(self, record: int, slots: Slots) -> None:
         """A record was stored under this number."""

@@ -20,7 +20,7 @@ from attmemo.kernels.align import Rule
 from attmemo.memoization import memoize, unmemoize
 from attmemo.planner.rows import packed_tokens
 from attmemo.profiler.models import LoadedModel, Tokens, collate
-from attmemo.profiler.recorder import Form, Place, Slots
+from attmemo.profiler.recorder import Admission, Form, Place, Slots
 from attmemo.reuse.row_store import records_of
 
 _MAPS = "attmemo build-database --reuse maps …"
@@ -29,21 +29,8 @@ _MAPS = "attmemo build-database --reuse maps …"
 class RowRecorder:
     """Records of rows. Inside of its context the model runs over packed rows, exactly, and reuses nothing.
 
-    Parameters
-    ----------
-    model : nn.Module
-    adapter : Adapter
-    form : Form
-        As `row_form` gives it.
-    loaded : LoadedModel, optional
-        Makes inputs of texts; needed by `admission`.
-
-    Raises
-    ------
-    UnsupportedModelError
-        The family has no blocks that can be packed.
-    AttmemoError
-        When the context is entered: the model is memoized.
+    `row_form` gives `form`; `loaded` makes inputs of texts, and only `admission` needs it. UnsupportedModelError: the
+    family has no blocks that can be packed. AttmemoError, when the context is entered: the model is memoized.
     """
 
     def __init__(self, model: nn.Module, adapter: Adapter, form: Form, loaded: LoadedModel | None = None) -> None:
@@ -101,7 +88,7 @@ def row_form(info: ModelInfo, storage: str) -> Form:
     return Form(storage, {}, kinds_of_rows(info, storage))
 
 
-class ByTokens:
+class ByTokens(Admission):
     """Leaves out texts that a record stands for: by its tokens, so the model need not be asked.
 
     A text with the tokens of a record is never stored again. A text of which a record supplies at least the share
@@ -121,15 +108,6 @@ class ByTokens:
             return False
         self._remember(own)  # not when it is stored: a batch later the next text of this chunk may be the same
         return True
-
-    def after(self, place: Place, slots: Slots) -> bool:
-        return True
-
-    def stored(self, record: int, slots: Slots) -> None:
-        """Remembered before."""
-
-    def save(self) -> None:
-        """Nothing is noted."""
 
     def _remember(self, tokens: npt.NDArray[np.int32]) -> None:
         self._seen.add(tokens.tobytes())

@@ -7,26 +7,28 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attmemo.counters import Counters
 from attmemo.db import KIND_ROWS, Database
 from attmemo.errors import AttmemoError
+from attmemo.guard import Guard
 from attmemo.handles.rows import UNGUARDED
 from attmemo.handles.stack import StackMemoization
 from attmemo.kernels.align import Rule
-from attmemo.memoization import memoize
+from attmemo.memoization import memoize, unmemoize
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.planner import Whole
 from attmemo.planner.rows import RowPlanner
-from attmemo.profiler.map_trial import same_answers
-from attmemo.profiler.models import LoadedModel, Progress, Tokens
+from attmemo.profiler.answers import ANSWERS, ask, changed, prepare
+from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.row_controls import CONTROLS, serving_rows
-from attmemo.profiler.row_live import play
-from attmemo.profiler.timing import Path
+from attmemo.profiler.trial import Path, Trial, same_answers
+from attmemo.profiler.turns import Progress
 
 
-class RowTrial:
+class RowTrial(Trial):
     """Rows under measurement, beside the original code and the same blocks without records (path ``"packed"``)."""
 
     reuse = "rows"
@@ -37,7 +39,7 @@ class RowTrial:
     def __init__(self, loaded: LoadedModel, database: Database, options: Any) -> None:
         if options.lookup == "layer":
             raise AttmemoError("rows are looked up once per sequence.", "leave --lookup out")
-        self._loaded, self._database, self._options = loaded, database, options
+        super().__init__(loaded, database, options)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,27 +100,19 @@ class RowTrial:
             "weight_bytes": stats["weight_bytes"],
         }  # fmt: skip
 
-    def ceiling(
-        self, handle: StackMemoization, tokens: Sequence[Tokens], sample: int, result: dict[str, Any], tell: Progress
-    ) -> None:
-        """Nothing: the records nearest by their tokens are aligned one by one, so the best is nearly always found."""
-
     def control(self, handle: StackMemoization, name: str) -> AbstractContextManager[None]:
         return serving_rows(handle.engine, self._database, name)
 
     def live(self, tokens: Sequence[Tokens], exact: Tensor, tell: Progress) -> dict[str, Any] | None:
-        return play(self._loaded, self._database, tokens, exact, self._options, tell)
+        return _play(self._loaded, self._database, tokens, exact, self._options, tell)
 
     def verdict(self, result: dict[str, Any]) -> str:
         share, time = result["share_computed"], result["time"]
         ratios = time["speedups"]
         speed = f"{ratios['stock']:.2f}x the speed of the exact model, {ratios['packed']:.2f}x that of reuse='none'"
         if share > 0.95:
-            return f"Reuse of rows does not pay here: {100 * share:.1f} % of the rows are computed, at {speed}."
-        return (
-            f"{100 * share:.0f} % of the rows are computed, {100 * result['hit_rate']:.0f} % of the sequences use a "
-            f"record; end to end {speed}; {same_answers(result['quality'])}."
-        )
+            return f"Reuse of rows does not pay here: {100 * share:.1f} % of the rows are computed, {speed}."
+        return f"{speed}; {100 * share:.0f} % of the rows computed; {same_answers(result['quality'])}."
 
 
 def _planner(handle: StackMemoization) -> RowPlanner:
@@ -128,3 +122,47 @@ def _planner(handle: StackMemoization) -> RowPlanner:
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
     return UNGUARDED not in record.getMessage()
+
+
+def _play(
+    loaded: LoadedModel, database: Database, tokens: Sequence[Tokens], exact: Tensor, options: Any, tell: Progress
+) -> dict[str, Any] | None:
+    """What the guard would have done with texts, had they come one after the other, live, to this database.
+
+    Shares of the texts served and changed, and of the rows computed; None if the answer cannot be guarded. The guard
+    begins with nothing, and the texts are asked in the order of the data, through the path that a user gets. Nothing
+    of it is stored: neither records nor what the guard learns.
+    """
+    answer = ANSWERS.get("class" if loaded.kind == "classifier" else str(loaded.pooling))
+    if loaded.answer is not None or answer is None:
+        return None
+    total = len(tokens)
+    memoize(
+        loaded.model, options.threshold, database, reuse="rows", budget=options.budget, confidence=options.confidence,
+        answer=answer, min_cosine=options.min_cosine, tokenizer=loaded.tokenizer, near=options.near,
+        most_moved=options.most_moved, gate=options.gate,
+    )  # fmt: skip
+    try:
+        handle: Any = loaded.model.attmemo
+        assert isinstance(handle, StackMemoization)
+        handle.guard_anew(Guard(options.budget, options.confidence, seed=0))  # the tokenizer is always known here
+        in_order = sorted(tokens, key=lambda item: item.row)
+        prepared = prepare(loaded, in_order, options.batch_size, sort=False)
+        given = ask(loaded, prepared, progress=lambda done: tell("guarded answers", done, total))
+        planner = handle.planner
+        assert isinstance(planner, RowPlanner)
+        stats, rule = handle.stats(), planner.rule
+    finally:
+        unmemoize(loaded.model)
+    guard = stats["guard"]
+    differ = changed(loaded.kind, exact, given, options.min_cosine)
+    valid = sum(map(len, tokens))
+    late = torch.arange(total) >= total // 2
+    return {
+        "budget": options.budget, "confidence": options.confidence, "reused": stats["reused"] / total,
+        "repeated": stats["repeated"] / total,
+        "changed": float(differ.float().mean()), "changed_late": float(differ[late].float().mean()),
+        "share_computed": stats["rows_computed"] / valid, "verified": guard["verified"], "margin": guard["margin"],
+        "state": guard["state"], "done": guard["done"], "says": guard["says"],
+        "near": rule.near, "near_numbers": rule.near_where(words=False),
+    }  # fmt: skip

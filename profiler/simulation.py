@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.embed.tokens import TokenIndex
-from attmemo.guard import Cover, Guard, Verdict
+from attmemo.guard import Guard, Verdict
 from attmemo.kernels.align import Rule, with_long
-from attmemo.kernels.kinds import Kinds
+from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.kernels.plan import Demand
 from attmemo.profiler.models import Tokens
 
 Ints = npt.NDArray[np.int64]
@@ -24,30 +25,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A stream of texts, in order.
-
-    Attributes
-    ----------
-    lengths : int64 [texts]
-    rows : int64 [texts]
-        Computed for the answer.
-    verified : int64 [texts]
-        Computed once more to verify the guard: from a record, or whole.
-    records, tokens : int
-        That are stored at the end.
-    known : bool [texts]
-        Whether the very tokens came before.
-    seconds : float
-        Of lookups and plans, a text.
-    """
+    """A stream of texts, in order; arrays have a number for each text."""
 
     lengths: Ints
-    rows: Ints
-    verified: Ints
-    records: int
+    rows: Ints  # computed for the answer
+    verified: Ints  # computed once more to verify the guard: from a record, or whole
+    records: int  # records, tokens: that are stored at the end
     tokens: int
-    known: npt.NDArray[np.bool_]
-    seconds: float
+    known: npt.NDArray[np.bool_]  # whether the very tokens came before
+    seconds: float  # of lookups and plans, a text
 
     def share(self, part: slice = slice(None)) -> float:
         """Share of the rows of these texts that is computed, verifications included."""
@@ -65,7 +51,7 @@ def play_tokens(
     for start in range(0, len(texts), batch):
         own = [np.array(text.ids, np.int32) for text in texts[start : start + batch]]
         begun = perf_counter()
-        places, verdicts, computed = _decide(index, own, threshold, rule, guard, kinds)
+        places, verdicts, computed = _plan(index, own, threshold, rule, guard, kinds)
         spent += perf_counter() - begun
         for place, tokens in enumerate(own):
             known[start + place] = tokens.tobytes() in seen
@@ -83,28 +69,28 @@ def play_tokens(
     return Played(lengths, rows, verified, len(index), stored, known, spent / max(len(texts), 1))
 
 
-def _decide(
+def _plan(
     index: TokenIndex, own: Sequence[npt.NDArray[np.int32]], threshold: float, rule: Rule, guard: Guard | None,
     kinds: Kinds,
 ) -> tuple[list[int], list[Verdict | None], Ints]:  # fmt: skip
-    """For one batch: places of what becomes a record, what becomes of each text, and rows that its record leaves."""
+    """For one batch: places of what becomes a record, what becomes of each text, and rows that its record leaves.
+
+    The one place of a simulation that finds records and asks the guard, as the library's planner does.
+    """
     tokens, lengths = np.concatenate(own), np.array([len(one) for one in own], np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     near = index.candidates(tokens, starts)
-    found = index.align(tokens, starts, near, rule, kinds)
-    enough = (found.record >= 0) & (lengths - found.computed >= threshold * lengths)
     if guard is None:
+        found = index.plan(tokens, starts, near, rule, NO_KINDS, Demand(share=threshold))
         found = with_long(found, starts) if rule.before_long else found
-        verdicts: list[Verdict | None] = [Verdict.SERVE if one else None for one in enough]
+        verdicts: list[Verdict | None] = [Verdict.SERVE if record >= 0 else None for record in found.record]
     else:
-        records = np.where(enough, found.record, -1)
-        changes, there = index.changes(tokens, starts, near, records, rule, kinds)
-        gaps = [changes.of(place) if one else None for place, one in enumerate(enough & there)]
-        covers = [None if gap is None else guard.ask(gap) if len(gap) else Cover.SAME for gap in gaps]
-        verdicts = guard.decide(covers, len(covers))
-        for verdict, gap, cover in zip(verdicts, gaps, covers, strict=True):
-            if verdict in (Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN) and gap is not None and cover is not None:
-                guard.compared(verdict, gap, cover, None, False)
+        found = index.plan(tokens, starts, near, rule, kinds, guard.demand(threshold), guard.verified.table)
+        evidence = found.evidence.tolist()
+        verdicts = guard.decide(evidence, room=len(own))
+        for place, verdict in enumerate(verdicts):
+            if verdict in (Verdict.OWE, Verdict.SAMPLE, Verdict.LEARN):
+                guard.compared(verdict, found.changes.of(place), evidence[place], None, False)
     whole = [place for place, verdict in enumerate(verdicts) if verdict is None or not verdict.serves]
     exact = found.computed == 0  # the very tokens are stored
     return [place for place in whole if not exact[place]], verdicts, found.computed

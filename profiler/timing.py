@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from attmemo.profiler.answers import Batch
-from attmemo.profiler.models import LoadedModel, NextToken, Progress, answers
-
-if TYPE_CHECKING:
-    from attmemo.profiler.trial import Trial
-
-# Switches a way of asking on, and returns the model to ask; None: the one that was loaded.
-Path = Callable[[], nn.Module | None]
+from attmemo.profiler.models import LoadedModel, NextToken, answers
+from attmemo.profiler.trial import Path, Trial
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 
 
 def time_paths(
@@ -44,9 +40,7 @@ def time_paths(
         paths["memoized"]()
         handle.reset_stats()
 
-    spent = time_passes(
-        loaded, prepared, paths, repeats, lambda done: tell("timing", done, repeats), started
-    )
+    spent = time_passes(loaded, prepared, paths, repeats, tell, started)
     paths["memoized"]()
     runs = repeats * sum(len(batch) for batch, _ in prepared)
     per_sequence = {name: 1e3 * median(seconds) * repeats / runs for name, seconds in spent.items()}
@@ -67,37 +61,30 @@ def time_paths(
 
 
 def time_passes(
-    loaded: LoadedModel,
-    prepared: Sequence[Batch],
-    paths: dict[str, Path],
-    repeats: int,
-    tick: Callable[[int], None] | None = None,
-    started: Callable[[], None] | None = None,
-) -> dict[str, list[float]]:
-    """Seconds of a pass over all batches, per path and repeat, interleaved batch by batch.
+    loaded: LoadedModel, prepared: Sequence[Batch], paths: dict[str, Path], repeats: int, tell: Progress = silent,
+    started: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of a pass over all batches, by path and repeat; `started` is called after the uncounted turn.
 
-    The order of the paths alternates, so that no path always runs on the other's warm caches. `tick` is called with
-    the number of repeats done, `started` once: after the uncounted round.
+    A turn of the paths is one batch.
     """
-    spent = {name: [0.0] * repeats for name in paths}
-    names = list(paths)
-    tick = tick or (lambda done: None)
-    with torch.inference_mode():
-        for name in names:  # once around, uncounted
-            answers(loaded, prepared[0][1], paths[name]())
-        if started is not None:
+    models: dict[str, nn.Module | None] = {}
+
+    def job(name: str) -> Job:
+        return lambda turn: answers(loaded, prepared[max(turn - 1, 0) % len(prepared)][1], models[name])
+
+    def switch(name: str) -> None:
+        models[name] = paths[name]()
+
+    def begin(turn: int) -> None:
+        if turn == 1:
             started()
-        for repeat in range(repeats):
-            tick(repeat)
-            for turn, (_, inputs) in enumerate(prepared):
-                shift = (turn + repeat) % len(names)
-                for name in names[shift:] + names[:shift]:
-                    model = paths[name]()
-                    start = time.perf_counter()
-                    answers(loaded, inputs, model)
-                    spent[name][repeat] += time.perf_counter() - start
-    tick(repeats)
-    return spent
+
+    with torch.inference_mode():
+        jobs, turns = {name: job(name) for name in paths}, repeats * len(prepared)
+        spent = interleave(jobs, turns, tell=tell, what="timing", before=begin, ready=switch)
+    parts = {name: np.reshape(times.milliseconds, (repeats, -1)).sum(1) for name, times in spent.items()}
+    return {name: (1e-3 * passes).tolist() for name, passes in parts.items()}
 
 
 def _compile(loaded: LoadedModel, prepared: Sequence[Batch], tell: Progress) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,13 @@ from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import DatabaseError, DataError
 from attmemo.profiler.measure import measure
 from attmemo.profiler.open import open_model
-
-Progress = Callable[[str, int, int], None]
+from attmemo.profiler.turns import Progress, silent
 
 
 def train_database(
-    path: Path,
-    options: TrainOptions | None = None,
-    *,
-    model: str | None = None,
-    profile: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+    path: Path, options: TrainOptions | None = None, *, model: str | None = None, profile: bool = True,
+    progress: Progress = silent,
+) -> dict[str, Any]:  # fmt: skip
     """Train, calibrate, index and profile a database.
 
     Parameters
@@ -47,14 +41,11 @@ def train_database(
     StaleDatabaseError, DataError
         The model is another one than the database was built for, or `model` names no model.
     """
-    start = time.monotonic()
-    notes: list[str] = []
+    start, notes = time.monotonic(), list[str]()
     manifest = read_manifest(path)
     if kept_in(manifest) == "rows":
-        raise DatabaseError(
-            f"{path} keeps rows, which are found by their tokens: there is no embedder to train.",
-            f"attmemo evaluate {path} --data FILE",
-        )
+        what = f"{path} keeps rows, which are found by their tokens: there is no embedder to train."
+        raise DatabaseError(what, f"attmemo evaluate {path} --data FILE")
     # A named model must be the right one. If the model of the build has moved, only the profile is lost.
     loaded = open_model(manifest.model, model, answers=False) if profile and model is not None else None
     with DatabaseWriter.reopen(path) as writer, Database(path) as database:
@@ -77,11 +68,8 @@ def train_database(
                 measured = measure(loaded, fresh, trained, progress).to_dict()
             writer.publish(profile=measured)
         return {
-            "records": len(database),
-            "lengths": len(database.lengths),
-            "seconds": time.monotonic() - start,
-            "backend": embedder.backend,
-            "layers": embedder.report["layers"],
+            "records": len(database), "lengths": len(database.lengths), "seconds": time.monotonic() - start,
+            "backend": embedder.backend, "layers": embedder.report["layers"],
             "profile": measured and {k: measured[k] for k in ("costs", "lookup_sequence", "threads", "dtype")},
             "notes": notes,
-        }
+        }  # fmt: skip

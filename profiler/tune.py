@@ -31,24 +31,16 @@ from attmemo.embed.indexing import extend_indexes, remove_stale
 from attmemo.embed.lookup import LookupInTime, LookupName
 from attmemo.errors import StaleDatabaseError, TuningError
 from attmemo.handles.maps import MapMemoization
+from attmemo.perfmodel import tuner
 from attmemo.perfmodel.policy import NEVER, propose, split
-from attmemo.perfmodel.tuner import (
-    JUDGED,
-    Candidate,
-    Outcome,
-    changes_allowed,
-    choose,
-    sequences_judged,
-    sequences_needed,
-)
+from attmemo.perfmodel.tuner import JUDGED, Candidate, Outcome
 from attmemo.planner import MapPlanner
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest, read_texts
 from attmemo.profiler.models import Answer, LoadedModel, Tokens
-from attmemo.profiler.open import Ints, added, open_in_time, open_model
-from attmemo.profiler.stored import by_length, first_inputs
+from attmemo.profiler.open import Ints, added, by_length, first_inputs, open_in_time, open_model
+from attmemo.profiler.turns import Progress, silent
 
-Progress = Callable[[str, int, int], None]
 MOST_GROUPS = 6
 PROBE = 200  # sequences on which layers are ordered
 LEAST, MOST = 0.02, 0.55  # of the radii that are tested with little data, beside the greatest that is known
@@ -75,9 +67,7 @@ class TuneOptions:
     answer: Answer | None = None
 
 
-def tune(
-    path: Path, files: Sequence[str | Path], options: TuneOptions, progress: Progress | None = None
-) -> dict[str, Any]:
+def tune(path: Path, files: Sequence[str | Path], options: TuneOptions, tell: Progress = silent) -> dict[str, Any]:
     """Find the thresholds that serve most within the budget, and store them as the database's ``"auto"``.
 
     Returns
@@ -98,8 +88,7 @@ def tune(
     TuningError
         A budget or confidence outside (0, 1), a database of rows, no data, or nothing can be certified.
     """
-    tell = progress or (lambda what, done, total: None)
-    needed = sequences_needed(options.budget, options.confidence)
+    needed = tuner.sequences_needed(options.budget, options.confidence)
     _index_all(path, files, options, tell)
     with Database(path) as database:
         if kept_in(database.manifest) == "rows":
@@ -116,11 +105,11 @@ def tune(
         judged = np.arange(len(tokens))
         groups, policies = [list(range(database.manifest.model.layers))], None
         by_layer = options.lookup == "sequence"
-        if by_layer and (count := sequences_judged(len(tokens), options.budget, options.confidence)):
+        if by_layer and (count := tuner.sequences_judged(len(tokens), options.budget, options.confidence)):
             needed = math.ceil(needed / JUDGED)
             count = int(JUDGED * len(tokens)) if asked.in_time else count  # more than the bound takes: it grows
             select, judged = split(len(tokens), count, options.seed)
-            allowed = changes_allowed(count, options.budget, options.confidence) * len(select) / count
+            allowed = tuner.changes_allowed(count, options.budget, options.confidence) * len(select) / count
             texts = _Texts(loaded, [tokens[row] for row in select], before[select], options, tell)
             groups, policies = _policies(loaded, database, texts, allowed)
         texts = _Texts(loaded, [tokens[row] for row in judged], before[judged], options, tell)
@@ -128,24 +117,17 @@ def tune(
         with _serving(loaded, database, options.lookup, gate=True) as handle:
             candidates = _candidates(options, handle.planner.index.curves, policies)
             trial, uncertified = _Trial(handle, texts, len(candidates), growth), options.allow_uncertified
-            choice = choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
+            choice = tuner.choose(candidates, trial, options.budget, options.confidence, allow_uncertified=uncertified)
         manifest = database.manifest
     if choice.candidate is None:
         raise TuningError(choice.sentence(), "give more texts, a larger --budget, or --allow-uncertified")
     outcome = choice.to_dict() | {
-        "thresholds": list(choice.candidate.thresholds),
-        "radii": list(choice.candidate.radii),
-        "total": len(tokens),
-        "needed": needed,
-        "lookup": options.lookup,
+        "thresholds": list(choice.candidate.thresholds), "radii": list(choice.candidate.radii), "total": len(tokens),
+        "needed": needed, "lookup": options.lookup, "pooling": loaded.pooling, "batch_size": options.batch_size,
         "min_cosine": options.min_cosine if loaded.kind == "encoder" else None,
-        "pooling": loaded.pooling,
-        "batch_size": options.batch_size,
-        "in_database": asked.in_database,
-        "in_time": asked.in_time,
-        "data": [Path(file).name for file in files],
-        "digests": [digest(file) for file in files],
-    }
+        "in_database": asked.in_database, "in_time": asked.in_time,
+        "data": [Path(file).name for file in files], "digests": [digest(file) for file in files],
+    }  # fmt: skip
     if options.lookup == "sequence":
         outcome["groups"] = groups
     with DatabaseWriter.reopen(path) as writer:

@@ -1,4 +1,4 @@
-"""Time stock generation beside each step of fastseq, in one run, and write docs/fastseq-bench.{json,md,png}.
+"""Time stock generation beside each step of fastseq, in one run, and write docs/fastseq-bench.{json,md}.
 
 python scripts/bench_fastseq.py --shape bart-large --length 1024 128 --new 100 --beams 4 --batch 4
 python scripts/bench_fastseq.py --shape tiny --length 32 --new 8          # a smoke test: seconds
@@ -380,36 +380,6 @@ def _memory(row: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def plot(record: dict[str, Any], path: Path) -> None:
-    """Speed against stock, a group of bars for each setting."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = record["rows"]
-    rungs = [rung for rung in RUNGS if any(rung in row["ratio"] for row in rows)]
-    figure, axes = plt.subplots(figsize=(max(6, 2.2 * len(rows)), 4))
-    width = 0.8 / len(rungs)
-    for number, rung in enumerate(rungs):
-        places = [place + number * width for place, row in enumerate(rows) if rung in row["ratio"]]
-        bars = axes.bar(places, [row["ratio"][rung] for row in rows if rung in row["ratio"]], width, label=rung)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))])
-    axes.set_xticklabels(
-        [
-            f"{row['shape']}\nN={row['length']}, {row['new']} new\nbeam {row['beams']}, batch {row['batch']}"
-            for row in rows
-        ],
-        fontsize=8,
-    )
-    axes.set_ylabel("speed, stock = 1")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Parse, measure, and write; rows of other settings that the record already has are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -440,7 +410,6 @@ def main() -> None:
     record = {"conditions": facts, "rows": [row for row in known if key(row) not in fresh] + rows}
     place.write_text(json.dumps(record, indent=1) + "\n")
     options.output.with_suffix(".md").write_text(table(record))
-    plot(record, options.output.with_suffix(".png"))
     print(table(record))
 
 

@@ -37,6 +37,7 @@ from attmemo.db.shared_pool import SharedPool
 from attmemo.embed.kinds import kinds_of
 from attmemo.embed.tokens import DEFAULT, TokenIndex
 from attmemo.guard import Guard
+from attmemo.profiler.turns import alternate
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
 WHOLE = 2000  # lines of a log
@@ -202,8 +203,7 @@ def interleaved(models: Sequence[Any], batches: Sequence[Batch]) -> list[list[fl
     """Seconds of each request for each model; they take turns, and the one that begins changes."""
     times: list[list[float]] = [[] for _ in models]
     for number, inputs in enumerate(batches):
-        order = list(range(len(models)))
-        for place in order if number % 2 else order[::-1]:
+        for place in alternate(range(len(models)), number):
             begin = perf_counter()
             run(models[place], inputs)
             times[place].append(perf_counter() - begin)

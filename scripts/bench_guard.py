@@ -32,30 +32,30 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from attmemo import memoize
-from attmemo.guard import Answers, Cover, Guard
-from attmemo.guard.answers import Answer
+from attmemo.guard import Answers, Guard, Verdict
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
 from attmemo.guard.margin import CLASSES, VECTORS
-from attmemo.guarded import MOVES
+from attmemo.kernels.plan import Evidence
 from attmemo.machine import conditions
-from attmemo.planner import guarded as guarded_planner
-from attmemo.profiler.logs import generate_log
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")
 BUDGET, LINES = 0.01, 600
-INVENTED = 2400  # lines of one service
 
 
 class Rich(Certificate):
-    """Affords everything."""
+    """Affords everything: no answer costs anything."""
 
-    def affords(self) -> bool:
-        return True
+    def __init__(self, budget: float, confidence: float) -> None:
+        super().__init__(budget, confidence)
+        self.highest = 0.0
+
+    def _bound(self) -> None:
+        self.highest = 0.0
 
 
 class Unproven(Guard):
-    """Serves all that is verified, without a certificate."""
+    """Reuses all that is known, without a certificate."""
 
     def __init__(self, budget: float, confidence: float, **options: Any) -> None:
         super().__init__(budget, confidence, **options)
@@ -65,39 +65,31 @@ class Unproven(Guard):
 class Certain(Guard):
     """Takes every answer for sure: no margin."""
 
-    def is_low(self, margin: float | None, cover: Cover) -> bool:
-        return False
+    def __init__(self, budget: float, confidence: float, **options: Any) -> None:
+        super().__init__(budget, confidence, **options)
+        self._without()
+
+    def compare_vectors(self) -> None:
+        super().compare_vectors()
+        self._without()
+
+    def _without(self) -> None:
+        self.margin.least_for = lambda freely: -np.inf  # type: ignore[method-assign]
 
 
-class Narrow(Guard):
-    """Computes what is below the margin whole, at once."""
+class Unguarded(Certain):
+    """Reuses whatever supplies enough tokens."""
 
-    def may_widen(self, gaps: Any, own: float | None, cover: Cover) -> bool:
-        return False
-
-
-class Unguarded(Guard):
-    """Serves whatever supplies enough tokens, and remembers how it was covered.
-
-    Attributes
-    ----------
-    last : tuple or None
-        Words that changed, and the margin, of the request that was served last.
-    """
-
-    last: tuple[int, float | None] | None = None
-
-    def ask(self, gaps: Any, own: float | None = None) -> Cover:
-        self._words = int(gaps.word.sum())
-        return Cover.SAME
-
-    def served(self, gaps: Any, cover: Cover, margin: float | None) -> None:
-        self.last = self._words, margin
+    def decide(
+        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0
+    ) -> list[Verdict | None]:
+        found = [Verdict.SERVE if one >= Evidence.UNKNOWN else None for one in evidence]
+        self._done["reused"] += len(found) - found.count(None)
+        return found
 
 
 GUARDS: dict[str, type[Guard]] = {
-    "guard": Guard, "whole below the margin": Narrow, "no certificate": Unproven, "no margin": Certain,
-    "no guard": Unguarded,
+    "guard": Guard, "no certificate": Unproven, "no margin": Certain, "no guard": Unguarded,
 }  # fmt: skip
 
 
@@ -217,13 +209,19 @@ def predictors(shared: Path) -> dict[str, Any]:
     for what, which, logs in (("classes", "deberta", LOGS), ("vectors", "minilm", EMBEDDED)):
         served, seen = Served.of(shared, which, Unguarded, **SETTINGS), list[tuple[float, ...]]()
         handle: Any = served.model.attmemo
-        guard: Unguarded = handle.guarded.guard
+        looked, own = list[tuple[int, float]](), handle.guarded._low
+
+        def low(margins: Any, asking: Any, places: Any, looked: Any = looked, own: Any = own) -> set[int]:
+            looked.append((int(asking.plan.changes.word.sum()), float(margins[0])))
+            return own(margins, asking, places)  # type: ignore[no-any-return]
+
+        handle.guarded._low = low
         for log in logs:
             for line in lines_of(shared, log):
-                guard.last = None
+                looked.clear()
                 run = served.run([line], 1, 256)
-                if guard.last is not None and guard.last[1] is not None:
-                    words, margin = guard.last
+                if looked and np.isfinite(looked[0][1]):
+                    words, margin = looked[0]
                     seen.append((run["changed"], margin, -run["rows"] / run["tokens"], -words))
         changed, *looks = np.array(seen).T
         names = ("margin", "share of the rows computed", "words changed")
@@ -235,51 +233,6 @@ def predictors(shared: Path) -> dict[str, Any]:
                       for step in (0.0, *steps)],
         }  # fmt: skip
         print(what, found[what], flush=True)
-    return found
-
-
-def more_rows(shared: Path) -> dict[str, Any]:
-    """Vectors below the margin, by how many more neighbours of each token without a partner are computed then.
-
-    Of those answers: how many differ from the exact one, with fewer rows and with more, and how many more rows move by
-    so much that they count as changed.
-    """
-    lines = [line for log in EMBEDDED for line in lines_of(shared, log)]
-    lines += [str(line) for line in generate_log(INVENTED, 0, ("payments",))]
-    found: dict[str, Any] = {}
-    own = guarded_planner.MORE_NEAR_OF_VECTORS
-    for near in (own - 1, own, own + 1):
-        guarded_planner.MORE_NEAR_OF_VECTORS = near
-        served, seen = Served.of(shared, "minilm", Guard, **SETTINGS), list[tuple[float, ...]]()
-        handle: Any = served.model.attmemo
-        again, told = list[tuple[Any, Any, Any]](), handle.guarded._computed_again
-
-        def noted(one: Any, first: Any, other: Any, *rest: Any, again: Any = again, told: Any = told) -> None:
-            again.append((one, first, other))
-            told(one, first, other, *rest)
-
-        handle.guarded._computed_again = noted
-        for line in lines:
-            inputs = served.tokenizer([line], truncation=True, max_length=256, return_tensors="pt")
-            again.clear()
-            with torch.inference_mode():
-                served.model(**inputs)
-                if not again:
-                    continue
-                exact = Answer(served.answers.read(served.exact(**inputs), inputs["attention_mask"]), 0, None)
-            one, first, other = again[0]
-            differ = [
-                served.answers.differ(some.read, some.number, others.read, others.number, share)
-                for some, others, share in ((first, exact, 1.0), (other, exact, 1.0), (first, other, MOVES))
-            ]
-            seen.append((float((one.reused.source < 0).mean()), *differ))
-        rows, changed, still, moved = np.array(seen).T
-        found[str(near)] = {
-            "answers": len(seen), "rows": float(rows.mean()), "changed": int(changed.sum()),
-            "changed with more rows": int(still.sum()), "moved": int(moved.sum()),
-        }  # fmt: skip
-        print("more neighbours", near, found[str(near)], flush=True)
-    guarded_planner.MORE_NEAR_OF_VECTORS = own
     return found
 
 
@@ -456,7 +409,7 @@ def _taught(shared: Path, seed: int, drawn: float | None = None) -> Served:
     handle.flush()
     guard.certificate.adopt(Counts(same=2000, requests=4000, served=3000))
     if drawn is not None:
-        guard.draw.most = drawn
+        guard.drawn = drawn
     return served
 
 
@@ -505,7 +458,6 @@ def cases(shared: Path) -> Iterator[tuple[str, Any]]:
     yield "windows", lambda: streams(shared, "deberta", LOGS, 1, 4, ("guard", "no guard"), **one)
     yield "embeddings", lambda: streams(shared, "minilm", EMBEDDED, 1, **one)
     yield "predictors", lambda: predictors(shared)
-    yield "more rows", lambda: more_rows(shared)
     yield "switch", lambda: switch(shared)
     yield "adversaries", lambda: adversaries(shared)
     yield "overhead", lambda: overhead(shared)

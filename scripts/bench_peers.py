@@ -26,7 +26,7 @@ import peers_page
 from peers_inputs import MODELS, SHAPES, STREAMS, Plan, place_of, plan_of, write_stream, write_texts
 
 from attmemo.cli.files import write_whole
-from attmemo.profiler.cells.stream import FIRST, MOST_FIRST
+from attmemo.profiler.peers.stream import FIRST, MOST_FIRST
 
 FORMAT = "attmemo.peers-matrix/1"
 PATIENCE = 1800  # seconds for one command

@@ -34,6 +34,7 @@ from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.db.forms import ROW_STORAGE
 from attmemo.profiler.build import build_from_inputs
+from attmemo.profiler.turns import Job, interleave
 
 Tokens = list[int]
 Batch = dict[str, Tensor]
@@ -417,6 +418,11 @@ def summary(folder: Path) -> str:
     return "\n".join([*lines, "", "Milliseconds a request; behind a stroke: requests sorted by length."])
 
 
+def job(case: Case, model: Any) -> Job:
+    """All requests of a case."""
+    return lambda _: ask(case, lambda b: model(**b))
+
+
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
@@ -431,15 +437,9 @@ def sweep(dtype: torch.dtype, storage: str, folder: Path) -> list[dict[str, floa
             path = folder / f"{length}-{number}"
             store(model, case, path, storage)
             memoize(model, database=path, reuse="rows", threshold=0.0, budget=None)
-            times: dict[str, list[float]] = {"packed": [], "rows": []}
             with torch.inference_mode():
-                for turn in range(ROUNDS + 1):
-                    for name, chosen in (("packed", packed), ("rows", model)):
-                        start = time.perf_counter()
-                        ask(case, lambda b, chosen=chosen: chosen(**b))  # type: ignore[misc]
-                        if turn:
-                            times[name].append(time.perf_counter() - start)
-            ms = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+                times = interleave({"packed": job(case, packed), "rows": job(case, model)}, ROUNDS)
+            ms = {name: taken.ms for name, taken in times.items()}
             computed = model.attmemo.stats()["share_computed"]  # type: ignore[union-attr]
             unmemoize(model)
             found.append({"length": length, "share": computed, "speed": ms["packed"] / ms["rows"], **ms})
@@ -461,18 +461,15 @@ def first_rows(shared: Path, dtype: torch.dtype) -> dict[str, dict[str, float]]:
         case.pad = tokenizer.pad_token_id
         model: Any = memoize(AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype), reuse="none")
         model.eval()
-        times: dict[str, list[float]] = {"first rows": [], "all rows": []}
+
+        def choose(way: str, model: Any = model) -> None:
+            model.attmemo.disable()
+            model.attmemo.first_row = way == "first rows"
+            model.attmemo.enable()
+
         with torch.inference_mode():
-            for turn in range(2 * ROUNDS + 1):
-                for way, taken in times.items():
-                    model.attmemo.disable()
-                    model.attmemo.first_row = way == "first rows"
-                    model.attmemo.enable()
-                    start = time.perf_counter()
-                    ask(case, lambda b, model=model: model(**b))  # type: ignore[misc]
-                    if turn:
-                        taken.append(1e3 * (time.perf_counter() - start) / len(case.requests))
-        found[name] = {way: statistics.median(taken) for way, taken in times.items()}
+            times = interleave(dict.fromkeys(("first rows", "all rows"), job(case, model)), 2 * ROUNDS, ready=choose)
+        found[name] = {way: taken.ms / len(case.requests) for way, taken in times.items()}
         found[name] |= {"layers": model.config.num_hidden_layers}
         print(name, found[name], flush=True)
     return found

@@ -17,7 +17,6 @@ import itertools
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib as mpl
@@ -25,20 +24,20 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attmemo.machine import conditions
+from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo import BUDGET, MODEL, model_path
 from attmemo.profiler.lines import in_batches, read_log
 from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.peers import ONNX, OPENVINO, another, installed_peers
-from attmemo.profiler.plots import BLUE, GREEN, GREY, ORANGE, STYLE, png
+from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.pooling import own_pooling
-from attmemo.profiler.race import CACHE, PACKED, ROWS, STOCK, Race
+from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK, Race, other_runtimes
 
 STREAMS = ("OpenSSH", "HDFS", "BGL", "Apache")
 LINES = 1600
 BATCH = 16  # lines at once
 LONGEST = 256  # tokens
 LATE = "last third"
-BARS = {OPENVINO: ORANGE, ONNX: "#9c5a8a", PACKED: GREEN, CACHE: GREY, ROWS: BLUE}
+BARS = (OPENVINO, ONNX, PACKED, CACHE, ROWS)
 
 
 def measure(shared: Path, name: str, dtype: str) -> dict[str, Any]:
@@ -47,8 +46,7 @@ def measure(shared: Path, name: str, dtype: str) -> dict[str, Any]:
     loaded.pooling = own_pooling(loaded.name)
     lines = itertools.islice(read_log(shared / "data" / "loghub_2k" / f"{name}_2k.log", LINES), LINES)
     batches = [tokenize(loaded, batch, LONGEST) for batch in in_batches(lines, BATCH)]
-    with TemporaryDirectory() as folder:
-        peers, notes = installed_peers(another(loaded), batches[0], Path(folder))
+    with other_runtimes(loaded, batches[0]) as (peers, notes):
         race = Race(loaded, peers, BUDGET)
         race.warm_up(batches[0])
         race.run_all(batches, seconds=1e9)
@@ -83,9 +81,8 @@ def draw(streams: dict[str, Any]) -> bytes:
             places = np.arange(len(names)) + (number - (len(bars) - 1) / 2) * width
             late = part == LATE
             label = f"{way}, {LATE} of the lines" if late else f"{way}, all lines" if way == ROWS else way
-            axes.bar(
-                places, heights, 0.92 * width, color=BARS[way], alpha=1.0 if late or way != ROWS else 0.55, label=label
-            )
+            alpha = 1.0 if late or way != ROWS else 0.55
+            axes.bar(places, heights, 0.92 * width, color=color_of(way), alpha=alpha, label=label)
             for place, height in zip(places, heights, strict=True):
                 if not np.isnan(height):
                     axes.text(place, height + 0.02, f"{height:.2f}", ha="center", fontsize=7.5)

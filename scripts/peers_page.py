@@ -12,10 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from peers_inputs import MODELS, STREAMS
 
-from attmemo.profiler.cells import sentences, title_of, verdicts
-from attmemo.profiler.cells.paths import CACHE, PATHS
-from attmemo.profiler.cells.verdict import SURE
-from attmemo.profiler.plots import BLUE, GREEN, GREY, ORANGE, STYLE, png
+from attmemo.profiler.colors import color_of
+from attmemo.profiler.peers import sentences, title_of, verdicts
+from attmemo.profiler.peers.paths import CACHE, PATHS
+from attmemo.profiler.peers.verdict import SURE
+from attmemo.profiler.plots import GREY, ORANGE, STYLE, png
 
 __all__ = ["draw", "sentences", "text"]
 
@@ -300,9 +301,9 @@ def _machine(found: Mapping[str, Any]) -> str:
 
 
 LINES = {
-    "none": ("attmemo none", GREEN, "s"), "maps": ("attmemo maps", "#9c5a8a", "v"),
-    "rows": ("attmemo rows", BLUE, "o"), "none-int8": ("attmemo none, int8 layers", GREEN, "P"),
-    "rows-int8": ("attmemo rows, int8 layers", BLUE, "*"), CACHE: ("cache of exact duplicates", GREY, "D"),
+    "none": ("attmemo none", "s"), "maps": ("attmemo maps", "v"), "rows": ("attmemo rows", "o"),
+    "none-int8": ("attmemo none, int8 layers", "P"), "rows-int8": ("attmemo rows, int8 layers", "*"),
+    CACHE: ("cache of exact duplicates", "D"),
 }  # fmt: skip
 
 
@@ -340,7 +341,7 @@ def _panel(axes: Any, group: list[Run], size: int, streams: list[str]) -> None:
     axes.axhline(1.0, color=GREY, linestyle="--", linewidth=1, label="stock")
     places = np.arange(len(streams))
     axes.bar(places, list(best.values()), 0.62, color=ORANGE, alpha=0.55, label="best peer within the budget")
-    for shift, (path, (label, color, mark)) in zip(np.linspace(-0.28, 0.28, len(LINES)), LINES.items(), strict=True):
-        axes.plot(places + shift, list(own[path].values()), mark, color=color, label=label, markersize=5)
+    for shift, (path, (label, mark)) in zip(np.linspace(-0.28, 0.28, len(LINES)), LINES.items(), strict=True):
+        axes.plot(places + shift, list(own[path].values()), mark, color=color_of(path), label=label, markersize=5)
     axes.set_xticks(places, streams, rotation=35, ha="right")
     axes.set_xlim(-0.6, len(streams) - 0.4)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,6 +38,7 @@ from attmemo.profiler.open import open_model, open_texts
 from attmemo.profiler.report import write_report
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
+from attmemo.profiler.turns import interleave
 
 TRAINED, TUNED = 0.4, 0.85  # of the lines of a log: where tuning begins, and asking
 WINDOWS = 4000  # stored
@@ -116,20 +116,14 @@ def overhead(database: Path, ask: Path, texts: int = 96, repeats: int = 15) -> d
             model.__dict__["attmemo"] = handle
 
         paths: dict[str, Callable[[], None]] = {"bare": bare, "disabled": disabled, "no hits": no_hits}
-        found, names = {}, list(paths)
+        found = {}
         with torch.inference_mode():
             for size in (1, 32):
                 spent = dict.fromkeys(paths, 0.0)
                 for _, inputs in prepare(loaded, asked.tokens, size):
-                    times: dict[str, list[float]] = {name: [] for name in paths}
-                    for turn in range(repeats):
-                        for name in names[turn % 3 :] + names[: turn % 3]:
-                            paths[name]()
-                            start = time.perf_counter()
-                            answers(loaded, inputs)
-                            times[name].append(time.perf_counter() - start)
-                    for name in paths:
-                        spent[name] += median(times[name][1:])
+                    jobs = dict.fromkeys(paths, lambda _, inputs=inputs: answers(loaded, inputs))  # type: ignore[misc]
+                    for name, times in interleave(jobs, repeats - 1, ready=lambda name: paths[name]()).items():
+                        spent[name] += times.ms
                 for name in ("disabled", "no hits"):
                     found[f"{name}, batch {size}"] = spent[name] / spent["bare"]
         found["hit rate"] = handle.stats()["hit_rate"]

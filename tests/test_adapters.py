@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ from attmemo.adapters.base import Rows
 from attmemo.adapters.bert import BertAdapter
 from attmemo.adapters.deberta_v2 import DebertaV2Adapter
 from attmemo.adapters.masks import spans_of
+from attmemo.adapters.mpnet import MPNetAdapter
 from attmemo.adapters.projections import Slices
 from attmemo.cache_name import CACHE_NAME
 
@@ -288,7 +290,7 @@ class TestRefusedModels:
         torch.manual_seed(1)
         make, reason = UNKNOWN[name]
         model = make().eval()
-        with pytest.raises(UnsupportedModelError, match=r"attmemo families.*adapters/README\.md"):
+        with pytest.raises(UnsupportedModelError, match=r"attmemo families.*docs/own-family\.md"):
             memoize(model)
         refused(
             model, UnsupportedModelError, rf"no adapter knows .* \(model type '.*{reason}", lambda: memoize(model)
@@ -518,6 +520,15 @@ class TestOddMasks:
         mask = additive(mask_of([5], 5)).clone()
         mask[..., 4] = bias
         assert lengths_of(BertAdapter(), mask, 1, 5) is None
+
+    def test_a_boolean_mask_stays_exact_where_attention_adds_it(self) -> None:
+        mask, eager, fused = boolean(mask_of([3, 5], 5)), nn.Identity(), nn.Identity()
+        eager.config = SimpleNamespace(_attn_implementation="eager")  # type: ignore[assignment]
+        fused.config = SimpleNamespace(_attn_implementation="sdpa")  # type: ignore[assignment]
+        assert BertAdapter().spans(eager, mask, 2, 5) is None
+        assert BertAdapter().spans(fused, mask, 2, 5) == Spans([3, 5])
+        assert BertAdapter().spans(eager, additive(mask_of([3, 5], 5)), 2, 5) == Spans([3, 5])
+        assert MPNetAdapter().spans(nn.Identity(), mask, 2, 5) is None, "it has no other attention"
 
     def test_minus_infinity_is_padding(self) -> None:
         mask = torch.zeros(1, 1, 1, 5)

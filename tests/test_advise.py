@@ -18,10 +18,10 @@ from attmemo.guard import Guard
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.memoization import memoize
-from attmemo.profiler.advise import PAYS, AdviseOptions, advise, recommend
+from attmemo.profiler.advise import FEWEST, PAYS, AdviseOptions, advise, recommend
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
-from attmemo.profiler.peers import another, way_of
+from attmemo.profiler.peers.ways import another, way_of
 from attmemo.profiler.simulation import play_tokens
 
 
@@ -56,7 +56,7 @@ class TestPlay:
     def test_texts_of_one_batch_do_not_serve_each_other(self) -> None:
         text = words(*range(1, 21))
         played = play_tokens([text, text, text], 2, 0.5, Rule(), None, NO_KINDS)
-        assert played.rows.tolist() == [20, 20, 2]
+        assert played.rows.tolist() == [20, 20, 0]
         assert played.known.tolist() == [False, False, True]
         assert played.records == 1, "the same tokens are stored once"
 
@@ -119,8 +119,18 @@ class TestAdvise:
     def test_too_few_texts_are_refused(self, tiny_bert: str, tmp_path: Path) -> None:
         file = tmp_path / "few.txt"
         file.write_text("one\ntwo\n")
-        with pytest.raises(DataError, match="2 texts are too few"):
+        with pytest.raises(DataError, match=r"2 texts are too few .* expected 100 or more"):
             advise(tiny_bert, [file])
+        file.write_text("one\n")
+        with pytest.raises(DataError, match="1 text is too few"):
+            advise(tiny_bert, [file])
+
+    def test_a_model_that_is_none_is_told_before_the_texts_are_read(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="no model in"):
+            advise(str(tmp_path / "nope"), [tmp_path / "x.log"])
+
+    def test_the_help_says_how_many_are_needed(self) -> None:
+        assert f"{FEWEST} or more" in CliRunner().invoke(app, ["advise", "--help"]).output
 
     def test_the_command_shows_the_advice(self, tiny_bert: str, log: Path, tmp_path: Path) -> None:
         done = CliRunner().invoke(

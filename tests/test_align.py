@@ -27,7 +27,6 @@ from attmemo.kernels.align import (
     nearest,
     nearest_in_numpy,
     pairs,
-    widened,
     with_long,
 )
 from attmemo.kernels.kinds import NUMBER, WORD
@@ -407,18 +406,6 @@ class TestRefusals:
     def test_at_least_one_is_asked_for(self) -> None:
         with pytest.raises(ValueError, match="at least 1"):
             nearest(np.zeros((1, 3), np.float32), 0)
-
-
-@given(st.lists(st.integers(-3, 5), min_size=1, max_size=20), st.integers(0, 30))
-def test_neighbours_of_tokens_without_a_partner_are_computed_beside_what_was(source: list[int], near: int) -> None:
-    given = np.array(source, np.int32)
-    alone = [place for place, row in enumerate(source) if row == -1]
-    expected = [
-        -2 - row if row >= 0 and any(abs(place - other) <= near for other in alone) else row
-        for place, row in enumerate(source)
-    ]
-    assert widened(given, near).tolist() == expected
-    assert given.tolist() == source
 
 
 @given(

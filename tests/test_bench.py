@@ -20,7 +20,7 @@ from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.machine import conditions
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
-from attmemo.profiler.bench import bench_gather, bench_layer, bench_rows, bench_search, gather, layer, sweep
+from attmemo.profiler.bench import bench_gather, bench_layer, bench_rows, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS
 from attmemo.profiler.bench.plots import draw_gather
 from attmemo.profiler.bench.shapes import random_inputs, random_model
@@ -108,7 +108,7 @@ def test_gather_of_maps_in_8_bits_has_two_products() -> None:
     rows = {row["variant"]: row for row in result["rows"]}
     for name in FETCHED:
         assert rows[name]["fetch_ms"] > 0
-        assert rows[name]["fetch_matmul_ms"] is rows[name]["cold_matmul_ms"] is None
+        assert rows[name]["fetch_matmul_ms"] is None
     assert rows["direct"]["fetch_matmul_ms"] > 0
     assert rows["contiguous"]["fetch_matmul_ms"] > 0
     assert result["chosen_over_contiguous"] > 0
@@ -131,45 +131,10 @@ def test_gather_unmaps_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("copied instead" in note for note in result["notes"])
 
 
-def test_gather_measures_cold_what_the_kernel_dropped() -> None:
-    result = bench_gather(**GATHER)
-    rows = {row["variant"]: row for row in result["rows"]}
-    left_out = any(note.startswith("nothing was measured cold") for note in result["notes"])
-    for name in (*FETCHED, "direct"):
-        row = rows[name]
-        if left_out:  # a folder for temporary files in memory
-            assert row["cold_matmul_ms"] is None
-        elif not any("cold turns were left out" in note for note in result["notes"]):
-            assert row["cold_matmul_ms"] > 0
-            assert row["cold_faults_matmul"] > 0
-            assert name == "direct" or row["cold_ms"] > 0
-    assert rows["contiguous"]["cold_matmul_ms"] is None
-    warm = bench_gather(**GATHER, cold=False)
-    assert all(row["cold_ms"] is row["cold_matmul_ms"] is None for row in warm["rows"])
-    assert not any("cold" in note for note in warm["notes"])
-
-
-def test_gather_notes_a_file_that_stays_in_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_drop", lambda _file: 0.5)
-    result = bench_gather(**GATHER)
-    assert all(row["cold_matmul_ms"] is None for row in result["rows"])
-    assert any(note.startswith("nothing was measured cold") and "50% of it" in note for note in result["notes"])
-
-
-def test_a_mapped_file_is_not_dropped_and_that_is_seen(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(bytes(8 * page_size()))
-    held = np.memmap(file, mode="r")
-    assert int(held.sum()) == 0  # every page is mapped now
-    assert gather._drop(file) == 1.0
-    del held
-
-
 def test_gather_says_what_became_of_huge_pages() -> None:
     result = bench_gather(**GATHER, residency="hugepages")
     assert result["residency"] == "hugepages" or "huge pages asked" in result["notice"]
     assert result["conditions"]["residency"] == result["residency"]
-    assert (result["residency"] == "hugepages") == any("always in memory" in note for note in result["notes"])
 
 
 def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +147,10 @@ def test_gather_refuses_a_product_that_differs(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sweep_goes_over_batches_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "BATCHES", (1, 2))
-    monkeypatch.setattr(sweep, "LENGTHS", (8, 16, 512))
+    monkeypatch.setattr(gather, "SWEPT_BATCHES", (1, 2))
+    monkeypatch.setattr(gather, "SWEPT_LENGTHS", (8, 16, 512))
     told: set[str] = set()
-    points, notes = sweep.sweep_gather(
+    points, notes = gather.sweep_gather(
         **(GATHER | {"repeats": 1}), max_bytes=2 << 20, progress=lambda what, *_: told.add(what)
     )
     json.dumps(points, allow_nan=False)
@@ -211,8 +176,8 @@ def test_a_sweep_is_drawn_with_what_there_is() -> None:
 
 
 def test_the_command_draws_the_sweep_and_says_the_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "BATCHES", (1, 2))
-    monkeypatch.setattr(sweep, "LENGTHS", (8,))
+    monkeypatch.setattr(gather, "SWEPT_BATCHES", (1, 2))
+    monkeypatch.setattr(gather, "SWEPT_LENGTHS", (8,))
     picture, numbers = tmp_path / "g.png", tmp_path / "g.json"
     sizes = ["bench", "gather", "--heads", "2", "--length", "16", "--batch", "3", "--width", "4", "--repeats", "1"]
     shown = CliRunner().invoke(app, [*sizes, "--plot", str(picture), "--json", str(numbers)])
@@ -258,7 +223,7 @@ def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     bench_gather(**GATHER, progress=lambda *step: told.append(step))
     assert ("measure", 3, 3) in told
-    assert told[-1] == ("measure cold", 3, 3)
+    assert told[-1] == ("measure", 3, 3)
     assert ("records", 6, 6) in told
 
 
@@ -366,23 +331,6 @@ def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
         assert 3 / 32 < highest < 0.9
 
 
-def test_layer_leaves_out_a_model_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_model: Any) -> Any:
-        raise RuntimeError("no compiler here\nand more")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    result = bench_layer(**LAYER, compile=True)
-    assert "exact-compiled is left out: no compiler here" in result["notes"]
-    assert "exact-compiled" not in {row["variant"] for row in result["rows"]}
-
-
-def test_layer_compares_with_the_best_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    rows = {row["variant"]: row for row in bench_layer(**LAYER, compile=True)["rows"]}
-    best = min(rows["exact"]["ms"], rows["exact-compiled"]["ms"])
-    assert rows["ceiling"]["speedup_best"] == best / rows["ceiling"]["ms"]
-
-
 # -- nonsense
 
 
@@ -404,8 +352,6 @@ def test_sizes_must_be_positive_integers(value: Any) -> None:
         (bench_search, {"backends": ()}, "at least one"),
         (bench_layer, {"family": "xlnet"}, "family: 'xlnet' is not one of bert, albert"),
         (bench_layer, {"dtype": "float16"}, "dtype"),
-        (bench_layer, {"storage": "int8"}, "storage"),
-        (bench_layer, {"fetch": "steal"}, "fetch"),
         (bench_layer, {"hidden": 33, "heads": 2}, "must be a multiple of heads"),
     ],
 )

@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 from attmemo.guard.certificate import BETWEEN_ALARMS, EARNINGS, Certificate, Counts, highest_rate, stake
 
 
+def request(certificate: Certificate, wanted: bool) -> bool:
+    """Count one request; whether it is served."""
+    return certificate.spend([1], [wanted], [False])[0]
+
+
 class TestCertificate:
     @pytest.mark.parametrize(("budget", "confidence"), [(0.01, 0.95), (0.05, 0.8), (0.002, 0.99)])
     def test_answers_that_stay_certify_the_budget_nearly_as_soon_as_can_be(
@@ -73,9 +78,10 @@ class TestCertificate:
                 lowest = min(lowest, certificate.highest)
                 assert certificate.counts.lowest == lowest
                 continue
-            asked = event == "ask" and certificate.affords()
+            affords = certificate.affords()
+            asked = request(certificate, event == "ask")
+            assert asked == (event == "ask" and affords)
             served += asked
-            certificate.request(asked)
             earned = 0.03 * certificate.counts.requests
             assert certificate.cost == pytest.approx(min(certificate.counts.charged, served * lowest))
             assert certificate.cost <= earned + 1e-9
@@ -85,7 +91,7 @@ class TestCertificate:
         certificate = Certificate(0.01, 0.95)
         for _ in range(400):
             certificate.sample(False)
-            certificate.request(certificate.affords())
+            request(certificate, True)
         before = certificate.cost
         certificate.sample(True)
         assert certificate.cost == before
@@ -95,17 +101,16 @@ class TestCertificate:
         certificate, budget = Certificate(1 / 64, 0.95), 1 / 64
         served = []
         for _ in range(64 * 5 + 1):
-            served.append(certificate.affords())
-            certificate.request(served[-1])
+            served.append(request(certificate, True))
         assert np.flatnonzero(served).tolist() == [round(k / budget) - 1 for k in range(1, 6)]
 
     def test_an_answer_that_was_not_served_after_all_costs_nothing(self) -> None:
         certificate = Certificate(0.01, 0.95)
         for _ in range(400):
             certificate.sample(False)
-            certificate.request(False)
+            request(certificate, False)
         before = certificate.counts.copy()
-        certificate.request(True)
+        assert request(certificate, True)
         certificate.give_back()
         assert certificate.counts.served == before.served
         assert certificate.counts.charged == pytest.approx(before.charged)
@@ -117,12 +122,24 @@ class TestCertificate:
     def test_what_is_saved_up_is_bounded(self) -> None:
         certificate = Certificate(1 / 64, 0.95)
         for _ in range(5 * EARNINGS):
-            certificate.request(False)
+            request(certificate, False)
         served = 0
-        while certificate.affords():
-            certificate.request(True)
+        while request(certificate, True):
             served += 1
         assert EARNINGS / 64 - 1 <= served <= EARNINGS / 64 + 1
+
+    def test_requests_that_are_the_same_are_served_all_or_none(self) -> None:
+        certificate = Certificate(0.01, 0.95)
+        for _ in range(100):
+            certificate.sample(False)
+            request(certificate, False)
+        many = round(2 * certificate.counts.requests * certificate.budget / (certificate.highest - certificate.budget))
+        before = certificate.counts.requests
+        assert certificate.spend([many, 2], [True, True], [False, False]) == [False, True]
+        assert certificate.counts.served == 2
+        assert certificate.counts.requests == before + many + 2
+        assert certificate.spend([3], [False], [True]) == [False]
+        assert certificate.counts.repeated == 3
 
     def test_counts_are_copied(self) -> None:
         counts = Counts(1, 2, 3, 4, 5, 6.5, 7.5, 0.5)
@@ -135,7 +152,7 @@ class TestCertificate:
         one, other = Certificate(0.01, 0.95), Certificate(0.01, 0.95)
         for _ in range(500):
             one.sample(False)
-            one.request(one.affords())
+            request(one, True)
         other.adopt(one.counts.copy())
         assert other.counts == one.counts
         assert other.highest == one.highest < 0.01

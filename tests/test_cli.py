@@ -144,16 +144,36 @@ class TestHelp:
         options = {name for parameter in LEAVES[path].params for name in parameter.opts}
         assert {"--json", "--quiet"} <= options
 
-    @pytest.mark.parametrize("name", [name for (name, *more) in (p for p in COMMANDS if p) if not more])
-    def test_the_overview_is_not_cut_off(self, name: str) -> None:
-        (line,) = [line for line in succeed("--help").splitlines() if line.startswith(f"  {name} ")]
-        assert not line.endswith("...")
+    def test_the_overview_has_every_command_once_in_the_order_of_the_groups(self) -> None:
+        *_, overview = succeed("--help").partition("\nStart:\n")
+        groups = re.findall(r"^(\S[^\n]*):$", "Start:\n" + overview, re.MULTILINE)
+        assert groups[:4] == ["Start", "Serve", "Databases", "Databases of attention maps"]
+        assert groups[4:] == ["Benchmarks", "Text generation"]
+        shown = re.findall(r"^  ([a-z-]+)  ", overview, re.MULTILINE)
+        assert sorted(shown) == sorted(ROOT.commands)
+        assert shown[:5] == ["demo", "doctor", "advise", "families", "serve"]
+
+    @pytest.mark.parametrize("columns", [60, 80, 200])
+    def test_the_overview_shows_the_whole_first_sentence_of_every_command(self, columns: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", str(columns))
+            shown = succeed("--help")
+        assert "..." not in shown.partition("\nStart:\n")[2]
+        for command in ROOT.commands.values():
+            first, _, _ = command.help.partition("\n\n")
+            assert " ".join(first.split()) in " ".join(shown.split()), command.name
 
     def test_no_command_shows_the_overview(self) -> None:
-        assert "Commands:" in attmemo().output
+        assert "\nStart:\n" in attmemo().output
 
     def test_version(self) -> None:
         assert re.fullmatch(r"attmemo \d+\.\d+\.\d+\S*\n", succeed("--version"))
+
+    def test_the_package_runs_as_a_program(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "attmemo", "--version"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout == succeed("--version")
 
     def test_answers_without_loading_torch(self) -> None:
         # The package's own __init__ is replaced, so that what is asked is what the command line itself imports.
@@ -253,6 +273,16 @@ class TestOptions:
         assert result.exit_code == 2, result.output
         assert said in result.stderr
         assert "Traceback" not in result.output
+
+    @pytest.mark.parametrize(
+        "args", ["serve m", "advise m f", "bench peers m f", "bench layer", "build-database --model m --data f"]
+    )
+    def test_float16_is_answered_with_the_type_to_take(self, args: str) -> None:
+        option = "--model-dtype" if args.startswith("build") else "--dtype"
+        result = attmemo(*shlex.split(args), option, "float16")
+        assert result.exit_code == 2
+        assert "write bfloat16" in result.stderr
+        assert "Value error" not in result.stderr
 
     def test_a_file_where_the_database_belongs(self, service_log: Path) -> None:
         result = attmemo("tune", "--data", service_log, service_log, "db")
@@ -783,6 +813,16 @@ class TestConsole:
             out.say("attmemo train-embedder " + "x" * 500)
         assert capsys.readouterr().out.count("\n") == 1
 
+    @pytest.mark.parametrize(("columns", "most"), [("60", 60), ("80", 80), ("100", 100), ("", 140), ("0", 140)])
+    def test_a_table_is_as_wide_as_columns_says_also_in_a_pipe(
+        self, columns: str, most: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", columns)
+        with console.output(None, quiet=False) as out:
+            out.table("Title", ("a name", "words"), [("x", "word " * 60)], "A note. " * 30)
+        lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert most - 10 < max(map(len, lines)) <= most
+
     def test_progress_stays_out_of_standard_output(self, capsys: pytest.CaptureFixture[str]) -> None:
         with console.output(None, quiet=False) as out:
             for done in range(4):
@@ -806,14 +846,26 @@ class TestFamilies:
         assert [row["family"] for row in found["families"]] == [adapter.family for adapter in ADAPTERS]
         assert all(row["models"] for row in found["families"])
         reuse = {row["family"]: row["reuse"] for row in found["families"]}
-        assert reuse["bert"] == ["maps", "rows"]
+        assert reuse["bert"] == ["none", "rows", "maps"]
         assert reuse["albert"] == ["maps"]
+
+    def test_the_list_says_which_modes_a_family_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        lines = succeed("families").splitlines()
+        (head,) = [line for line in lines if line.startswith(" family ")]
+        assert re.findall(r"exact|rows|maps", head) == ["exact", "rows", "maps", "exact"]  # the last: left exact
+        modes = {words[0]: re.findall(r"\b(?:yes|no)\b", " ".join(words)) for line in lines if (words := line.split())}
+        assert modes["bert"][:3] == ["yes", "yes", "yes"]
+        assert modes["albert"] == ["no", "no", "yes"]
+        assert (Path(__file__).parents[1] / "docs" / "own-family.md").is_file()
+        assert "docs/own-family.md" in " ".join(lines)
 
     def test_a_model_is_told_by_its_configuration_alone(self, tiny_deberta: str, tmp_path: Path) -> None:
         shutil.copy(Path(tiny_deberta) / "config.json", tmp_path)
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert (found["family"], found["layers"], found["heads"]) == ("deberta-v2", 2, 4)
-        assert (found["reuse"], found["no_rows"]) == (["maps", "rows"], None)
+        assert (found["reuse"], found["no_rows"]) == (["none", "rows", "maps"], None)
+        assert "works: exact (packed blocks), rows, maps" in succeed("families", tmp_path)
 
     def test_a_lookalike_is_promised_to_work(self, tmp_path: Path) -> None:
         """OLMo 2 is built as Llama is and norms all of K at once, which only its weights at work tell."""
@@ -826,7 +878,7 @@ class TestFamilies:
         found = json.loads(succeed("families", tmp_path, "--json", "-"))
         assert "memoize proves it" in found["known_by"]
         assert found["reuse"] == ["maps"]
-        assert "no adapter for whole blocks" in found["no_rows"]
+        assert "no packed blocks; only maps" in found["no_rows"]
 
     def test_a_model_that_is_refused_says_why(self, tmp_path: Path) -> None:
         from transformers import LlamaConfig, XLNetConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -12,12 +13,16 @@ import numpy as np
 import pytest
 from shared_pool_tools import MODEL, body_of, entry, is_right, opened, tokens_of
 from test_cli import attmemo, refuse, succeed
+from test_db_tools import fill
 from transformers import PreTrainedTokenizerFast
 
+from attmemo.db import Database
 from attmemo.db.filling import Filling
+from attmemo.db.folder import ASIDE
 from attmemo.db.history import Work
 from attmemo.db.pool import Entry
 from attmemo.db.shared_pool import SharedPool
+from attmemo.errors import DatabaseNotFoundError
 from attmemo.loading import load_tokenizer, tokenizer_digest
 
 
@@ -75,6 +80,92 @@ def test_compact_keeps_every_record_and_its_uses(folder: Path) -> None:
     assert found("compact", folder)["records"] == 20
     assert identities(folder) == before
     assert found("inspect", folder)["hits"] == 3
+
+
+def blocks(path: Path) -> int:
+    """Bytes that a folder takes on the disk."""
+    return sum(512 * file.stat().st_blocks for file in path.rglob("*"))
+
+
+def contents(path: Path) -> dict[Path, tuple[int, bytes]]:
+    """Files with their times, but for those that are locks."""
+    files = [file for file in path.rglob("*") if file.is_file() and "lock" not in file.name]
+    return {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+
+@pytest.fixture(name="large")
+def _large(tmp_path: Path) -> Path:
+    """Thirty records of 200 kB, as a model's are, in segments with gaps."""
+    path = tmp_path / "large"
+    with opened(path, 16 << 20) as pool:
+        pool.add([entry(number, 200_000) for number in range(30)])
+    return path
+
+
+def test_compact_makes_a_folder_smaller_and_the_second_time_leaves_it(large: Path) -> None:
+    before = blocks(large)
+    said = found("compact", large)
+    assert said["bytes"] < said["bytes_before"]
+    after = blocks(large)
+    assert after < before
+    assert said["bytes"] < 30 * 200_000 * 1.03, "there are no gaps"
+    written = contents(large)
+    again = found("compact", large)
+    assert again["bytes"] == again["bytes_before"] == said["bytes"]
+    assert contents(large) == written
+    assert identities(large) == list(range(30))
+
+
+def test_forget_makes_a_folder_smaller_each_time(large: Path) -> None:
+    """Also its catalogue: what is written over is not written behind."""
+    years = range(2001, 2007)
+    with opened(large, 16 << 20) as pool:
+        for year in years:
+            one = entry(year, 200_000)
+            pool.add([Entry(one.tokens, one.body, made=datetime.datetime(year, 1, 1).timestamp())])
+    sizes = [blocks(large)]
+    for year in years:
+        assert found("forget", large, "--before", f"{year}-06-01")["forgotten"] == 1
+        sizes.append(blocks(large))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0] - 6 * 200_000
+    assert identities(large) == list(range(30))
+
+
+def test_forget_that_means_no_record_changes_nothing_and_says_so(folder: Path) -> None:
+    (folder / "guard").mkdir()
+    (folder / "guard" / "0.safetensors").write_bytes(b"learned")
+    before = contents(folder)
+    assert found("forget", folder, "--before", "1970-01-02") == {
+        "path": str(folder), "forgotten": 0, "guards": 0, "ok": True
+    }  # fmt: skip
+    assert "nothing was changed" in succeed("forget", folder, "--before", "1970-01-02")
+    assert contents(folder) == before
+
+
+def test_forget_that_was_killed_is_ended_by_the_next_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are gone, their tokens still lie in free pages: a call that means no record writes over these."""
+    secret = tokens_of(2, 3000).tobytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedPool, "scrub", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert attmemo("forget", folder, "--before", "2001-01-01").exit_code == 130
+    (folder / "guard").mkdir()
+    (folder / "guard" / "0.safetensors").write_bytes(b"learned meanwhile")
+    data = folder / "catalogue" / "data.mdb"
+    assert secret in data.read_bytes(), "the test does not see what it looks for"
+    assert found("forget", folder, "--before", "2001-01-01")["guards"] == 1
+    assert secret not in data.read_bytes()
+    assert identities(folder) == list(range(5, 20))
+
+
+def test_merge_adds_what_the_records_take_and_no_more(large: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with opened(other, 16 << 20) as pool:
+        pool.add([entry(number, 200_000) for number in range(25, 40)])
+    before = blocks(large)
+    assert found("merge", large, other)["added"] == 10
+    assert 0 < blocks(large) - before < 10 * 200_000 * 1.05
+    assert identities(large) == list(range(40))
 
 
 def test_forget_before_a_moment_takes_out_what_is_older(folder: Path) -> None:
@@ -141,6 +232,46 @@ def test_forget_without_saying_what_is_refused(folder: Path, words: tuple[str, .
 def test_a_folder_that_is_no_such_database_is_refused_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "fill=" in refuse("compact", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("tune", "DB", "--data", "FILE"), "tune is for maps"),
+        (("train-embedder", "DB"), "train-embedder is for maps"),
+        (("evaluate", "DB", "--data", "FILE"), "evaluate is for prepared databases"),
+        (("build-database", "--model", "MODEL", "--data", "FILE", "--output", "DB"), "no builder adds to it"),
+    ],
+)
+def test_a_command_for_prepared_databases_says_what_the_folder_is(
+    folder: Path, command: tuple[str, ...], says: str
+) -> None:
+    data = folder.parent / "texts.log"
+    data.write_text("one\ntwo\n")
+    before = contents(folder)
+    words = [{"DB": str(folder), "FILE": str(data)}.get(word, word) for word in command]
+    said = refuse(*words)
+    assert "fills itself" in said
+    assert says in said
+    assert contents(folder) == before
+
+
+def test_the_library_says_so_too(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatabaseNotFoundError, match="fills itself with rows"):
+        Database(folder)
+    fill(tmp_path / "prepared")
+    for command in (("compact",), ("forget", "--before", "2001-01-01")):
+        assert "it is a prepared one" in refuse(command[0], tmp_path / "prepared", *command[1:])
+
+
+def test_what_was_set_aside_goes_with_what_is_forgotten_and_else_is_named(folder: Path) -> None:
+    """It cannot be searched."""
+    (folder / ASIDE / "then").mkdir(parents=True)
+    (folder / ASIDE / "then" / "0000000000").write_bytes(b"damaged")
+    assert "cannot be searched" in succeed("forget", folder, "--before", "1970-01-02")
+    assert (folder / ASIDE / "then" / "0000000000").exists()
+    assert "is removed too" in succeed("forget", folder, "--before", "2001-01-01")
+    assert not (folder / ASIDE).exists()
 
 
 def test_inspect_shows_what_requests_cost_and_why_records_went(folder: Path, tmp_path: Path) -> None:

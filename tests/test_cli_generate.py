@@ -55,7 +55,7 @@ class TestAsStock:
         limit = POSITIONS - 6 if family == "gpt2" else POSITIONS
         assert lines(tmp_path / "out") == plain_loop(make_model(family), TEXTS, limit=limit, **BEAMS)
         assert "15 lines (14 generated now, 0 there before)" in out
-        assert "1 lines were blank" in out
+        assert "1 line left blank" in out
 
     def test_a_prompt_is_there_unless_it_is_not_wanted(
         self, saved: dict[str, str], source: Path, tmp_path: Path
@@ -95,7 +95,7 @@ class TestAsStock:
         found = json.loads(succeed(*common, "--json", "-"))
         assert found["fastseq"] is False
         assert found["fastseq_stats"]["calls"] == {"fast": 0, "stock": found["batches"]}
-        assert "1 batches took the stock path: of its own will" in succeed(*common)
+        assert "1 batch took the stock path: of its own will" in succeed(*common)
         assert lines(tmp_path / "out") == plain_loop(make_model("bart"), TEXTS, **BEAMS)
 
 
@@ -313,7 +313,7 @@ class TestScores:
         stderr = refuse(
             "generate", "no-such-model", source, tmp_path / "out", "--task", task, "--reference-path", path
         )
-        assert "pip install 'attmemo[generate]'" in stderr
+        assert "pip install '.[generate]'" in stderr
         assert package.replace("_", "-") in stderr
 
     def test_rouge_of_known_lines(self) -> None:
@@ -390,7 +390,7 @@ class TestBadInput:
         stderr = refuse(*common, "--no-truncation")
         assert "line 16 has 802 tokens, the model takes 64" in stderr
         assert "--no-truncation" in stderr
-        assert "1 texts were cut" in succeed(*common)
+        assert "1 text cut to what the model takes" in succeed(*common)
 
     @pytest.mark.parametrize("options", [("--num-return-sequences", "3"), ("--do-sample", "--temperature", "-1")])
     def test_options_that_transformers_refuses(

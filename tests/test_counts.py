@@ -33,7 +33,6 @@ from test_guarded_calls import Pairs
 
 from attmemo import memoize
 from attmemo.errors import DatabaseError
-from attmemo.guard.draw import Draw
 
 
 @pytest.fixture(params=["BERT", "BERT classifier"], scope="module", name="case")
@@ -67,7 +66,7 @@ def test_reused_are_the_answers_that_are_not_the_exact_ones() -> None:
     case = Case("BERT")
     model, rng = taught(case.bare, min_cosine=-1.0), np.random.default_rng(7)
     guard = model.attmemo.guarded.guard
-    guard.draw = Draw(0.2, added=1e9)
+    guard.drawn = 0.2
     found = repeated = 0
     for turn in range(30):
         parts = [variant(*places, by=int(rng.integers(1, 4))) for places in ((FIRST,), (SECOND,), (FIRST, SECOND))]

@@ -329,6 +329,22 @@ def test_files_that_cannot_be_read_are_named(make: Make, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("asked", "there", "meant"),
+    [
+        ("sshd.lgo", "sshd.log", True), ("today.log", "today.csv", True), ("monday1.log", "monday.log", True),
+        ("x.log", "apt.log", False), ("a.txt", "b.txt", False), ("today.log", "auth.log", False),
+    ],
+)  # fmt: skip
+def test_a_file_is_proposed_only_if_its_name_is_near_without_the_suffix(
+    asked: str, there: str, meant: bool, tmp_path: Path
+) -> None:
+    (tmp_path / there).touch()
+    said = refusal([tmp_path / asked])
+    assert ("did you mean" in said) == meant
+    assert ("check the path" in said) != meant
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [(gzip.compress(b"x\n", mtime=0), "gzip"), ("x\n".encode("utf-16"), "UTF-16"), (b"PAR1....", "Parquet")],
 )

@@ -18,6 +18,7 @@ from attmemo.db import index as db_index
 from attmemo.db.catalogue import Snapshot
 from attmemo.db.index import build_index, load_index
 from attmemo.errors import DatabaseCorruptError, DatabaseError
+from attmemo.extras import install
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +259,7 @@ def test_without_hnswlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "hnswlib", None)
     with pytest.raises(DatabaseError, match=r"hnswlib is not installed") as caught:
         build_index(clustered(5), "hnswlib")
-    assert caught.value.hint == "pip install 'attmemo[hnswlib]'"
+    assert caught.value.hint == install("hnswlib")
     with pytest.raises(DatabaseError, match="hnswlib is not installed"):
         load_index(np.zeros(8, np.uint8), DIMENSION, "hnswlib")
 

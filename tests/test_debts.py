@@ -18,7 +18,6 @@ from attmemo import debts as debts_module
 from attmemo.debts import Debt, batches
 from attmemo.guard import Guard, Verdict
 from attmemo.guard.certificate import Counts
-from attmemo.guard.draw import Draw
 from attmemo.guarded import OWED, Guarded
 from attmemo.idle import Idle
 
@@ -37,7 +36,7 @@ def ask(model: Any, inputs: Inputs) -> Any:
 def owing(case: Case, inputs: Inputs = BOTH, **options: Any) -> Any:
     """A model that owes the answers to these inputs."""
     model = taught(case.bare, min_cosine=options.pop("min_cosine", -1.0), **options)
-    model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
+    model.attmemo.guarded.guard.drawn = 1.0
     ask(model, inputs)
     return model
 
@@ -57,7 +56,7 @@ def guard_of(model: Any) -> dict[str, Any]:
 class TestOwed:
     def test_an_answer_is_served_first_and_verified_afterwards(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
+        model.attmemo.guarded.guard.drawn = 1.0
         before = guard_of(model)["verified"]
         seen, exact = ask(model, BOTH), run(case.exact, BOTH)
         assert worst(seen, exact, BOTH) > NEAR, "answers of records"
@@ -75,29 +74,29 @@ class TestOwed:
         assert not model.attmemo.guarded.debts
         assert not model.attmemo.stats()["failures"]
 
-    def test_before_there_is_a_certificate_every_served_answer_is_owed_and_paid_for(self, case: Case) -> None:
+    def test_before_there_is_a_certificate_every_served_answer_is_owed_and_counts(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
         guard = model.attmemo.guarded.guard
-        guard.draw.most = 0.0
+        guard.drawn = 0.0
         guard.certificate.adopt(Counts(same=200, requests=300))
         assert not guard.certified
         assert guard.certificate.affords()
-        saved = guard._saved
+        before = guard._in_vain
         ask(model, BOTH)
         assert len(model.attmemo.guarded.debts) == len(LENGTHS)
-        assert guard._saved < saved
+        assert guard._in_vain > before
 
-    def test_of_certified_answers_a_share_is_owed_and_costs_the_account_nothing(self, case: Case) -> None:
+    def test_of_certified_answers_a_share_is_owed_and_none_counts_as_in_vain(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
         guard = model.attmemo.guarded.guard
-        guard._saved = 7.0
+        guard._in_vain = 7.0
         ask(model, BOTH)
         assert not model.attmemo.guarded.debts, "nothing is drawn"
-        guard.draw = Draw(1.0, added=1e9)
-        before = guard._saved
+        guard.drawn = 1.0
+        before = guard._in_vain
         ask(model, BOTH)
         assert len(model.attmemo.guarded.debts) == len(LENGTHS)
-        assert guard._saved > before
+        assert guard._in_vain < before
 
     def test_of_equal_sequences_of_a_batch_one_is_owed(self, case: Case) -> None:
         model = owing(case, rows_of(BOTH, 0, 0, 1, 0))
@@ -118,13 +117,11 @@ class TestOwed:
         run(model, rows_of(BOTH, 1))
         assert done(model)["reused"] == 1, "for one it does"
 
-    def test_an_answer_below_the_margin_is_exact_and_not_owed(
-        self, case: Case, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_answer_below_the_margin_is_exact_and_not_owed(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
         guard = model.attmemo.guarded.guard
-        guard.draw = Draw(1.0, added=1e9)
-        monkeypatch.setattr(guard, "is_low", lambda margin, cover: True)
+        guard.drawn = 1.0
+        guard.margin.least = 2.0  # no answer is as sure
         assert worst(ask(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         assert not model.attmemo.guarded.debts
 
@@ -146,7 +143,7 @@ class TestOwed:
         while len(guarded_.debts) <= OWED:
             ask(model, BOTH)
         owed, verified = len(guarded_.debts), guard_of(model)["verified"]
-        guarded_.guard.draw.most = 0.0
+        guarded_.guard.drawn = 0.0
         ask(model, BOTH)
         assert guard_of(model)["verified"] == verified + owed
         assert not guarded_.debts
@@ -154,7 +151,7 @@ class TestOwed:
     def test_answers_are_verified_while_no_request_runs(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("attmemo.idle.QUIET", 0.01)
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
+        model.attmemo.guarded.guard.drawn = 1.0
         before = guard_of(model)["verified"]
         ask(model, BOTH)
         assert until(lambda: guard_of(model)["verified"] == before + len(LENGTHS))
@@ -192,7 +189,7 @@ class TestForgotten:
 
     def test_nothing_is_owed_while_a_module_has_a_hook(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
+        model.attmemo.guarded.guard.drawn = 1.0
         seen: list[int] = []
         hook = model.get_input_embeddings().register_forward_hook(lambda *given: seen.append(1))
         ask(model, BOTH)
@@ -259,7 +256,7 @@ class TestForgotten:
     def test_nothing_is_forgotten_while_threads_ask(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
         guard = model.attmemo.guarded.guard
-        guard.draw = Draw(1.0, added=1e9)
+        guard.drawn = 1.0
         before = guard_of(model)["verified"]
         threads = [threading.Thread(target=lambda: [ask(model, BOTH) for _ in range(4)]) for _ in range(3)]
         for thread in threads:

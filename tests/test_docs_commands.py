@@ -12,6 +12,8 @@ import pytest
 from serve_tools import ask, living, tiny
 from test_docs import DOCUMENTS, REPOSITORY, inline, shell_lines
 
+from attmemo.extras import install
+
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = set(PROJECT["optional-dependencies"])
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
@@ -26,6 +28,12 @@ def commands(start: str) -> Iterator[tuple[Path, str]]:
         for line in (*shell_lines(text), *inline(text)):
             if line.startswith(start):
                 yield path, line
+
+
+def files_of(folder: str) -> list[Path]:
+    """Its files that are text."""
+    found = [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+    return [path for path in found if path.suffix not in (".so", ".pyc", ".png")]
 
 
 def curls() -> list[list[str]]:
@@ -65,6 +73,19 @@ def test_what_pip_installs_is_an_extra_of_the_project() -> None:
     assert found
     unknown = [(path.name, name) for path, names in found for name in names.split(",") if name not in EXTRAS]
     assert not unknown, f"pyproject.toml has {sorted(EXTRAS)}"
+
+
+def test_nothing_that_a_user_reads_installs_attmemo_from_an_index() -> None:
+    """It is on none, and the name there is free."""
+    sources = [path for part in ("attmemo", "profiler", "scripts", "examples", "deploy") for path in files_of(part)]
+    for path in (*DOCUMENTS, *sources):
+        text = " ".join(path.read_text(encoding="utf-8", errors="replace").split())
+        assert not re.search(r"pip install (?:-\S+ )*[\"' ]*attmemo\b", text), path
+
+
+def test_the_command_for_an_extra_can_be_copied() -> None:
+    for name in EXTRAS:
+        assert shlex.split(install(name), comments=True) == ["pip", "install", f".[{name}]"]
 
 
 def test_every_extra_is_on_the_page_of_installing_or_for_developers() -> None:

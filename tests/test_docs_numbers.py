@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from docs_tools import RowsCase, agree, measured, numbers, page, says, set_in, spread, table_rows
 
-from attmemo.profiler.peers import ONNX, OPENVINO
-from attmemo.profiler.race import APPROXIMATE, CACHE, MAPS, PACKED, ROWS, STOCK
+from attmemo.profiler.race import APPROXIMATE, CACHE, MAPS, ONNX, OPENVINO, PACKED, ROWS, STOCK
 
 FLOAT32, AMX, AVX512 = "service.json", "service-bfloat16.json", "service-avx512.json"
 TABLES = {  # the text before each table of docs/service.md

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from docs_tools import agree, measured, numbers, page, says, set_in, table_rows
-
-from attmemo.kernels.align import Rule
-from attmemo.planner.guarded import MORE_NEAR_OF_VECTORS
+from docs_tools import agree, measured, numbers, page, says, table_rows
 
 TEXT, FOUND = page("guard.md"), measured("guard.json")
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
@@ -63,19 +60,6 @@ def test_what_falls_short_was_measured() -> None:
     says(TEXT, text, *halves)
     together, alone = (sum(run["rows"] for run in runs.values()) for runs in (FOUND["lines"]["guard"], FOUND["alone"]))
     assert alone > together, "a log alone pays for all samples itself"
-
-
-def test_what_more_rows_do_to_vectors_was_measured() -> None:
-    rows, found = table_rows(TEXT, "| neighbours | below the cosine"), FOUND["more rows"]
-    assert len(rows) == len(found)
-    for row, (near, one) in zip(rows, found.items(), strict=True):
-        agree(row[:1], [Rule().near + int(near)])
-        agree(row[1:], [one[name] for name in ("answers", "rows", "changed", "changed with more rows", "moved")])
-    assert rows[1][0] == f"**{Rule().near + MORE_NEAR_OF_VECTORS}**"
-    before, own = (found[str(near)] for near in (MORE_NEAR_OF_VECTORS - 1, MORE_NEAR_OF_VECTORS))
-    assert before["changed with more rows"] >= 2 * own["changed with more rows"], "twice as many"
-    (invented,) = set_in("bench_guard.py", r"INVENTED = (\d+)")
-    says(TEXT, "The four logs of the embeddings and # invented lines", invented)
 
 
 def test_what_each_log_was_served_was_measured() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from attmemo import memory
 from attmemo.cli.app import app
+from attmemo.extras import install
 from attmemo.kernels import _row_attention
 from attmemo.profiler import doctor
 from attmemo.profiler.doctor import advise, examine, plan
@@ -116,7 +117,7 @@ class TestAdvice:
         """A machine with nothing to change."""
         cache = {"path": "/c", "writable": True, "filesystem": "ext4", "bytes": 1 << 40, "free": 1 << 40}
         packages = dict.fromkeys(facts["packages"], True)
-        given = {**facts, "cores": 4, "quota": None, "threads": 4, "cache": cache, "packages": packages}
+        given = {**facts, "cores": 4, "cores_to_use": 4, "threads": 4, "cache": cache, "packages": packages}
         return given, {"precision": "float32", "max_bytes": GIB}
 
     def test_a_good_machine_gets_none(self, well: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -125,11 +126,11 @@ class TestAdvice:
     @pytest.mark.parametrize(
         ("change", "said", "command"),
         [
-            ({"quota": 2.5}, "4 threads share 2 cores", "export OMP_NUM_THREADS=2"),
+            ({"cores_to_use": 2}, "4 threads share 2 cores", "export OMP_NUM_THREADS=2"),
             ({"settings": {}}, "idle threads spin", "export GOMP_SPINCOUNT=30000"),
             ({"cache.writable": False}, "cannot be written", "export ATTMEMO_CACHE=/a/folder/of/yours"),
             ({"cache.filesystem": "nfs4"}, "is on nfs4", "export ATTMEMO_CACHE=/a/local/folder"),
-            ({"packages.hnswlib": False}, "4,000 records", "pip install 'attmemo[hnswlib]'"),
+            ({"packages.hnswlib": False}, "4,000 records", install("hnswlib")),
             ({"max_map_count": 65530}, "few mappings", "sudo sysctl -w vm.max_map_count=1048576"),
             ({"huge_pages.files": "never"}, "no huge pages",
              "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from attmemo.db import KIND_MAP
 from attmemo.embed.training import TrainOptions
 from attmemo.engine import Engine
 from attmemo.errors import WindowError
+from attmemo.plan import Plan
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model, tokenize
@@ -248,6 +250,30 @@ class TestExactness:
         model.config.output_hidden_states = False
         logits(model, inputs)
         assert handle_of(model).stats()["hits"] == 4, "an exact forward made the next one exact"
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_a_boolean_mask_is_what_the_original_makes_of_it(self, bert: Case, implementation: str) -> None:
+        """Eager attention adds it to its scores, as the numbers 0 and 1; fused attention leaves out what is False."""
+        model, exact = bert.serve(0.0, implementation=implementation), bert.model(implementation)
+        plain = bert.inputs(bert.stored[:2])
+        valid = plain["attention_mask"].bool()
+        inputs = plain | {"attention_mask": valid[:, None, None, :].expand(-1, 1, valid.shape[1], -1)}
+        seen = states(model, inputs)
+        if implementation == "eager":
+            assert torch.equal(seen, states(exact, inputs))
+            assert set(handle_of(model).stats()["ineligible"]) == {"the mask is not plain padding on one side"}
+        else:
+            assert torch.equal(seen, states(model, plain))
+            assert handle_of(model).stats()["hits"] == 8
+
+    def test_sequences_of_no_tokens_raise_what_the_original_raises(self, bert: Case) -> None:
+        model, exact = bert.serve(0.0), bert.model()
+        inputs = {"input_ids": torch.zeros(3, 0, dtype=torch.long)}
+        with pytest.raises(RuntimeError) as expected:
+            logits(exact, inputs)
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            logits(model, inputs)
+        assert handle_of(model).stats()["failures"] == {}
 
     @pytest.mark.parametrize("lookup", LOOKUPS)
     def test_training_mode_stays_exact_and_says_so(self, case: Case, lookup: str) -> None:
@@ -738,6 +764,19 @@ class TestNothingIsStale:
         for thread in threads:
             thread.join()
         assert not wrong
+
+    def test_a_plan_that_is_set_holds_for_its_thread_alone(self, case: Case, lookup: str) -> None:
+        model, exact = case.serve(0.0, lookup=lookup), case.model()
+        inputs, found = case.inputs(case.fresh[:1]), list[Tensor]()
+        served = logits(model, inputs)
+        assert not torch.equal(served, logits(exact, inputs))
+        with handle_of(model).engine.planned(Plan("nothing is looked up")):
+            other = threading.Thread(target=lambda: found.append(logits(model, inputs)))
+            other.start()
+            other.join(30)
+            assert torch.equal(logits(model, inputs), logits(exact, inputs))
+        assert torch.equal(found[0], served)
+        assert torch.equal(logits(model, inputs), served)
 
     @staticmethod
     def _layer(model: Any, layer: int, hidden: Tensor, mask: Tensor | None = None) -> Tensor:

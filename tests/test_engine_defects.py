@@ -89,9 +89,12 @@ class TestDatabasesThatGoAway:
     ) -> None:
         with Database(bert_database) as database:
             serve(model, database)
+        assert model.attmemo.stats()["failed"] == 0
         assert torch.equal(logits(model, inputs), exact)
-        (reason,) = model.attmemo.stats()["failures"]
+        stats = model.attmemo.stats()
+        (reason,) = stats["failures"]
         assert "was closed" in reason
+        assert stats["failed"] == stats["failures"][reason] > 0
 
     def test_a_models_own_database_may_be_given_to_a_second_memoize(
         self, model: Any, inputs: Inputs, bert_database: Path
@@ -269,6 +272,14 @@ def test_failures_keep_a_bounded_number_of_texts() -> None:
     assert sum(counters.failures.values()) == 100
     assert len(counters.failures) <= 21
     assert counters.failures["the lookup failed (OSError: file 3)"] == 1
+
+
+def test_a_failure_is_told_at_first_and_whenever_it_is_ten_times_as_many() -> None:
+    counters = Counters(1)
+    told = [count for _ in range(1200) if (count := counters.failure("the lookup failed", OSError("a file"), 1))]
+    assert told == [1, 10, 100, 1000]
+    assert counters.failure("the lookup failed", OSError("another file"), 25) == 25
+    assert counters.failed == 1225
 
 
 def test_the_process_pool_of_a_sentence_transformer_leaves_the_parent_alive(

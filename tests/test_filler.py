@@ -17,7 +17,7 @@ from attmemo.reuse.filler import Filler
 
 LONG = 60.0
 """Seconds after which a test fails. None waits so long if the promise holds."""
-TOO_MANY = "too many waited to be stored"
+TOO_MANY = "queue_full"
 
 
 class Store:

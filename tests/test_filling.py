@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import time
@@ -14,10 +15,12 @@ import pytest
 import torch
 from families import FAMILIES
 from packed_tools import MODELS, NEAR, batch, gap, rows_database, valid
+from shared_pool_tools import refuse
 
 from attmemo import DatabaseError, StaleDatabaseError, UnsupportedModelError, memoize, unmemoize
 from attmemo.db import cache_directory, filling_path
 from attmemo.db.environments import ENVIRONMENTS
+from attmemo.db.files import storing
 from attmemo.db.filling import is_filling
 from attmemo.db.lease import LEASE
 from attmemo.db.shared_pool import SharedPool
@@ -49,6 +52,12 @@ def ask(model: Any, inputs: Any = INPUTS) -> Any:
 def apart(seen: Any, expected: Any, inputs: Any = INPUTS) -> float:
     """The greatest difference, at valid tokens."""
     return gap(seen, expected, valid(inputs) if seen.dim() == 3 else None)
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    """What opening a folder to fill it ends with on a disk that is read only."""
+    with storing(Path("own")):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def served(model: Any) -> int:
@@ -107,8 +116,12 @@ class TestByItself:
         (folder / "FILLING.json").write_text("{}")
         with pytest.raises(DatabaseError):
             memoize(copy.deepcopy(bare), fill=False)
-        ask(memoize(copy.deepcopy(bare), max_bytes=1 << 24))
-        assert "in memory only" in caplog.text
+        assert not list(folder.rglob("set-aside")), "nothing was changed"
+        again = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24)
+        ask(again)
+        assert caplog.text.count("set aside") == 1
+        assert again.attmemo.stats()["folder"] == str(folder)
+        assert again.attmemo.stats()["records"] == len(LENGTHS)
 
     def test_a_family_without_blocks_is_refused_by_name_and_packed_by_nothing(self) -> None:
         model = FAMILIES["GPT-2"].make() if "GPT-2" in FAMILIES else FAMILIES["GPT2"].make()
@@ -123,7 +136,7 @@ class TestByItself:
         torch.manual_seed(0)
         model = memoize(hf.BertForTokenClassification(config).eval())
         assert model.attmemo.reuse == "none"
-        assert "an answer that can be compared" in caplog.text
+        assert "logits (2, 11, 2) are no classes of sequences" in caplog.text
 
     def test_a_cache_directory_that_cannot_be_written_leaves_records_in_memory(
         self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -288,6 +301,76 @@ class TestTrouble:
         assert apart(ask(model), expected) <= NEAR
         assert served(model) >= len(LENGTHS) - 1, "the others serve"
 
+    @pytest.mark.parametrize("part", ["FILLING.json", "catalogue/data.mdb", "segments/*", "guard/*.safetensors"])
+    def test_a_folder_with_a_cut_file_is_filled_on_and_that_is_told_once(
+        self, bare: Any, tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = filled(bare, tmp_path / "own")
+        expected = ask(first)
+        unmemoize(first)
+        (file,) = (tmp_path / "own").glob(part)
+        os.truncate(file, 100)
+        cut = file.read_bytes()
+        caplog.clear()
+        for _ in range(2):
+            model = filled(bare, tmp_path / "own")
+            assert apart(ask(model), expected) <= NEAR
+            assert apart(ask(model), expected) <= NEAR
+            assert model.attmemo.stats()["records"] == len(LENGTHS)
+            assert served(model) > 0
+            unmemoize(model)
+        assert caplog.text.count("set aside") == 1
+        assert str(file.parent if "data" in part else file) in caplog.text
+        found = [one for one in (tmp_path / "own").rglob("*") if one.is_file() and one.stat().st_size == 100]
+        assert [one.read_bytes() for one in found] == [cut], "it is kept"
+
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+    @pytest.mark.parametrize("call", ["mkdir", "fsync", "posix_fallocate"])
+    def test_a_full_disk_at_the_start_costs_no_answer_and_is_told_once(
+        self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+        call: str, code: int,
+    ) -> None:  # fmt: skip
+        """A new folder: records are kept in memory, and the next start makes it."""
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse(code))
+            model = filled(bare, tmp_path / "own")
+        assert [record.levelname for record in caplog.records if "in memory only" in record.message] == ["WARNING"]
+        assert "keeps tokens" not in caplog.text
+        assert model.attmemo.stats()["folder"] is None
+        expected = answer(bare)
+        for _ in range(2):
+            assert apart(ask(model), expected) <= NEAR
+        assert served(model) == len(LENGTHS)
+        unmemoize(model)
+        again = filled(bare, tmp_path / "own")
+        ask(again)
+        assert again.attmemo.stats()["folder"] == str(tmp_path / "own")
+        assert again.attmemo.stats()["records"] == len(LENGTHS)
+
+    def test_a_folder_on_a_disk_that_became_read_only_serves(
+        self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = filled(bare, tmp_path / "own")
+        expected = ask(first)
+        unmemoize(first)
+        with monkeypatch.context() as patched:
+            patched.setattr("attmemo.db.aside.SharedPool", refused)
+            model = filled(bare, tmp_path / "own")
+        assert caplog.text.count("new records are not kept") == 1
+        assert apart(ask(model), expected) <= NEAR
+        assert served(model) == len(LENGTHS)
+        other = batch(LENGTHS, 9)
+        assert apart(ask(model, other), answer(bare, other), other) <= NEAR
+        assert model.attmemo.stats()["records"] == len(LENGTHS)
+
+    def test_a_folder_that_cannot_be_used_for_another_reason_is_refused_by_name(
+        self, bare: Any, tmp_path: Path
+    ) -> None:
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "notes.txt").write_text("mine")
+        with pytest.raises(DatabaseError, match="holds other files"):
+            filled(bare, tmp_path / "own")
+
     def test_a_folder_that_is_taken_away_costs_no_answer(self, bare: Any, tmp_path: Path) -> None:
         import shutil
 
@@ -299,7 +382,7 @@ class TestTrouble:
         assert apart(ask(model, other), answer(bare, other), other) <= NEAR
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1GiB"])
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1 room"])
 def test_a_bound_that_is_no_number_of_bytes_is_refused(bare: Any, tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ValueError, match="max_bytes"):
         filled(bare, tmp_path / "own", max_bytes=wrong)

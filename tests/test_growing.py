@@ -25,6 +25,8 @@ from attmemo.db.pool import Entry, News, Pool
 from attmemo.db.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
+from attmemo.kernels.kinds import NO_KINDS
+from attmemo.kernels.plan import Demand
 from attmemo.profiler.row_controls import read_record
 from attmemo.reuse.growing import KNOWN, PAYS, GrowingRows
 from attmemo.reuse.offer import Offer
@@ -315,7 +317,7 @@ class TestWhatIsKept:
         store.offer(offers)
         assert store.flush()
         assert held(store, 3) == [0, 2]
-        assert store.done == {"kept": 2, "not finite": 1}
+        assert store.done == {"kept": 2, "not_finite": 1}
 
     @pytest.mark.parametrize("part", ["last", "rows"])
     def test_what_its_type_cannot_hold_is_left_out_and_the_largest_number_is_kept(self, part: str) -> None:
@@ -327,7 +329,7 @@ class TestWhatIsKept:
         store.offer(offers)
         assert store.flush()
         assert held(store, 3) == [0, 2]
-        assert store.done == {"kept": 2, "not finite": 1}
+        assert store.done == {"kept": 2, "not_finite": 1}
         for number in range(2):
             assert all(tensor.isfinite().all() for tensor in fetched(store.fetch(numbers(number)), 0))
 
@@ -475,7 +477,7 @@ class TestDropped:
         tokens, starts = record(0)[0].copy(), numbers(0, 5)
         tokens[2] += 500
         near = store.index.candidates(tokens, starts)
-        found = store.index.align(tokens, starts, near, Rule()).record
+        found = store.index.plan(tokens, starts, near, Rule(), NO_KINDS, Demand()).record
         assert found.tolist() == [0]
         own, seen = store.index.remove, list[str]()
 
@@ -483,7 +485,7 @@ class TestDropped:
             own(number)
             if number:
                 return
-            changes, _ = store.index.changes(tokens, starts, near, found, Rule(), np.zeros(0, np.uint8))
+            changes = store.index.plan(tokens, starts, near, Rule(), NO_KINDS, Demand()).changes
             try:
                 store.fetch(found)
                 seen.append(f"fetched, {len(changes)} changes")
@@ -499,16 +501,12 @@ class TestDropped:
         keep(store, record(0))
         tokens, starts = record(0)[0].copy(), numbers(0, 5)
         tokens[2] += 500
-        near, kinds = store.index.candidates(tokens, starts), np.zeros(0, np.uint8)
-        found, there = store.index.changes(tokens, starts, near, numbers(0), Rule(), kinds)
+        near = store.index.candidates(tokens, starts)
+        found = store.index.plan(tokens, starts, near, Rule(), NO_KINDS, Demand()).changes
         partner = np.array([0, 1, -1, 3, 4], np.int32)
-        expected = changes_of(tokens, starts, numbers(0), record(0)[0], numbers(0, 5), partner, kinds)
+        expected = changes_of(tokens, starts, numbers(0), record(0)[0], numbers(0, 5), partner, NO_KINDS)
         assert len(found) == 1
-        assert there.tolist() == [True]
         assert all(np.array_equal(a, b) for a, b in zip(found.columns, expected.columns, strict=True))
-        found, there = store.index.changes(tokens, starts, near, numbers(-1), Rule(), kinds)
-        assert len(found) == 0
-        assert there.tolist() == [False]
 
 
 STORED = [9, 12, 7]

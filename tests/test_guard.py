@@ -16,16 +16,12 @@ from guard_tools import gaps, number, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.guard import Cover, Guard, Verdict
+from attmemo.guard import Guard, Verdict
 from attmemo.guard import certificate as certificate_module
-from attmemo.guard import draw as draw_module
-from attmemo.guard import guard as guard_module
 from attmemo.guard.certificate import Counts, highest_rate
-from attmemo.guard.draw import Draw
-from attmemo.guard.futile import FEWEST
-from attmemo.guard.guard import AGAIN
-from attmemo.guard.margin import CLASSES, MOVED, SEEN, VECTORS, Margin
-from attmemo.guard.verified import WORDS
+from attmemo.guard.guard import AGAIN, PATIENCE, RETURNED
+from attmemo.guard.margin import CLASSES, SEEN, VECTORS, Margin
+from attmemo.kernels.plan import Evidence
 
 STEPS, FIRST, SURE = CLASSES.steps, CLASSES.first, CLASSES.sure
 
@@ -165,54 +161,17 @@ class TestMargin:
 
 def sampled(guard: Guard, count: int, changed: bool = False, margin: float | None = None) -> list[bool]:
     """Verify so many answers that would have been served."""
-    return [guard.compared(Verdict.SAMPLE, gaps(number(1, 2, 3)), Cover.FULLY, margin, changed) for _ in range(count)]
+    known = Evidence.FULLY
+    return [guard.compared(Verdict.SAMPLE, gaps(number(1, 2, 3)), known, margin, changed) for _ in range(count)]
 
 
 def certified(drawn: float = 0.0) -> Guard:
     """A guard with a certificate, and enough saved up for a few answers."""
     guard = Guard(0.01, 0.95, drawn=drawn, seed=0)
     guard.certificate.adopt(Counts(same=2000))
-    guard.decide([None] * 20)
+    guard.decide([Evidence.NONE] * 20)
     assert guard.state().name == "certified"
     return guard
-
-
-class TestDraw:
-    def test_the_whole_share_is_drawn_while_nothing_is_known_or_much_is_computed(self) -> None:
-        draw = Draw(0.02)
-        assert draw.share == 0.02
-        draw.note(rows=100, drawable=100, tokens=100)
-        assert draw.share == 0.02
-
-    @pytest.mark.parametrize(("rows", "share"), [(1000, 0.02), (800, 0.02), (600, 0.015), (400, 0.01), (10, 0.005)])
-    def test_samples_add_a_twentieth_of_the_time_or_a_least_share_is_drawn(self, rows: int, share: float) -> None:
-        draw = Draw(0.02)
-        draw.note(rows, drawable=1000, tokens=1000)
-        assert draw.share == pytest.approx(share)
-
-    @given(st.floats(0.0, 1.0), st.integers(0, 500), st.integers(0, 500))
-    @settings(max_examples=60, deadline=None)
-    def test_never_more_is_drawn_than_was_asked_for(self, most: float, rows: int, drawable: int) -> None:
-        draw = Draw(most)
-        draw.note(rows, drawable, 500)
-        assert min(most, draw_module.LEAST) <= draw.share <= most
-
-    @pytest.mark.parametrize("drawable", [0, 1 << 14])
-    def test_what_was_long_ago_counts_little_if_it_could_be_drawn_or_not(self, drawable: int) -> None:
-        draw = Draw(0.02)
-        for _ in range(1000):
-            draw.note(rows=1 << 14, drawable=drawable, tokens=1 << 14)
-        for _ in range(40):
-            draw.note(rows=1 << 12, drawable=1 << 14, tokens=1 << 14)
-        assert draw.share == pytest.approx(draw_module.ADDED / draw_module.TAKES / 4, rel=0.01)
-
-    @pytest.mark.parametrize(("rows", "share"), [(10_000, 0.2), (1_000, 0.05), (500, 0.025)])
-    def test_the_guard_draws_the_share_that_its_batches_allow(self, rows: int, share: float) -> None:
-        guard = certified()
-        guard.draw = Draw(0.2, added=0.5 * draw_module.TAKES)
-        guard.note_rows(rows, drawable=10_000, tokens=10_000)
-        drawn = guard.decide([Cover.FULLY] * 20_000).count(Verdict.SAMPLE)
-        assert drawn == pytest.approx(share * 20_000, rel=0.15)
 
 
 class TestGuard:
@@ -229,102 +188,136 @@ class TestGuard:
 
     def test_before_any_sample_nothing_that_changed_is_served(self) -> None:
         guard = Guard(0.01, 0.95)
-        verdicts = guard.decide([Cover.FULLY, Cover.FREELY, Cover.NOT, None] * 20)
+        verdicts = guard.decide([Evidence.FULLY, Evidence.FREELY, Evidence.UNKNOWN, Evidence.NONE] * 20)
         assert verdicts == [Verdict.SAMPLE, Verdict.SAMPLE, Verdict.LEARN, None] * 20
         assert guard.state().name == "learning"
 
     def test_the_same_input_is_served_at_once(self) -> None:
         guard = Guard(0.01, 0.95)
-        assert guard.decide([Cover.SAME] * 5) == [Verdict.SERVE] * 5
+        assert guard.decide([Evidence.SAME] * 5) == [Verdict.SERVE] * 5
         assert guard.state().counts.served == 0  # an answer that cannot change costs nothing
-        assert not guard.is_low(0.0, Cover.SAME)
+        assert not guard.is_low(0.0, Evidence.SAME)
 
-    @given(st.lists(st.sampled_from([Cover.NOT, Cover.FUTILE, None]), min_size=1, max_size=100), st.booleans())
+    @given(
+        st.lists(st.sampled_from([one for one in Evidence if one < Evidence.FREELY]), min_size=1, max_size=100),
+        st.booleans(),
+    )
     @settings(max_examples=40, deadline=None)
-    def test_what_is_not_verified_is_never_served(self, covers: list[Cover | None], with_certificate: bool) -> None:
+    def test_what_is_not_verified_is_never_served(self, covers: list[Evidence], with_certificate: bool) -> None:
         guard = certified() if with_certificate else Guard(0.01, 0.95)
         for cover, verdict in zip(covers, guard.decide(covers), strict=True):
-            assert verdict is None if cover is None else verdict in (Verdict.LEARN, Verdict.LEAVE)
+            assert verdict is None if cover < Evidence.UNKNOWN else verdict in (Verdict.LEARN, Verdict.LEAVE)
 
     def test_a_certified_guard_serves_what_is_verified(self) -> None:
         guard = certified()
-        assert guard.decide([Cover.FULLY, Cover.FREELY]) == [Verdict.SERVE] * 2
+        assert guard.decide([Evidence.FULLY, Evidence.FREELY]) == [Verdict.SERVE] * 2
         assert guard.state().counts.served == 2
-        assert sum(verdict is Verdict.SERVE for verdict in guard.decide([Cover.FULLY] * 100)) == 100
+        assert sum(verdict is Verdict.SERVE for verdict in guard.decide([Evidence.FULLY] * 100)) == 100
 
     def test_some_of_what_would_be_served_is_drawn(self) -> None:
-        verdicts = certified(drawn=0.2).decide([Cover.FULLY] * 1000)
+        verdicts = certified(drawn=0.2).decide([Evidence.FULLY] * 1000)
         assert set(verdicts) == {Verdict.SERVE, Verdict.SAMPLE}
         assert 140 < verdicts.count(Verdict.SAMPLE) < 260
-        assert set(certified(drawn=1.0).decide([Cover.FULLY] * 50)) == {Verdict.SAMPLE}
+        assert set(certified(drawn=1.0).decide([Evidence.FULLY] * 50)) == {Verdict.SAMPLE}
 
-    @pytest.mark.parametrize("cover", [Cover.NOT, Cover.FULLY])
-    def test_so_many_are_verified_first_and_then_a_share_of_the_requests(self, cover: Cover) -> None:
+    @pytest.mark.parametrize("cover", [Evidence.UNKNOWN, Evidence.FULLY])
+    def test_so_many_are_verified_in_vain_and_then_only_what_is_drawn(self, cover: Evidence) -> None:
         guard = Guard(0.01, 0.95, drawn=0.0)
-        first = guard.decide([cover] * 500)
+        guard.certificate.adopt(Counts(same=0, changed=9))  # nothing is affordable
+        first = guard.decide([cover] * int(PATIENCE))
         assert Verdict.LEAVE not in first
-        verdicts = first + guard.decide([cover] * 4000)
-        served = verdicts.count(Verdict.SERVE)
-        allowed = guard_module.SAVED + guard_module.EARNED * 4500 + guard_module.RETURNED * served
-        assert allowed - 2 <= 4500 - verdicts.count(Verdict.LEAVE) - served <= allowed + 1
+        later = guard.decide([cover] * 1000)
+        verified = later.count(Verdict.SAMPLE) + later.count(Verdict.LEARN)
+        reused = (first + later).count(Verdict.SERVE)
+        assert verified <= RETURNED * reused + 1
+        assert reused <= 15
+        drawing = Guard(0.01, 0.95, drawn=1.0)
+        drawing.certificate.adopt(Counts(same=0, changed=9))
+        assert Verdict.LEAVE not in drawing.decide([cover] * 2000)
 
-    def test_served_answers_pay_for_more_verifications(self) -> None:
+    def test_reused_answers_give_verifications_back(self) -> None:
         guard = certified()
-        guard.decide([Cover.NOT] * 2000)
-        assert guard.decide([Cover.NOT] * 9).count(Verdict.LEARN) <= 1
-        served = guard.decide([Cover.FULLY] * 100).count(Verdict.SERVE)
-        assert served == 100
-        paid = guard.decide([Cover.NOT] * 100).count(Verdict.LEARN)
-        earned = guard_module.RETURNED * served + guard_module.EARNED * 200
-        assert earned - 2 <= paid <= earned + 1
+        guard.decide([Evidence.UNKNOWN] * 2000)
+        assert guard.decide([Evidence.UNKNOWN]) == [Verdict.LEAVE]
+        assert guard.decide([Evidence.FULLY] * 100) == [Verdict.SERVE] * 100
+        paid = guard.decide([Evidence.UNKNOWN] * 100).count(Verdict.LEARN)
+        assert paid == pytest.approx(RETURNED * 100, abs=1)
 
-    def test_what_is_drawn_is_verified_whatever_the_account_holds(self) -> None:
-        guard = certified(drawn=1.0)
-        guard.decide([Cover.NOT] * 2000)
-        assert set(guard.decide([Cover.FULLY] * 50)) == {Verdict.SAMPLE}
-
-    def test_an_answer_below_the_margin_pays_for_nothing(self) -> None:
+    def test_an_answer_below_the_margin_gives_nothing_back(self) -> None:
         guard = certified()
-        guard.decide([Cover.NOT] * 2000)
-        before = guard._saved
-        assert guard.decide([Cover.FULLY]) == [Verdict.SERVE]
+        guard.decide([Evidence.UNKNOWN] * 2000)
+        assert guard.decide([Evidence.FULLY] * 4) == [Verdict.SERVE] * 4
         served = guard.certificate.counts.served
-        guard.compared(Verdict.SERVE, gaps(), Cover.FULLY, 0.1, False)
-        assert guard._saved == pytest.approx(before + guard_module.EARNED)
-        assert guard.certificate.counts.served == served - 1
+        for _ in range(4):
+            guard.compared(Verdict.SERVE, gaps(), Evidence.FULLY, 0.1, False)
+        assert guard.decide([Evidence.UNKNOWN]) == [Verdict.LEAVE]
+        assert guard.certificate.counts.served == served - 4
+
+    def test_an_alarm_begins_anew(self) -> None:
+        guard = certified()
+        guard.decide([Evidence.UNKNOWN] * 2000)
+        assert guard.decide([Evidence.UNKNOWN]) == [Verdict.LEAVE]
+        while not sampled(guard, 1, changed=True)[0]:
+            pass
+        assert set(guard.decide([Evidence.UNKNOWN] * int(PATIENCE))) == {Verdict.LEARN}
+
+    def test_a_record_whose_own_answer_is_unsure_is_left_and_sometimes_tried(self) -> None:
+        guard = certified(drawn=0.5)
+        verdicts = guard.decide([Evidence.UNSURE] * 50)
+        assert set(verdicts) == {Verdict.LEAVE, Verdict.LEARN}
+        counts = guard.margin.counts()
+        guard.compared(Verdict.LEARN, gaps(number(1, 2, 3)), Evidence.UNSURE, STEPS[0], False)
+        assert guard.margin.counts() == counts, "the margin was not asked"
+
+    def test_requests_that_are_the_same_get_one_answer_and_are_verified_once_at_most(self) -> None:
+        guard = certified(drawn=1.0)
+        assert guard.decide([Evidence.FULLY] * 4, [0, 0, 2, 0], 9) == [
+            Verdict.OWE, Verdict.SERVE, Verdict.OWE, Verdict.SERVE
+        ]  # fmt: skip
+        assert guard.certificate.counts.served == 4
+        assert guard.decide([Evidence.UNKNOWN] * 2, [0, 0]) == [Verdict.LEARN, None]
+        assert guard.certificate.counts.requests == 26
+
+    def test_a_margin_rises_with_an_alarm(self) -> None:
+        guard = certified()
+        before = guard.margin.least
+        while not sampled(guard, 1, changed=True)[0]:
+            pass
+        assert guard.margin.least > before
+
+    def test_a_certificate_that_stood_is_earned_again_from_some_of_the_reused_answers(self) -> None:
+        guard = certified()
+        guard.certificate.adopt(Counts(same=400, requests=4000, served=3600))
+        guard.decide([Evidence.NONE])
+        assert guard.certified
+        guard.certificate.sample(True)
+        assert not guard.certified
+        assert guard.state().name == "certified", "the account affords it"
+        verdicts = [guard.decide([Evidence.FULLY], room=1)[0] for _ in range(500)]
+        assert set(verdicts) == {Verdict.SERVE, Verdict.OWE}
+        assert verdicts.count(Verdict.OWE) == pytest.approx(500 * AGAIN, rel=0.3)
 
     def test_alarms_without_end_are_no_error(self) -> None:
         guard = Guard(0.01, 0.95, drawn=0.0)
         guard._epoch = 5000
         guard.verified.stayed(gaps(word(1, 2, 3)))
-        while not guard.compared(Verdict.SAMPLE, gaps(word(1, 2, 3)), Cover.FULLY, None, True):
+        while not guard.compared(Verdict.SAMPLE, gaps(word(1, 2, 3)), Evidence.FULLY, None, True):
             pass
         assert guard.state().name == "alarm"
-        assert guard.ask(gaps(word(1, 2, 3))) is Cover.NOT
-
-    def test_an_alarm_pays_for_a_new_certificate_each_time_for_less(self) -> None:
-        guard, paid = certified(), []
-        for _ in range(4):
-            guard.decide([Cover.NOT] * 5000)
-            while not sampled(guard, 1, changed=True)[0]:
-                pass
-            paid.append(guard.decide([Cover.NOT] * 600)[:-1].count(Verdict.LEARN))
-        assert paid == sorted(paid, reverse=True)
-        assert paid[0] > 250
-        assert paid[-1] < 100
+        assert guard.verified.ask(gaps(word(1, 2, 3))) is Evidence.UNKNOWN
 
     def test_a_change_that_stayed_is_covered_and_one_that_changed_an_answer_is_not(self) -> None:
         guard, these = Guard(0.01, 0.95), gaps(word(1, 2, 3))
-        assert guard.ask(these) is Cover.NOT
-        guard.compared(Verdict.LEARN, these, Cover.NOT, None, False)
-        assert guard.ask(these) is Cover.FULLY
-        guard.compared(Verdict.LEARN, these, Cover.FULLY, None, True)
-        assert guard.ask(these) is Cover.NOT
+        assert guard.verified.ask(these) is Evidence.UNKNOWN
+        guard.compared(Verdict.LEARN, these, Evidence.UNKNOWN, None, False)
+        assert guard.verified.ask(these) is Evidence.FULLY
+        guard.compared(Verdict.LEARN, these, Evidence.FULLY, None, True)
+        assert guard.verified.ask(these) is Evidence.UNKNOWN
 
     def test_only_samples_count_for_the_certificate(self) -> None:
         guard = Guard(0.01, 0.95)
         for verdict in (Verdict.LEARN, Verdict.LEAVE, Verdict.SERVE):
-            guard.compared(verdict, gaps(), Cover.FULLY, None, False)
+            guard.compared(verdict, gaps(), Evidence.FULLY, None, False)
         sampled(guard, 3, margin=0.3)  # below the margin: computed again, not served
         assert (guard.state().counts.same, guard.state().counts.changed) == (0, 0)
         sampled(guard, 3, margin=0.6)
@@ -332,189 +325,53 @@ class TestGuard:
 
     def test_an_answer_below_the_margin_is_low_and_one_that_is_no_number_too(self) -> None:
         guard = Guard(0.01, 0.95)
-        assert guard.is_low(0.49, Cover.FULLY)
-        assert not guard.is_low(0.5, Cover.FULLY)
-        assert guard.is_low(0.5, Cover.FREELY)
-        assert not guard.is_low(SURE, Cover.FREELY)
-        assert guard.is_low(float("nan"), Cover.FULLY)
-        assert not guard.is_low(None, Cover.FREELY)
+        assert guard.is_low(0.49, Evidence.FULLY)
+        assert not guard.is_low(0.5, Evidence.FULLY)
+        assert guard.is_low(0.5, Evidence.FREELY)
+        assert not guard.is_low(SURE, Evidence.FREELY)
+        assert guard.is_low(float("nan"), Evidence.FULLY)
+        assert not guard.is_low(None, Evidence.FREELY)
 
     def test_a_served_answer_below_the_margin_is_counted_as_such(self) -> None:
         guard = certified()
         guard.verified.stayed(gaps(number(1, 2, 3)))
-        assert guard.decide([Cover.FULLY] * 2) == [Verdict.SERVE] * 2
-        guard.compared(Verdict.SERVE, gaps(number(1, 2, 3)), Cover.FULLY, 0.1, True)
+        assert guard.decide([Evidence.FULLY] * 2) == [Verdict.SERVE] * 2
+        guard.compared(Verdict.SERVE, gaps(number(1, 2, 3)), Evidence.FULLY, 0.1, True)
         done = guard.state().done
         assert (done["reused"], done["below the margin"]) == (1, 1)
-        assert guard.ask(gaps(number(1, 2, 3))) is Cover.FULLY  # the margin has done its work
+        assert guard.verified.ask(gaps(number(1, 2, 3))) is Evidence.FULLY  # the margin has done its work
 
     def test_a_certificate_stands_while_more_is_served_and_the_account_affords_it(self) -> None:
         guard = Guard(0.01, 0.95, drawn=0.0)
         guard.certificate.adopt(Counts(same=200, requests=400, served=0))
-        guard.decide([None])
+        guard.decide([Evidence.NONE])
         assert guard.state().name == "certified", "a half could be served"
         for _ in range(20):
-            guard.decide([Cover.FULLY] * 20)
+            guard.decide([Evidence.FULLY] * 20)
         assert not guard.certified, "all could be served: that takes more samples"
         assert guard.certificate.affords()
         assert guard.state().name == "certified"
         while guard.certificate.affords():
-            guard.decide([Cover.FULLY])
-        guard.decide([Cover.FULLY])
+            guard.decide([Evidence.FULLY])
+        guard.decide([Evidence.FULLY])
         assert guard.state().name == "learning"
 
-    def test_where_a_word_stands_in_a_free_slot_an_answer_is_hopeless_below_its_greater_margin(self) -> None:
-        margin = Margin(0.01)
-        assert margin.is_hopeless(0.05, False)
-        assert not margin.is_hopeless(0.5, False)
-        assert margin.is_hopeless(0.5, True)
-        assert not margin.is_hopeless(SURE, True)
-        assert not Margin(0.01, VECTORS).is_hopeless(0.94, True)
-
-    def test_a_kind_of_change_that_is_always_too_far_is_left_and_sometimes_tried(self) -> None:
-        guard, own = certified(drawn=0.5), gaps(number(1, 2, 3))
-        guard.verified.stayed(own)
-        for cover in (Cover.FULLY, Cover.UNSURE):  # first with more rows computed
-            for _ in range(FEWEST):
-                assert guard.ask(own) is cover
-                guard.served(own, cover, 0.0)
-        assert guard.ask(own) is Cover.FUTILE
-        assert not guard.serves(Cover.FUTILE)
-        saved = guard._saved
-        verdicts = {verdict for _ in range(50) for verdict in guard.decide([Cover.FUTILE])}
-        assert verdicts == {Verdict.LEAVE, Verdict.LEARN}
-        assert guard._saved >= saved, "what is drawn is not paid from the account"
-        counts = guard.margin.counts()
-        assert guard.ask(own) is Cover.FUTILE
-        turns = 0
-        while guard.ask(own) is Cover.FUTILE:
-            guard.compared(Verdict.LEARN, own, Cover.FUTILE, STEPS[0], False)
-            turns += 1
-        assert 1 < turns <= FEWEST, "answers of this kind are near again"
-        assert guard.margin.counts() == counts, "the margin was not asked"
-
-    def test_more_rows_are_computed_at_once_only_where_every_change_is_verified_and_answers_are_classes(self) -> None:
-        own, free = gaps(number(1, 2, 3)), gaps(word(1, 2, 3))
-        for vectors, known, cover in (
-            (False, own, Cover.UNSURE), (False, free, Cover.FUTILE), (True, own, Cover.FUTILE)
-        ):  # fmt: skip
-            guard = certified()
-            if vectors:
-                guard.compare_vectors()
-            if known is free:
-                for value in range(40, 40 + WORDS):
-                    guard.verified.stayed(gaps(word(1, value, 3)))
-            else:
-                guard.verified.stayed(known)
-            for _ in range(FEWEST):
-                assert guard.ask(known) in (Cover.FULLY, Cover.FREELY)
-                guard.served(known, guard.ask(known), 0.0)
-            assert guard.ask(known) is cover
-
-    @pytest.mark.parametrize(
-        ("own", "cover"), [(0.6, Cover.FULLY), (0.4, Cover.UNSURE), (0.02, Cover.UNSURE), (0.01, Cover.FUTILE)]
-    )
-    def test_how_sure_the_records_own_answer_is_says_what_is_computed(self, own: float, cover: Cover) -> None:
-        guard, changed = certified(), gaps(number(1, 2, 3))
-        guard.verified.stayed(changed)
-        assert guard.ask(changed, own) is cover
-
-    def test_a_vector_may_have_more_rows_computed_unless_such_answers_moved_far(self) -> None:
-        guard, own = certified(), gaps(number(1, 2, 3))
-        guard.compare_vectors()
-        assert guard.may_widen(own, None, Cover.FULLY)
-        assert guard.may_widen(own, None, Cover.FREELY)
-        assert not guard.may_widen(own, None, Cover.UNSURE)
-        for _ in range(FEWEST):
-            guard.served(own, Cover.UNSURE, MOVED.steps[0] - 0.01)
-        assert not guard.may_widen(own, None, Cover.FULLY)
-
-    @pytest.mark.parametrize("cover", [Cover.FULLY, Cover.FREELY])
-    def test_every_vector_that_is_compared_counts_for_the_margin(self, cover: Cover) -> None:
+    @pytest.mark.parametrize("cover", [Evidence.FULLY, Evidence.FREELY])
+    def test_every_vector_that_is_compared_counts_for_the_margin(self, cover: Evidence) -> None:
         """Also where words stand in free slots: such vectors lower the margin, so those that changed keep it up."""
         guard, own = certified(), gaps(number(1, 2, 3))
         guard.compare_vectors()
         guard.compared(Verdict.OWE, own, cover, VECTORS.steps[1], True)
         assert sum(count for name, count in guard.margin.counts().items() if "_changed_" in name) == 1
 
-    def test_requests_count_for_vectors_with_more_rows_only_while_there_are_any(self) -> None:
-        """Before there is a certificate none has more rows computed, so these requests say nothing of its margin."""
-        for guard, counts in ((Guard(0.01, 0.95, seed=0), False), (certified(), True)):
-            guard.compare_vectors()
-            guard.decide([Cover.FULLY])
-            asked = {name: count for name, count in guard.wider.counts().items() if "_asked_" in name}
-            assert asked
-            assert any(asked.values()) == counts
-            assert any(count for name, count in guard.margin.counts().items() if "_asked_" in name)
-
-    def test_answers_with_more_rows_computed_have_a_margin_of_their_own(self) -> None:
-        guard, own = certified(), gaps(number(1, 2, 3))
-        first, wider = guard.margin.least, guard.wider.least
-        assert wider < first
-        assert guard.is_low(wider - 0.01, Cover.UNSURE)
-        assert not guard.is_low(wider, Cover.UNSURE)
-        guard.decide([Cover.UNSURE] * 1000)
-        for _ in range(SEEN):
-            guard.compared(Verdict.SERVE, own, Cover.UNSURE, wider - 0.01, False)
-        assert guard.wider.least < wider
-        assert guard.margin.least == first
-        guard.decide([Cover.FULLY] * 1000)
-        for _ in range(SEEN):
-            guard.computed_again(first - 0.01, False, guard.epoch)
-        assert guard.margin.least < first
-
-    def test_what_was_computed_again_before_an_alarm_is_not_counted_after_it(self) -> None:
-        guard = certified()
-        before = guard.epoch
-        while not sampled(guard, 1, changed=True)[0]:
-            pass
-        counts = guard.margin.counts()
-        guard.computed_again(0.4, False, before)
-        assert guard.margin.counts() == counts
-        guard.computed_again(0.4, False, guard.epoch)
-        assert guard.margin.counts() != counts
-
     @pytest.mark.parametrize("margin", [0.1, 0.99])
     def test_a_served_answer_that_was_computed_again_was_low_whatever_the_margin_is_now(self, margin: float) -> None:
         guard, own = certified(), gaps(number(1, 2, 3))
         guard.verified.stayed(own)
-        assert guard.decide([Cover.FULLY]) == [Verdict.SERVE]
-        guard.compared(Verdict.SERVE, own, Cover.FULLY, margin, True)
+        assert guard.decide([Evidence.FULLY]) == [Verdict.SERVE]
+        guard.compared(Verdict.SERVE, own, Evidence.FULLY, margin, True)
         assert guard.state().done["below the margin"] == 1
-        assert guard.ask(own) is Cover.FULLY, "its slot is not blamed"
-
-    def test_both_margins_rise_with_an_alarm(self) -> None:
-        guard = certified()
-        before = guard.margin.least, guard.wider.least
-        while not sampled(guard, 1, changed=True)[0]:
-            pass
-        assert guard.margin.least > before[0]
-        assert guard.wider.least > before[1]
-
-    def test_a_certificate_that_stood_is_earned_again_from_some_of_the_served_answers(self) -> None:
-        guard = certified()
-        guard.certificate.adopt(Counts(same=400, requests=4000, served=3600))
-        guard.decide([None])
-        assert guard.certified
-        guard.certificate.sample(True)
-        assert not guard.certified
-        assert guard.state().name == "certified", "the account affords it"
-        guard._saved = 10.0
-        verdicts = [guard.decide([Cover.FULLY], 1)[0] for _ in range(500)]
-        assert guard._saved > 10.0, "only what is verified is paid for"
-        assert set(verdicts) == {Verdict.SERVE, Verdict.OWE}
-        assert verdicts.count(Verdict.OWE) == pytest.approx(500 * AGAIN, rel=0.3)
-
-    def test_a_kind_of_change_is_judged_by_all_of_its_answers(self) -> None:
-        """Answers that are served are not compared. Were they not counted, a few far ones would make a kind futile."""
-        guard, own = certified(), gaps(number(1, 2, 3))
-        guard.verified.stayed(own)
-        for turn in range(100):
-            margin = 0.0 if turn % 10 == 9 else 0.99
-            guard.served(own, Cover.FULLY, margin)
-            if guard.is_low(margin, Cover.FULLY):
-                guard.compared(Verdict.SERVE, own, Cover.FULLY, margin, False)
-            assert guard.ask(own) is Cover.FULLY
+        assert guard.verified.ask(own) is Evidence.FULLY, "its slot is not blamed"
 
     def test_too_many_changed_answers_raise_an_alarm_that_begins_again(self) -> None:
         guard = certified()
@@ -525,7 +382,7 @@ class TestGuard:
         state = guard.state()
         assert state.counts == Counts()
         assert state.margin > before
-        assert guard.decide([Cover.FULLY]) == [Verdict.SAMPLE]
+        assert guard.decide([Evidence.FULLY]) == [Verdict.SAMPLE]
         sampled(guard, 500, margin=0.99)
         assert guard.state().name == "certified"
 
@@ -537,18 +394,18 @@ class TestGuard:
             guard, random = Guard(budget, 0.9, seed=seed), np.random.default_rng(seed)
             served, worst = 0, -np.inf
             for request in range(1, 501):
-                verdict = guard.decide([Cover.FULLY])[0]
+                verdict = guard.decide([Evidence.FULLY])[0]
                 served += verdict is Verdict.SERVE
                 worst = max(worst, rate * served - budget * request)
                 if verdict is Verdict.SAMPLE:
-                    guard.compared(verdict, gaps(), Cover.FULLY, None, bool(random.random() < rate))
+                    guard.compared(verdict, gaps(), Evidence.FULLY, None, bool(random.random() < rate))
             over += worst > 1e-9
             assert rate or served > 250
         assert over / streams <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / streams)
 
     def test_a_sentence_says_all_that_matters(self) -> None:
         guard = certified()
-        guard.decide([Cover.FULLY] * 30 + [Cover.SAME] * 9 + [None] * 50)
+        guard.decide([Evidence.FULLY] * 30 + [Evidence.SAME] * 9 + [Evidence.NONE] * 50)
         said = guard.state().sentence(0.95)
         pattern = (
             r"certified: (\d+) reused answers verified, (\d+) changed; "
@@ -572,7 +429,7 @@ class TestGuard:
 
     def test_counts_of_many_threads_add_up(self) -> None:
         guard, threads, rounds = Guard(0.01, 0.95, seed=1), 8, 60
-        covers = [Cover.FULLY, None, Cover.SAME, Cover.NOT]
+        covers = [Evidence.FULLY, Evidence.NONE, Evidence.SAME, Evidence.UNKNOWN]
         verdicts: list[Verdict | None] = []
 
         def work(thread: int) -> None:
@@ -580,9 +437,9 @@ class TestGuard:
                 found = guard.decide(covers)
                 verdicts.extend(found)
                 these = gaps(number(thread, turn, turn + 1))
-                guard.ask(these)
+                guard.verified.ask(these)
                 for verdict, cover in zip(found, covers, strict=True):
-                    if verdict in (Verdict.SAMPLE, Verdict.LEARN) and cover is not None:
+                    if verdict in (Verdict.SAMPLE, Verdict.LEARN):
                         guard.compared(verdict, these, cover, None, False)
 
         workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,13 +18,9 @@ from torch import Tensor
 
 from attmemo import guarded as guarded_module
 from attmemo import memoize
-from attmemo.guard import Cover, Guard
+from attmemo.guard import Guard
 from attmemo.guard.certificate import Counts
-from attmemo.guard.draw import Draw
 from attmemo.perfmodel.forward_times import ForwardTimes
-from attmemo.plan import Reused
-from attmemo.planner.guarded import MORE_NEAR, MOST_ROWS, wider_or_none
-from attmemo.planner.rows import LONGER
 
 LENGTHS = [30, 20, 33, 16, 25, 20]
 FIRST, SECOND = 4, 10
@@ -85,7 +80,7 @@ def certify(model: Any) -> Any:
     """All that was verified may be served from now on, and nothing is drawn."""
     guard = model.attmemo.guarded.guard
     guard.certificate.adopt(Counts(same=100_000, requests=1_000))
-    guard.draw.most = 0.0
+    guard.drawn = 0.0
     return model
 
 
@@ -104,22 +99,17 @@ FEW, MANY = 5, 9
 
 def trusting(model: Any) -> Any:
     """A model that tries its records, however sure their own answers are."""
-    model.attmemo.guarded.sureness.of_record = lambda record: None
+    index = model.attmemo.planner.index
+    index.note_sureness(index.numbers(), [np.nan] * len(index))
     return model
 
 
-def strict(model: Any) -> Any:
-    """A model whose answers are never sure enough, however many rows are computed: below the margin they are exact."""
-    model.attmemo.guarded.guard.wider.least = 1.0
-    return model
-
-
-def comparisons(guard: Any) -> list[tuple[Cover, bool]]:
+def comparisons(guard: Any) -> list[tuple[int, bool]]:
     """What the guard compares from now on: how well changes were verified, and whether the answer was served."""
-    found: list[tuple[Cover, bool]] = []
+    found: list[tuple[int, bool]] = []
     own = guard.compared
 
-    def noted(verdict: Any, gaps: Any, cover: Cover, *rest: Any) -> bool:
+    def noted(verdict: Any, gaps: Any, cover: int, *rest: Any) -> bool:
         found.append((cover, verdict.serves))
         return bool(own(verdict, gaps, cover, *rest))
 
@@ -163,36 +153,6 @@ def _case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module", name="classifier")
 def _classifier() -> Case:
     return Case("BERT classifier")
-
-
-class TestFutile:
-    def test_what_is_too_far_anyway_is_computed_once_and_becomes_a_record(
-        self, case: Case, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        model = taught(case.bare)
-        for kinds in (model.attmemo.guarded.guard.futile, model.attmemo.guarded.guard.futile_wider):
-            monkeypatch.setattr(kinds, "expects", lambda gaps: True)
-        before = model.attmemo.stats()
-        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-        after = model.attmemo.stats()
-        assert done(model)["left"] == len(LENGTHS)
-        assert "reused" not in done(model)
-        assert after["rows_computed"] - before["rows_computed"] == sum(LENGTHS)
-        assert after["records"] - before["records"] == len(LENGTHS)
-        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-        assert done(model)["repeated"] == len(LENGTHS), "the same input is not far"
-
-    @pytest.mark.parametrize("first", [Cover.FUTILE, Cover.UNSURE])
-    def test_another_record_is_tried_if_the_first_one_leads_too_far(
-        self, case: Case, monkeypatch: pytest.MonkeyPatch, first: Cover
-    ) -> None:
-        model = taught(case.bare, min_cosine=-1.0)
-        covers = [first] * len(LENGTHS) + [Cover.FULLY] * len(LENGTHS)
-        monkeypatch.setattr(model.attmemo.guarded.guard, "ask", lambda gaps, own: covers.pop(0))
-        monkeypatch.setattr(model.attmemo.guarded.guard, "is_low", lambda margin, cover: False)
-        run(model, BOTH)
-        assert done(model)["reused"] == len(LENGTHS)
-        assert not covers
 
 
 class TestExact:
@@ -270,34 +230,11 @@ class TestServed:
     ) -> None:
         monkeypatch.setattr("attmemo.debts.MOST", 0)
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guarded.guard.draw = Draw(1.0, added=1e9)
+        model.attmemo.guarded.guard.drawn = 1.0
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         assert done(model)["sampled"] == 6
         assert model.attmemo.stats()["guard"]["verified"] == 100_006
 
-    def test_the_guard_learns_what_a_batch_takes_if_all_is_served_that_may_be(
-        self, case: Case, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        model = taught(case.bare, min_cosine=-1.0)
-        guard = model.attmemo.guarded.guard
-        noted: list[tuple[int, int, int]] = []
-        monkeypatch.setattr(guard, "note_rows", lambda *given: noted.append(given))
-        tokens, batches = sum(LENGTHS), (BOTH, BASE, variant(FIRST, SECOND, 7), rows_of(BOTH, 0, 0, 0))
-        served, same, unverified, equal = (self.rows_of_one(model, inputs) for inputs in batches)
-        assert noted[0] == (served, tokens, tokens)
-        assert noted[1][0] == same
-        assert noted[2] == (unverified, 0, tokens), "what is not verified is computed whole, and cannot be drawn"
-        assert noted[3] == (equal, 3 * LENGTHS[0], 3 * LENGTHS[0])
-        guard.draw = Draw(1.0, added=1e9)
-        run(model, rows_of(BOTH, 0, 0, 0))
-        assert guard.certificate.counts.owed == 1
-        assert noted[4] == noted[3], "what is drawn makes no difference"
-
-    def rows_of_one(self, model: Any, inputs: Inputs) -> int:
-        """Rows that a batch computes, those of verifications left out."""
-        with model.attmemo.observe() as seen:
-            run(model, inputs)
-        return sum(seen.rows)
 
     def test_nothing_is_served_that_the_account_does_not_afford(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
@@ -349,7 +286,7 @@ def _torn(classifier: Case) -> Any:
 class TestMargin:
     def test_an_answer_below_the_margin_is_replaced_and_others_stay(self, torn: Any) -> None:
         bare, low = torn
-        model, serving = strict(trusting(taught(bare))), trusting(taught(bare))
+        model, serving = trusting(taught(bare)), trusting(taught(bare))
         serving.attmemo.guarded.guard.margin.least = 0.0
         approximate, exact = run(serving, BOTH).logits, run(bare, BOTH).logits
         assert done(serving)["reused"] == 6
@@ -366,7 +303,7 @@ class TestMargin:
         bare, low = torn
         bare.__class__, own = OutputOf[form], bare.__class__
         try:
-            model, serving = strict(trusting(taught(bare))), trusting(taught(bare))
+            model, serving = trusting(taught(bare)), trusting(taught(bare))
             exact = run(bare, BOTH)
         finally:
             bare.__class__ = own
@@ -382,87 +319,6 @@ class TestMargin:
                 n = LENGTHS[row] if one.dim() == 3 else None
                 assert gap(one[row][:n], right[row][:n]) <= NEAR
 
-    def test_an_answer_below_the_margin_is_served_with_more_rows_computed_where_that_suffices(self, torn: Any) -> None:
-        bare, low = torn
-        model, wide = trusting(taught(bare)), trusting(taught(bare, near=1 + MORE_NEAR, threshold=0.3))
-        model.attmemo.guarded.guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
-        before = model.attmemo.stats()["rows_computed"]
-        seen, exact, wider = (run(one, BOTH).logits for one in (model, bare, wide))
-        assert done(model)["reused"] == done(wide)["reused"] == 6
-        assert gap(seen[low], wider[low]) <= NEAR
-        assert gap(seen[~low], wider[~low]) > NEAR, "these are served as they were"
-        assert gap(seen[low], exact[low]) > NEAR, "else they were computed whole"
-        assert model.attmemo.stats()["rows_computed"] - before == 6 * FEW + 3 * MANY
-        assert not model.attmemo.stats()["failures"]
-
-    def test_the_margin_learns_from_answers_with_more_rows_computed(self, torn: Any) -> None:
-        bare, low = torn
-        model = trusting(taught(bare))
-        guard = model.attmemo.guarded.guard
-        guard.wider.least = 0.0
-        run(model, BOTH)
-        seen, wider = (
-            sum(count for name, count in margin.counts().items() if "_seen_" in name)
-            for margin in (guard.margin, guard.wider)
-        )
-        assert seen == int(low.sum())
-        assert not wider, "none was computed exactly"
-
-    def test_a_sample_below_the_margin_is_the_answer_that_would_have_been_served(
-        self, torn: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("attmemo.debts.MOST", 0)
-        bare, low = torn
-        model = trusting(taught(bare))
-        guard = model.attmemo.guarded.guard
-        guard.draw, guard.wider.least = Draw(1.0, added=1e9), 0.0
-        compared = comparisons(guard)
-        first: list[Cover] = []
-        guard.served = lambda gaps, cover, margin: first.append(cover)
-        assert gap(run(model, BOTH).logits, run(bare, BOTH).logits) <= NEAR
-        assert compared == [(Cover.UNSURE if one else Cover.FULLY, False) for one in low.tolist()]
-        assert guard.certificate.counts.same + guard.certificate.counts.changed == 100_006, "all of them are samples"
-        assert first == [Cover.FULLY] * int(low.sum()), "the first answers are told, too"
-
-    def test_where_the_record_itself_is_unsure_more_rows_are_computed_at_once(self, torn: Any) -> None:
-        bare, _ = torn
-        model, wide = taught(bare), trusting(taught(bare, near=1 + MORE_NEAR, threshold=0.3))
-        guard = model.attmemo.guarded.guard
-        # Below the margin, and above what more rows ask for.
-        model.attmemo.guarded.sureness.of_record = lambda record: 0.4
-        guard.wider.least = wide.attmemo.guarded.guard.margin.least = 0.0
-        before = model.attmemo.stats()["rows_computed"]
-        assert gap(run(model, BOTH).logits, run(wide, BOTH).logits) <= NEAR
-        assert done(model)["reused"] == 6
-        assert model.attmemo.stats()["rows_computed"] - before == 6 * MANY
-
-    @pytest.mark.parametrize("tokens", [9, 10, 20])
-    def test_more_rows_are_computed_unless_they_are_nearly_all(self, tokens: int) -> None:
-        source = np.arange(tokens, dtype=np.int32)
-        source[4] = -1
-        found = wider_or_none(source, 4)  # so 9 rows are computed
-        assert (found is None) == (MOST_ROWS * tokens < 9)
-        if found is not None:
-            assert found.tolist() == [-1 if row == 4 else -2 - row if row < 9 else row for row in range(tokens)]
-
-    def test_no_more_rows_are_computed_where_tokens_were_only_removed(self) -> None:
-        source = np.array([0, 1, -4, 4, -7, 6], np.int32)  # the record's row 3 has no token here
-        assert wider_or_none(source, 3) is None
-
-    def test_an_answer_with_more_rows_computed_is_verified_afterwards(self, torn: Any) -> None:
-        bare, low = torn
-        model = trusting(taught(bare))
-        guard = model.attmemo.guarded.guard
-        guard.draw, guard.wider.least = Draw(1.0, added=1e9), 0.0
-        compared = comparisons(guard)
-        with torch.inference_mode():
-            model(**BOTH)
-        assert not compared, "owed"
-        assert model.attmemo.flush()
-        assert compared.count((Cover.UNSURE, True)) == int(low.sum())
-        assert compared.count((Cover.FULLY, True)) == int((~low).sum())
-        assert guard.certificate.counts.owed == 6
-        assert not model.attmemo.stats()["failures"]
 
     def test_a_record_whose_own_answer_is_below_every_margin_is_not_tried(self, torn: Any) -> None:
         model = taught(sure(copy.deepcopy(torn[0]), 1e-4))
@@ -471,22 +327,6 @@ class TestMargin:
         assert done(model)["left"] == len(LENGTHS)
         assert model.attmemo.stats()["records"] - before["records"] == len(LENGTHS), "computed whole, they are kept"
 
-    def test_an_answer_is_exact_if_the_record_goes_before_more_rows_are_computed(
-        self, torn: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        bare, low = torn
-        model = trusting(taught(bare))
-        model.attmemo.guarded.guard.wider.least = 0.0
-        own = model.attmemo.planner.wider
-
-        def emptied(chosen: Any) -> Any:
-            found = own(chosen)
-            return None if found is None else replace(found, reused=Reused(1 << 40, found.reused.source))
-
-        monkeypatch.setattr(model.attmemo.planner, "wider", emptied)
-        seen, exact = run(model, BOTH).logits, run(bare, BOTH).logits
-        assert gap(seen[low], exact[low]) <= NEAR
-        assert done(model)["below the margin"] == 3
 
     def test_the_very_input_is_served_below_the_margin(self, torn: Any) -> None:
         bare, low = torn
@@ -500,7 +340,7 @@ class TestMargin:
         bare, low = torn
         bare.__class__, own = Named, bare.__class__
         try:
-            model, exact = strict(trusting(taught(bare))), run(bare, BOTH)
+            model, exact = trusting(taught(bare)), run(bare, BOTH)
         finally:
             bare.__class__ = own
         seen = run(model, BOTH)
@@ -715,7 +555,7 @@ class TestWhetherForwardsTakeLonger:
         stats = model.attmemo.stats()
         assert done(model) == before
         assert stats["records"] == records
-        assert stats["not_looked_up"][LONGER] == len(BASE["input_ids"])
+        assert stats["not_looked_up"]["records_do_not_pay"] == len(BASE["input_ids"])
         assert [reused for _, _, reused in times.recorded] == [False]
 
     def test_where_they_do_not_records_serve(self, classifier: Case) -> None:

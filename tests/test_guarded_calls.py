@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from test_guarded import (
 )  # fmt: skip
 
 from attmemo import AdapterCheckError, Database, memoize, unmemoize
+from attmemo.errors import AnswerError
 from attmemo.hooks import AnswerHook, ModelHook
 
 
@@ -168,7 +171,7 @@ class TestExact:
         stats = model.attmemo.stats()
         assert at_the_end(model) == before
         assert stats["records"] == records
-        assert stats["not_looked_up"] == {"not called through the model whose answers are guarded": 18}
+        assert stats["not_looked_up"] == {"not_through_the_model": 18}
 
     def test_a_forward_that_runs_the_blocks_twice_is_served_nothing(self, classifier: Case) -> None:
         """A record served the first run; the answer of both runs has no margin that tells whether it may be given."""
@@ -239,7 +242,8 @@ class Bad:
     """An answer that is right while the model is memoized, and goes wrong later."""
 
     def __init__(self, error: type[BaseException]) -> None:
-        self.error, self.calls, self.fails_at = error, 0, (-1,)
+        self.error, self.calls = error, 0
+        self.fails_at: Sequence[int] = ()
 
     def __call__(self, output: Any) -> torch.Tensor:
         self.calls += 1
@@ -264,9 +268,23 @@ class TestAnswersThatFail:
         mixed = {name: torch.stack([part[name][row, :30] for row, part in enumerate(parts)]) for name in BASE}
         answer.fails_at = (answer.calls + at,)
         assert gap(run(model, mixed).logits, run(classifier.exact, mixed).logits) <= NEAR
-        assert list(model.attmemo.stats()["failures"].values()) == [1]
+        stats = model.attmemo.stats()
+        assert (stats["failed"], list(stats["failures"].values())) == (1, [1])
+        assert stats["guard"]["says"].endswith("; errors left 1 sequences exact or unchecked: see failures")
         assert not len(model.attmemo.guarded.guard.verified), "nothing was learned"
         assert gap(run(model, mixed).logits, run(classifier.exact, mixed).logits) <= NEAR
+
+    def test_an_error_that_stays_is_told_again(self, classifier: Case, caplog: pytest.LogCaptureFixture) -> None:
+        answer = Bad(ZeroDivisionError)
+        model = guarded(classifier.bare, answer=answer)
+        answer.fails_at = range(answer.calls, 1 << 30)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "attmemo"):
+            for _ in range(12):
+                run(model, BASE)
+        told = [record.getMessage() for record in caplog.records]
+        assert told == [f"attmemo: an answer could not be read: no answer ({count} so far)" for count in (1, 10)]
+        assert model.attmemo.stats()["failed"] == 12
 
     def test_an_answer_that_cannot_be_read_is_not_served(self, classifier: Case) -> None:
         answer = Bad(ValueError)
@@ -304,6 +322,33 @@ class Noisy(hf.BertForSequenceClassification):  # type: ignore[misc]
         found = super().forward(*args, **kwargs)
         found.logits = 10 * torch.randn_like(found.logits)
         return found
+
+
+def _headed(kind: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        torch.manual_seed(1)
+        return getattr(hf, kind)(hf.BertConfig(**SIZES, **settings)).eval()
+
+    return make
+
+
+HEADS = {
+    "one class": _headed("BertForSequenceClassification", num_labels=1),
+    "tags": _headed("BertForTokenClassification", num_labels=3),
+    "words": _headed("BertForMaskedLM"),
+    "spans": _headed("BertForQuestionAnswering"),
+    "choice": _headed("BertForMultipleChoice"),
+    "tags in a tuple": _headed("BertForTokenClassification", num_labels=3, return_dict=False),
+    "spans in a tuple": _headed("BertForQuestionAnswering", return_dict=False),
+}
+"""Heads whose output has no class and no vector of a sequence."""
+
+HEADS_SAID = {
+    "one class": "logits (2, 1) are no classes", "tags": "logits (2, 11, 3) are no classes",
+    "words": f"logits (2, 11, {SIZES['vocab_size']}) are no classes", "spans": "holds no hidden states to pool",
+    "choice": "a small batch cannot be run", "tags in a tuple": "logits (2, 11, 3) are no classes",
+    "spans in a tuple": "holds no hidden states to pool",
+}  # fmt: skip
 
 
 class TestRefused:
@@ -364,21 +409,70 @@ class TestRefused:
             memoize(model, database=":memory:")
         assert is_bare(model)
 
-    @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForTokenClassification"])
-    def test_logits_that_are_no_classes_are_refused_by_name(self, kind: str) -> None:
-        torch.manual_seed(1)
-        model = getattr(hf, kind)(hf.BertConfig(**SIZES, num_labels=1)).eval()
-        for answer in ("auto", "class"):
-            with pytest.raises(ValueError, match="answer="):
-                memoize(model, database=":memory:", answer=answer)
+    @pytest.mark.parametrize("given", [{"reuse": "rows"}, {"answer": "class"}, {"answer": "mean"}])
+    @pytest.mark.parametrize("head", HEADS)
+    def test_a_head_that_cannot_be_read_is_refused_where_rows_or_an_answer_are_asked_for(
+        self, head: str, given: dict[str, Any], tmp_path: Path
+    ) -> None:
+        model = HEADS[head]()
+        for place in ({}, {"database": ":memory:"}, {"fill": tmp_path / "own"}):
+            with pytest.raises(AnswerError) as caught:
+                memoize(model, **place, **given)
+            assert caught.value.hint
         assert is_bare(model)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("place", ["nowhere", "memory", "new folder", "folder", "prepared"])
+    @pytest.mark.parametrize("head", HEADS)
+    def test_a_head_that_cannot_be_read_runs_packed_where_rows_are_not_asked_for_by_name(
+        self, head: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path / "cache"))
+        bare, own = HEADS[head](), tmp_path / "own"
+        if place == "folder":
+            unmemoize(memoize(copy.deepcopy(bare.base_model), fill=own))
+        if place == "prepared":
+            rows_database(bare.base_model, [BASE], own)
+        given: dict[str, Any] = {
+            "nowhere": {}, "memory": {"database": ":memory:"}, "new folder": {"fill": own},
+            "folder": {"database": own}, "prepared": {"database": own},
+        }[place]  # fmt: skip
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        caplog.clear()
+        model = memoize(copy.deepcopy(bare), **given)
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert "rows are not reused, the model's blocks run without padding: " in told
+        assert HEADS_SAID[head] in told
+        assert model.attmemo.reuse == "none"
+        inputs = BASE if head != "choice" else {name: value[:, None] for name, value in BASE.items()}
+        seen, expected = run(model, inputs), run(bare, inputs)
+        assert type(seen) is type(expected)
+        assert gap(seen[0], expected[0], valid(BASE) if expected[0].shape[:2] == valid(BASE).shape else None) <= NEAR
+        assert model.attmemo.stats()["sequences"] == len(BASE["input_ids"])
+        after = {file for file in tmp_path.rglob("*") if file.is_file()}
+        assert {file for file in after if file.name != "lock.mdb"} == {
+            file for file, held in before.items() if file.name != "lock.mdb" and file.read_bytes() == held
+        }
+
+    @pytest.mark.parametrize(
+        ("head", "answer"),
+        [
+            ("one class", lambda output: (output.logits[:, 0] > 0).long()),
+            ("spans", lambda output: 4096 * output.start_logits.argmax(-1) + output.end_logits.argmax(-1)),
+        ],
+    )
+    def test_with_a_function_rows_serve_such_a_head(self, head: str, answer: Any) -> None:
+        model = guarded(HEADS[head](), answer=answer)
+        for _ in range(2):
+            run(model, BASE)
+        assert done(model)["served"] == 6
 
     @pytest.mark.parametrize(
         ("name", "value"),
         [(name, value) for name in ("budget", "confidence") for value in (0, 1, -0.1, 1.5, float("nan"), True, "1%")]
         + [("confidence", None)]
         + [("min_cosine", value) for value in (1.1, -1.1, float("nan"), "high", None)]
-        + [("max_bytes", value) for value in (-1, 1.5, float("nan"), "1G", True)],
+        + [("max_bytes", value) for value in (-1, 1.5, float("nan"), "high", True)],
     )  # fmt: skip
     def test_a_wrong_number_is_refused_by_name(self, classifier: Case, name: str, value: Any) -> None:
         model = copy.deepcopy(classifier.bare)

@@ -13,10 +13,8 @@ from packed_tools import NEAR, Inputs, batch, gap
 from test_guarded import (
     BASE,
     BOTH,
-    FEW,
     FIRST,
     LENGTHS,
-    MANY,
     NAMES,
     SECOND,
     Case,
@@ -31,11 +29,9 @@ from test_guarded import (
     worst,
 )
 
-from attmemo.guard import Cover
-from attmemo.guard.certificate import Counts
 from attmemo.handles.rows import NO_TOKENIZER
-from attmemo.planner import guarded as planner
-from attmemo.planner.guarded import MORE_NEAR, MORE_NEAR_OF_VECTORS
+from attmemo.kernels.kinds import NO_KINDS
+from attmemo.kernels.plan import Demand
 from attmemo.sureness import KEY
 
 
@@ -129,7 +125,7 @@ def find(model: Any, inputs: Inputs) -> list[int]:
     for tokens in (row[:n].numpy().astype(np.int32) for row, n in zip(inputs["input_ids"], LENGTHS, strict=True)):
         near = index.candidates(tokens, np.array([0, len(tokens)]))
         rule = model.attmemo.planner.rule
-        found += index.align(tokens, np.array([0, len(tokens)]), near, rule).record.tolist()
+        found += index.plan(tokens, np.array([0, len(tokens)]), near, rule, NO_KINDS, Demand()).record.tolist()
     return found
 
 
@@ -242,16 +238,16 @@ class TestThreads:
         model = guarded(case.bare)
         run(model, BASE)
         index = model.attmemo.engine.reuse.store.index
-        own = index.align
+        own = index.plan
 
-        def align(*given: Any) -> Any:
+        def plan(*given: Any) -> Any:
             found = own(*given)
             for record in found.record.tolist():
                 if record in index:
                     index.remove(record)  # as far as another thread has come that makes room
             return found
 
-        monkeypatch.setattr(index, "align", align)
+        monkeypatch.setattr(index, "plan", plan)
         seen = run(model, variant(FIRST))
         assert worst(seen, run(case.exact, variant(FIRST)), BASE) <= NEAR
         assert "reused" not in done(model)
@@ -286,79 +282,9 @@ class TestVectors:
         certify(model)
         guard = model.attmemo.guarded.guard
         asked = variant(FIRST, by=1)
-        guard.margin.least = guard.wider.least = 2.0  # no cosine is as high
+        guard.margin.least = 2.0  # no cosine is as high
         assert worst(run(model, asked), run(case.exact, asked), asked) <= NEAR
 
-    @pytest.mark.parametrize(("least", "computed"), [(-1.0, MANY), (2.0, None)])
-    def test_an_answer_far_from_its_records_is_served_with_more_rows_computed_where_that_moves_it_little(
-        self, case: Case, monkeypatch: pytest.MonkeyPatch, least: float, computed: int | None
-    ) -> None:
-        monkeypatch.setattr(planner, "MORE_NEAR_OF_VECTORS", MORE_NEAR)  # an alignment gives the same rows
-        options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
-        model, wide = taught(case.bare, **options), taught(case.bare, near=1 + MORE_NEAR, threshold=0.3, **options)
-        assert model.attmemo.planner.more_near == MORE_NEAR
-        guard = model.attmemo.guarded.guard
-        guard.margin.least, guard.wider.least = 2.0, least
-        wide.attmemo.guarded.guard.margin.least = -1.0
-        before = model.attmemo.stats()["rows_computed"]
-        seen, served, exact = run(model, BOTH), run(wide, BOTH), run(case.exact, BOTH)
-        assert worst(seen, served if computed else exact, BOTH) <= NEAR
-        assert worst(seen, exact if computed else served, BOTH) > NEAR
-        whole = sum(LENGTHS) if computed is None else 0
-        again = len(LENGTHS) * MANY
-        assert model.attmemo.stats()["rows_computed"] - before == len(LENGTHS) * FEW + again + whole
-        assert done(model)["below the margin" if whole else "reused"] == len(LENGTHS)
-        assert not model.attmemo.stats()["failures"]
-
-    @pytest.mark.parametrize("least", [-1.0, 2.0], ids=["served", "then computed exactly"])
-    def test_the_first_margin_learns_from_what_more_rows_moved_by_half_of_the_distance(
-        self, case: Case, least: float
-    ) -> None:
-        """Both answers may err alike. The margin of the answer with more rows is the cosine to the first one."""
-        options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
-        model = taught(case.bare, **options)
-        guard, compared, moved = model.attmemo.guarded.guard, list[bool](), list[float]()
-        guard.margin.least, guard.wider.least = 2.0, least
-        guard.computed_again = lambda margin, differs, epoch: compared.append(differs)
-        serving = guard.served
-
-        def served(gaps: Any, cover: Cover, margin: float) -> None:
-            if cover is Cover.UNSURE:
-                moved.append(1.0 - margin)
-            serving(gaps, cover, margin)
-
-        guard.served = served
-        run(model, BOTH)
-        assert not any(compared), "no cosine is below -1"
-        assert len(moved) == len(compared) == len(LENGTHS)
-        median = sorted(moved)[len(moved) // 2]
-        model.attmemo.guarded.answers.min_cosine = 1.0 - 1.99 * median
-        compared.clear()
-        run(model, BOTH)
-        assert sum(compared) == sum(one >= median for one in moved[: len(LENGTHS)])
-        assert 0 < sum(compared) < len(LENGTHS)
-
-    def test_before_there_is_a_certificate_vectors_below_the_margin_are_computed_whole_at_once(
-        self, case: Case
-    ) -> None:
-        """All answers from records are computed whole then: more rows for some would come on top."""
-        model = taught(case.bare, answer=lambda output: field(output).flatten(1), min_cosine=-1.0)
-        guard, guarding = model.attmemo.guarded.guard, model.attmemo.guarded
-        guard.certificate.adopt(Counts(same=100, requests=1_000))
-        assert guard.certificate.affords()
-        assert not guard.certified
-        guard.margin.least, guard.wider.least = 2.0, -1.0
-        before = model.attmemo.stats()["rows_computed"]
-        assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-        assert model.attmemo.stats()["rows_computed"] - before == len(LENGTHS) * FEW + sum(LENGTHS)
-        assert done(model)["below the margin"] == len(LENGTHS)
-        assert not guarding.debts, "they were compared at once"
-
-    def test_vectors_that_are_unsure_have_more_rows_computed_than_classes(self, case: Case) -> None:
-        rules = (lambda output: field(output).flatten(1)), (lambda output: field(output).flatten(1).argmax(1))
-        vectors, classes = (guarded(case.bare, answer=rule).attmemo.planner.more_near for rule in rules)
-        assert (vectors, classes) == (MORE_NEAR_OF_VECTORS, MORE_NEAR)
-        assert vectors > classes
 
     def test_answers_of_records_are_kept_with_them(self, case: Case) -> None:
         model = guarded(case.bare, answer=lambda output: field(output).flatten(1))
@@ -377,7 +303,7 @@ class TestVectors:
             model = taught(case.bare, **options)
             model.attmemo.guarded.sureness.key = key or model.attmemo.guarded.sureness.key
             guard = model.attmemo.guarded.guard
-            guard.margin.least = guard.wider.least = 2.0  # no cosine is as high
+            guard.margin.least = 2.0  # no cosine is as high
             seen = run(model, BOTH)
             assert (worst(seen, run(case.exact, BOTH), BOTH) <= NEAR) == compared
             assert ("below the margin" in done(model)) == compared

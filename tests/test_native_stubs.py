@@ -18,6 +18,7 @@ EXTENSIONS = [
     "kernels._linear",
     "kernels._map_product",
     "kernels._ngram",
+    "kernels._plan",
     "kernels._row_attention",
     "kernels._rows",
     "mmap._window",

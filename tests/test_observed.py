@@ -13,7 +13,6 @@ from packed_tools import NEAR, Inputs, batch, gap
 from test_guarded import BASE, LENGTHS, certify, run, variant
 
 from attmemo import memoize
-from attmemo.planner.rows import ASKED_WHOLE
 
 
 @pytest.fixture(scope="module", name="bare")
@@ -65,7 +64,7 @@ def test_a_request_without_reuse_is_exact_and_leaves_nothing(model: Any, bare: A
         assert seen.rows == LENGTHS
         assert gap(found[0], run(bare, inputs)[0], inputs["attention_mask"].bool()) <= NEAR
     assert model.attmemo.stats()["records"] == records
-    assert model.attmemo.stats()["not_looked_up"][ASKED_WHOLE] == 2 * len(LENGTHS)
+    assert model.attmemo.stats()["not_looked_up"]["asked_without_reuse"] == 2 * len(LENGTHS)
     with model.attmemo.observe() as seen:
         run(model, variant(4, by=1))
     assert sum(seen.rows) < sum(LENGTHS)

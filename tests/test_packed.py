@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from families import FAMILIES, VOCABULARY
 from packed_tools import MODELS, NEAR, REFUSED, batch, gap, has_types, host_of, last, longest, pair, valid
 from torch import Tensor, nn
 
-from attmemo import UnsupportedModelError, memoize, unmemoize
+from attmemo import AttmemoError, UnsupportedModelError, memoize, unmemoize
 from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AdapterCheckError, DatabaseNotFoundError
 from attmemo.hooks import Hook
@@ -171,6 +172,19 @@ class TestHeads:
         assert ran_packed(model)
 
 
+def test_outputs_have_the_class_that_the_model_gives(models: tuple[str, Any, Any]) -> None:
+    _, bare, model = models
+    inputs = batch([9, 4])
+    model.attmemo.reset_stats()
+    with torch.inference_mode():
+        for more in ({}, {"return_dict": True}, {"return_dict": False}):
+            seen, expected = model(**inputs, **more), bare(**inputs, **more)
+            assert type(seen) is type(expected)
+            assert len(seen) == len(expected)
+            assert isinstance(seen, tuple) or list(seen) == list(expected)
+    assert ran_packed(model)
+
+
 class TestArguments:
     """Right, or left to the original code and counted."""
 
@@ -236,6 +250,35 @@ class TestArguments:
         inputs["attention_mask"] = added
         assert gap(last(model, inputs), last(bare, inputs), where) <= NEAR
 
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_a_boolean_mask_of_four_dimensions_is_what_the_original_makes_of_it(
+        self, models: tuple[str, Any, Any], implementation: str
+    ) -> None:
+        """Eager attention adds it to its scores, as the numbers 0 and 1; fused attention leaves out what is False."""
+        name, bare, model = models
+        if bare._supports_sdpa:
+            for one in (bare, model):
+                one.set_attn_implementation(implementation)
+        model.attmemo.reset_stats()
+        inputs = batch([9, 4], 11)
+        where = valid(inputs)
+        for mask in (where[:, None, None, :], where[:, None, None, :].expand(2, 1, 9, 9).contiguous()):
+            inputs["attention_mask"] = mask
+            try:
+                expected = last(bare, inputs)
+            except RuntimeError as error:  # DeBERTa takes one of these forms, or none
+                with pytest.raises(RuntimeError, match=re.escape(str(error)[:40])):
+                    last(model, inputs)
+            else:
+                assert gap(last(model, inputs), expected, where) <= NEAR
+        stats = model.attmemo.stats()
+        assert not stats["failures"]
+        added = implementation == "eager" or not bare._supports_sdpa
+        if not name.startswith("DeBERTa"):
+            assert (stats["sequences"], sum(stats["ineligible"].values())) == (
+                (0, 4) if added or name == "ModernBERT" else (4, 0)
+            )
+
     @pytest.mark.parametrize("value", [torch.bool, torch.float32, torch.int32])
     def test_a_mask_may_be_of_any_type(self, both: tuple[Any, Any], value: torch.dtype) -> None:
         bare, model = both
@@ -253,6 +296,18 @@ class TestArguments:
         seen, expected = last(model, inputs), last(bare, inputs)
         assert torch.equal(seen[0], expected[0])
         assert sum(left_alone(model).values()) == 2
+
+    def test_sequences_of_no_tokens_raise_what_the_original_raises(self, models: tuple[str, Any, Any]) -> None:
+        _, bare, model = models
+        model.attmemo.reset_stats()
+        empty = torch.zeros(3, 0, dtype=torch.long)
+        for inputs in ({"input_ids": empty}, {"input_ids": empty, "attention_mask": empty}):
+            with pytest.raises((RuntimeError, IndexError)) as expected:
+                bare(**inputs)
+            with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+                model(**inputs)
+        stats = model.attmemo.stats()
+        assert (stats["sequences"], stats["failures"]) == (0, {})
 
     def test_training_and_gradients_are_left_to_the_original_code(self, both: tuple[Any, Any]) -> None:
         bare, model = both
@@ -778,6 +833,35 @@ class TestBlocksThatTheModelCalls:
         switch.join(30)
         assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
         assert not model.attmemo.enabled
+
+    def test_a_forward_that_does_not_end_keeps_the_model_served(self) -> None:
+        bare, model = pair("ModernBERT")
+        inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
+        serve = model.attmemo.engine.reuse.serve
+
+        def slow(*given: Any) -> Any:
+            served = serve(*given)
+            inside.set()
+            assert go.wait(30)
+            return served
+
+        model.attmemo.engine.reuse.serve = slow
+        asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
+        asker.start()
+        assert inside.wait(30)
+        with pytest.raises(AttmemoError, match=r"another thread has been in a forward of ModernBertModel for more"):
+            model.attmemo.disable(seconds=0.01)
+        assert model.attmemo.enabled
+        go.set()
+        asker.join(30)
+        model.attmemo.engine.reuse.serve = serve
+        model.attmemo.reset_stats()
+        assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
+        assert gap(last(model, inputs), last(bare, inputs), valid(inputs)) <= NEAR
+        assert ran_packed(model)
+        model.attmemo.disable()
+        assert torch.equal(last(model, inputs), last(bare, inputs))
+        assert not any(isinstance(module.__dict__.get("forward"), Hook) for module in model.modules())
 
     @pytest.mark.parametrize("number", [0, 1])
     def test_a_forward_put_around_a_block_sees_what_the_original_would(self, number: int) -> None:

@@ -180,7 +180,7 @@ class TestRefusals:
             memoize(bare, reuse="maps", linear="int8")
         with pytest.raises(ValueError, match="linear must be one of exact, int8; got 'int4'"):
             memoize(bare, linear="int4")
-        with pytest.raises(AttmemoError, match="maps are reused"):
+        with pytest.raises(AttmemoError, match="linear='int8' is a setting of packed blocks"):
             Settings(model="some", reuse="maps", linear="int8")
 
     def test_layers_that_are_quantized_already_are_refused(self) -> None:

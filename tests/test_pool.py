@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from attmemo.db.pool import CARRIED, SEGMENTS, Entry, Kept, News, Pool, checksum_of
 from attmemo.db.segment import ALIGNED, Bytes, Segment, start_of
+from attmemo.errors import StorageFullError
 
 SMALLEST: Final = 1 << 14
 """Bytes of a segment of a small pool."""
@@ -89,7 +90,7 @@ class Model:
         pool = self.pool
         assert pool.records.keys() == self.entries.keys()
         assert len(pool) == len(self.entries)
-        assert pool.nbytes <= pool.max_bytes or not self.bounded
+        assert pool.max_bytes is None or pool.nbytes <= pool.max_bytes or not self.bounded
         ends: dict[int, list[tuple[int, int, int]]] = {}
         for number, kept in pool.records.items():
             expected = self.entries[number]
@@ -130,9 +131,10 @@ def steps(*kinds: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 
 def take(pool: Pool, model: Model, step: str, given: Any) -> None:
-    before = dict(pool.records)
+    before, nbytes = dict(pool.records), pool.nbytes
     numbers = sorted(before)
-    chosen = [numbers[choice % len(numbers)] for choice in given or [] if numbers]
+    some = [] if step == "bound" else given or []
+    chosen = [numbers[choice % len(numbers)] for choice in some if numbers]
     if step == "use":
         chosen = chosen if given is not None else numbers
         use(pool, *chosen)
@@ -143,12 +145,19 @@ def take(pool: Pool, model: Model, step: str, given: Any) -> None:
         news, left = pool.remove([*chosen, 10**9]), {before[number].segment for number in chosen}
         assert set(news.removed) == set(chosen)
         assert not any(kept.segment in left for kept in pool.records.values()), "their bytes are gone too"
+        assert pool.nbytes <= nbytes, "never larger"
         model.changed(before, news, [])
     elif step == "rewrite":
         news, left = pool.rewrite(), {kept.segment for kept in before.values()}
         assert not news, "records only move"
-        assert not any(kept.segment in left for kept in pool.records.values())
+        assert pool.nbytes < nbytes or pool.records == before, "what gains nothing is left as it is"
+        assert pool.nbytes == nbytes or not any(kept.segment in left for kept in pool.records.values())
         model.changed(before, news, [])
+    elif step == "bound":
+        pool.max_bytes = given
+        pool.trim()
+        model.changed(before, pool.news(), [])
+        assert pool.nbytes <= nbytes
     else:
         entries = model.make(given)
         model.changed(before, pool.add(entries), entries)
@@ -176,6 +185,13 @@ class TestAnyOrder:
     def test_large_records_are_removed_and_rewritten_too(self, max_bytes: int, steps: list[tuple[str, Any]]) -> None:
         """A small record and a large one that share a segment take two when they are written anew."""
         self.check(Pool(max_bytes), steps, bounded=True)
+
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(steps(adding(ANY), USES, CHANGES, st.tuples(st.just("bound"), BOUNDS)))
+    def test_a_pool_without_a_bound_keeps_all_and_one_that_gets_a_bound_holds_it(
+        self, steps: list[tuple[str, Any]]
+    ) -> None:
+        self.check(Pool(None), steps)
 
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(st.integers(SMALLEST, 300_000), st.lists(st.integers(0, 5000), min_size=1, max_size=150))
@@ -302,6 +318,76 @@ class TestBound:
         assert pool.nbytes == pool.usual
 
 
+class TestWithoutBound:
+    def test_segments_are_as_large_as_what_they_hold(self) -> None:
+        pool = Pool(None)
+        pool._usual = SMALLEST
+        pool.add([entry(name, EIGHTH) for name in range(20)])
+        sizes = [segment.nbytes for segment in pool._segments.values()]
+        assert sizes == [SMALLEST, SMALLEST, start_of(64) + SMALLEST // 4]
+        assert len(pool) == 20
+
+    def test_what_is_written_anew_has_no_gaps(self) -> None:
+        """Records of which only one fits into a usual segment: nearly a half of the bytes is gaps."""
+        pool = Pool(8 * SMALLEST)
+        for name in range(6):
+            pool.add([entry(name, ROOM // 2 + 64)])
+        assert pool.nbytes == 6 * SMALLEST
+        pool.rewrite()
+        assert pool.nbytes <= 6 * (start_of(64) + ROOM // 2 + 4096)
+        assert len(pool) == 6
+        again = dict(pool.records)
+        pool.rewrite()
+        assert pool.records == again, "there is nothing to gain any more"
+
+
+class TestTrim:
+    def test_a_segment_that_is_mostly_empty_is_cut_and_nothing_goes(self) -> None:
+        """A folder that was written with a larger bound: its records fit, its segments do not."""
+        pool = Pool(SEGMENTS * 4 * SMALLEST)
+        fill(pool, 20)
+        assert pool.nbytes == 4 * SMALLEST
+        pool.max_bytes = 3 * SMALLEST
+        pool.trim()
+        assert not pool.news()
+        assert pool.nbytes <= 3 * SMALLEST
+        assert len(pool) == 20
+
+    def test_if_records_do_not_fit_the_oldest_go_and_used_ones_stay(self) -> None:
+        pool = Pool(16 * SMALLEST)
+        fill(pool, 8 * 15)
+        use(pool, 2, 3)
+        pool.max_bytes = 8 * SMALLEST
+        pool.trim()
+        gone = pool.news().removed
+        assert pool.nbytes <= 8 * SMALLEST
+        assert {2, 3} <= pool.records.keys()
+        assert sorted([*gone, 2, 3]) == list(range(len(gone) + 2)), "the oldest"
+        assert pool.counts["carried"] == 2
+
+    def test_where_there_is_no_room_for_a_new_segment_the_oldest_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = Pool(16 * SMALLEST)
+        fill(pool, 8 * 15)
+        use(pool, 2, 3)
+        pool.max_bytes = 8 * SMALLEST
+
+        def full(number: int, size: int) -> Segment:
+            raise StorageFullError("no room", "free space")
+
+        monkeypatch.setattr(pool, "_segment", full)
+        pool.trim()
+        assert pool.nbytes <= 8 * SMALLEST
+        assert min(pool.records) > 3
+        assert max(pool.records) == 8 * 15 - 1
+
+    def test_a_pool_within_its_bound_is_left_as_it_is(self) -> None:
+        pool = Pool(16 * SMALLEST)
+        fill(pool, 3)
+        before = dict(pool.records)
+        pool.trim()
+        assert pool.records == before
+
+
 class TestRemoval:
     def test_no_byte_of_a_removed_record_is_left(self) -> None:
         pool = Pool(16 * SMALLEST)
@@ -317,7 +403,8 @@ class TestRemoval:
         fill(pool, 8 * 10)
         assert pool.nbytes == 10 * SMALLEST
         pool.remove([number for number in pool.records if number % 8])
-        assert (pool.nbytes, pool.segments, len(pool)) == (2 * SMALLEST, 2, 10)
+        assert (pool.segments, len(pool)) == (2, 10)
+        assert pool.nbytes < 2 * SMALLEST, "the last one is as large as what it holds"
         pool.remove(list(pool.records))
         assert (pool.nbytes, pool.segments, len(pool)) == (0, 0, 0)
 

@@ -35,7 +35,7 @@ def test_a_deployment_answers_as_the_service_does(tmp_path: Path) -> None:
     model, log = tiny(tmp_path / "model", None), tmp_path / "before.log"
     log.write_text("\n".join(f"alpha {n} beta {n} gamma" for n in range(20)) + "\n")
     build_database(load_model(model), [log], tmp_path / "db", BuildOptions(storage="float32", reuse="rows"))
-    settings = Settings(model, database=f"file://{tmp_path / 'db'}", fill=False)
+    settings = Settings(model, database=f"file://{tmp_path / 'db'}", fill=False, row_headers=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,7 +52,7 @@ def test_a_deployment_answers_as_the_service_does(tmp_path: Path) -> None:
             assert reply.headers["x-attmemo-reuse"] == "rows"
             assert (np.array(reply.json) * expected).sum(1).min() > 0.98
             assert ask(f"{url}/embed", {"inputs": 3}).status == 422
-            assert ask(f"{url}/info", None).json["model_id"] == model
+            assert ask(f"{url}/info", None).json["model_id"] == "model"
             assert len([path for path in (tmp_path / "replicas").iterdir() if path.is_dir()]) == 1
         finally:
             serve.shutdown()

@@ -93,7 +93,7 @@ def test_a_forked_child_answers_whatever_locks_threads_of_its_parent_held(
         with torch.inference_mode():
             model(**inputs)
         assert handle.stats() != before
-        engine.wait()  # for forwards of other threads: those of the parent are not here
+        assert engine.wait(30.0)  # for forwards of other threads: those of the parent are not here
 
     with torch.inference_mode():
         model(**inputs)

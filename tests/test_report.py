@@ -19,8 +19,10 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from attmemo.errors import AttmemoError
-from attmemo.profiler.plots import PANELS, Panel, present_panels
+from attmemo.profiler.map_trial import MapTrial
+from attmemo.profiler.plots import COLUMN_CHARACTERS, PANELS, Panel, present_panels
 from attmemo.profiler.report import make_tables, write_report
+from attmemo.profiler.row_trial import RowTrial
 
 Result = dict[str, Any]
 Key = tuple[str | int, ...]
@@ -221,6 +223,52 @@ def test_points_of_a_sweep_are_drawn_in_order() -> None:
     panel = next(panel for panel in PANELS if panel.title == "Speed by threshold")
     panel.draw(axes, make_result())
     assert np.asarray(axes.lines[0].get_xdata()).tolist() == [0.8, 0.9, 0.95]
+
+
+@pytest.mark.parametrize("reuse", ["maps", "rows"])
+def test_shares_and_cosines_have_panels_of_their_own(reuse: str) -> None:
+    result = make_result() | {"reuse": reuse}
+    for row in (*result["sweep"], *result["controls"]):
+        row["share_computed"] = 0.5
+    titles = [panel.title for panel in present_panels(result)]
+    assert sum("osine" in title for title in titles) == 2
+    for panel in present_panels(result):
+        axes = Figure().subplots()
+        panel.draw(axes, result)
+        labels = axes.get_legend_handles_labels()[1]
+        if "Same answers" in panel.title or "shares" in panel.title:
+            assert "same answer as exact" in labels
+            assert not any("cosine" in label for label in labels)
+        elif "osine" in panel.title:
+            assert not {"same answer as exact", "hit rate"} & set(labels)
+    without = make_result() | {"reuse": reuse}
+    for row in (*without["sweep"], *without["controls"]):
+        row["cosine_mean"] = None
+    assert not any("osine" in panel.title for panel in present_panels(without)), "a classifier has none"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.99])
+def test_the_verdict_takes_one_line_of_the_title(rate: float) -> None:
+    trial: Any = None
+    result = make_result(24) | {"hit_rate": rate, "share_computed": 1.0 - rate}
+    result["time"] |= {"speedups": {"stock": 12.34, "packed": 10.12}, "best_exact": "compile"}
+    for layer in result["layers"]:
+        layer["gate"] = "off"
+    verdicts = [RowTrial.verdict(trial, result), MapTrial.verdict(trial, result)]
+    result["quality"] |= {"perplexity_exact": 1234.5, "perplexity_memoized": 1234.6}
+    verdicts.append(MapTrial.verdict(trial, result))
+    for verdict in verdicts:
+        assert len(verdict) <= 2 * COLUMN_CHARACTERS, verdict
+
+
+def test_controls_look_unlike_results() -> None:
+    result, axes = make_result(), Figure().subplots()
+    next(panel for panel in PANELS if panel.title == "Against the controls: shares").draw(axes, result)
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["memoized", "control: mean map", "control: random map", "control: duplicate cache"]
+    alpha = {round(bar.get_y() + bar.get_height() / 2): bar.get_alpha() for bar in axes.patches}
+    assert alpha[0] == 1.0
+    assert max(value for place, value in alpha.items() if place > 0 and value is not None) < 0.5
 
 
 @pytest.mark.parametrize("layers", [1, 12, 96])

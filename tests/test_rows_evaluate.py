@@ -19,11 +19,11 @@ from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import collate, load_model, tokenize
+from attmemo.profiler.open import stored_texts
 from attmemo.profiler.plots import present_panels
 from attmemo.profiler.report import make_tables, write_report
 from attmemo.profiler.row_controls import CONTROLS, MeanRows, RandomRecord, ZeroedRows, read_record, serving_rows
 from attmemo.profiler.row_trial import RowTrial
-from attmemo.profiler.stored import stored_texts
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 
@@ -251,7 +251,8 @@ def test_the_records_are_back_after_a_control(rows_database: Path, name: str) ->
 def test_a_report_has_both_plots_by_share(result: dict[str, Any], tmp_path: Path) -> None:
     titles = [panel.title for panel in present_panels(result)]
     assert "Speed by share of rows computed" in titles
-    assert "Quality by share of rows computed" in titles
+    assert "Same answers by share of rows computed" in titles
+    assert "Cosine by share of rows computed" in titles
     assert "Speed by threshold" not in titles
     page = write_report(result, tmp_path)[0].read_text(encoding="utf-8")
     for part in ("Rows computed", "Sequences served", "Speed-up on stock", "zeroed rows", "Reuse of rows"):

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from attmemo import memoize, unmemoize
 from attmemo.embed.tokens import hash_of
-from attmemo.guard import Cover
-from attmemo.guard.draw import Draw
 from attmemo.reuse.offer import Offer
 
 TEXTS = [5, 40, 17, 9, 33, 9, 22, 28]
@@ -74,7 +72,7 @@ def test_a_text_has_one_answer_whatever_is_asked_beside_it(
         make().to(dtype), database=":memory:", reuse="rows", gate=False, linear=linear, min_cosine=-1.0, near=0
     )
     certify(model)
-    model.attmemo.guarded.guard.draw = Draw(0.3, added=1e9)
+    model.attmemo.guarded.guard.drawn = 0.3
     rng, texts, seen = random.Random(1), batch(TEXTS, 5), [set[bytes]() for _ in TEXTS]
     for turn in range(30):
         places = rng.choices(range(len(TEXTS)), k=rng.randint(1, 4))
@@ -139,7 +137,7 @@ def test_equal_texts_of_a_batch_stay_equal_however_they_are_answered() -> None:
     case = Case("BERT")
     for least, verdict in ((-2.0, "reused"), (2.0, "below the margin")):
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guarded.guard.margin.least = model.attmemo.guarded.guard.wider.least = least
+        model.attmemo.guarded.guard.margin.least = least
         seen = field(run(model, rows_of(BOTH, 1, 0, 1, 3, 1)))
         assert done(model)[verdict] == 5
         assert torch.equal(seen[0], seen[2])
@@ -183,9 +181,9 @@ def test_an_answer_that_another_record_gave_becomes_exact_with_a_record_of_its_o
     first = field(run(model, BOTH))
     assert not any(torch.equal(*pair) for pair in zip(first, exact, strict=True)), "answers of other records"
     assert torch.equal(field(run(model, BOTH)), first), "the same record gives the same"
-    guard.draw = Draw(1.0, added=1e9)
+    guard.drawn = 1.0
     assert torch.equal(field(run(model, BOTH)), exact), "samples are exact, and kept"
-    guard.draw.most = 0.0
+    guard.drawn = 0.0
     for inputs in (BOTH, rows_of(BOTH, 3, 0), BOTH):
         rows = [3, 0] if len(inputs["input_ids"]) == 2 else range(6)
         seen = field(run(model, inputs))
@@ -201,13 +199,13 @@ def test_a_text_whose_record_is_on_its_way_is_computed_as_it_was() -> None:
     offers = [Offer.of(tokens, store.layout, np.zeros(store.layout.nbytes(n), np.uint8))]
     assert model.attmemo.rows_to_compute([tokens.tolist()])[0] < n
     store._offered[hash_of(tokens)] = offers[0]
-    assert store.awaits(tokens)
-    assert not store.awaits(tokens[:-1])
+    assert store.awaiting(tokens, np.array([0, n])).tolist() == [True]
+    assert store.awaiting(tokens, np.array([0, n - 1, n])).tolist() == [False, False]
     assert model.attmemo.rows_to_compute([tokens.tolist()]) == [n]
     seen = field(run(model, BOTH))
     assert [torch.equal(*pair) for pair in zip(seen, exact, strict=True)] == [place == 2 for place in range(6)]
     assert store.index.same(tokens) >= 0
-    assert not store.awaits(tokens), "it is there"
+    assert not store.awaiting(tokens, np.array([0, n])).any(), "it is there"
     assert torch.equal(field(run(model, BOTH))[2], exact[2])
 
 
@@ -216,7 +214,7 @@ def test_what_is_not_kept_is_awaited_no_more(monkeypatch: pytest.MonkeyPatch) ->
     store = model.attmemo.engine.reuse.store
     monkeypatch.setattr(store.pool, "fits", lambda nbytes: False)
     run(model, BASE)
-    assert model.attmemo.stats()["offered"] == {"larger than the database may be": len(LENGTHS)}
+    assert model.attmemo.stats()["offered"] == {"too_large": len(LENGTHS)}
     assert until(lambda: not store._offered)
 
 
@@ -231,7 +229,7 @@ def test_an_answer_is_exact_again_once_its_record_goes() -> None:
 
 
 def test_the_own_record_of_a_text_goes_before_all_others() -> None:
-    """Even where another record needs as few rows, and is verified: the text is its beginning."""
+    """Even where another record needs as few rows: the text is its beginning."""
     case = Case("BERT")
     model = guarded(case.bare, min_cosine=-1.0)
     long = batch([33], 4)
@@ -239,8 +237,6 @@ def test_the_own_record_of_a_text_goes_before_all_others() -> None:
     for inputs in (long, short):
         run(model, inputs)
     certify(model)
-    guard, own = model.attmemo.guarded.guard, model.attmemo.guarded.guard.ask
-    guard.ask = lambda gaps, margin: max(own(gaps, margin), Cover.FULLY)
     before = done(model)
     assert torch.equal(field(run(model, short)), field(run(case.exact, short)))
     assert done(model) == before | {"repeated": 1}

@@ -14,7 +14,7 @@ from attmemo import Database, UnsupportedModelError, memoize
 from attmemo.adapters import adapter_for
 from attmemo.embed.training import TrainOptions
 from attmemo.fingerprint import model_fields
-from attmemo.profiler import measure
+from attmemo.profiler import capture
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
@@ -70,15 +70,15 @@ def test_layers_that_share_a_module_are_built_profiled_and_tuned(
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_shared_module_is_timed_once_for_each_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock ticks at each reading. A wrapper around a wrapper would count the inner ticks too."""
+    """The clock ticks at each reading. Hooks for each layer would count a tick for each of them."""
     model: Any = FAMILIES[name].make()
     _, sites = adapter_for(model)
     ticks = iter(range(1000))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
-    with measure._timed(sites) as spent, torch.inference_mode():
+    monkeypatch.setattr(capture.time, "perf_counter", lambda: next(ticks))
+    with capture.attention_seconds(model) as spent, torch.inference_mode():
         model(input_ids=torch.arange(5)[None])
     assert spent == [1] * len(sites)
-    assert not [module for module in model.modules() if "forward" in module.__dict__]
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
 
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "MPNet"])

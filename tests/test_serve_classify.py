@@ -13,6 +13,7 @@ from serve_tools import SHARED, Live, living, tiny
 
 from attmemo.errors import DataError, UnsupportedModelError
 from attmemo.serve.model import SCORE_STEP, load, score_angle
+from attmemo.serve.routes_classify import best_first
 from attmemo.serve.settings import Settings
 
 PAIRS = [["alpha beta", "gamma"], ["delta"], ["eta 7 8 9", "alpha beta gamma delta"]]
@@ -75,6 +76,25 @@ def test_relevance_is_sorted_and_keeps_the_index(reranker: Live) -> None:
     assert np.allclose([item["score"] for item in raw], -np.sort(-exact), atol=1e-5)
     assert "text" not in raw[0]
     assert reranker.get("/info").json["model_type"]["reranker"]["id2label"] == {"0": "LABEL_0"}
+
+
+def test_of_equal_scores_the_last_text_comes_first_as_in_tei(reranker: Live) -> None:
+    """TEI sorts by ascending score, keeping the order of equal ones, and turns the list around."""
+    texts = ["alpha", "mu 7", "alpha", "lamda", "alpha", "mu 7"]
+    for body in ({}, {"raw_scores": True}, {"return_text": True}):
+        found = reranker.post("/rerank", {"query": "beta", "texts": texts, "reuse": "off"} | body).json
+        scores = {item["index"]: item["score"] for item in found}
+        assert scores[0] == scores[2] == scores[4], "equal texts of one batch are equally relevant"
+        expected = sorted(range(6), key=lambda place: scores[place])[::-1]
+        assert [item["index"] for item in found] == expected
+        assert [place for place in expected if texts[place] == "alpha"] == [4, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("row", "places"), [([1, 1, 1], [2, 1, 0]), ([0, 2, 0, 2, 1], [3, 1, 4, 2, 0]), ([0.0, -0.0], [1, 0]), ([5], [0])]
+)
+def test_equal_scores_of_classes_come_in_the_order_of_tei(row: list[float], places: list[int]) -> None:
+    assert best_first(np.array(row, np.float32)) == places
 
 
 def test_what_a_model_cannot_do_is_refused_by_name(classifier: Live, reranker: Live) -> None:

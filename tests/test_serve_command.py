@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -10,14 +11,25 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serve_tools import WORDS, ask, spawned, tiny
+import typer
+from docs_tools import page, table_rows
+from serve_tools import WORDS, ask, living, spawned, tiny
 from typer.testing import CliRunner
 
+from attmemo import memoize
+from attmemo.cli import serve as command
 from attmemo.cli.app import app
+from attmemo.errors import AttmemoError
+from attmemo.serve import Settings
+from attmemo.serve import server as http
+from attmemo.serve.server import is_open, listen, url_of
 
 SECRET = "zeta 41 zeta 17 zeta"
 
@@ -88,6 +100,97 @@ def test_no_text_of_a_request_is_in_logs_metrics_or_the_page(model: str, tmp_pat
     assert any(line["message"] == "ending" and line["signal"] == "SIGTERM" for line in lines)
 
 
+def test_loading_is_said_before_the_model_is_loaded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attmemo.serve.service import Service
+
+    seen: list[str] = []
+
+    def start(_: Service) -> None:
+        seen.append(stream.getvalue())
+        raise AttmemoError("enough", "stop")
+
+    monkeypatch.setattr("attmemo.serve.logs.write_logs", lambda *_: None)
+    monkeypatch.setattr(Service, "start", start)
+    with redirect_stdout(StringIO()) as stream, pytest.raises(typer.Exit):
+        command.serve(model, port=0)
+    assert seen == [f"loading {model} …\n"]
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    of_command = {name: one.default for name, one in inspect.signature(command.serve).parameters.items()}
+    of_memoize = {name: one.default for name, one in inspect.signature(memoize).parameters.items()}
+    guarding = ("budget", "confidence", "min_cosine")
+    for name in (*guarding, "reuse", "linear", "threshold", "near", "max_bytes", "database"):
+        usual = of_memoize[name]
+        assert getattr(Settings("M"), name) == usual, name
+        assert str(of_command[name]) == str(usual), name
+
+
+def test_the_page_shows_options_with_their_variables_and_defaults() -> None:
+    group: Any = typer.main.get_command(app)
+    known = {one.opts[0]: one for one in group.commands["serve"].params}
+    for option, variable, default, _ in table_rows(page("service.md"), "| option | variable |"):
+        one = known[option.strip("`")]
+        assert one.envvar == variable.strip("`")
+        assert default == ("" if one.default is None else str(one.default))
+
+
+def test_options_of_the_guard_and_of_reuse_reach_the_model(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"budget": 0.05, "confidence": 0.9, "min_cosine": 0.9, "threshold": 0.25, "near": 3}
+    with living(tiny(tmp_path, None), reuse="rows", **chosen) as server:
+        handle = server.service.model.handle
+        assert (handle.guarded.guard.budget, handle.guarded.guard.confidence) == (0.05, 0.9)
+        assert handle.guarded.answers.min_cosine == 0.9
+        assert (handle.threshold, handle.planner.rule.near) == (0.25, 3)
+
+
+def test_without_options_a_service_listens_for_its_machine_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def listen(host: str, port: int) -> socket.socket:
+        asked.append(host)
+        raise AttmemoError("enough", "stop")
+
+    monkeypatch.setattr("attmemo.serve.server.listen", listen)
+    for name in ("a-container", "0.0.0.0"):
+        monkeypatch.setenv("HOSTNAME", name)
+        CliRunner().invoke(app, ["serve", model])
+    assert asked == ["127.0.0.1", "0.0.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "reached"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:{}/", False),
+        ("127.9.9.9", "http://127.9.9.9:{}/", False),
+        ("0.0.0.0", "http://localhost:{}/", True),
+        ("::", "http://localhost:{}/", True),
+        ("::1", "http://[::1]:{}/", False),
+        ("::ffff:127.0.0.1", "http://[::ffff:127.0.0.1]:{}/", False),
+    ],
+)
+def test_the_url_leads_to_the_service_and_only_loopback_is_not_open(host: str, url: str, reached: bool) -> None:
+    try:
+        place = listen(host, 0)
+    except AttmemoError:
+        pytest.skip(f"this machine has no address {host}")
+    with place:
+        assert url_of(place) == url.format(place.getsockname()[1])
+        assert is_open(place) is reached
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"), [("0.0.0.0", None, 1), ("0.0.0.0", "a-key", 0), ("127.0.0.1", None, 0)]
+)
+def test_an_open_service_without_a_key_is_warned_of_once(
+    host: str, key: str | None, warned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "make_server", lambda _: SimpleNamespace(run=lambda sockets: None))
+    service: Any = SimpleNamespace(settings=Settings("M", api_key=key), close=lambda: None)
+    http.serve(service, listen(host, 0))
+    assert sum("no API key" in record.getMessage() for record in caplog.records) == warned
+
+
 def test_options_are_read_from_the_environment(model: str, tmp_path: Path) -> None:
     own = {"MAX_CLIENT_BATCH_SIZE": "7", "AUTO_TRUNCATE": "false", "MAX_BATCH_TOKENS": "99", "HOSTNAME": "a-container"}
     with spawned(
@@ -107,24 +210,40 @@ def test_options_are_read_from_the_environment(model: str, tmp_path: Path) -> No
         (["MODEL", "--budget", "2"], 2, "share"),
         (["MODEL", "--dtype", "int8"], 2, "int8"),
         (["MODEL", "--host", "203.0.113.7"], 1, "cannot listen"),
-        (["MODEL", "--default-prompt", "a", "--default-prompt-name", "b"], 1, "both"),
+        (["MODEL", "--default-prompt", "a", "--default-prompt-name", "b"], 2, "both"),
         (["MODEL", "--default-prompt-name", "b", "--database", ":memory:"], 1, "no prompt"),
-        (["MODEL", "--reuse", "none", "--database", ":memory:"], 1, "a database was given"),
+        (["MODEL", "--reuse", "none", "--threshold", "0.5"], 2, "takes no threshold"),
+        (["MODEL", "--reuse", "none", "--near", "2"], 2, "near and most_moved are settings of rows"),
+        (["MODEL", "--reuse", "maps", "--near", "2"], 2, "near and most_moved are settings of rows"),
+        (["MODEL", "--reuse", "none", "--confidence", "0.99"], 2, "not guarded: reuse is none"),
+        (["MODEL", "--budget", "none", "--min-cosine", "0.9"], 2, "not guarded: there is no budget"),
+        (["MODEL", "--near", "-1"], 2, "--near"),
+        (["MODEL", "--threshold", "2"], 2, "threshold is a similarity"),
+        (["MODEL", "--confidence", "1"], 2, "share"),
+        (["MODEL", "--min-cosine", "2"], 2, "cosine"),
+        (["CLASSIFIER", "--min-cosine", "0.9"], 1, "answers are no embeddings"),
+        (["MODEL", "--reuse", "none", "--database", ":memory:"], 2, "reuse='none' serves none"),
+        (["MODEL", "--fill", "x", "--database", ":memory:"], 2, "two places for new records"),
+        (["MODEL", "--database", ""], 2, "database is an empty text"),
+        (["MODEL", "--fill", ""], 2, "fill is an empty text"),
+        (["MODEL", "--database", "/nowhere/new"], 1, "--fill /nowhere/new"),
         (["MODEL", "--max-batch-tokens", "0"], 2, "--max-batch-tokens"),
         ([], 2, "MODEL"),
     ],
 )
 def test_bad_input_is_explained(
-    model: str, words: list[str], code: int, what: str, monkeypatch: pytest.MonkeyPatch
+    model: str, words: list[str], code: int, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("attmemo.serve.logs.write_logs", lambda *_: None)  # it is for a process of its own
     if words and "--port" not in words:  # the usual one may be another test's
         with socket.create_server(("127.0.0.1", 0)) as free:
             words = [*words, "--port", str(free.getsockname()[1])]
+    if words[:1] == ["CLASSIFIER"]:
+        words = [tiny(tmp_path, 3), *words[1:]]
     found = CliRunner().invoke(app, ["serve", *(model if word == "MODEL" else word for word in words)])
     assert found.exit_code == code
     assert what in found.stderr
-    assert code == 2 or "Next:" in found.stderr
+    assert ("Next:" in found.stderr) == ("error:" in found.stderr), "wrong words are explained by usage"
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from serve_tools import Live, living, tiny
-from uvicorn.server import ServerState
 
 from attmemo.serve.connection import LARGE, Protocol, Whole
 from attmemo.serve.server import make_server
@@ -35,6 +34,9 @@ class Below(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return "closed" in self.sent
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
 
 def test_what_one_turn_writes_is_sent_in_one_piece_and_in_order() -> None:
@@ -122,8 +124,7 @@ def test_what_is_held_is_sent_before_a_client_that_sends_no_more_is_closed(tmp_p
         below = Below()
         server = make_server(live.service)
         server.config.load()
-        state = ServerState()
-        protocol = Protocol(server.config, state, {}, asyncio.get_running_loop())
+        protocol = Protocol(server.config, server.server_state, {}, asyncio.get_running_loop())
         protocol.connection_made(below)
         protocol.transport.write(b"answer")
         protocol.eof_received()

@@ -43,6 +43,8 @@ def test_the_compose_file_is_whole() -> None:
         assert (DEPLOY / worker["build"]["context"] / worker["build"]["dockerfile"]).exists()
         assert set(worker["environment"]) <= ENVIRONMENT
         assert "database:/data" in worker["volumes"]
+        assert worker["command"][:2] == ["--host", "0.0.0.0"]
+        assert "API_KEY" in worker["environment"]
     assert len({worker["ports"][0] for worker in workers}) == 2
     assert all(port.startswith("127.0.0.1:") for worker in workers for port in worker["ports"])
     targets = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
@@ -59,8 +61,9 @@ def test_the_dockerfile_is_whole() -> None:
     lines = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line and not line.startswith("#")]
     known = {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"}
     assert {line.split()[0] for line in lines} <= known | {"ENTRYPOINT", "CMD"}
-    assert 'ENTRYPOINT ["attmemo", "serve"]' in lines
-    assert lines.index("USER attmemo") < lines.index('ENTRYPOINT ["attmemo", "serve"]'), "root runs nothing"
+    entry = 'ENTRYPOINT ["attmemo", "serve", "--host", "0.0.0.0"]'
+    assert entry in lines, "on the loopback of the container no published port would lead to it"
+    assert lines.index("USER attmemo") < lines.index(entry), "root runs nothing"
     (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
     project = (DEPLOY.parent / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
@@ -75,3 +78,4 @@ def test_options_of_the_unit_exist() -> None:
     (command,) = re.findall(r"^ExecStart=\S+ serve (.*)$", text, re.MULTILINE)
     known = {name for option in ROOT.commands["serve"].params for name in option.opts}
     assert {word for word in command.split() if word.startswith("--")} <= known
+    assert "--host 0.0.0.0" in command

@@ -24,7 +24,8 @@ CLOSE = 2e-6
 
 @pytest.fixture(scope="module", name="live")
 def _live() -> Iterator[Live]:
-    with living(minilm(), served_model_name="minilm", max_client_batch_size=200, payload_limit=100_000) as found:
+    own = {"max_client_batch_size": 200, "payload_limit": 100_000, "row_headers": True}
+    with living(minilm(), served_model_name="minilm", **own) as found:
         yield found
 
 
@@ -144,6 +145,7 @@ def test_state_is_open_and_well(live: Live) -> None:
     metrics = live.get("/metrics").body.decode()
     assert 'te_request_count{method="single"}' in metrics
     assert "attmemo_rows_computed_total" in metrics
+    assert "attmemo_failed 0.0" in metrics
     shown = live.get("/live").json
     assert shown["tokens"] >= shown["rows"] > 0
     assert shown["guard"]["state"] == "learning"
@@ -198,6 +200,15 @@ def test_openai_errors_have_their_own_form(live: Live) -> None:
     reply = live.post("/v1/embeddings", {"input": []})
     assert (reply.status, reply.json["code"], reply.json["type"]) == (400, 400, "Empty")
     assert set(reply.json) == {"message", "code", "type"}
+
+
+@pytest.mark.parametrize("path", ["/embed", "/tokenize"])
+def test_a_byte_order_mark_before_json_is_taken(live: Live, path: str) -> None:
+    body = b'{"inputs": "alpha", "reuse": "off"}'
+    plain, marked = (live.post(path, mark + body) for mark in (b"", b"\xef\xbb\xbf"))
+    assert (plain.status, marked.status) == (200, 200)
+    assert marked.json == plain.json
+    assert live.post(path, 2 * b"\xef\xbb\xbf" + body).status == 400, "one mark, not more"
 
 
 def test_a_body_that_is_not_json_by_its_type_is_refused(live: Live) -> None:

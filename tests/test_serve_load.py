@@ -35,7 +35,7 @@ def _model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(name="live")
 def _live(model: str) -> Iterator[Live]:
-    with living(model, max_concurrent_requests=LIMIT, max_batch_tokens=64) as found:
+    with living(model, max_concurrent_requests=LIMIT, max_batch_tokens=64, row_headers=True) as found:
         yield found
 
 
@@ -209,7 +209,7 @@ def test_the_database_is_closed_with_the_service(model: str, tmp_path: Path) -> 
     with living(model, database=None, fill=str(tmp_path / "db")) as live:
         for number in range(5):
             assert live.post("/embed", {"inputs": text_of(number)}).status == 200
-    with living(model, database=str(tmp_path / "db")) as live:
+    with living(model, database=str(tmp_path / "db"), row_headers=True) as live:
         reply = live.post("/embed", {"inputs": text_of(3)})
         assert int(reply.headers["x-attmemo-rows-computed"]) < int(reply.headers["x-attmemo-rows-total"])
 
@@ -224,7 +224,8 @@ def test_what_is_there_when_requests_begin_is_left_out_of_garbage_collections(mo
             seen.append(gc.get_freeze_count())
             raise KeyboardInterrupt
 
-    service, place = SimpleNamespace(draining=False, close=lambda: None), SimpleNamespace(close=lambda: None)
+    service = SimpleNamespace(draining=False, close=lambda: None)
+    place = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 3000), close=lambda: None)
     monkeypatch.setattr(server, "make_server", Ended)
     with pytest.raises(KeyboardInterrupt):
         server.serve(service, place)  # type: ignore[arg-type]

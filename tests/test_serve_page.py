@@ -35,10 +35,11 @@ def browse(folder: Path, *options: str) -> str:
     return done.stdout
 
 
-def test_the_page_asks_for_nothing_from_elsewhere() -> None:
-    text = (files("attmemo.serve") / "page.html").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "asked"), [("page", ["live"]), ("reference", [".", "api-doc/openapi.json"])])
+def test_a_page_asks_for_nothing_from_elsewhere(name: str, asked: list[str]) -> None:
+    text = (files("attmemo.serve") / f"{name}.html").read_text(encoding="utf-8")
     assert not re.findall(r"(?:src|href|url|import)\s*[=(]", text)
-    assert re.findall(r"""fetch\(["']([^"']+)""", text) == ["live"]
+    assert re.findall(r"""fetch\(["']([^"']+)""", text) == asked
     assert "http" not in text
 
 
@@ -53,6 +54,17 @@ def test_the_page_shows_the_numbers_of_the_service(live: Live, tmp_path: Path) -
     assert re.search(r"median [\d.,]+ ms", text)
     assert "<b>tiny" not in shown, "a name is text, not a part of the page"
     assert len(re.findall(r'class="line" d="M', shown)) == 2
+
+
+@needs_browser
+def test_the_page_of_routes_shows_every_route_and_field(live: Live, tmp_path: Path) -> None:
+    document = live.get("/api-doc/openapi.json").json
+    text = re.sub(r"<[^>]+>", " ", browse(tmp_path, "--dump-dom", live.url + "/docs"))
+    assert "no answer" not in text
+    for path, methods in document["paths"].items():
+        assert all(f"{method.upper()} {path}" in text for method in methods)
+    for name, schema in document["components"]["schemas"].items():
+        assert all(word in text for word in (name, *schema.get("properties", ())))
 
 
 @needs_browser

@@ -100,11 +100,39 @@ def test_every_route_of_tei_is_here(document: Any, lives: dict[str, Live]) -> No
 
 
 def test_every_field_of_a_request_is_here(document: Any, lives: dict[str, Live]) -> None:
-    ours = lives["embeds"].get("/api-doc/openapi.json").json["paths"]
+    ours = lives["embeds"].get("/api-doc/openapi.json").json
     for path, item in document["paths"].items():
         if "post" in item:
-            name = item["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-            known = document["components"]["schemas"][name]
-            own = ours[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            schema = item["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert ours["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"] == schema
+            name = schema["$ref"].rpartition("/")[2]
+            known, own = document["components"]["schemas"][name], ours["components"]["schemas"][name]
             assert set(own["properties"]) - OURS == set(known["properties"]), path
             assert set(own.get("required", [])) == set(known["required"]), path
+
+
+def test_answers_and_operations_have_the_same_names(document: Any, lives: dict[str, Live]) -> None:
+    ours = lives["embeds"].get("/api-doc/openapi.json").json
+    for path, item in document["paths"].items():
+        for method, work in item.items():
+            own = ours["paths"][path][method]
+            assert own["operationId"] == work["operationId"]
+            if path == "/embed_sparse":
+                continue  # no model here gives any
+            assert own["responses"].keys() >= work["responses"].keys()
+            for code, known in work["responses"].items():
+                content = known.get("content", {}).get("application/json")
+                if content is not None:
+                    assert own["responses"][code]["content"]["application/json"]["schema"] == content["schema"]
+
+
+def test_every_component_has_the_fields_of_tei(document: Any, lives: dict[str, Live]) -> None:
+    ours, known = lives["embeds"].get("/api-doc/openapi.json").json["components"]["schemas"], document["components"]
+    assert set(known["schemas"]) - set(ours) == {"EmbedSparseResponse", "SparseValue"}
+    for name in set(known["schemas"]) & set(ours) - {"OpenAICompatErrorResponse"}:  # documented otherwise than sent
+        assert fields(ours[name]) - OURS == fields(known["schemas"][name]), name
+
+
+def fields(schema: Any) -> set[str]:
+    """Names of a schema's fields; of a choice, those of all its forms."""
+    return set(schema.get("properties", {})).union(*(one.get("properties", {}) for one in schema.get("oneOf", [])))

@@ -51,7 +51,7 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         if find_spec(module) is None:
-            pytest.skip(f"{module} is not installed: pip install 'attmemo[docs]'")
+            pytest.skip(f"{module} is not installed: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     run = subprocess.run(
         [sys.executable, "-c", BUILD, str(folder)], cwd=REPOSITORY, capture_output=True, text=True, timeout=300,

@@ -31,9 +31,9 @@ from attmemo.profiler.controls import CONTROLS, MeanMaps, RandomMaps, serving_co
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, load_model, tokenize
+from attmemo.profiler.open import first_inputs, stored_texts
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.report import write_report
-from attmemo.profiler.stored import first_inputs, stored_texts
 from attmemo.profiler.timing import time_passes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune

@@ -21,7 +21,7 @@ from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import load_model, tokenize
-from attmemo.profiler.stored import first_inputs
+from attmemo.profiler.open import first_inputs
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
 

@@ -12,9 +12,10 @@ from guard_tools import Gap, gaps, number, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.guard import Cover
 from attmemo.guard import verified as verified_module
 from attmemo.guard.verified import NUMBERS, PENALTY, WORDS, Verified
+from attmemo.kernels.changes import Changes
+from attmemo.kernels.plan import Demand, Evidence, evidence_in_python
 
 VALUES = st.integers(1, 9)
 GAPS = st.lists(st.tuples(st.integers(0, 2), VALUES, VALUES, st.booleans()), min_size=1, max_size=3)
@@ -43,14 +44,14 @@ class TestVerified:
     ) -> None:
         seen = [gap for changed, these in steps if not changed for gap in these]
         cover = learned(steps).ask(gaps(*asked))
-        if cover is Cover.NOT:
+        if cover is Evidence.UNKNOWN:
             return
-        assert cover in (Cover.FREELY, Cover.FULLY)
+        assert cover in (Evidence.FREELY, Evidence.FULLY)
         for slot, value, former, is_word in asked:
             values = {v for place, *pair, kind in seen if (place, kind) == (slot, is_word) for v in pair}
             known = {value, former} <= values
             assert known or len(values) >= (WORDS if is_word else NUMBERS)
-            if is_word and cover is Cover.FULLY:
+            if is_word and cover is Evidence.FULLY:
                 pairs = {frozenset((new, old)) for place, new, old, kind in seen if (place, kind) == (slot, True)}
                 reached = {value}
                 for _ in pairs:
@@ -72,59 +73,59 @@ class TestVerified:
         assert len(found) == len(found.state()["values"])
 
     def test_no_change_is_fully_covered(self) -> None:
-        assert Verified().ask(gaps()) is Cover.FULLY
+        assert Verified().ask(gaps()) is Evidence.FULLY
 
     def test_nothing_is_covered_at_first(self) -> None:
-        assert Verified().ask(gaps(number(1, 2, 3))) is Cover.NOT
+        assert Verified().ask(gaps(number(1, 2, 3))) is Evidence.UNKNOWN
 
     def test_a_change_is_covered_once_seen_in_both_directions(self) -> None:
         found = learned([(False, [word(1, 2, 3)])])
-        assert found.ask(gaps(word(1, 2, 3))) is Cover.FULLY
-        assert found.ask(gaps(word(1, 3, 2))) is Cover.FULLY
-        assert found.ask(gaps(word(1, 2, 4))) is Cover.NOT
-        assert found.ask(gaps(word(2, 2, 3))) is Cover.NOT
+        assert found.ask(gaps(word(1, 2, 3))) is Evidence.FULLY
+        assert found.ask(gaps(word(1, 3, 2))) is Evidence.FULLY
+        assert found.ask(gaps(word(1, 2, 4))) is Evidence.UNKNOWN
+        assert found.ask(gaps(word(2, 2, 3))) is Evidence.UNKNOWN
 
     def test_a_word_may_replace_another_only_if_harmless_changes_lead_there(self) -> None:
         found = learned([(False, [word(1, 2, 3)]), (False, [word(1, 4, 5)])])
-        assert found.ask(gaps(word(1, 2, 5))) is Cover.NOT
+        assert found.ask(gaps(word(1, 2, 5))) is Evidence.UNKNOWN
         found.stayed(gaps(word(1, 3, 4)))
-        assert found.ask(gaps(word(1, 2, 5))) is Cover.FULLY
+        assert found.ask(gaps(word(1, 2, 5))) is Evidence.FULLY
 
     def test_two_numbers_that_were_harmless_may_replace_each_other(self) -> None:
         found = learned([(True, [number(1, 90, 91)]), (False, [number(1, 2, 3)]), (False, [number(1, 4, 5)])])
-        assert found.ask(gaps(number(1, 2, 5))) is Cover.FULLY
-        assert found.ask(gaps(number(1, 2, 9))) is Cover.NOT
+        assert found.ask(gaps(number(1, 2, 5))) is Evidence.FULLY
+        assert found.ask(gaps(number(1, 2, 9))) is Evidence.UNKNOWN
 
     def test_a_number_slot_is_free_after_two_harmless_values(self) -> None:
         found = learned([(False, [number(1, 2, 3)])])
-        assert found.ask(gaps(number(1, 7, 8))) is Cover.FULLY
+        assert found.ask(gaps(number(1, 7, 8))) is Evidence.FULLY
         alone = Verified()
         alone.stayed(gaps(number(1, 2, 2)))
-        assert alone.ask(gaps(number(1, 7, 8))) is Cover.NOT
+        assert alone.ask(gaps(number(1, 7, 8))) is Evidence.UNKNOWN
 
     def test_a_word_slot_is_free_only_after_six_harmless_words_and_never_fully(self) -> None:
         found = Verified()
         for known in range(1, WORDS):
             found.stayed(gaps(word(1, known, known + 1)))
-            wanted = Cover.FREELY if known + 1 >= WORDS else Cover.NOT
+            wanted = Evidence.FREELY if known + 1 >= WORDS else Evidence.UNKNOWN
             assert found.ask(gaps(word(1, 90, 91))) is wanted
             assert found.ask(gaps(word(1, 1, 90))) is wanted
-        assert found.ask(gaps(word(1, 1, WORDS))) is Cover.FULLY
+        assert found.ask(gaps(word(1, 1, WORDS))) is Evidence.FULLY
 
     def test_a_change_that_changed_an_answer_is_no_longer_covered(self) -> None:
         for kind in (number, word):
             found = learned([(False, [kind(1, 2, 3)]), (False, [kind(1, 3, 4)]), (True, [kind(1, 2, 3)])])
-            assert found.ask(gaps(kind(1, 2, 3))) is Cover.NOT
-            assert found.ask(gaps(kind(1, 3, 4))) is Cover.FULLY
+            assert found.ask(gaps(kind(1, 2, 3))) is Evidence.UNKNOWN
+            assert found.ask(gaps(kind(1, 3, 4))) is Evidence.FULLY
 
     def test_a_slot_with_a_changed_answer_needs_many_times_more_values(self) -> None:
         found = learned([(True, [number(1, 90, 91)])])
         for value in range(1, NUMBERS * (1 + PENALTY)):
-            assert found.ask(gaps(number(1, 80, 81))) is Cover.NOT
+            assert found.ask(gaps(number(1, 80, 81))) is Evidence.UNKNOWN
             found.stayed(gaps(number(1, value, value + 1)))
-        assert found.ask(gaps(number(1, 80, 81))) is Cover.FULLY
+        assert found.ask(gaps(number(1, 80, 81))) is Evidence.FULLY
         found.changed(gaps(number(1, 70, 71)))
-        assert found.ask(gaps(number(1, 80, 81))) is Cover.NOT
+        assert found.ask(gaps(number(1, 80, 81))) is Evidence.UNKNOWN
 
     def test_a_slot_is_blamed_once_for_an_answer_however_many_changes_lie_in_it(self) -> None:
         found = learned([(True, [number(1, 90, 91), number(1, 80, 81), number(1, 70, 71)])])
@@ -132,19 +133,19 @@ class TestVerified:
 
     def test_words_are_to_blame_before_numbers(self) -> None:
         found = learned([(False, [number(1, 2, 3)]), (True, [number(1, 4, 5), word(2, 6, 7)])])
-        assert found.ask(gaps(number(1, 4, 5))) is Cover.FULLY
+        assert found.ask(gaps(number(1, 4, 5))) is Evidence.FULLY
         assert content(found)["harm"] == [(2 * 2 + 1, 1)]
 
     def test_slots_that_are_known_best_are_not_to_blame(self) -> None:
         found = learned([(False, [word(1, k, k + 1)]) for k in range(1, 8)])
         found.changed(gaps(word(1, 20, 21), word(2, 6, 7)))
-        assert found.ask(gaps(word(1, 20, 21))) is Cover.FREELY
-        assert found.ask(gaps(word(2, 6, 7))) is Cover.NOT
+        assert found.ask(gaps(word(1, 20, 21))) is Evidence.FREELY
+        assert found.ask(gaps(word(2, 6, 7))) is Evidence.UNKNOWN
 
     def test_a_free_slot_stays_closed_for_the_very_change_that_changed_an_answer(self) -> None:
         found = learned([(False, [number(1, k, k + 1)]) for k in range(1, NUMBERS * (1 + PENALTY) + 4)])
         found.changed(gaps(number(1, 90, 1)))
-        assert found.ask(gaps(number(1, 90, 1))) is Cover.NOT
+        assert found.ask(gaps(number(1, 90, 1))) is Evidence.UNKNOWN
 
     @given(STEPS_OF_LEARNING, STEPS_OF_LEARNING)
     @settings(max_examples=150, deadline=None)
@@ -183,9 +184,9 @@ class TestVerified:
         found = learned([(False, [word(1, 2, 3)])])
         older = found.state()
         found.changed(gaps(word(1, 2, 3)))
-        assert found.ask(gaps(word(1, 2, 3))) is Cover.NOT
+        assert found.ask(gaps(word(1, 2, 3))) is Evidence.UNKNOWN
         found.merge(older)
-        assert found.ask(gaps(word(1, 2, 3))) is Cover.NOT
+        assert found.ask(gaps(word(1, 2, 3))) is Evidence.UNKNOWN
 
     def test_memory_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(verified_module, "MOST", 10)
@@ -212,3 +213,22 @@ class TestVerified:
         for slot in range(0, 30, 5):
             found.merge(learned([(False, [number(slot + k, 1, 2)]) for k in range(5)]).state())
         assert len(found) <= 20
+
+
+@given(STEPS_OF_LEARNING, STEPS_OF_LEARNING, st.lists(GAPS, min_size=1, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_the_table_says_what_is_known(
+    steps: list[tuple[bool, list[Gap]]], others: list[tuple[bool, list[Gap]]], asked: list[list[Gap]]
+) -> None:
+    def apart(gap: Gap) -> Gap:  # hashes of slots and of values are never the same number
+        slot, value, former, is_word = gap
+        return slot + 100, 10 * slot + value + 1000, 10 * slot + former + 1000, is_word
+
+    known = learned([(changed, list(map(apart, these))) for changed, these in steps])
+    known.merge(learned([(changed, list(map(apart, these))) for changed, these in others]).state())
+    demand = Demand(numbers=NUMBERS, words=WORDS, penalty=PENALTY)
+    for one in asked:
+        found = gaps(*map(apart, one))
+        hashes = found.slot, found.value, found.former, found.change, found.word
+        changes = Changes(np.zeros(len(one), np.int64), *hashes)
+        assert evidence_in_python(changes, np.nan, demand, known.table) is known.ask(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,9 @@ def register(adapter: Adapter) -> None:
 
 def encoder_of(model: Any) -> nn.Module:
     """The transformers model inside a model, pipeline or sentence-transformers wrapper, or UnsupportedModelError."""
+    if isinstance(model, str | os.PathLike):
+        hint = f"load it first: SentenceTransformer({str(model)!r}), or AutoModel.from_pretrained({str(model)!r})"
+        raise UnsupportedModelError(f"{str(model)!r} is a name, not a model.", hint)
     if hasattr(model, "config") and hasattr(model, "base_model") and isinstance(model, nn.Module):
         return model
     for name in ("auto_model", "model", "_orig_mod"):
@@ -62,8 +66,9 @@ def encoder_of(model: Any) -> nn.Module:
             return inner
     if isinstance(model, nn.Sequential) and len(model) and model[0] is not model:
         return encoder_of(model[0])
+    kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise UnsupportedModelError(
-        f"{type(model).__name__} holds no transformers model (looked for .config and .base_model).",
+        f"{kind} holds no transformers model (looked for .config and .base_model).",
         "pass a transformers model, such as AutoModel.from_pretrained(…)",
     )
 
@@ -92,5 +97,5 @@ def adapter_for(model: nn.Module) -> tuple[Adapter, list[Site]]:
         f"no adapter knows the attention of {type(model).__name__} (model type {kind!r}); "
         + ("; ".join(seen) or "none of its modules has the projections of a known family")
         + ".",
-        "list the supported families with: attmemo families; attmemo/adapters/README.md says how to add a family",
+        "list the supported families with: attmemo families; docs/own-family.md says how to add a family",
     )

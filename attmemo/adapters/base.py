@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters.masks import Spans, read_mask
+from attmemo.adapters.masks import Spans, adds_booleans, read_mask
 from attmemo.adapters.projections import is_linear
 from attmemo.cache_name import CACHE_NAME
 
@@ -243,8 +243,14 @@ class Adapter:
 
         Padding on the left is for decoders only: an encoder may pool the first place, and a hit leaves padding out.
         """
+        if self.adds(module, mask):
+            return None
         spans = read_mask(mask, batch, length, self.causal, self.window(module))
         return None if spans is not None and spans.left and not self.causal else spans
+
+    def adds(self, module: nn.Module, mask: Any) -> bool:
+        """Whether the module adds this boolean mask to its scores: then no token is masked by it."""
+        return adds_booleans(module, mask)
 
     # -- a hit
 
@@ -302,7 +308,7 @@ class Adapter:
 
     def blocks(self, model: nn.Module) -> Blocks | str:
         """The blocks of the model, to be run over packed rows; or why there are none."""
-        return f"the family {self.family} has no adapter for whole blocks"
+        return f"this family ({self.family}) has no packed blocks; only maps"
 
     # -- offline
 

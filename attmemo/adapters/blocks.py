@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attmemo.adapters.base import Adapter, Call
-from attmemo.adapters.masks import Spans, read_mask, spans_of
+from attmemo.adapters.masks import Spans, adds_booleans, read_mask, spans_of
 from attmemo.adapters.projections import is_linear
 from attmemo.cache_name import NEW, OLD, cache_of
 from attmemo.kernels.row_attention import Disentangled
@@ -79,6 +79,7 @@ class Blocks:
     rotary: ClassVar[bool] = False  # K is stored rotated by its position
     relative: bool = False  # positions enter by distances between tokens alone
     added_norm: nn.Module | None = None  # behind what `added` gives
+    output: type[Any] = tuple  # class of what `module` returns, if it holds all blocks; known once it was run
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[Block], heads: int, width: int, scale: float,
@@ -137,6 +138,8 @@ class Blocks:
             if mask.shape != (batch, length) or not torch.equal(valid.to(mask.dtype), mask):
                 return None
             spans = spans_of(valid)
+        elif adds_booleans(self.module, mask):
+            return None
         else:
             spans = read_mask(mask, batch, length, window=self.mask_window)
         return None if spans is None or spans.left else spans
@@ -153,12 +156,9 @@ class Blocks:
 
     def leave(self, hidden: Tensor, call: Call) -> Any:
         """The return value of the module's `forward`, from the last hidden states ``[B, L, H]``."""
-        if not self.whole:
+        if not self.whole or issubclass(self.output, Tensor):
             return hidden
-        # Seconds to import. Of all classes that stacks return, this one has all their fields.
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
-
-        return Output(last_hidden_state=hidden)
+        return (hidden,) if self.output is tuple else self.output(last_hidden_state=hidden)
 
     def added(self, hidden: Tensor) -> Tensor | None:
         """What is added to the output of the first block, before `added_norm`: ``[B, L, H]``, from the embedded hidden

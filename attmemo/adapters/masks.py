@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,14 @@ def read_mask(mask: Any, batch: int, length: int, causal: bool = False, window: 
         wanted = wanted & seen
     wrong = (allowed != wanted) & valid[:, :, None]  # the rows of padding do not matter
     return None if bool(wrong.any()) else spans
+
+
+def adds_booleans(module: nn.Module, mask: Any) -> bool:
+    """Whether attention adds this boolean mask to its scores, as the numbers 0 and 1: eager attention does."""
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        return False
+    configs = (inner.config for inner in module.modules() if hasattr(inner, "config"))
+    return getattr(next(configs, None), "_attn_implementation", None) == "eager"
 
 
 def consecutive(positions: Tensor | None, spans: Spans, length: int) -> bool:

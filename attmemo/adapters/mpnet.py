@@ -32,6 +32,9 @@ class MPNetAdapter(Adapter):
     def pack(self, module: nn.Module, output: Tensor, call: Call) -> Any:
         return (output,)
 
+    def adds(self, module: nn.Module, mask: Any) -> bool:
+        return isinstance(mask, Tensor) and mask.dtype is torch.bool
+
     def blocks(self, model: nn.Module) -> Blocks | str:
         encoder: Any = getattr(self.host(model), "encoder", None)
         if encoder is None or not hasattr(encoder, "relative_attention_bias"):

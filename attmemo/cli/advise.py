@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from attmemo.cli import options
 from attmemo.cli.console import Output, output, size
+from attmemo.wording import counted
 
 _COLUMNS = 80
 
@@ -18,7 +19,7 @@ def advise(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
     data: Annotated[list[Path], typer.Argument(
         metavar="FILE…", show_default=False,
-        help="Texts in the order in which they came: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
+        help="Texts in the order in which they came, 100 or more: .txt or .log, .csv, .tsv, .jsonl or .parquet.",
     )],
     limit: Annotated[int, options.count("Read at most this many texts.", 100)] = 4000,
     batch_size: Annotated[int, options.count("Texts that come at once.")] = 16,
@@ -34,7 +35,7 @@ def advise(
     most_moved: Annotated[int | None, options.count(
         "How far a token may have moved.  [default: any distance]", 0
     )] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model is loaded in.")] = "float32",
+    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.0, help="How long the model is timed, about.")] = 12.0,
     text_column: options.TextColumn = None, json: options.Json = None, quiet: options.Quiet = False,
 ) -> None:  # fmt: skip
@@ -58,7 +59,8 @@ def advise(
 def show(out: Output, found: dict[str, Any]) -> None:
     """The numbers in a table, and the recommendation."""
     mean, ms = found["tokens"] / found["texts"], found["ms"]
-    about = f"{found['texts']:,} texts, {mean:.0f} tokens on average, {found['batch_size']} at once, {found['dtype']}"
+    texts = counted(found["texts"], "text")
+    about = f"{texts}, {mean:.0f} tokens on average, {found['batch_size']} at once, {found['dtype']}"
     _say(out, f"{about}; {100 * found['duplicates']:.0f} % are exact duplicates of earlier ones.")
     both = [found["guarded"], found["unguarded"]]
     lines = [

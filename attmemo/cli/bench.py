@@ -10,7 +10,7 @@ import typer
 
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_writable, write_whole
-from attmemo.cli.options import EIGHT_GIB, Fetch, Json, Quiet, Residency, count, parse_size
+from attmemo.cli.options import EIGHT_GIB, Json, Precision, Quiet, Residency, count, parse_size, precision
 from attmemo.cli.peers import peers
 from attmemo.errors import AttmemoError
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 Hidden = Annotated[int, count("Width of the model.")]
 Layers = Annotated[int, count("Layers of the model.")]
-Computed = Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")]
+Computed = Annotated[Precision, precision("What the model computes in.")]
 Heads = Annotated[int, count("Attention heads.")]
 Length = Annotated[int, count("Tokens in a sequence.")]
 Batch = Annotated[int, count("Sequences in a batch.")]
@@ -48,13 +48,12 @@ def gather(
 ) -> None:  # fmt: skip
     """Time the fetch of a batch of maps.
 
-    Alone and with the product with V that follows, warm and cold: copied, remapped, as views, where they lie, and
-    already there.
+    Alone and with the product with V that follows: copied, remapped, as views, where they lie, and already there.
     """
 
     def run(**common: Any) -> dict[str, Any]:
         from attmemo.profiler.bench import bench_gather
-        from attmemo.profiler.bench.sweep import sweep_gather
+        from attmemo.profiler.bench.gather import sweep_gather
 
         common |= {"heads": heads, "length": length, "batch": batch, "dtype": dtype, "width": width}
         found = bench_gather(residency=residency, **common)
@@ -103,12 +102,6 @@ def layer(
     dtype: Computed = "float32",
     layers: Layers = 2,
     repeats: Repeats = 5,
-    compile: Annotated[bool, typer.Option(help="Also time torch.compile of the exact model; takes minutes.")] = False,
-    storage: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="How maps are stored; auto is what build-database takes."),
-    ] = "auto",
-    fetch: Fetch = "auto", residency: Residency = "page-cache",
     all_families: Annotated[bool, typer.Option(
         "--all-families",
         help="Every family in both precisions, 128 and 512 tokens, batches of 1, 8 and 32; decoders up to 2048 "
@@ -138,9 +131,8 @@ def layer(
         from attmemo.profiler.bench import bench_layer
 
         return bench_layer(
-            family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers,
-            compile=compile, storage=storage, fetch=fetch, residency=residency, **common,
-        )  # fmt: skip
+            family=family, hidden=hidden, heads=heads, length=length, batch=batch, dtype=dtype, layers=layers, **common
+        )
 
     if all_families:
         _bench(run_all, _show_families, repeats, max_bytes, json, quiet, plot)

@@ -12,6 +12,8 @@ import typer
 from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.files import check_directory
+from attmemo.cli.filling import check_prepared
+from attmemo.wording import counted
 
 ALL: Any = "1/1"  # a default is parsed, and shown, like a value that is given
 
@@ -58,8 +60,7 @@ def build_database(
         "stored twice.  [default: store all]",
     )] = None,
     model_dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="What the model computes in; serve it in the same precision."),
+        options.Precision, options.precision("What the model computes in; serve it in the same precision.")
     ] = "float32",
     max_bytes: Annotated[int, typer.Option(
         metavar="SIZE", parser=options.parse_size, help="Stop before the database is larger: 8GiB, 500MB, …"
@@ -113,8 +114,8 @@ def build_database(
         done = build(loaded, files, destination, chosen, tell)
         out.say(str(done.path))
         out.say(
-            f"  {done.records:,} records ({done.added:,} new, {done.skipped:,} there before), {size(done.bytes)}, "
-            f"{done.seconds:.1f} s"
+            f"  {counted(done.records, 'record')} ({done.added:,} new, {done.skipped:,} there before), "
+            f"{size(done.bytes)}, {done.seconds:.1f} s"
         )
         if done.alike:
             known = "has nearly the same maps" if reuse == "maps" else "has the same tokens, or supplies most of them"
@@ -138,7 +139,7 @@ def train_embedder(
     steps: Annotated[int, options.count("Gradient steps; 0: principal components only.", 0)] = 300,
     backend: Annotated[Literal["faiss", "hnswlib", "flat"], typer.Option(
         help="Index of lengths with 2,000 records or more: faiss or hnswlib (HNSW both; hnswlib needs pip install "
-        "'attmemo[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
+        "'.[hnswlib]'), or flat. Fewer records are searched exactly, as flat does."
     )] = "faiss",
     profile: Annotated[bool, typer.Option(
         help="Measure on this machine what attention and lookups cost, so that the gate leaves alone what would "
@@ -157,11 +158,12 @@ def train_embedder(
         from attmemo.embed.training import TrainOptions
         from attmemo.profiler.train import train_database
 
+        check_prepared(db, "train-embedder is for maps", "nothing: rows are found by their tokens")
         chosen = TrainOptions(steps=steps, backend=backend)
         report = train_database(db, chosen, model=model, profile=profile, progress=out.stages)
         out.say(
-            f"{report['records']:,} records of {report['lengths']:,} lengths indexed with {report['backend']}, "
-            f"{report['seconds']:.1f} s"
+            f"{counted(report['records'], 'record')} of {counted(report['lengths'], 'length')} indexed with "
+            f"{report['backend']}, {report['seconds']:.1f} s"
         )
         show_layers(out, report["layers"])
         out.notes(report.get("notes", ()))

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from attmemo.cli.files import check_writable, write_whole
-from attmemo.errors import AttmemoError
+from attmemo.errors import ArgumentError, AttmemoError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 TRACEBACK: Final = "ATTMEMO_TRACEBACK"
-_PIPED_WIDTH = 140  # columns where no terminal says how many there are
+_PIPED_WIDTH = 140  # columns where neither a terminal nor the variable COLUMNS says how many there are
 _PATIENCE = 2.0  # seconds before a bar appears in a log file; on a terminal it appears at once
 
 
@@ -104,8 +104,10 @@ class Output:
             table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
         for row in cells:
             table.add_row(*map(Text, row))
-        if title:
-            self.say(title if not note else f"{title}. {note}")
+        if note:
+            self._to().print(f"{title}. {note}", markup=False, highlight=False)
+        elif title:
+            self.say(title)
         self._to().print(table)
 
     def result(self, value: Mapping[str, Any]) -> None:
@@ -124,7 +126,8 @@ class Output:
             from rich.console import Console
 
             stream = sys.stderr if self._json == "-" else sys.stdout
-            width = None if stream.isatty() else _PIPED_WIDTH
+            told = stream.isatty() or (os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) > 0)
+            width = None if told else _PIPED_WIDTH
             self._console = Console(file=stream, quiet=self._quiet, width=width, emoji=False)
         return self._console
 
@@ -148,7 +151,7 @@ def output(json_file: str | None, quiet: bool, interrupted: str = "interrupted")
         if os.environ.get(TRACEBACK):
             raise
         typer.echo(f"error: {describe(error)}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from None
     finally:
         out.stages.close()
 

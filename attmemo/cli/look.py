@@ -16,6 +16,7 @@ from attmemo.cli.build import show_layers
 from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.measure import show_tuning
 from attmemo.cli.options import DatabasePath, Json, Quiet
+from attmemo.wording import counted
 
 if TYPE_CHECKING:
     from attmemo.db import Database
@@ -108,8 +109,8 @@ def _kinds(database: Database) -> list[dict[str, Any]]:
 
 def _guards(database: Path) -> list[dict[str, Any]]:
     """Where each guard of this database stands, and its settings."""
+    from attmemo.db.folder import GUARDS
     from attmemo.guard import Guard, all_in
-    from attmemo.handles.rows import GUARDS
 
     found = []
     for settings, learned in all_in(database / GUARDS):
@@ -158,13 +159,13 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
         out.result({"path": str(db), "slots": slots, "ok": not findings, "findings": findings})
         if findings:
             typer.echo(
-                f"error: {db}: {len(findings)} findings in {slots:,} slots\n"
+                f"error: {db}: {counted(len(findings), 'finding')} in {slots:,} slots\n"
                 "  Next: restore the database from a copy, or build it again with attmemo build-database; if only an "
                 f"embedder or index file is named, attmemo train-embedder {shlex.quote(str(db))} makes it anew",
                 err=True,
             )
             raise typer.Exit(1)
-        out.say(f"{db}: {slots:,} slots, all checksums match")
+        out.say(f"{db}: {counted(slots, 'slot')}, all checksums match")
 
 
 def _check_filling(out: Output, db: Path) -> None:
@@ -183,7 +184,7 @@ def _check_filling(out: Output, db: Path) -> None:
             err=True,
         )
         raise typer.Exit(1)
-    out.say(f"{db}: {records:,} records, all checksums match")
+    out.say(f"{db}: {counted(records, 'record')}, all checksums match")
 
 
 def histogram(lengths: Mapping[int, int]) -> list[tuple[str, str, str]]:
@@ -206,7 +207,7 @@ def _show(out: Output, found: dict[str, Any]) -> None:
     waiting = f"{found['not_indexed']:,} ({following})" if found["not_indexed"] else "0"
     costs = "not measured, so the gate always tries"
     if profile:
-        costs = f"measured on {profile['threads']} threads in {profile['dtype']}"
+        costs = f"measured on {counted(profile['threads'], 'thread')} in {profile['dtype']}"
     trained = {
         "not yet indexed": waiting,
         "embedder": f"indexed with {embedder['backend']}" if embedder else "not trained",

@@ -11,7 +11,9 @@ import typer
 from attmemo.cli import options
 from attmemo.cli.console import Output, cell, output
 from attmemo.cli.files import check_directory
+from attmemo.cli.filling import check_prepared
 from attmemo.errors import AttmemoError
+from attmemo.wording import counted
 
 
 def tune(
@@ -44,13 +46,15 @@ def tune(
     with output(json, quiet, "interrupted; the database is as it was") as out:
         from attmemo.profiler import tune as tuner
 
+        check_prepared(db, "tune is for maps", f"nothing: a guard learns by itself; attmemo inspect {db} says how far")
         chosen = options.choose(tuner.TuneOptions, values)
         tuning = tuner.tune(db, [*data, *(more or ())], chosen, out.stages)
         show_tuning(out, tuning)
         if tuning["in_time"]:
-            out.say(f"Note: {tuning['in_time']:,} texts are in the database; each was judged with the records before")
+            texts = counted(tuning["in_time"], "text is", "texts are")
+            out.say(f"Note: {texts} in the database; each was judged with the records before")
         if tuning["in_database"]:
-            out.say(f"Note: {tuning['in_database']:,} more texts are in the database; they were left out")
+            out.say(f"Note: {counted(tuning['in_database'], 'more text')} in the database, left out")
         place = shlex.quote(str(db))
         if not tuning["certified"] and not allow_uncertified:
             out.say("Next: more texts, a larger --budget, or --allow-uncertified to go by what was observed")
@@ -132,6 +136,10 @@ def evaluate(
         from attmemo.profiler import evaluate as asking
         from attmemo.profiler.report import write_report
 
+        check_prepared(
+            db, "evaluate is for prepared databases",
+            f"attmemo inspect {db} says what its guard has verified; attmemo advise MODEL FILE, what to expect",
+        )  # fmt: skip
         if report is not None:
             check_directory("--report", report)
         manifest = read_manifest(db)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args
 
 import typer
+
+from attmemo import sizes
+from attmemo.errors import ArgumentError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -16,21 +18,16 @@ if TYPE_CHECKING:
     Options = TypeVar("Options", bound=DataclassInstance)
 
 Lookup = Literal["sequence", "layer"]
+Precision = Literal["float32", "bfloat16"]
 EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is given
-
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``8GiB``, ``500 MB``, ``1.5g`` or a plain number; KiB and K are 1024 bytes, KB is 1000."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", text, re.IGNORECASE)
-    if found is None or (found[3] and not found[2]):
-        raise typer.BadParameter(f"{text!r} is not a size; write 8GiB, 500MB or a number of bytes.")
-    base = 1000 if found[4] and not found[3] else 1024
-    size = int(float(found[1]) * base ** _UNITS[found[2].lower()])
-    if size < 1:
-        raise typer.BadParameter(f"{text!r} is no bytes at all; write 8GiB, 500MB or a number of bytes.")
-    return size
+    """Bytes of a size; see `attmemo.sizes.parse_size`."""
+    try:
+        return sizes.parse_size(text)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{error.what.rstrip('.')}; {error.hint}.") from None
 
 
 def parse_threshold(text: str) -> float | list[float] | Literal["auto"]:
@@ -62,6 +59,15 @@ def parse_cosine(text: str) -> float:
     return cosine
 
 
+def parse_precision(text: str) -> Precision:
+    """What a model computes in."""
+    if text in get_args(Precision):
+        return cast(Precision, text)
+    if text == "float16":
+        raise typer.BadParameter("CPUs compute float16 slowly; write bfloat16, which takes as much memory.")
+    raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(Precision))}.")
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -79,20 +85,27 @@ def share(text: str) -> Any:
     return typer.Option(metavar="SHARE", parser=parse_share, help=text)
 
 
+def precision(text: str, **more: Any) -> Any:
+    """An option that takes what a model computes in; `more` is as for `typer.Option`."""
+    return typer.Option(metavar="float32|bfloat16", parser=parse_precision, help=text, **more)
+
+
 def choose(options: type[Options], values: Mapping[str, Any]) -> Options:
     """A dataclass of options from the values of a command's parameters that have the names of its fields."""
     return options(**{field.name: values[field.name] for field in fields(options) if field.name in values})
 
 
-def check_database(path: Path) -> Path:
-    """Refuse a file where the database directory belongs: mostly data files were given before it."""
-    if path.is_file():
-        raise typer.BadParameter(f"{path} is a file, a database is a directory. DB comes before the data files.")
-    return path
+def parse_database(text: str) -> Path:
+    """A database directory; a file in its place is mostly data that were given before it."""
+    if not text:
+        raise typer.BadParameter("an empty text would be the working directory; name the database.")
+    if Path(text).is_file():
+        raise typer.BadParameter(f"{text} is a file, a database is a directory. DB comes before the data files.")
+    return Path(text)
 
 
 DatabasePath = Annotated[
-    Path, typer.Argument(metavar="DB", callback=check_database, help="The database directory.", show_default=False)
+    Path, typer.Argument(metavar="DB", parser=parse_database, help="The database directory.", show_default=False)
 ]
 Data = Annotated[list[Path], typer.Option(
     "--data", metavar="FILE", show_default=False,

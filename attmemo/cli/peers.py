@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from attmemo.cli import options
 from attmemo.cli.console import Output, output
 from attmemo.cli.files import check_apart, check_writable, write_whole
 from attmemo.errors import AttmemoError
+from attmemo.wording import counted
 
 _COLUMNS = 80
 _NAME = 30
@@ -47,7 +48,7 @@ def peers(
     sample: Annotated[int, options.count(
         "Texts that every path answers, in windows over the stream; attmemo rows answers all texts."
     )] = 384,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model is loaded in.")] = "float32",
+    dtype: Annotated[options.Precision, options.precision("What the model is loaded in.")] = "float32",
     budget: Annotated[float, options.share("Share of answers that may change.")] = 0.01,
     max_length: Annotated[int | None, options.count(
         "Cut texts to this many tokens.  [default: the model's most]"
@@ -80,14 +81,16 @@ def peers(
     values = locals()
     with output(json, quiet) as out:
         _check_files(data, json, plot)
-        from attmemo.profiler.cells import CellOptions, measure
+        from attmemo.loading import load_config
         from attmemo.profiler.data import read_texts
+        from attmemo.profiler.peers import CellOptions, measure
 
+        load_config(model)  # a model that is none is told before its texts are read
         texts = [row.text for row in read_texts(data, text_column=text_column, limit=lines)]
         source = ", ".join(file.name for file in data)
         found = measure(model, texts, source, options.choose(CellOptions, values), out.stages)
         if plot is not None:
-            from attmemo.profiler.cells.plot import draw_table
+            from attmemo.profiler.peers.plot import draw_table
 
             write_whole("--plot", plot, draw_table(found))
         show(out, found)
@@ -109,7 +112,7 @@ def _check_files(data: list[Path], json: str | None, plot: Path | None) -> None:
 
 def show(out: Output, found: Mapping[str, Any]) -> None:
     """Who wins, the table, what was left out, and the conditions; 80 columns."""
-    from attmemo.profiler.cells import sentences
+    from attmemo.profiler.peers import sentences
 
     for sentence in sentences(found):
         _say(out, sentence)
@@ -132,7 +135,7 @@ def show(out: Output, found: Mapping[str, Any]) -> None:
 
 
 def _line(cell: Mapping[str, Any], encoder: bool) -> str:
-    from attmemo.profiler.cells import title_of
+    from attmemo.profiler.peers import title_of
 
     quality = cell["quality"]
     near = f"{quality['cosine_mean']:>7.4f}{quality['cosine_p1']:>7.4f}" if encoder else ""
@@ -144,7 +147,7 @@ def _line(cell: Mapping[str, Any], encoder: bool) -> str:
 
 def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
     """Paths without a number, each with its reason."""
-    from attmemo.profiler.cells import title_of
+    from attmemo.profiler.peers import title_of
 
     for path in found["paths"].values():
         if "left_out" in path:
@@ -156,8 +159,9 @@ def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     stream, runs = found["stream"], found["conditions"]["runs"]
+    threads = counted(found["conditions"]["threads"], "thread")
     yield (
-        f"{found['model']['dtype']}, {found['conditions']['threads']} threads. {stream['texts']:,} texts of "
+        f"{found['model']['dtype']}, {threads}. {stream['texts']:,} texts of "
         f"{stream['name']} with {stream['tokens_mean']:.0f} tokens on average, {100 * stream['duplicates']:.0f} % "
         f"exact duplicates; every path answered {stream['asked_of_all']:,}, attmemo rows answered all. Other work "
         f"took {100 * max(run['others'] for run in runs):.0f} % of the processors at most."

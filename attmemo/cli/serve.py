@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import typer
 
 from attmemo.cli.console import output
-from attmemo.cli.options import parse_share, parse_size
+from attmemo.cli.options import (
+    Precision,
+    choose,
+    parse_cosine,
+    parse_share,
+    parse_size,
+    parse_threshold,
+    precision,
+)
+from attmemo.errors import AttmemoError
+from attmemo.extras import install
 
-HOST = "0.0.0.0"
+HOST = "127.0.0.1"
 
 
 def _named(env: str, text: str, **more: Any) -> Any:
@@ -35,6 +46,7 @@ def parse_bytes(text: str) -> int:
 
 
 ONE_PERCENT: Any = "0.01"  # a default is parsed, and shown, like a value that is given
+AUTO: Any = "auto"
 YES: Any = "yes"
 POSITIVE: Any = {"metavar": "N", "min": 1}
 
@@ -45,7 +57,8 @@ def serve(
     )],
     host: Annotated[str | None, typer.Option(
         "--host", "--hostname", metavar="ADDRESS", show_default=False,
-        help=f"Address to listen on.  [env var: HOSTNAME, if it is an address; default: {HOST}]",
+        help="Address to listen on; 0.0.0.0: all of this machine.  "
+        f"[env var: HOSTNAME, if it is an address; default: {HOST}]",
     )] = None,
     port: Annotated[int, _named("PORT", "Port to listen on.", min=0, max=65535)] = 3000,
     database: Annotated[str | None, _named(
@@ -63,6 +76,23 @@ def serve(
         "ATTMEMO_BUDGET", "Share of answers that may change, at most; none: answers are not guarded.",
         parser=parse_budget, metavar="SHARE",
     )] = ONE_PERCENT,
+    confidence: Annotated[float, _named(
+        "ATTMEMO_CONFIDENCE", "How sure the budget is kept.", parser=parse_share, metavar="SHARE"
+    )] = 0.95,
+    min_cosine: Annotated[float, _named(
+        "ATTMEMO_MIN_COSINE", "Of embeddings: one whose cosine to the exact one is lower counts as changed.",
+        parser=parse_cosine, metavar="C",
+    )] = 0.98,
+    threshold: Annotated[Any, _named(
+        "ATTMEMO_THRESHOLD",
+        "With --reuse rows: share of its tokens that a record must supply to a text; auto: 0.5. Maps: similarity that "
+        "a record must have; auto: what attmemo tune chose.", parser=parse_threshold, metavar="T",
+    )] = AUTO,
+    near: Annotated[int | None, _named(
+        "ATTMEMO_NEAR",
+        "Of rows: neighbours of each changed token that are computed too, on both sides; more bring answers nearer to "
+        "the exact ones.  [default: as attmemo.memoize chooses]", metavar="N", min=0, show_default=False,
+    )] = None,
     max_bytes: Annotated[Any, _named(
         "ATTMEMO_MAX_BYTES", "Bytes that new records may take: 8GiB, 500MB.  [default: an eighth of the free memory]",
         parser=parse_bytes, metavar="SIZE", show_default=False,
@@ -72,10 +102,11 @@ def serve(
         parser=parse_fill, metavar="yes|no|DIR",
     )] = YES,
     served_model_name: Annotated[str | None, _named(
-        "SERVED_MODEL_NAME", "Name of the model in answers of OpenAI's routes.  [default: MODEL]", metavar="NAME",
-        show_default=False,
+        "SERVED_MODEL_NAME",
+        "Name of the model that clients see.  [default: that on the hub, or the last name of the directory]",
+        metavar="NAME", show_default=False,
     )] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], _named("DTYPE", "Type of the weights.")] = "float32",
+    dtype: Annotated[Precision, precision("Type of the weights.", envvar="DTYPE", show_envvar=True)] = "float32",
     pooling: Annotated[Literal["mean", "cls", "last-token"] | None, _named(
         "POOLING", "How embeddings are pooled.  [default: as the model's configuration says, else the mean]",
         show_default=False,
@@ -113,6 +144,10 @@ def serve(
         "API_KEY", "Key that requests must bring; better set as a variable: others see a command line.",
         metavar="KEY", show_default=False,
     )] = None,
+    row_headers: Annotated[bool, _named(
+        "ATTMEMO_ROW_HEADERS",
+        "Response headers say how many rows were computed. They tell whether a similar text was asked before.",
+    )] = False,
     drain_seconds: Annotated[float, _named(
         "ATTMEMO_DRAIN_SECONDS", "After SIGTERM, seconds that /health says 503 and requests are still taken.", min=0.0
     )] = 1.0,
@@ -130,33 +165,28 @@ def serve(
     """
     given = dict(locals())
     with output(None, quiet=False, interrupted="ended") as out:
-        try:
-            import fastapi  # noqa: F401
-            import orjson  # noqa: F401
-            import prometheus_client  # noqa: F401
-            import sentence_transformers  # noqa: F401
-            import uvicorn  # noqa: F401
-        except ImportError as error:
-            from attmemo.errors import AttmemoError
-
-            raise AttmemoError(f"{error.name} is not installed.", "pip install 'attmemo[serve]'") from error
-        from attmemo.cli.options import choose
-        from attmemo.serve.logs import write_logs
-        from attmemo.serve.server import listen, serve
-        from attmemo.serve.service import Service
         from attmemo.serve.settings import Settings
 
         settings = choose(Settings, given)
+        _check_installed()
+        out.say(f"loading {settings.model} …")  # before libraries, which take seconds to load too
+        from attmemo.serve.logs import write_logs
+        from attmemo.serve.server import listen, serve, url_of
+        from attmemo.serve.service import Service
+
         place = listen(host or _hostname(), port)
         write_logs(log_level, json_output)
         service = Service(settings).start()
-        where = place.getsockname()
         layers = "" if settings.linear == "exact" else f", {settings.linear} linear layers"
-        out.say(
-            f"{settings.name}: {service.model.task}, reuse {service.model.reuse}{layers}; "
-            f"http://{where[0]}:{where[1]}/"
-        )  # fmt: skip
+        out.say(f"{settings.name}: {service.model.task}, reuse {service.model.reuse}{layers}; {url_of(place)}")
         serve(service, place)
+
+
+def _check_installed() -> None:
+    """AttmemoError: a library of the service is not there. None is loaded."""
+    for name in ("fastapi", "orjson", "prometheus_client", "sentence_transformers", "uvicorn"):
+        if find_spec(name) is None:
+            raise AttmemoError(f"{name} is not installed.", install("serve"))
 
 
 def _hostname() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attmemo.db.hold import Hold
 from attmemo.db.lease import Presence
-from attmemo.db.pool import Draft, Entry, Kept, Tail
+from attmemo.db.records import Draft, Entry, Kept, Tail
 from attmemo.db.segment import Pause, Segment, rounded
 
 
@@ -56,11 +56,13 @@ class Ahead:
         if self._presence is not None and self._presence.alone and draft.segments:
             newest = draft.segments[max(draft.segments)]
             own = records(newest, draft)
-            draft.tails[newest.number] = Tail(
+            tail = Tail(
                 max((kept.offset + rounded(kept.nbytes) for kept in own), default=newest.start),
                 max((kept.place + 1 for kept in own), default=0),
             )
-            draft.touched.add(newest.number)
+            if tail != draft.tails[newest.number]:
+                draft.tails[newest.number] = tail
+                draft.touched.add(newest.number)
 
     def name(self, draft: Draft) -> None:
         """Give numbers to what was written, and the rest of the room back, unless others wrote behind."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from attmemo.db.files import CATALOGUE, RESTORE
+from attmemo.db.files import CATALOGUE, FULL, RESTORE
 from attmemo.db.lmdbfile import check_environment
 from attmemo.db.manifest import Manifest
 from attmemo.errors import DatabaseCorruptError, DatabaseError, StorageFullError
@@ -192,17 +192,20 @@ def open_lmdb(path: Path, write: bool) -> Any:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn errors of LMDB and of the system into errors of this library; `path` is that of the environment."""
+def naming(path: Path, restore: str = RESTORE) -> Iterator[None]:
+    """Turn errors of LMDB and of the system into errors of this library; `path` is that of the environment.
+
+    `restore`: the next step if it is damaged.
+    """
     try:
         yield
     except (lmdb.Error, OSError) as error:
-        raise _named(path, error) from error
+        raise _named(path, error, restore) from error
 
 
-def _named(path: Path, error: Exception) -> DatabaseError:
+def _named(path: Path, error: Exception, restore: str) -> DatabaseError:
     text = str(error)
-    full = isinstance(error, lmdb.MapFullError | lmdb.DiskError) or "No space left" in text
+    full = isinstance(error, lmdb.MapFullError | lmdb.DiskError) or any(os.strerror(code) in text for code in FULL)
     if not full and "Input/output error" in text:  # what LMDB makes of a write that ended early
         with suppress(OSError):
             room = os.statvfs(path)
@@ -210,7 +213,7 @@ def _named(path: Path, error: Exception) -> DatabaseError:
     if full:
         return StorageFullError(f"{path}: no room for the catalogue ({text}).", "free space and run again")
     if isinstance(error, _DAMAGED):
-        return DatabaseCorruptError(f"{path}: LMDB says {text}.", RESTORE)
+        return DatabaseCorruptError(f"{path}: LMDB says {text}.", restore)
     return DatabaseError(f"{path}: LMDB says {text}.", "attmemo check " + str(path.parent))
 
 

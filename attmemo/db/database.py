@@ -16,6 +16,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from attmemo.arguments import check_choices, check_places
 from attmemo.db.catalogue import Snapshot, read_records
 from attmemo.db.files import MANIFEST, RESTORE, file_digest
 from attmemo.db.forms import unpack
@@ -67,8 +68,8 @@ class Database:
     """
 
     def __init__(self, path: str | os.PathLike[str], residency: Residency = "page-cache") -> None:
-        if residency not in get_args(Residency):
-            raise ValueError(f"residency must be one of {', '.join(get_args(Residency))}; got {residency!r}")
+        check_choices(residency=(residency, get_args(Residency)))
+        check_places(path, fill=False)
         self.path = Path(path)
         self.residency: Residency = residency
         self._arenas: dict[tuple[str, int], Arena] = {}

@@ -6,7 +6,9 @@ and a fork waits for this lock. The child closes what it has inherited; what it 
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import Any, Final
 import lmdb
 
 from attmemo.db.catalogue import naming, open_lmdb
-from attmemo.db.files import CATALOGUE, RESTORE, sync
+from attmemo.db.files import ANEW, CATALOGUE, sync
 from attmemo.db.lmdbfile import check_environment
 from attmemo.errors import DatabaseCorruptError, DatabaseNotFoundError
 
@@ -44,7 +46,7 @@ class Environments:
         with self._lock:
             folder = path / CATALOGUE
             if write and not folder.is_dir():
-                with naming(folder):
+                with naming(folder, ANEW):
                     folder.mkdir(mode=0o700, exist_ok=True)  # it holds tokens
                     sync(path)
             try:
@@ -86,19 +88,24 @@ class Environments:
 def is_whole(path: Path) -> bool:
     """Whether the catalogue of a folder was made to its end."""
     try:
-        return (path / CATALOGUE / "data.mdb").stat().st_size >= _WHOLE
+        found = (path / CATALOGUE / "data.mdb").stat()
+        return stat.S_ISREG(found.st_mode) and found.st_size >= _WHOLE
     except OSError:
         return False
 
 
 def _opened(folder: Path, write: bool) -> Any:
     file = folder / "data.mdb"
-    with naming(folder):
+    with naming(folder, ANEW):
         if is_whole(folder.parent):
             try:
                 check_environment(file)
             except ValueError as error:
-                raise DatabaseCorruptError(f"{folder}: {error}.", RESTORE) from error
+                raise DatabaseCorruptError(f"{folder}: {error}.", ANEW) from error
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", ANEW) from error
         elif not write:
             raise _nothing_yet(folder)
         try:

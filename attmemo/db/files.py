@@ -17,12 +17,17 @@ from safetensors import SafetensorError
 from attmemo.errors import DatabaseError, DatabaseLockedError, StorageFullError
 
 MANIFEST: Final = "MANIFEST.json"
+FILLING: Final = "FILLING.json"
 CATALOGUE: Final = "catalogue"
 ARENA: Final = "arena"
 LOCK: Final = "builder.lock"
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 WHEN_FULL: Final = "free space and run the same command again"
 RESTORE: Final = "restore the database from a copy, or build it again with attmemo build-database"
+ANEW: Final = (
+    "let a model fill it (attmemo serve MODEL --fill DB): what is damaged is set aside, and it goes on without"
+)
+"""Next step for a database that fills itself."""
 _NO_PLACE = (errno.EROFS, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -11,13 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from attmemo.db.files import RESTORE, sync
+from attmemo.db.files import ANEW, FILLING, MANIFEST, sync
 from attmemo.db.forms import ROW_STORAGE
 from attmemo.db.manifest import ModelInfo, sealed, unsealed
-from attmemo.errors import DatabaseError, DatabaseNotFoundError, FormatVersionError
+from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
 from attmemo.fields import Field
 
-FILLING: Final = "FILLING.json"
 FORMAT: Final = "attmemo-filling"
 VERSION: Final = 1
 
@@ -58,13 +58,15 @@ class Filling:
         try:
             raw = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DatabaseNotFoundError(
-                f"{path} is no database that fills itself: it has no {FILLING}.",
-                f"memoize(model, fill={str(path)!r}) makes one",
-            ) from error
+            what, hint = f"it has no {FILLING}", f"memoize(model, fill={str(path)!r}) makes one"
+            if (path / MANIFEST).is_file():
+                what, hint = "it is a prepared one", f"attmemo inspect {path}; what is to go, a new build leaves out"
+            raise DatabaseNotFoundError(f"{path} is no database that fills itself: {what}.", hint) from error
         except OSError as error:
+            if error.errno in (errno.EIO, errno.EISDIR):
+                raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", ANEW) from error
             raise DatabaseError(f"cannot read {file}: {error.strerror}", f"ls -l {file}") from error
-        body = Field.parse(unsealed(raw, file), str(file), RESTORE)
+        body = Field.parse(unsealed(raw, file, ANEW), str(file), ANEW)
         if body["format"].value != FORMAT:
             body["format"].refuse(repr(FORMAT))
         if body.object().get("version") != VERSION:

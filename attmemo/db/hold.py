@@ -9,7 +9,7 @@ from typing import Final
 import xxhash
 
 from attmemo.db.files import write_all
-from attmemo.db.pool import Entry, Kept, Tail
+from attmemo.db.records import Entry, Kept, Tail
 from attmemo.db.segment import BYTES_PER_MARK, Pause, Segment, pieces_of, rounded
 
 UNNAMED: Final = -1

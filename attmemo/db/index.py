@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from attmemo.db.catalogue import Snapshot
 from attmemo.errors import DatabaseCorruptError, DatabaseError
+from attmemo.extras import install
 
 Backend = Literal["faiss", "hnswlib", "flat"]
 BACKENDS: Final = ("faiss", "hnswlib", "flat")
@@ -349,5 +350,5 @@ def _hnswlib() -> Any:
     try:
         import hnswlib
     except ImportError as error:
-        raise DatabaseError("the index backend hnswlib is not installed.", "pip install 'attmemo[hnswlib]'") from error
+        raise DatabaseError("the index backend hnswlib is not installed.", install("hnswlib")) from error
     return hnswlib

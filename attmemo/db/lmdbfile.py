@@ -42,6 +42,15 @@ def check_environment(file: Path) -> None:
                     raise ValueError(str(error)) from error
 
 
+def unread(file: Path) -> list[tuple[int, int]]:
+    """Bytes that no reader of the last transaction looks at, from where to where; ValueError, as above.
+
+    They are free pages, what lies behind the last page, and what pages in use have beside their entries. No one may
+    commit meanwhile.
+    """
+    return _Environment(file.read_bytes()).unread()
+
+
 class _Environment:
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -52,8 +61,15 @@ class _Environment:
             raise ValueError(f"pages of {self.size} bytes")
         self.last, _, self.trees = max(self.meta(0), self.meta(1), key=lambda meta: meta[1])
         self.seen: set[int] = set()
+        self.rests: list[tuple[int, int]] = []  # bytes of pages in use that hold nothing
 
-    def check(self) -> None:
+    def unread(self) -> list[tuple[int, int]]:
+        free, size = self.check(), self.size
+        pages = [(number * size, (number + 1) * size) for number in sorted(free)]
+        return [*pages, *self.rests, ((self.last + 1) * size, len(self.data))]
+
+    def check(self) -> set[int]:
+        """The free pages."""
         free, main = self.trees
         if free[1] != _INTEGER_KEY or main[1] != 0:
             raise ValueError(f"trees of kinds {free[1]} and {main[1]}")
@@ -71,6 +87,7 @@ class _Environment:
             raise ValueError(f"a free page beyond page {self.last}")
         if not unused.isdisjoint(self.seen):
             raise ValueError("a page is free and in use")
+        return unused
 
     def meta(self, number: int) -> tuple[int, int, list[tuple[int, ...]]]:
         """Last page, transaction, and both trees."""
@@ -119,6 +136,7 @@ class _Environment:
             if not _PAGE.size < lower <= upper <= self.size or lower % 2:
                 raise ValueError(f"page {number} has bounds {lower} and {upper}")
             start = number * self.size
+            self.rests.append((start + lower, start + upper))
             nodes = struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", self.data, start + _PAGE.size)
             if flags == _BRANCH and len(nodes) < 2:
                 raise ValueError(f"page {number} branches once")
@@ -163,4 +181,5 @@ class _Environment:
         for number in range(first, first + pages):
             self.take(number)
         start = first * self.size + _PAGE.size
+        self.rests.append((start + nbytes, (first + pages) * self.size))
         return self.data[start : start + nbytes]

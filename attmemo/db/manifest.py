@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import xxhash
 
-from attmemo.db.files import MANIFEST, RESTORE, write_durably
+from attmemo.db.files import FILLING, MANIFEST, RESTORE, write_durably
 from attmemo.db.forms import CHOICES
 from attmemo.db.kinds import FORMS, SlotKind
 from attmemo.db.slots import SlotClass
@@ -221,6 +221,9 @@ def read_manifest(path: Path) -> Manifest:
             raise DatabaseCorruptError(f"{file}: {size} bytes long, at most {MAX_BYTES} expected.", RESTORE)
         return Manifest.parse(file.read_bytes(), file)
     except FileNotFoundError as error:
+        if (path / FILLING).exists():
+            what = f"{path} fills itself with rows; a prepared database is asked for."
+            raise DatabaseNotFoundError(what, f"attmemo inspect {path} shows what it holds") from error
         what = f"has no {MANIFEST}, so it is not a database" if path.is_dir() else "does not exist"
         hint = "name a database, or build one: attmemo build-database --model … --data …"
         raise DatabaseNotFoundError(f"{path} {what}.", hint) from error
@@ -242,14 +245,14 @@ def sealed(text: str) -> bytes:
     return f"{text}\n{_checksum(text)}\n".encode()
 
 
-def unsealed(raw: bytes, path: Path) -> str:
+def unsealed(raw: bytes, path: Path, hint: str = RESTORE) -> str:
     """The text of a file that was `sealed`; DatabaseCorruptError: it is not as it was written."""
     try:
         text, checksum, rest = raw.decode().rsplit("\n", 2)
     except ValueError as error:
-        raise DatabaseCorruptError(f"{path}: not a manifest: no checksum line.", RESTORE) from error
+        raise DatabaseCorruptError(f"{path}: it is cut or damaged: no checksum line.", hint) from error
     if rest or checksum != _checksum(text):
-        raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", RESTORE)
+        raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", hint)
     return text
 
 

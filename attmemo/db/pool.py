@@ -12,21 +12,19 @@ A pool of this class lies in memory. `attmemo.db.shared_pool` keeps one in a fol
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-import xxhash
+from itertools import chain, islice
+from typing import Final
 
 from attmemo.db.history import History, Work
-from attmemo.db.segment import Bytes, Pause, Segment, bytes_for, no_pause, rounded
-
-Tokens = npt.NDArray[np.int32]
+from attmemo.db.records import Draft, Entry, Kept, News, Tail, checksum_of
+from attmemo.db.segment import Bytes, Pause, Segment, bytes_for, no_pause, packed, rounded
+from attmemo.errors import StorageFullError
 
 SEGMENTS: Final = 32
 """Segments that a full pool has, if no record is larger than one."""
@@ -38,116 +36,8 @@ HUGE: Final = 1 << 30
 """Most bytes of a segment of usual records in a large pool."""
 CARRIED: Final = 0.5
 """Share of a segment that records of the segment it replaces may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What becomes a record.
-
-    Parameters
-    ----------
-    tokens : int32 [n]
-    body : uint8 [bytes]
-        What the record keeps, opaque to the pool.
-    note : bytes
-        A few bytes more that readers hold in memory.
-    made : float, optional
-        When it was computed, seconds of the Unix epoch; now, by default.
-    carried : int
-        Uses in another pool.
-    """
-
-    tokens: Tokens
-    body: Bytes
-    note: bytes = b""
-    made: float | None = None
-    carried: int = 0
-
-
-class Kept(NamedTuple):  # a frozen dataclass takes five times as long to make, and a pool has 100,000
-    """A record, and where it lies."""
-
-    number: int
-    tokens: Tokens
-    segment: Segment
-    place: int  # among the records of the segment
-    offset: int
-    nbytes: int
-    checksum: int
-    made: float  # seconds of the Unix epoch
-    carried: int  # uses before it was carried to this place
-    note: bytes
-
-    @property
-    def address(self) -> int:
-        """Where its bytes begin in memory, valid as long as the segment is held."""
-        return self.segment.address + self.offset
-
-    @property
-    def hits(self) -> int:
-        """How often it was used."""
-        return self.carried + self.segment.hits(self.place)
-
-    @property
-    def body(self) -> Bytes:
-        """Its bytes, where they lie."""
-        return self.segment.bytes_at(self.offset, self.nbytes)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether its bytes are those that were written."""
-        return checksum_of(self.body) == self.checksum
-
-
-def checksum_of(body: Bytes) -> int:
-    """XXH3-64 of the bytes of a record."""
-    return xxhash.xxh3_64_intdigest(body.data)
-
-
-@dataclass
-class News:
-    """What changed in a pool: records that came, and numbers of those that went."""
-
-    added: list[Kept] = field(default_factory=list)
-    removed: list[int] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.removed)
-
-    def __iadd__(self, later: News) -> News:
-        """Both, one behind the other: what came and went is neither."""
-        gone = set(later.removed)
-        came = {kept.number for kept in self.added}
-        self.added = [kept for kept in self.added if kept.number not in gone] + later.added
-        self.removed += [number for number in later.removed if number not in came]
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """How far a segment is filled."""
-
-    end: int  # bytes
-    count: int  # records, also those that are gone
-
-
-@dataclass
-class Draft:
-    """Changes of a pool that are not published yet."""
-
-    next: int  # number of the next record
-    next_segment: int
-    segments: dict[int, Segment]
-    tails: dict[int, Tail]
-    kept: dict[int, Kept] = field(default_factory=dict)  # added, or carried to another place
-    removed: set[int] = field(default_factory=set)
-    touched: set[int] = field(default_factory=set)  # segments that were written to
-    made: set[int] = field(default_factory=set)  # segments, also those that are gone again
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments.values())
+SPARSE: Final = 0.25
+"""Share of a segment that must be given back for its records to be written anew, where a pool is above its bound."""
 
 
 class Pool:
@@ -155,9 +45,9 @@ class Pool:
 
     Parameters
     ----------
-    max_bytes : int
+    max_bytes : int or None
         Most bytes of all segments. A record that is larger than a usual segment may take its own bytes more while it
-        is added.
+        is added. None: all is kept, and new segments are no larger than what is written to them.
 
     Attributes
     ----------
@@ -165,14 +55,15 @@ class Pool:
         By number. Numbers rise, and none is used twice.
     counts : dict of str to int
         Records since the pool was made, by what became of them: ``added``, ``evicted``, ``carried`` (to another
-        segment), ``forgotten``; of those evicted, ``evicted_used``: they were used, but less than others that were
-        carried, and ``evicted_anew``: there was no room for them when the pool was written anew.
+        segment), ``forgotten``, ``damaged`` (with their segment); of those evicted, ``evicted_used``: they were used,
+        but less than others that were carried.
     history : History
         What requests cost.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
+        self._usual = LARGEST  # of the process that filled last, where this one has no bound
         self.records: dict[int, Kept] = {}
         self._segments: dict[int, Segment] = {}  # oldest first
         self._tails: dict[int, Tail] = {}
@@ -196,9 +87,16 @@ class Pool:
         return sum(sizes) + max([self.usual, *sizes[-1:]]) <= self._bound
 
     @property
-    def _bound(self) -> int:
+    def _bound(self) -> float:
         """Most bytes before a record goes. What is carried is copied before its segment goes: that takes room."""
-        return self.max_bytes - self.usual if self.max_bytes >= 4 * self.usual else self.max_bytes
+        if self.max_bytes is None:
+            return math.inf
+        return self.max_bytes - self.usual if self._carries else self.max_bytes
+
+    @property
+    def _carries(self) -> bool:
+        """Whether used records outlive their segment."""
+        return self.max_bytes is not None and self.max_bytes >= 4 * self.usual
 
     @property
     def segments(self) -> int:
@@ -208,6 +106,8 @@ class Pool:
     @property
     def usual(self) -> int:
         """Bytes of a segment, if no record needs more."""
+        if self.max_bytes is None:
+            return self._usual
         most = max(LARGEST, min(self.max_bytes // MOST_SEGMENTS, HUGE))
         return max(1 << 14, min(self.max_bytes // SEGMENTS, most) & ~4095)
 
@@ -241,11 +141,16 @@ class Pool:
 
     def fits(self, nbytes: int) -> bool:
         """Whether a record of so many bytes can be kept at all."""
-        return bytes_for(rounded(nbytes), self.usual) <= self.max_bytes
+        return self.max_bytes is None or bytes_for(rounded(nbytes), self.usual) <= self.max_bytes
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
         """Entries, a segment's worth at a time: until a change is published, what goes for it is still there."""
         first = nbytes = 0
+        if self.max_bytes is None:
+            for count, _ in packed((len(entry.body) for entry in entries), self.usual):
+                yield entries[first : first + count]
+                first += count
+            return
         for place, entry in enumerate(entries):
             if place > first and nbytes + len(entry.body) > self.usual:
                 yield entries[first:place]
@@ -254,22 +159,44 @@ class Pool:
         yield entries[first:]
 
     def remove(self, numbers: Iterable[int]) -> News:
-        """Forget records, and write what else is in their segments to new ones: none of their bytes is left."""
+        """Forget records, and write what else is in their segments to new ones: none of their bytes is left.
+
+        The pool is never larger afterwards; nor is it after `rewrite` and `trim`.
+        """
         gone = set(numbers)
 
         def forget(draft: Draft) -> None:
             found = gone & self.records.keys()
             draft.removed |= found
             draft.counts["forgotten"] += len(found)
-            self._rewrite(draft, {self.records[number].segment.number for number in found})
+            segments = {self.records[number].segment.number for number in found}
+            self._replace(draft, segments, self._without_gaps(draft, segments))
 
         self._change(forget)
         return self.news()
 
     def rewrite(self) -> News:
-        """Write all records to new segments, one behind the other, and drop the old ones."""
-        self._change(lambda draft: self._rewrite(draft, set(draft.segments)))
+        """Write all records to new segments, one behind the other, if that takes fewer bytes."""
+
+        def anew(draft: Draft) -> None:
+            plan = self._without_gaps(draft, set(draft.segments))
+            if sum(nbytes for _, nbytes in plan) < draft.nbytes:
+                self._replace(draft, set(draft.segments), plan)
+
+        self._change(anew)
         return self.news()
+
+    def trim(self) -> None:
+        """Bring the pool within its bound, if it takes more bytes. `news` tells what went.
+
+        What lies in segments with much room to spare is written anew. If that is not enough, the oldest records go, as
+        they do for new ones.
+        """
+        if self.max_bytes is not None and self.nbytes > self.max_bytes:
+            try:
+                self._change(partial(self._trim, self.max_bytes))
+            except StorageFullError:  # there is no room to write anything anew
+                self._change(lambda draft: self._start(draft, 0))
 
     def close(self) -> None:
         """Give everything back; what is still read stays until it is read."""
@@ -290,10 +217,11 @@ class Pool:
         return Draft(self._next, self._next_segment, dict(self._segments), dict(self._tails))
 
     def _put(self, entries: Sequence[Entry], pause: Pause, draft: Draft) -> None:
-        for entry in entries:
+        for number, entry in enumerate(entries):
             if not self.fits(len(entry.body)):
                 continue
-            segment, place, offset = self._room(draft, len(entry.body))
+            following = (len(one.body) for one in islice(entries, number, None))
+            segment, place, offset = self._room(draft, len(entry.body), following)
             body, checksum, nbytes = entry.body, checksum_of(entry.body), len(entry.body)
             made = time.time() if entry.made is None else entry.made
             kept = Kept(
@@ -303,25 +231,51 @@ class Pool:
             draft.next += 1
             draft.counts["added"] += 1
 
-    def _rewrite(self, draft: Draft, segments: set[int]) -> None:
-        old = [draft.segments.pop(number) for number in sorted(segments)]
-        for segment in old:
-            del draft.tails[segment.number]
-        for segment in old:
-            for kept in sorted(self._in(segment, draft), key=lambda kept: kept.number):
-                if segment.is_whole:
-                    self._carry(draft, kept)
-                else:
-                    draft.removed.add(kept.number)
-        while draft.nbytes > self.max_bytes and len(draft.segments) > 1:  # records lie otherwise than before
-            for kept in self._evict(draft):
-                draft.removed.add(kept.number)
-                draft.counts.update(("evicted", "evicted_anew"))
+    def _without_gaps(self, draft: Draft, segments: set[int]) -> list[tuple[list[Kept], int]]:
+        """How records of these segments can be written anew: what goes to each new segment, and its bytes.
+
+        One behind the other, in segments of the usual size. If this takes more bytes than now, each to its own.
+        """
+        every = self._by_segment(draft)
+        groups = [every.get(number, []) for number in sorted(segments) if draft.segments[number].is_whole]
+        found = _grouped([list(chain.from_iterable(groups))], self.usual)
+        if sum(nbytes for _, nbytes in found) > sum(draft.segments[number].nbytes for number in segments):
+            found = _grouped(groups, sys.maxsize)
+        return found
+
+    def _replace(self, draft: Draft, segments: set[int], plan: list[tuple[list[Kept], int]]) -> None:
+        """Write records anew as planned, in place of these segments. What cannot be read is dropped."""
+        every = self._by_segment(draft)
+        for number in segments:
+            old = draft.segments.pop(number)
+            del draft.tails[number]
+            if not old.is_whole:
+                draft.removed.update(kept.number for kept in every.get(number, []))
+        for records, nbytes in plan:
+            self._begin(draft, nbytes)
+            for kept in records:
+                self._carry(draft, kept)
+
+    def _trim(self, bound: int, draft: Draft) -> None:
+        every, spare = self._by_segment(draft), dict[int, int]()
+        for number, segment in draft.segments.items():
+            needed = sum(nbytes for _, nbytes in _grouped([every.get(number, [])], self.usual))
+            if needed <= (1.0 - SPARSE) * segment.nbytes:
+                spare[number] = segment.nbytes - needed
+        sparse: set[int] = set()
+        for number in sorted(spare, key=lambda number: -spare[number]):
+            if draft.nbytes - sum(spare[one] for one in sparse) > bound:
+                sparse.add(number)
+        self._replace(draft, sparse, self._without_gaps(draft, sparse))
+        if draft.nbytes > bound:
+            self._start(draft, self.usual if self.usual <= bound else 0)
 
     def _carry(self, draft: Draft, kept: Kept) -> None:
-        """Copy a record to the newest segment."""
-        segment, place, offset = self._room(draft, kept.nbytes, evicting=False)
-        self._write(draft, kept._replace(segment=segment, place=place, offset=offset, carried=kept.hits), kept.body)
+        """Copy a record to the newest segment, which has room for it."""
+        segment = draft.segments[max(draft.segments)]
+        tail = draft.tails[segment.number]
+        place = kept._replace(segment=segment, place=tail.count, offset=tail.end, carried=kept.hits)
+        self._write(draft, place, kept.body)
 
     def _write(self, draft: Draft, kept: Kept, body: Bytes, pause: Pause = no_pause) -> None:
         kept.segment.write(kept.offset, body, pause)
@@ -329,24 +283,31 @@ class Pool:
         draft.tails[kept.segment.number] = Tail(kept.offset + rounded(kept.nbytes), kept.place + 1)
         draft.touched.add(kept.segment.number)
 
-    def _room(self, draft: Draft, nbytes: int, *, evicting: bool = True) -> tuple[Segment, int, int]:
-        """Where a record of so many bytes goes: its segment, its place there, and its offset."""
-        if draft.segments:
-            newest = draft.segments[max(draft.segments)]
-            tail = draft.tails[newest.number]
-            if tail.end + nbytes <= newest.nbytes and tail.count < newest.room:
-                return newest, tail.count, tail.end
-        size, used = bytes_for(rounded(nbytes), self.usual), []
-        bound = self._bound
-        while evicting and draft.segments and draft.nbytes + size > max(bound, size):
+    def _room(self, draft: Draft, nbytes: int, following: Iterable[int]) -> tuple[Segment, int, int]:
+        """Where a record of so many bytes goes: its segment, its place there, and its offset.
+
+        `following`: the bytes of this record and of those that are added behind it.
+        """
+        while True:
+            if draft.segments:
+                newest = draft.segments[max(draft.segments)]
+                tail = draft.tails[newest.number]
+                if tail.end + nbytes <= newest.nbytes and tail.count < newest.room:
+                    return newest, tail.count, tail.end
+            if self.max_bytes is None:
+                self._begin(draft, next(packed(following, self.usual))[1])
+            else:
+                self._start(draft, bytes_for(rounded(nbytes), self.usual))  # what is carried may take all of it
+
+    def _start(self, draft: Draft, size: int) -> None:
+        """Make a segment of so many bytes, if any, and carry to it what was used of what goes for it."""
+        used = []
+        while draft.segments and draft.nbytes + size > max(self._bound, size):
             used += self._evict(draft)
-        segment = self._segment(draft.next_segment, size)
-        draft.made.add(draft.next_segment)
-        draft.next_segment += 1
-        draft.segments[segment.number] = segment
-        draft.tails[segment.number] = Tail(segment.start, 0)
-        draft.touched.add(segment.number)
-        room = CARRIED * (size - segment.start) if bound < self.max_bytes else 0.0
+        room = 0.0
+        if size:
+            segment = self._begin(draft, size)
+            room = CARRIED * (size - segment.start) if self._carries else 0.0
         for kept in sorted(used, key=lambda kept: -kept.hits):
             room -= rounded(kept.nbytes)
             if room < 0:
@@ -355,10 +316,16 @@ class Pool:
             else:
                 self._carry(draft, kept)
                 draft.counts["carried"] += 1
-        tail = draft.tails[segment.number]
-        if tail.end + nbytes > size or tail.count >= segment.room:  # a record as large as its segment
-            return self._room(draft, nbytes, evicting=evicting)
-        return segment, tail.count, tail.end
+
+    def _begin(self, draft: Draft, size: int) -> Segment:
+        """Make a segment: the newest."""
+        segment = self._segment(draft.next_segment, size)
+        draft.made.add(draft.next_segment)
+        draft.next_segment += 1
+        draft.segments[segment.number] = segment
+        draft.tails[segment.number] = Tail(segment.start, 0)
+        draft.touched.add(segment.number)
+        return segment
 
     def _evict(self, draft: Draft) -> list[Kept]:
         """Drop the oldest segment, and return those of its records that were used since they were written."""
@@ -381,6 +348,14 @@ class Pool:
             kept for kept in every.values() if kept.segment is segment and kept.number not in draft.removed
         ]  # fmt: skip
 
+    def _by_segment(self, draft: Draft) -> dict[int, list[Kept]]:
+        """Records as the draft has them, by the number of their segment, those with the lowest numbers first."""
+        every = self.records | draft.kept
+        found: dict[int, list[Kept]] = {}
+        for number in sorted(every.keys() - draft.removed):
+            found.setdefault(every[number].segment.number, []).append(every[number])
+        return found
+
     def _discard(self, draft: Draft, segment: Segment) -> None:
         """A segment has left a draft."""
 
@@ -400,3 +375,14 @@ class Pool:
         self._segments, self._tails = draft.segments, draft.tails
         self._next, self._next_segment = draft.next, draft.next_segment
         return News(added, removed)
+
+
+def _grouped(groups: Iterable[list[Kept]], most: int) -> list[tuple[list[Kept], int]]:
+    """Records of each group by the segment that they go to, of so many bytes at most; and the bytes of each."""
+    found = []
+    for group in groups:
+        first = 0
+        for count, nbytes in packed((kept.nbytes for kept in group), most):
+            found.append((group[first : first + count], nbytes))
+            first += count
+    return found

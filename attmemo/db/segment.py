@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.db.files import write_all
+from attmemo.db.files import ANEW, write_all
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
 from attmemo.mmap import round_up
 
@@ -42,7 +42,6 @@ FEWEST_MARKS: Final = 64
 _HEAD = struct.Struct("<16sQQQ")  # magic, number, bytes of the file, marks
 _HEADER: Final = 4096
 _MARK = np.dtype("<u4")  # times that a record was used
-_RESTORE: Final = "attmemo check says which records are damaged; remove the database to begin anew"
 
 
 def marks_for(nbytes: int) -> int:
@@ -58,6 +57,31 @@ def start_of(marks: int) -> int:
 def bytes_for(record: int, usual: int) -> int:
     """Bytes of a new segment that must hold a record of so many bytes; `usual` if this is enough."""
     return max(usual, round_up(record + start_of(FEWEST_MARKS) + record // 256, 4096))
+
+
+def bytes_of(records: int, body: int) -> int:
+    """Bytes of the smallest segment for so many records that take `body` bytes in all."""
+    body = max(body, 1)
+    nbytes = max(body, records * BYTES_PER_MARK if records > FEWEST_MARKS else 0)
+    while nbytes < (needed := round_up(start_of(marks_for(nbytes)) + body, 4096)):
+        nbytes = needed
+    return nbytes
+
+
+def packed(records: Iterable[int], usual: int) -> Iterator[tuple[int, int]]:
+    """How many records of these bytes, in their order, go to each segment of `usual` bytes at most; and its bytes.
+
+    A record that is larger has a segment of its own.
+    """
+    count = body = nbytes = 0
+    for record in map(rounded, records):
+        larger = bytes_of(count + 1, body + record)
+        if count and larger > usual:
+            yield count, nbytes
+            count, body, larger = 0, 0, bytes_of(1, record)
+        count, body, nbytes = count + 1, body + record, larger
+    if count:
+        yield count, nbytes
 
 
 def rounded(nbytes: int) -> int:
@@ -147,15 +171,25 @@ class Segment:
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise DatabaseTruncatedError(
-                    f"{path} has {os.fstat(fd).st_size} bytes, expected {nbytes}.", _RESTORE
+                    f"{path} has {os.fstat(fd).st_size} bytes, expected {nbytes}.", ANEW
                 )
             head = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
             if head != (MAGIC, number, nbytes, marks_for(nbytes)) or nbytes <= start_of(marks_for(nbytes)):
-                raise DatabaseCorruptError(f"{path} begins with {head}, expected segment {number}.", _RESTORE)
+                raise DatabaseCorruptError(f"{path} begins with {head}, expected segment {number}.", ANEW)
             access = mmap.ACCESS_WRITE if marked else mmap.ACCESS_READ
             return cls(number, nbytes, mmap.mmap(fd, nbytes, access=access), path, marked=marked)
         except OSError as error:
             raise _unreadable(path, error) from error
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def unreadable(cls, path: Path, number: int, nbytes: int) -> Segment:
+        """What stands for a published file that cannot be opened: it is not whole."""
+        fd = os.memfd_create("attmemo")
+        try:
+            os.ftruncate(fd, 1)
+            return cls(number, nbytes, mmap.mmap(fd, 1), path, marked=False)
         finally:
             os.close(fd)
 
@@ -193,7 +227,7 @@ class Segment:
     def check_whole(self) -> None:
         """DatabaseTruncatedError: the file is shorter than it was."""
         if not self.is_whole:
-            raise DatabaseTruncatedError(f"{self.path} was cut to {self._memory.size()} bytes.", _RESTORE)
+            raise DatabaseTruncatedError(f"{self.path} was cut to {self._memory.size()} bytes.", ANEW)
 
     def bytes_at(self, offset: int, nbytes: int) -> Bytes:
         """The bytes of a record, where they lie. DatabaseTruncatedError, as all below."""
@@ -217,4 +251,6 @@ class Segment:
 def _unreadable(path: Path, error: OSError) -> DatabaseError:
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         return DatabaseError(f"{path} cannot be opened: {error.strerror}.", "check the limits: ulimit -n, ulimit -v")
-    return DatabaseCorruptError(f"{path} cannot be read: {error.strerror}.", _RESTORE)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return DatabaseError(f"{path} cannot be opened: {error.strerror}.", f"check who may read it: ls -l {path}")
+    return DatabaseCorruptError(f"{path} cannot be read: {error.strerror}.", ANEW)

@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from attmemo.db.database import Finding
-from attmemo.db.pool import Entry, Kept
+from attmemo.db.records import Entry
 from attmemo.db.shared_pool import SharedPool
 from attmemo.errors import DatabaseError
 
 AGES: Final = (("a minute", 60.0), ("an hour", 3600.0), ("a day", 86400.0), ("a week", 604800.0), ("longer", np.inf))
-_TOGETHER: Final = 64  # records that are merged in one batch
 
 Tokens = npt.NDArray[np.int32]
 
@@ -67,13 +66,12 @@ def check(pool: SharedPool, progress: Callable[[int, int], None] | None = None) 
     return found
 
 
-def forget(pool: SharedPool, which: Callable[[Kept], bool]) -> int:
-    """Take records out, so that none of their bytes is left in the folder; how many these were."""
-    doomed = [kept for kept in pool.records.values() if which(kept)]
-    if doomed:
-        pool.remove(kept.number for kept in doomed)
-    pool.scrub()  # also if there is none: the last call may have been interrupted
-    return len(doomed)
+def forget(pool: SharedPool, numbers: Sequence[int]) -> None:
+    """Take records out, so that none of their bytes is left in the folder; also of an earlier call that was killed."""
+    if numbers:
+        pool.remove(numbers)
+    if pool.needs_scrub:
+        pool.scrub()
 
 
 def holds(tokens: Tokens, run: Tokens) -> bool:
@@ -106,9 +104,5 @@ def merge(into: SharedPool, others: Sequence[SharedPool]) -> int:
                 waiting.append(kept)
     waiting.sort(key=lambda kept: kept.hits)
     before = set(into.records)
-    for start in range(0, len(waiting), _TOGETHER):
-        into.add([
-            Entry(kept.tokens, kept.body, kept.note, kept.made, kept.hits)
-            for kept in waiting[start : start + _TOGETHER]
-        ])
+    into.add([Entry(kept.tokens, kept.body, kept.note, kept.made, kept.hits) for kept in waiting])
     return len(into.records.keys() - before)

@@ -25,7 +25,7 @@ from attmemo.db.forms import CHOICES, TYPES, unpack
 from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
 from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, Source, read_manifest, write_manifest
 from attmemo.db.slots import SlotClass, arena_header, check_arena, slot_checksum
-from attmemo.errors import DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
+from attmemo.errors import ArgumentError, DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
 from attmemo.fingerprint import check_fields
 from attmemo.mmap import page_size
 
@@ -54,7 +54,7 @@ class DatabaseWriter:
         kinds: Sequence[SlotKind] | None = None, when_full: str = files.WHEN_FULL,
     ) -> None:  # fmt: skip
         if storage not in CHOICES:
-            raise ValueError(f"storage must be one of {', '.join(CHOICES)}, got {storage!r}")
+            raise ArgumentError(f"storage must be one of {', '.join(CHOICES)}; got {storage!r}.", "storage='float16'")
         self.path, self._when_full, self._pid = path, when_full, os.getpid()
         self._files: dict[str, int] = {}
         self._pending: list[Record] = []
@@ -218,7 +218,9 @@ class DatabaseWriter:
         begun = {files.ARENA, files.CATALOGUE, files.LOCK, files.MANIFEST + ".tmp"}  # before the first publication
         there = set() if fresh else {entry.name for entry in path.iterdir()}
         if files.MANIFEST not in there and not there <= begun:
-            raise DatabaseError(f"{path} is not empty and is not a database.", "choose another --output")
+            fills = files.FILLING in there
+            what = "fills itself: no builder adds to it" if fills else "is not empty and is not a database"
+            raise DatabaseError(f"{path} {what}.", "choose another --output")
         (path / files.ARENA).mkdir(parents=True, exist_ok=True)
         if fresh:
             files.sync(path.parent)

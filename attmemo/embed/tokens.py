@@ -11,21 +11,26 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from attmemo.embed.sketch import Sketch, Vectors
-from attmemo.kernels.align import Alignment, Rule, align, nearest
-from attmemo.kernels.changes import Changes, changes
+from attmemo.kernels.align import Rule, nearest
 from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.kernels.plan import NOTHING_KNOWN, Demand, RowPlan, Table, plan
 from attmemo.locking import ThreadLock
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-_Arrays = tuple[Tokens, Ints, Vectors, Ints, Flags]
+Floats = npt.NDArray[np.float32]
+_Arrays = tuple[Tokens, Ints, Vectors, Ints, Flags, Floats]
 
 FEWEST: Final = 64  # rows there is room for at first
 DEFAULT: Final = Rule()
+ANY: Final = Demand()
+TRIED: Final = 8
+"""Nearest records that are aligned with an input. To try 16 takes twice as long and leaves .001 of the rows less."""
+_NO_NUMBERS: Final = (-1,)
 
 GRAPH_FROM: Final = 4000
 """Records from which a graph is searched. Sketches of log lines, 256 dimensions, microseconds a line for the product
@@ -44,7 +49,7 @@ class _Shelf:
     """What a reader sees: the first rows of arrays that have room for more. A row is a record, alive or dead.
 
     A writer adds behind these rows, or copies to larger arrays, and then publishes another shelf. In rows that are
-    seen, only two things change, when a record dies: `living`, and the vector, which becomes zero.
+    seen, these change: `living` and the vector, which becomes zero, when a record dies; `own`, when it becomes known.
     """
 
     tokens: Tokens  # [t]
@@ -52,6 +57,7 @@ class _Shelf:
     vectors: Vectors  # [rows, D]
     numbers: Ints  # [rows], rising
     living: Flags  # [rows]
+    own: Floats  # [rows]: how sure the record's own answer is; NaN: not known
     room: _Arrays  # the whole arrays
     alive: int
 
@@ -64,20 +70,21 @@ class _Shelf:
             np.zeros((rows, dimensions), np.float32),
             np.zeros(rows, np.int64),
             np.zeros(rows, np.bool_),
+            np.full(rows, np.nan, np.float32),
         )
         return cls(*_parts(room, 0, 0), room, 0)
 
     def has_room(self, tokens: int, rows: int) -> bool:
         return len(self.numbers) + rows <= len(self.room[3]) and len(self.tokens) + tokens <= len(self.room[0])
 
-    def with_rows(self, tokens: Tokens, lengths: Ints, vectors: Vectors, numbers: Ints) -> _Shelf:
+    def with_rows(self, tokens: Tokens, lengths: Ints, vectors: Vectors, numbers: Ints, own: Floats) -> _Shelf:
         """Rows more, their tokens one behind the other; there must be room."""
         row, end = len(self.numbers), len(self.tokens) + len(tokens)
         rows = slice(row, row + len(numbers))
-        all_tokens, starts, all_vectors, all_numbers, living = self.room
+        all_tokens, starts, all_vectors, all_numbers, living, all_own = self.room
         all_tokens[len(self.tokens) : end] = tokens
         starts[rows.start + 1 : rows.stop + 1] = len(self.tokens) + np.cumsum(lengths)
-        all_vectors[rows], all_numbers[rows], living[rows] = vectors, numbers, True
+        all_vectors[rows], all_numbers[rows], living[rows], all_own[rows] = vectors, numbers, True, own
         return _Shelf(*_parts(self.room, rows.stop, end), self.room, self.alive + len(numbers))
 
     def larger(self, tokens: int, more: int) -> _Shelf:
@@ -88,6 +95,7 @@ class _Shelf:
         room[0][: len(own)] = own
         room[1][1 : rows + 1] = np.cumsum(lengths[kept])
         room[2][:rows], room[3][:rows], room[4][:rows] = self.vectors[kept], self.numbers[kept], True
+        room[5][:rows] = self.own[kept]
         return _Shelf(*_parts(room, rows, len(own)), room, rows)
 
     def rows_of(self, numbers: Ints) -> Ints:
@@ -114,7 +122,7 @@ class _Shelf:
 
 def _parts(room: _Arrays, rows: int, tokens: int) -> _Arrays:
     """The first of these arrays, for so many rows and tokens."""
-    return room[0][:tokens], room[1][: rows + 1], room[2][:rows], room[3][:rows], room[4][:rows]
+    return room[0][:tokens], room[1][: rows + 1], room[2][:rows], room[3][:rows], room[4][:rows], room[5][:rows]
 
 
 class _Graph:
@@ -173,12 +181,11 @@ class Candidates:
     """Records near the inputs of a batch, as the collection was when it was asked."""
 
     shelf: _Shelf
-    rows: Ints  # [B, k]; -1: none
-    same: Ints  # [B], the number of a record with just these tokens; -1: there is none
+    rows: Ints  # [B, k]; -1: none. First the one with the very tokens of the input, if there is one
 
     def without(self, inputs: Flags) -> Candidates:
-        """The same; no record for these inputs, ``[B]``."""
-        return replace(self, rows=np.where(inputs[:, None], -1, self.rows), same=np.where(inputs, -1, self.same))
+        """Return the same without a record for these inputs, ``[B]``."""
+        return replace(self, rows=np.where(inputs[:, None], -1, self.rows))
 
 
 class TokenIndex:
@@ -223,20 +230,32 @@ class TokenIndex:
         """Add a record, int32 ``[n]``; returns its number. ValueError: other tokens."""
         with self._writing:
             number = self._next
-            self._append([tokens], np.array([number], np.int64))
+            self._append([tokens], np.array([number], np.int64), np.array([np.nan]))
         return number
 
-    def extend(self, records: Sequence[Tokens], numbers: Sequence[int]) -> None:
-        """Add records under numbers of one's own, which rise. ValueError: other tokens, or a number below `next`."""
+    def extend(
+        self, records: Sequence[Tokens], numbers: Sequence[int], sure: Sequence[float] | None = None
+    ) -> None:
+        """Add records under numbers of one's own, which rise. ValueError: other tokens, or a number below `next`.
+
+        `sure`: how sure the own answer of each is; NaN: not known.
+        """
         if not records:
             return
         own = np.asarray(numbers, np.int64)
         with self._writing:
             if own[0] < self._next or (np.diff(own) <= 0).any():
                 raise ValueError(f"numbers of records rise, from {self._next} on; seen {own[:8].tolist()}…")
-            self._append(records, own)
+            self._append(records, own, np.full(len(own), np.nan) if sure is None else np.asarray(sure))
 
-    def _append(self, records: Sequence[Tokens], numbers: Ints) -> None:
+    def note_sureness(self, numbers: Sequence[int], sure: Sequence[float]) -> None:
+        """Note how sure the own answers of records are. Records that are gone are passed over."""
+        with self._writing:
+            shelf = self._shelf
+            rows = shelf.rows_of(np.asarray(numbers, np.int64))
+            shelf.own[rows[rows >= 0]] = np.asarray(sure, np.float32)[rows >= 0]
+
+    def _append(self, records: Sequence[Tokens], numbers: Ints, sure: npt.NDArray[Any]) -> None:
         shelf, rows, size = self._shelf, len(numbers), sum(map(len, records))
         if not shelf.has_room(size, rows):
             shelf = shelf.larger(size, rows)
@@ -244,7 +263,8 @@ class TokenIndex:
             block = records[row : row + BLOCK]
             tokens, lengths = np.concatenate(block), np.array([len(one) for one in block], np.int64)
             starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-            shelf = shelf.with_rows(tokens, lengths, self.sketch(tokens, starts), numbers[row : row + BLOCK])
+            part = slice(row, row + BLOCK)
+            shelf = shelf.with_rows(tokens, lengths, self.sketch(tokens, starts), numbers[part], sure[part])
         self._next = int(numbers[-1]) + 1
         for one, number in zip(records, numbers.tolist(), strict=True):  # first: what a shelf has is known here
             key = hash_of(one)
@@ -315,69 +335,47 @@ class TokenIndex:
         return shelf.numbers_of(self._rows(shelf, tokens, starts, k))
 
     def best(
-        self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = 16, kinds: Kinds = NO_KINDS
-    ) -> Alignment:
-        """Of the `tried` records with the nearest sketches the one with the fewest rows to compute, for each input.
+        self, tokens: Tokens, starts: Ints, rule: Rule = DEFAULT, tried: int = TRIED, kinds: Kinds = NO_KINDS
+    ) -> RowPlan:
+        """Return the plan that any record may serve: of the `tried` nearest the one with the fewest rows."""
+        return self.plan(tokens, starts, self.candidates(tokens, starts, tried), rule, kinds, ANY)
 
-        See `attmemo.kernels.align.align`; `record` has numbers of records. ValueError: as `find`.
-
-        Trying 16 records and not 4 takes 2 to 13 us more for a line of a log and leaves .001 to .011 of its rows less
-        to compute; a small model of six layers takes 80 us for a row.
-        """
-        return self.align(tokens, starts, self.candidates(tokens, starts, tried), rule, kinds)
-
-    def candidates(self, tokens: Tokens, starts: Ints, tried: int = 16) -> Candidates:
-        """The first half of `best`: what is near. An input with a record of just its tokens needs no other."""
+    def candidates(self, tokens: Tokens, starts: Ints, tried: int = TRIED) -> Candidates:
+        """Return what is near: the first half of a plan. An input with a record of just its tokens needs no other."""
         shelf = self._shelf
-        same = self._same_of(shelf, tokens, starts)
-        if len(same) and (same >= 0).all():
-            return Candidates(shelf, np.full((len(same), 1), -1), same)
-        return Candidates(shelf, self._rows(shelf, tokens, starts, tried), same)
+        same = self._same_rows(shelf, tokens, starts)[:, None]
+        if same.size and same.min() >= 0:
+            return Candidates(shelf, same)
+        return Candidates(shelf, np.concatenate([same, self._rows(shelf, tokens, starts, tried)], 1))
+
+    def plan(
+        self, tokens: Tokens, starts: Ints, candidates: Candidates, rule: Rule, kinds: Kinds, demand: Demand,
+        table: Table = NOTHING_KNOWN,
+    ) -> RowPlan:  # fmt: skip
+        """Return which of these candidates serve: the second half. See `attmemo.kernels.plan`.
+
+        `record` has numbers of records. A record of just the tokens of an input supplies all of them.
+        """
+        shelf = candidates.shelf
+        found = plan(
+            tokens, starts, candidates.rows, shelf.tokens, shelf.starts, shelf.own, kinds, rule, demand, table
+        )
+        return replace(found, record=shelf.numbers_of(found.record))
 
     def same(self, tokens: Tokens) -> int:
-        """The number of a record of just these tokens, of several the lowest one; -1: there is none."""
-        return int(self._same_of(self._shelf, tokens, np.array([0, len(tokens)], np.int64))[0])
+        """Return the number of a record of just these tokens; -1: there is none."""
+        shelf = self._shelf
+        row = int(self._same_rows(shelf, tokens, np.array([0, len(tokens)], np.int64))[0])
+        found = row >= 0 and np.array_equal(shelf.tokens_of(row), tokens)
+        return int(shelf.numbers[row]) if found else -1
 
-    def align(
-        self, tokens: Tokens, starts: Ints, candidates: Candidates, rule: Rule = DEFAULT, kinds: Kinds = NO_KINDS
-    ) -> Alignment:
-        """The second half of `best`: the one of these candidates with the fewest rows to compute.
-
-        A record of just the tokens of an input supplies all of them, whatever the rule: its answer is known.
-        """
-        shelf = candidates.shelf
-        found = align(tokens, starts, candidates.rows, shelf.tokens, shelf.starts, rule, kinds=kinds)
-        found = replace(found, record=shelf.numbers_of(found.record))
-        for place in np.flatnonzero(candidates.same >= 0).tolist():
-            begin, end = starts[place], starts[place + 1]
-            found.record[place], found.computed[place] = candidates.same[place], 0
-            found.source[begin:end] = np.arange(end - begin)
-        return found
-
-    def changes(
-        self, tokens: Tokens, starts: Ints, candidates: Candidates, records: Ints, rule: Rule, kinds: Kinds
-    ) -> tuple[Changes, Flags]:
-        """What changed between inputs and the records ``[B]`` chosen from these candidates, -1: none.
-
-        The flags ``[B]`` say which of the records are still there: of the others nothing is known.
-        """
-        shelf = candidates.shelf
-        rows = shelf.rows_of(records)
-        pairs = Rule(near=0, most_moved=rule.most_moved, edges=False, ends=False)
-        partner = align(tokens, starts, rows[:, None].copy(), shelf.tokens, shelf.starts, pairs).source
-        return changes(tokens, starts, rows, shelf.tokens, shelf.starts, partner, kinds), rows >= 0
-
-    def _same_of(self, shelf: _Shelf, tokens: Tokens, starts: Ints) -> Ints:
-        """Records of the shelf with just the tokens of each input, ``[B]``."""
-        found = np.full(len(starts) - 1, -1, np.int64)
-        for place, (begin, end) in enumerate(pairwise(starts.tolist())):
-            own = tokens[begin:end]
-            for number in self._same.get(hash_of(own), ()) if len(own) else ():
-                row = int(shelf.rows_of(np.array([number], np.int64))[0])
-                if row >= 0 and np.array_equal(shelf.tokens_of(row), own):
-                    found[place] = number
-                    break
-        return found
+    def _same_rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints) -> Ints:
+        """Return rows whose tokens have the hash of each input, ``[B]``: nearly always just its tokens."""
+        ends, data, known = starts.tolist(), np.ascontiguousarray(tokens).data.cast("B"), self._same
+        numbers = [
+            known.get(xxh3_64_intdigest(data[4 * begin : 4 * end]), _NO_NUMBERS)[0] for begin, end in pairwise(ends)
+        ]
+        return shelf.rows_of(np.array(numbers, np.int64))
 
     def _rows(self, shelf: _Shelf, tokens: Tokens, starts: Ints, k: int) -> Ints:
         """As `find`, but rows of the shelf."""
@@ -394,5 +392,5 @@ class TokenIndex:
 
 
 def hash_of(tokens: Tokens) -> int:
-    """A hash of tokens and their order."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens).data)
+    """Return a hash of tokens and their order."""
+    return xxh3_64_intdigest(np.ascontiguousarray(tokens).data.cast("B"))

@@ -6,9 +6,8 @@ from attmemo.guard.keeper import Keeper
 from attmemo.guard.ledger import Ledger, all_in
 from attmemo.guard.threshold import Threshold
 from attmemo.guard.verdict import Verdict
-from attmemo.guard.verified import Cover
 
 __all__ = [
-    "AnswerRule", "Answers", "Cover", "Guard", "Keeper", "Ledger", "Threshold", "Verdict", "all_in",
+    "AnswerRule", "Answers", "Guard", "Keeper", "Ledger", "Threshold", "Verdict", "all_in",
     "is_class_of_first_row",
 ]  # fmt: skip

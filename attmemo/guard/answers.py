@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attmemo.errors import AnswerError, ArgumentError
+
 AnswerRule = Literal["auto", "class", "mean", "cls"] | Callable[[Any], Tensor]
 NAMES = ("auto", "class", "mean", "cls")
 
-_PASS = "answer='mean', answer='cls', or a function of the model's output that returns classes [B] or vectors [B, H]"
+FUNCTION: Final = "give answer= a function of the model's output that returns classes [B] or vectors [B, H]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,15 @@ class Answers:
 
     Raises
     ------
-    ValueError
+    ArgumentError
         The rule is none of these, or `min_cosine` is not in [-1, 1].
     """
 
     def __init__(self, rule: AnswerRule, min_cosine: float) -> None:
         if not callable(rule) and rule not in NAMES:
-            raise ValueError(f"answer must be one of {', '.join(NAMES)}, or a function; got {rule!r}")
+            raise ArgumentError(f"answer must be one of {', '.join(NAMES)}, or a function; got {rule!r}.", FUNCTION)
         if not isinstance(min_cosine, int | float) or not -1.0 <= min_cosine <= 1.0:
-            raise ValueError(f"min_cosine must be a number in [-1, 1]; got {min_cosine!r}")
+            raise ArgumentError(f"min_cosine must be a number in [-1, 1]; got {min_cosine!r}.", "min_cosine=0.98")
         self.rule, self.min_cosine = rule, float(min_cosine)
         self.are_vectors = False  # known once a first answer was read
 
@@ -99,16 +101,18 @@ class Answers:
 
         Raises
         ------
-        ValueError
+        AnswerError
             There is no such answer in the output.
         """
         if callable(self.rule):
             values = self.rule(output)
             if not isinstance(values, Tensor) or values.dim() not in (1, 2) or not len(values):
                 seen = f"{type(values).__name__} {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-                raise ValueError(f"answer={self.name} must return a tensor [B] of classes or [B, H]; got {seen:.80}")
+                what = f"answer={self.name} must return a tensor [B] of classes or [B, H]; got {seen:.80}."
+                raise AnswerError(what, FUNCTION)
             if values.is_floating_point() and values.dim() != 2:
-                raise ValueError(f"answer={self.name} returned one number a sequence: vectors [B, H] or whole numbers")
+                what = f"answer={self.name} returned one number a sequence; expected vectors [B, H] or whole numbers."
+                raise AnswerError(what, "whole numbers: (output.logits[:, 0] > 0).long()")
             return Read(values.detach().clone(), None)
         hidden = self.pooled_from(output)
         if hidden is None:
@@ -116,11 +120,12 @@ class Answers:
             if logits is not None and self.rule in ("auto", "class"):
                 return _classes(logits)
             if self.rule == "class":
-                raise ValueError("answer='class' needs a model with logits; this output has none")
+                raise AnswerError("answer='class' needs a model with logits; this output has none.", FUNCTION)
             pooled = _get(output, "sentence_embedding") if self.rule == "auto" else None
             if pooled is not None:
                 return Read(pooled.detach().float().clone(), None)
-            raise ValueError(f"an output of type {type(output).__name__} holds no hidden states to pool: give {_PASS}")
+            what = f"an output of type {type(output).__name__} holds no hidden states to pool."
+            raise AnswerError(what, FUNCTION)
         hidden = hidden.detach().float()
         if self.rule == "cls":
             return Read(hidden[:, 0].clone(), None)
@@ -187,9 +192,6 @@ def _get(output: Any, name: str) -> Tensor | None:
 
 def _classes(logits: Tensor) -> Read:
     if logits.dim() != 2 or logits.shape[1] < 2:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} are no classes of sequences: give answer= a function of the model's output "
-            "that returns classes [B] or vectors [B, H]"
-        )
+        raise AnswerError(f"logits {tuple(logits.shape)} are no classes of sequences.", FUNCTION)
     best = logits.detach().float().softmax(-1).topk(2, -1).values
     return Read(logits.argmax(-1), best[:, 0] - best[:, 1])

@@ -9,6 +9,7 @@ Ramdas and Rinaldo (arXiv 2203.03532) for the alarm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,18 +103,38 @@ class Certificate:
         self._alarm = np.ones(len(WORSE))
 
     def affords(self, more: int = 1) -> bool:
-        """Whether so many answers more may be served: their own requests earn, too."""
+        """Return whether so many answers more may be served: their own requests earn, too."""
         return self._saved + more * self.budget >= more * self.highest
 
-    def request(self, served: bool, repeated: bool = False) -> None:
-        """One more request. Its answer is `served` from a record of another input, or from its own (`repeated`)."""
-        c = self.counts
-        c.requests += 1
-        c.repeated += repeated
-        if served:
-            c.served += 1
-            c.charged += self.highest
-        c.lost += max(self._saved - self.budget * EARNINGS, 0.0)
+    def spend(self, times: Sequence[int], wanted: Sequence[bool], repeated: Sequence[bool]) -> list[bool]:
+        """Count the requests of a batch; return which of them are served from records of other inputs.
+
+        Parameters
+        ----------
+        times : sequence of int
+            How often each request is in the batch. All of them get one answer: the budget must afford all, or none is
+            served.
+        wanted : sequence of bool
+            Whether a record of another input could serve it.
+        repeated : sequence of bool
+            Whether its own record answers.
+        """
+        c, budget, highest, found = self.counts, self.budget, self.highest, list[bool]()
+        most, lowest = budget * EARNINGS, c.lowest
+        for count, want, same in zip(times, wanted, repeated, strict=True):
+            saved = budget * c.requests - min(c.charged, c.served * lowest) - c.lost
+            serves = want and saved + count * budget >= count * highest
+            for _ in range(count):
+                c.requests += 1
+                c.repeated += same
+                if serves:
+                    c.served += 1
+                    c.charged += highest
+                over = budget * c.requests - min(c.charged, c.served * lowest) - c.lost - most
+                if over > 0.0:
+                    c.lost += over
+            found.append(serves)
+        return found
 
     def give_back(self) -> None:
         """An answer that was to be served was computed exactly after all."""

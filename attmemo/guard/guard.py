@@ -1,25 +1,23 @@
 """The guard: which answers may be served from a record, which are verified, and what was learned from it.
 
     a request with a record
-      nothing changed ───────────────────────────────► served: its answer is the record's
-      a change that is not verified ─────────────────► exact, and verified: the change may be learned    (paid)
-      all changes verified (words in free slots: only with a great margin)
-        answers after such changes are far away, or the
-        record's own answer is below the margin ─────► more rows are computed. If that does not do: exact; a small
-                                                       share is verified
-        the budget does not afford it ───────────────► exact, and verified: a sample for the certificate (paid)
+      nothing changed ───────────────────────────────► repeated: its answer is the record's
+      a change that is not known ────────────────────► exact, and verified: the change may be learned
+      all changes known (words in free slots: only with a great margin)
+        the record's own answer is below the margin ─► exact; a small share is verified
+        the budget does not afford it ───────────────► exact, and verified: a sample for the certificate
         drawn by chance, a small share;
-        before there is a certificate all (paid) ────► served, and verified afterwards: a sample, too. Where too many
-                                                       answers are owed already, drawn ones are exact, and verified
-        else ────────────────────────────────────────► served. Below the margin it is computed again, with more rows
-                                                       where that may do; below the margin of such answers, exactly
+        before there is a certificate all ───────────► reused, and verified afterwards: a sample, too. Where too many
+                                                       answers wait for that, drawn ones are exact, and verified
+        else ────────────────────────────────────────► reused. Below the margin it is computed again, exactly
     a request without a record ──────────────────────► exact
 
-What is paid for comes from an account: so many verifications at first, then a few for each request, and more for each
-served answer. On an empty account a request is exact and is not verified: where nothing comes of it, verifying ends.
+ONE RULE for what verifying may cost: so many verifications (`PATIENCE`) in vain. Each one counts, each reused answer
+gives a part of one back, an alarm begins anew. Beyond, only the small share is verified that is drawn anyway: where
+nothing comes of it, verifying ends.
 
 What is verified at once is answered exactly: that cannot change an answer, whatever the verification finds. What is
-verified afterwards was afforded like every served answer.
+verified afterwards was afforded like every reused answer.
 """
 
 from __future__ import annotations
@@ -30,28 +28,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from attmemo.errors import ArgumentError
 from attmemo.guard.certificate import Certificate, Counts, certifies
-from attmemo.guard.draw import Draw
-from attmemo.guard.futile import Futile
 from attmemo.guard.ledger import NO_SUMS, Learned, Ledger, beyond, joined
-from attmemo.guard.margin import MOVED, VECTORS, WIDER, Margin
+from attmemo.guard.margin import VECTORS, Margin
 from attmemo.guard.state import State
 from attmemo.guard.verdict import Verdict, served_name
-from attmemo.guard.verified import Cover, Gaps, Verified
+from attmemo.guard.verified import Gaps, Verified
+from attmemo.kernels.plan import Demand, Evidence
 from attmemo.locking import ThreadLock
 
-DRAWN: Final = 0.02
-"""Share of the answers to be served that are verified, at most."""
-SAVED: Final = 500.0
-"""Verifications that are paid at first, and most that may be saved up: a certificate for 1 % takes 318."""
-EARNED: Final = 0.1
-"""Verifications that each request pays for."""
-RETURNED: Final = 0.2
-"""Verifications that each served answer pays for."""
+DRAWN: Final = 0.0075
+"""Share of the answers to be reused that are verified, whatever was verified before."""
+PATIENCE: Final = 500.0
+"""Verifications in vain before only the drawn share is verified: a certificate for 1 % takes 318."""
+RETURNED: Final = 0.3
+"""Verifications that a reused answer gives back."""
 AGAIN: Final = 0.1
-"""Share of the served answers that are verified while a certificate has to be earned again: a changed answer asks for
+"""Share of the reused answers that are verified while a certificate has to be earned again: a changed answer asks for
 326 samples more. To verify all of them would make these requests as slow as exact ones. A tenth is enough where .7 to
-.95 of the requests are served: the certificate is back before what was saved up of the budget is spent."""
+.95 of the requests are reused: the certificate is back before what was saved up of the budget is spent."""
+
+TRIED: Final = 4
+"""Records of a sequence that are looked at, the one with the fewest rows to compute first, until all that changed is
+known. Of the log lines of docs/guard.md 4 serve as many as 16 do, and 1 serves .02 of the lines less."""
 
 
 class Guard:
@@ -64,7 +64,7 @@ class Guard:
     confidence : float
         In (0, 1).
     drawn : float
-        Share of the answers to be served that are verified, at most (`draw`).
+        Share of the answers to be reused that are verified in any case.
     free : bool
         Whether any value may stand in a slot that enough values were harmless in.
     seed : int, optional
@@ -72,7 +72,7 @@ class Guard:
 
     Raises
     ------
-    ValueError
+    ArgumentError
         A number is out of its range.
     """
 
@@ -81,13 +81,12 @@ class Guard:
     ) -> None:  # fmt: skip
         for name, value in (("budget", budget), ("confidence", confidence)):
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1.0:
-                raise ValueError(f"{name} must be a number between 0 and 1; got {value!r}")
+                what = f"{name} must be a number between 0 and 1; got {value!r}."
+                raise ArgumentError(what, "budget=0.01 lets 1 % of answers change; confidence=0.95: how sure that is")
         if not 0.0 <= drawn <= 1.0:
             raise ValueError(f"the share drawn for verification must be in [0, 1]; got {drawn!r}")
-        self.budget, self.confidence, self.draw = float(budget), float(confidence), Draw(drawn)
-        self.verified, self.futile, self.futile_wider = Verified(free), Futile(), Futile()
-        self.margin, self.wider = Margin(float(budget)), Margin(float(budget), WIDER)
-        self.compares_vectors = False  # answers are vectors, not classes
+        self.budget, self.confidence, self.drawn = float(budget), float(confidence), drawn
+        self.verified, self.margin = Verified(free), Margin(float(budget))
         self.certificate = Certificate(budget, confidence)
         self._alarmed, self._epoch = False, 0
         self._stands = False  # certified once, and nothing was refused for want of samples since
@@ -95,14 +94,14 @@ class Guard:
         self._inherited: dict[str, float] = {}  # counts of the parent, in a forked child before its first sync
         self._dirty = False
         self._since = time.time()
-        self._saved = self._patience = SAVED
+        self._in_vain = 0.0
         self._random = random.Random(seed)
         self._done: Counter[str] = Counter()
         self._lock = ThreadLock()
 
     @classmethod
     def of(cls, budget: float, confidence: float, learned: Learned, *, vectors: bool = False) -> Guard:
-        """A guard that stands where one stood when it was stored; `vectors`: answers are vectors."""
+        """Return a guard that stands where one stood when it was stored; `vectors`: answers are vectors."""
         found = cls(budget, confidence)
         if vectors:
             found.compare_vectors()
@@ -112,136 +111,93 @@ class Guard:
         return found
 
     def compare_vectors(self) -> None:
-        """Answers are vectors; to be called before the first request."""
-        self.margin, self.wider = Margin(self.budget, VECTORS), Margin(self.budget, MOVED)
-        self.compares_vectors = True
+        """Take answers for vectors; to be called before the first request."""
+        self.margin = Margin(self.budget, VECTORS)
 
-    def ask(self, gaps: Gaps, own: float | None = None) -> Cover:
-        """How well the changes of a request are verified; `own`: how sure the record's own answer is, if known."""
-        with self._lock:
-            cover = self.verified.ask(gaps)
-            if not cover or not (self.futile.expects(gaps) or self.is_low(own, cover)):
-                return cover
-            # A vector with more rows is compared with the one with fewer: both are needed.
-            return Cover.UNSURE if not self.compares_vectors and self.may_widen(gaps, own, cover) else Cover.FUTILE
-
-    def may_widen(self, gaps: Gaps, own: float | None, cover: Cover) -> bool:
-        """Whether an answer below the margin may be served with more rows computed."""
-        if not self.widens:
-            return False
-        if not (cover is Cover.FULLY or self._is_like_fully(cover)) or self.futile_wider.expects(gaps):
-            return False
-        return own is None or not self.wider.is_hopeless(own, False)
-
-    def serves(self, cover: Cover) -> bool:
-        """Whether such a request would be served now, unless it is drawn as a sample."""
-        return cover is Cover.SAME or (cover.may_serve and self.certificate.affords())
+    def demand(self, share: float, rounds: bool = False) -> Demand:
+        """Return what a plan of rows asks of records now: this share of the tokens, and what the guard knows."""
+        return Demand(
+            share, self.margin.least_for(False), self.margin.least_for(True), TRIED, *self.verified.needs, rounds
+        )
 
     def decide(
-        self, covers: Sequence[Cover | None], room: int = 0, times: Sequence[int] | None = None
+        self, evidence: Sequence[int], firsts: Sequence[int] | None = None, room: int = 0
     ) -> list[Verdict | None]:
-        """What becomes of the requests of a batch, by how well changes are verified; None: there is no record.
+        """Decide what becomes of the requests of a batch, and count them; None: there is no record.
 
         Parameters
         ----------
-        covers : sequence of Cover or None
+        evidence : sequence of int
+            `Evidence`: how well the changes of each request are known.
+        firsts : sequence of int, optional
+            For each request the first one that is the same: often itself. All of these get one answer, and one of them
+            at most is verified, for more say nothing new.
         room : int
             So many answers may be verified afterwards.
-        times : sequence of int, optional
-            How often each request is in the batch; once by default. All of them get one answer: the budget must afford
-            all, or none is served. One at most is verified, for more say nothing new.
         """
         with self._lock:
-            found = list[Verdict | None]()
-            for cover, count in zip(covers, [1] * len(covers) if times is None else times, strict=True):
-                verdict = self._decide(cover, self.certificate.affords(count), room > 0)
-                found.append(verdict)
-                again = cover if verdict is not None and verdict.serves else None
-                for _ in range(count - 1):
-                    self._decide(again, True, False, draws=False)
-                self._stands = self.certified or (self._stands and self.certificate.affords())
-                room -= verdict is Verdict.OWE
-            return found
+            times = Counter(range(len(evidence)) if firsts is None else firsts)
+            kinds = [evidence[place] for place in times]
+            affords = self.certificate.spend(
+                list(times.values()), [Evidence.FREELY <= kind < Evidence.SAME for kind in kinds],
+                [kind == Evidence.SAME for kind in kinds],
+            )  # fmt: skip
+            decided: dict[int, Verdict | None] = {}
+            certified, stands, drawn, below, above = self.certified, self.stands, self.drawn, 0.0, 0.0
+            for (place, count), kind, affordable in zip(times.items(), kinds, affords, strict=True):
+                pays, chance = self._in_vain <= PATIENCE - 1.0, self._random.random()
+                verdict: Verdict | None = None
+                if kind == Evidence.SAME:
+                    verdict = Verdict.SERVE
+                elif affordable:
+                    learns = pays and room > 0 and not certified
+                    owes = drawn if not learns else max(drawn, AGAIN) if stands else 1.0
+                    below, above = below + 1.0, above + owes
+                    verdict = Verdict.SERVE if chance >= owes else Verdict.OWE if room > 0 else Verdict.SAMPLE
+                    self._in_vain += (verdict is not Verdict.SERVE and not certified) - RETURNED * count
+                    room -= verdict is Verdict.OWE
+                    for _ in range(count if verdict is Verdict.SAMPLE else 0):
+                        self.certificate.give_back()
+                elif kind >= Evidence.FREELY:
+                    seen = 1.0 if pays else drawn
+                    below, above = below + seen, above + seen
+                    verdict = Verdict.SAMPLE if chance < seen else Verdict.LEAVE
+                    self._in_vain += verdict is Verdict.SAMPLE
+                elif kind >= Evidence.UNKNOWN:
+                    pays = pays and kind == Evidence.UNKNOWN
+                    verdict = Verdict.LEARN if pays or chance < drawn else Verdict.LEAVE
+                    self._in_vain += verdict is Verdict.LEARN
+                serves = verdict is Verdict.SERVE or verdict is Verdict.OWE
+                name = "whole" if verdict is None else verdict.value
+                if serves:
+                    name = "repeated" if kind == Evidence.SAME else "reused"
+                self._done[name] += count if serves else 1
+                if count > 1 and not serves:
+                    self._done["whole"] += count - 1
+                decided[place] = verdict
+            self.margin.request(below, above)
+            self._in_vain = max(self._in_vain, 0.0)
+            self._stands = self.certified or (self._stands and self.certificate.affords())
+            self._dirty = True
+            if firsts is None or len(times) == len(evidence):
+                return list(decided.values())
+            later = {Verdict.SERVE: Verdict.SERVE, Verdict.OWE: Verdict.SERVE}
+            return [
+                decided[first] if first == place else later.get(decided[first])  # type: ignore[arg-type]
+                for place, first in enumerate(firsts)
+            ]
 
-    def _decide(self, cover: Cover | None, affords: bool, later: bool, draws: bool = True) -> Verdict | None:
-        """One request; the account and the draw go on.
-
-        `affords`: it may be served. `later`: its answer may be verified afterwards. `draws`: it may be a sample.
-        """
-        earned, verdict, share = EARNED, None, self.draw.share if draws else 0.0
-        pays = draws and self._saved >= 1.0
-        learns = later and pays and not self.certified
-        owes = share  # how probably, if it is served
-        if learns:
-            owes = max(share, AGAIN) if self._stands else 1.0
-        seen = 1.0 if affords or pays else share
-        above = owes if affords else seen
-        if cover is not Cover.FUTILE:  # such an answer is in none of the margins' counts
-            if self.widens:
-                self.wider.request(seen, above)
-            if cover is not Cover.UNSURE:
-                self.margin.request(seen, above)
-        if cover is Cover.SAME:
-            verdict = Verdict.SERVE
-        elif cover is Cover.FUTILE:
-            verdict = Verdict.LEARN if self._random.random() < self.draw.most else Verdict.LEAVE
-        elif cover:
-            drawn = self._random.random() < (owes if affords else share)
-            if affords and not (drawn and not later):
-                verdict, earned = Verdict.OWE if drawn else Verdict.SERVE, EARNED + RETURNED
-                if learns and drawn:
-                    self._pay()
-            else:
-                verdict = Verdict.SAMPLE if drawn else self._paid(Verdict.SAMPLE)
-        elif cover is not None:
-            verdict = self._paid(Verdict.LEARN)
-        self._saved = min(self._saved + earned, SAVED)
-        serves, same = verdict is not None and verdict.serves, cover is Cover.SAME
-        self.certificate.request(serves and not same, same)
-        self._done["whole" if verdict is None else served_name(same) if serves else verdict.value] += 1
-        self._dirty = True
-        return verdict
-
-    def _paid(self, verdict: Verdict) -> Verdict:
-        """This verification, or none if the account is empty."""
-        if self._saved < 1.0:
-            return Verdict.LEAVE
-        self._pay()
-        return verdict
-
-    def _pay(self) -> None:
-        self._saved -= 1.0
-        self._patience -= 1.0
-
-    def note_rows(self, rows: int, drawable: int, tokens: int) -> None:
-        """What the rows of a batch say about the draw: `Draw.note`."""
-        with self._lock:
-            self.draw.note(rows, drawable, tokens)
-
-    def is_low(self, margin: float | None, cover: Cover) -> bool:
-        """Whether an answer is too near to another one to be served."""
-        if margin is None or cover is Cover.SAME:
+    def is_low(self, margin: float | None, evidence: int) -> bool:
+        """Return whether an answer is too near to another one to be reused."""
+        if margin is None or evidence == Evidence.SAME:
             return False
-        return not margin >= self._margin_of(cover).least_for(cover is Cover.FREELY)
-
-    def _is_like_fully(self, cover: Cover) -> bool:
-        """Whether words stand in free slots, and no greater margin is asked for that: vectors have one for both."""
-        return self.compares_vectors and cover is Cover.FREELY
-
-    def _margin_of(self, cover: Cover) -> Margin:
-        return self.wider if cover is Cover.UNSURE else self.margin
-
-    def computed_again(self, margin: float | None, differs: bool, epoch: int) -> None:
-        """An answer below the margin was computed again with more rows, or exactly; whether that differs."""
-        with self._lock:
-            if margin is not None and epoch == self._epoch:
-                self._dirty = True
-                self.margin.sample(margin, differs)
+        return not margin >= self.margin.least_for(evidence == Evidence.FREELY)
 
     def compared(
-        self, verdict: Verdict, gaps: Gaps, cover: Cover, margin: float | None, changed: bool, epoch: int | None = None
-    ) -> bool:
-        """An answer from a record and the exact one were compared. True: an alarm began.
+        self, verdict: Verdict, gaps: Gaps, evidence: int, margin: float | None, changed: bool,
+        epoch: int | None = None,
+    ) -> bool:  # fmt: skip
+        """Learn from an answer of a record and the exact one. True: an alarm began.
 
         `epoch`: in which it was decided. If an alarm came since, the answer is no sample, and nothing is given back.
         """
@@ -252,16 +208,17 @@ class Guard:
                 return False
             self._dirty = True
             # What is served is compared if it is low, and what is owed if it is not, whatever the margin is by now.
-            low = verdict is Verdict.SERVE or (verdict is not Verdict.OWE and self.is_low(margin, cover))
-            if margin is not None and (cover in (Cover.FULLY, Cover.UNSURE) or self._is_like_fully(cover)):
-                self._margin_of(cover).sample(margin, changed)
-            if cover and not verdict.serves:
-                self._note_kind(gaps, cover, margin)
+            low = verdict is Verdict.SERVE or (verdict is not Verdict.OWE and self.is_low(margin, evidence))
+            counts = evidence == Evidence.FULLY or (evidence == Evidence.FREELY and self._one_scale)
+            if margin is not None and counts:
+                self.margin.sample(margin, changed)
             if low:
                 if verdict is Verdict.SERVE:
-                    self._saved -= RETURNED  # it saved nothing
+                    self._in_vain += RETURNED  # it saved nothing
                     self.certificate.give_back()
-            elif verdict in (Verdict.SAMPLE, Verdict.OWE) and self.certificate.sample(changed, verdict.serves):
+            elif verdict in (Verdict.SAMPLE, Verdict.OWE) and self.certificate.sample(
+                changed, verdict is Verdict.OWE
+            ):
                 self.verified.changed(gaps)
                 self._alarm()
                 return True
@@ -271,40 +228,34 @@ class Guard:
                 self.verified.changed(gaps)
             return False
 
-    def served(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
-        """An answer from a record is known, and may be below the margin."""
-        with self._lock:
-            if cover is not Cover.SAME:
-                self._note_kind(gaps, cover, margin)
+    @property
+    def _one_scale(self) -> bool:
+        """Whether words in free slots ask for no greater margin: those of vectors do not."""
+        return self.margin.scale is VECTORS
 
-    def take_back(self, cover: Cover, epoch: int) -> None:
-        """An answer that was to be served was computed exactly after all, and is compared with nothing."""
+    def take_back(self, evidence: int, epoch: int) -> None:
+        """Note that an answer that was to be reused was computed exactly after all, and is compared with nothing."""
         with self._lock:
-            same = cover is Cover.SAME
+            same = evidence == Evidence.SAME
             self._rename(same, "whole after all")
             if epoch != self._epoch:
                 return
             if same:
                 self.certificate.counts.repeated = max(self.certificate.counts.repeated - 1, 0)
             else:
-                self._saved -= RETURNED
+                self._in_vain += RETURNED
                 self.certificate.give_back()
 
     def _rename(self, same: bool, name: str) -> None:
-        """Count a request that was to be served under another name."""
+        """Count a request that was to be reused under another name."""
         self._done[served_name(same)] -= 1
         self._done[name] += 1
 
     def give_back(self) -> None:
-        """An answer that was to be verified afterwards will not be: what was paid for that comes back."""
+        """Note that an answer that was to be verified afterwards will not be."""
         with self._lock:
             if not self.certified:
-                self._saved, self._patience = min(self._saved + 1.0, SAVED), self._patience + 1.0
-
-    def _note_kind(self, gaps: Gaps, cover: Cover, margin: float | None) -> None:
-        if margin is not None:
-            kinds = self.futile_wider if cover is Cover.UNSURE else self.futile
-            kinds.note(gaps, self._margin_of(cover).is_hopeless(margin, cover is Cover.FREELY))
+                self._in_vain = max(self._in_vain - 1.0, 0.0)
 
     def sync(self, ledger: Ledger) -> None:
         """Share what was learned with a file. OSError: it cannot be written; nothing is lost but the sharing."""
@@ -321,9 +272,7 @@ class Guard:
                 self.verified.merge(stored.hashes)
                 if stored.epoch > self._epoch:  # another process raised the alarm: what was counted here is void
                     self._epoch, self._since, own = stored.epoch, stored.since, dict(stored.counts)
-                    self._alarmed, self._stands = True, False
-                    self._saved = self._price() if known is None else max(self._saved, self._price())
-                    self._patience = max(self._patience, self._price())
+                    self._alarmed, self._stands, self._in_vain = True, False, 0.0
                     self.certificate.restart()
                 elif stored.epoch == self._epoch:
                     own = joined(beyond(own, known or {}), stored.counts)
@@ -347,27 +296,19 @@ class Guard:
     def _counts(self) -> dict[str, float]:
         counts = self.certificate.counts
         own = {name: float(getattr(counts, name)) for name in Counts.__slots__}
-        return own | self.margin.counts() | self.wider.counts()
+        return own | self.margin.counts()
 
     def _adopt(self, counts: Mapping[str, float]) -> None:
         types = {name: type(getattr(Counts(), name)) for name in Counts.__slots__}
         known = {name: kind(counts.get(name, NO_SUMS.get(name, (0, 0))[1])) for name, kind in types.items()}
         self.certificate.adopt(Counts(**known))
         self.margin.adopt(counts)
-        self.wider.adopt(counts)
-
-    def _price(self) -> float:
-        """What is paid for a certificate of this epoch: after every alarm less, for it may never come."""
-        return SAVED * 0.5 ** min(self._epoch, 64)
 
     def _alarm(self) -> None:
         self._alarmed, self._since, self._epoch, self._synced = True, time.time(), self._epoch + 1, None
-        self._stands = False
+        self._stands, self._in_vain = False, 0.0
         self.margin.rise()
-        self.wider.rise()
         self.certificate.restart()
-        self._saved = max(self._saved, self._price())
-        self._patience = max(self._patience, self._price())
 
     @property
     def epoch(self) -> int:
@@ -378,18 +319,9 @@ class Guard:
     def learns(self) -> bool:
         """Whether it still learns what a certificate needs: verifications are an investment, and reuse is slow.
 
-        Not once it is certified, and not for ever: after as many verifications as are paid at first.
+        Not once it is certified, and not after too many verifications in vain.
         """
-        return not self.certified and self._patience >= 1.0
-
-    @property
-    def widens(self) -> bool:
-        """Whether more rows are computed for any answer. Not for vectors before there is a certificate.
-
-        Until then all are computed whole anyway, as far as the account pays: more rows for some would save nothing,
-        and exact answers say more of the margin.
-        """
-        return not self.compares_vectors or self.stands
+        return not self.certified and self._in_vain <= PATIENCE - 1.0
 
     @property
     def stands(self) -> bool:
@@ -433,7 +365,6 @@ class Guard:
             "reused": counts.served,
             "repeated": counts.repeated,
             "margin": state.margin,
-            "margin_with_more_rows": self.wider.least,
             "changes_known": state.verified,
             "since": state.since,
             "done": state.done,

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -33,6 +34,7 @@ class Keeper:
     def __init__(self, guard: Guard, ledger: Ledger, every: float = EVERY) -> None:
         self._guard, self._ledger = guard, ledger
         self._closing, self._told = threading.Event(), False
+        self._mend()
         if ledger.read() is not None:
             self.sync()
         own = weakref.ref(self)  # a keeper that nothing else holds ends its thread
@@ -40,6 +42,13 @@ class Keeper:
         self._leave = partial(_close, own)
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(guard)))
+
+    def _mend(self) -> None:
+        with suppress(OSError):  # the first sync tells
+            place = self._ledger.set_aside()
+            if place is not None:
+                _LOG.warning("attmemo: %s is damaged. It is set aside as %s, and the guard learns again",
+                             self._ledger.path, place.name)  # fmt: skip
 
     def sync(self) -> None:
         """Share what was learned. A file that cannot be written is told once."""

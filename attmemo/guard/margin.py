@@ -1,8 +1,8 @@
 """The margin: how far the best class of a served answer must be ahead of the second best, or how near a vector must
 be to the record's own answer.
 
-An answer below the margin is computed again: with more rows where that may do (`WIDER`), or exactly. These answers are
-samples too: they say what would have changed below the margin, so they choose it.
+An answer below the margin is computed again, exactly. These answers are samples too: they say what would have changed
+below the margin, so they choose it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,9 @@ class Scale:
 
 CLASSES: Final = Scale("margin", (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.97), 3, 0.9)
 """How far the probability of the best class is ahead of the second best one's."""
-WIDER: Final = Scale("wider", (0.02, 0.05, *CLASSES.steps), 3, CLASSES.sure)
-"""The same, of answers with more rows computed (`attmemo.guard.verified.Cover.UNSURE`)."""
 VECTORS: Final = Scale("margin", (0.93, 0.95, 0.965, 0.975, 0.98, 0.985, 0.99, 0.995), 4, 0.0)
 """The cosine to the record's own answer. An answer that moved far from it was moved by rows that were computed, and
 those that were not computed should have moved too."""
-MOVED: Final = Scale(WIDER.name, (0.97, 0.98, 0.985, 0.99, 0.995), 3, 0.0)
-"""The cosine of a vector with more rows computed to the one with fewer: if that moved far, still more rows should."""
 
 
 class Margin:
@@ -85,12 +81,8 @@ class Margin:
         """The least margin; `freely`: a word stands in a free slot."""
         return max(self.least, self._sure) if freely else self.least
 
-    def is_hopeless(self, margin: float, freely: bool) -> bool:
-        """Whether an answer is below every margin that can be chosen; `freely`: a word stands in a free slot."""
-        return not margin >= max(self._steps[0], self._sure if freely else 0.0)
-
     def request(self, below: float, above: float) -> None:
-        """A request was made, and its answer would be seen with these probabilities: below the margin, and above."""
+        """Count requests by how probably their answers would be seen below the margin, and above: sums of both."""
         least = int(np.searchsorted(self._steps, self.least))
         self._asked[:least] += below
         self._asked[least:] += above

@@ -16,11 +16,12 @@ other one. Hashes stand for slots and values, so nothing of an input can be read
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from attmemo.kernels.plan import NOTHING_KNOWN, Evidence, Mark, table_of
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -32,22 +33,8 @@ PENALTY: Final = 4
 """Times as many values more are needed for each answer that changed."""
 MOST: Final = 1 << 18
 """Values that are remembered."""
-
-
-class Cover(IntEnum):
-    """How well the changes of a request are verified."""
-
-    NOT = 0
-    FUTILE = 1  # all are verified, but the answer is expected to be too far away, even if more rows are computed
-    UNSURE = 2  # all are verified, but the answer is expected below the margin: more rows are computed
-    FREELY = 3  # some of them are words in free slots
-    FULLY = 4
-    SAME = 5  # nothing changed: the answer is the record's own
-
-    @property
-    def may_serve(self) -> bool:
-        """Whether the record may serve, if the budget affords it."""
-        return self > Cover.FUTILE
+FEWEST: Final = 64
+"""Places of the table at first."""
 
 
 class Gaps(Protocol):
@@ -72,6 +59,11 @@ class Verified:
     ----------
     free : bool
         Whether slots become free.
+
+    Attributes
+    ----------
+    table : Table
+        The same for `attmemo.kernels.plan`, which reads it while it grows.
     """
 
     def __init__(self, free: bool = True) -> None:
@@ -81,28 +73,35 @@ class Verified:
         self._harmful: set[int] = set()  # changes and values that did not
         self._harm: dict[int, int] = {}  # answers that a slot is blamed for
         self._count = 0  # of harmless values
+        self._entries = 0  # of the table
+        self.table = NOTHING_KNOWN
 
     def __len__(self) -> int:
         return self._count
 
-    def ask(self, gaps: Gaps) -> Cover:
-        """How well all these changes are verified."""
-        found = Cover.FULLY
+    @property
+    def needs(self) -> tuple[int, int, int]:
+        """Harmless values that make a slot of numbers, and of words, free; times as many more after harm."""
+        return (NUMBERS, WORDS, PENALTY) if self._free else (0, 0, 0)
+
+    def ask(self, gaps: Gaps) -> Evidence:
+        """Return how well all these changes are known: what the native plan finds in `table`."""
+        found = Evidence.FULLY
         for slot, value, former, change, word in _rows(gaps):
             harmless = self._harmless.get(slot)
             if harmless is None or change in self._harmful:
-                return Cover.NOT
+                return Evidence.UNKNOWN
             if change in self._changes:
                 continue
             if value in harmless and former in harmless and (not word or harmless[value] == harmless[former]):
                 continue
             if value in self._harmful or former in self._harmful:
-                return Cover.NOT
+                return Evidence.UNKNOWN
             needed = (WORDS if word else NUMBERS) * (1 + PENALTY * self._harm.get(slot, 0))
             if not self._free or len(harmless) < needed:
-                return Cover.NOT
+                return Evidence.UNKNOWN
             if word:
-                found = Cover.FREELY
+                found = Evidence.FREELY
         return found
 
     def stayed(self, gaps: Gaps) -> None:
@@ -111,8 +110,9 @@ class Verified:
             if self._count >= MOST or change in self._harmful:
                 continue
             self._join(slot, {value, former} - self._harmful)
-            if len(self._changes) < MOST:
+            if len(self._changes) < MOST and change not in self._changes:
                 self._changes.add(change)
+                self._put(change, Mark.CHANGE)
 
     def _join(self, slot: int, values: Iterable[int]) -> None:
         """These values are harmless in a slot, and so is each in place of another."""
@@ -124,8 +124,12 @@ class Verified:
             if own is None:
                 harmless[value] = group
                 self._count += 1
+                self._put(value, Mark.VALUE, group)
             elif own != group:
-                harmless.update((other, group) for other, theirs in harmless.items() if theirs == own)
+                for other in [other for other, theirs in harmless.items() if theirs == own]:
+                    harmless[other] = group
+                    self._put(other, Mark.VALUE, group)
+        self._put_slot(slot)
 
     def changed(self, gaps: Gaps) -> None:
         """These changes, together, changed the answer: words among them are to blame, or else numbers."""
@@ -135,16 +139,40 @@ class Verified:
         blamed = {slot for slot, values in known.items() if values == min(known.values())}
         for slot in blamed:  # once, however many gaps lie in the slot, as those of a time of day do
             self._harm[slot] = self._harm.get(slot, 0) + 1
+            self._put_slot(slot)
         guilty = [row for row in suspects if row[0] in blamed]
         self._forbid({value for _, value, *_ in guilty} | {change for *_, change, _ in guilty})
 
     def _forbid(self, harmful: set[int]) -> None:
+        for one in harmful:
+            self._put(one, Mark.HARMFUL)
         self._harmful |= harmful
         self._changes -= harmful
-        for harmless in self._harmless.values():
-            for value in harmful & harmless.keys():
+        for slot, harmless in self._harmless.items():
+            gone = harmful & harmless.keys()
+            for value in gone:
                 del harmless[value]
+            if gone:
+                self._put_slot(slot)
         self._count = sum(map(len, self._harmless.values()))
+
+    def _put_slot(self, slot: int) -> None:
+        self._put(slot, Mark.SLOT, len(self._harmless.get(slot, ())) | self._harm.get(slot, 0) << 32)
+
+    def _put(self, key: int, mark: Mark, value: int = 0) -> None:
+        """Write an entry of the table; a new one is seen once its mark is written."""
+        if 2 * (self._entries + 1) > len(self.table.keys):
+            marked = np.flatnonzero(self.table.marks)
+            keys, marks, data = self.table
+            self.table = table_of(keys[marked], marks[marked], data[marked], max(FEWEST, 2 * len(keys)))
+        keys, marks, data = self.table
+        last = len(keys) - 1
+        place = key & last
+        while marks[place] and int(keys[place]) != key:
+            place = place + 1 & last
+        self._entries += not marks[place]
+        keys[place], data[place] = key, value
+        marks[place] = mark
 
     def state(self) -> dict[str, Hashes]:
         """All that was learned, as arrays of hashes and counts."""
@@ -163,9 +191,12 @@ class Verified:
             if self._count >= MOST:
                 break
             self._join(slot, (first.setdefault((slot, group), value), value))
-        self._changes |= set(state["changes"][: MOST - len(self._changes)].tolist())
+        for change in state["changes"][: MOST - len(self._changes)].tolist():
+            self._changes.add(change)
+            self._put(change, Mark.CHANGE)
         for slot, harm in state["harm"].tolist():
             self._harm[slot] = max(self._harm.get(slot, 0), harm)
+            self._put_slot(slot)
         self._forbid(set(state["harmful"].tolist()) | self._harmful)
 
 

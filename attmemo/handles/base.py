@@ -62,27 +62,50 @@ class Memoization(ABC):
             raise AttmemoError("this memoization was undone or replaced.", "call memoize(model, …) again")
         hooks: list[Hook] = [LayerHook(self, self.engine, sites) for sites in by_module(self._sites)]
         hooks += [FollowerHook(self, self.engine, module) for module in self._followers]
-        for hook in (*hooks, ModelHook(self, self.engine, self.host)):
+        for hook in hooks:
             hook.insert()
             self._hooks.append(hook)
-        self._hooks += self._insert_outer()
+        self._begin()
         self.engine.reuse.watch([(hook.module, hook) for hook in hooks])
+
+    def _begin(self) -> None:
+        """Have forwards of the model served, once all parts are."""
+        hook = ModelHook(self, self.engine, self.host)
+        hook.insert()
+        self._hooks.append(hook)
+        self._hooks += self._insert_outer()
 
     def _insert_outer(self) -> list[Hook]:
         """Insert hooks around the whole model, once all others are in place."""
         return []
 
-    def disable(self) -> None:
+    def disable(self, seconds: float = 60.0) -> None:
         """Put the original `forward` of every module back; nothing of the engine stays in the way.
 
         Where the model itself calls the blocks, this waits for forwards of other threads: the first block has done the
         work of those behind it, which must not do it again. Not to be called from inside of a forward.
+
+        Parameters
+        ----------
+        seconds : float
+            How long to wait for such forwards.
+
+        Raises
+        ------
+        AttmemoError
+            One takes longer. The model is served as before.
         """
         if self._hooks and self._followers:
             while not isinstance(hook := self._hooks.pop(), ModelHook):
                 hook.remove()
             hook.remove()  # from now on forwards are the original ones
-            self.engine.wait()
+            if not self.engine.wait(seconds):
+                self._begin()
+                raise AttmemoError(
+                    f"another thread has been in a forward of {type(self.host).__name__} for more than {seconds:g} s: "
+                    "its blocks cannot be put back meanwhile, so the model is served as before.",
+                    "end that forward, then call it again",
+                )
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -13,7 +13,7 @@ from attmemo.adapters import Adapter, Site, check_adapter
 from attmemo.db import KIND_MAP, Database
 from attmemo.embed.lookup import LookupName
 from attmemo.engine import Engine
-from attmemo.errors import DatabaseError, StaleDatabaseError
+from attmemo.errors import ArgumentError, DatabaseError, StaleDatabaseError
 from attmemo.handles.base import Memoization
 from attmemo.mmap import FetcherName
 from attmemo.perfmodel import SEQUENCE
@@ -68,7 +68,8 @@ class MapMemoization(Memoization):
             (lookup, fetch and A·V), ``ms_saved`` (exact cost by the profile less the cost of serving; None without a
             profile), and the state of the gate.
             ``ineligible``: sequences times layers that stayed exact, by reason.
-            ``failures``: sequences times layers that stayed exact after an error, by the error's text.
+            ``failed``: sequences times layers that stayed exact after an error, 0 as long as all is well;
+            ``failures``: the same by the error's text.
         """
         planner, counters = self.planner, self.engine.counters.copy()
         gates = {row["layer"]: row for row in planner.gate.state()}
@@ -107,6 +108,7 @@ class MapMemoization(Memoization):
             "calls": calls,
             "hits": hits,
             "ineligible": dict(counters.ineligible),
+            "failed": counters.failed,
             "failures": dict(counters.failures),
             "gate": gates.get(SEQUENCE, {}),
             "layers": layers,
@@ -174,10 +176,10 @@ def _resolve(
 ) -> tuple[list[float], list[float] | None, LookupName, str]:
     """Scores and radii of the layers (None: not known), the lookup, and where the threshold comes from."""
     allowed = f"a similarity score in [0, 1], one for each of {layers} layers, or 'auto'"
-    expected = f"a threshold is {allowed}; got {threshold!r}"
+    wrong = ArgumentError(f"a threshold is {allowed}; got {threshold!r}.", "threshold=0.9")
     if isinstance(threshold, str):
         if threshold != "auto":
-            raise ValueError(expected)
+            raise wrong
         if database.manifest.tuning is None:
             raise DatabaseError(
                 f"{database.path} was never tuned, so there is no 'auto' threshold.",
@@ -194,5 +196,5 @@ def _resolve(
     several = list(threshold) if isinstance(threshold, Iterable) else [threshold] * layers
     numbers = [value for value in several if isinstance(value, Real) and not isinstance(value, bool)]
     if len(several) != layers or len(numbers) != layers or not all(0.0 <= float(value) <= 1.0 for value in numbers):
-        raise ValueError(expected)
+        raise wrong
     return [float(value) for value in numbers], None, lookup or "sequence", "given"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,16 @@ import torch
 from torch import nn
 
 from attmemo.adapters import Adapter
+from attmemo.arguments import check_tokenizer
 from attmemo.db import KIND_ROWS, Database, ModelInfo
-from attmemo.db.filling import Filling, is_filling
+from attmemo.db.aside import DAMAGED, open_to_fill
+from attmemo.db.filling import Filling
+from attmemo.db.folder import GUARDS, SEGMENTS
 from attmemo.db.forms import ROW_STORAGE, TYPES
 from attmemo.db.pool import Pool
-from attmemo.db.shared_pool import SEGMENTS, SharedPool
+from attmemo.db.shared_pool import SharedPool
 from attmemo.embed.kinds import find_tokenizer, kinds_of
-from attmemo.errors import DatabaseError
+from attmemo.errors import ArgumentError, DatabaseError, DatabaseLockedError, StorageFullError
 from attmemo.fingerprint import arithmetic, check_fields, tokenizer_digest
 from attmemo.guard import AnswerRule, Answers, Guard, Keeper, Ledger, is_class_of_first_row
 from attmemo.guarded import Guarded
@@ -52,8 +56,6 @@ UNGUARDED: Final = (
     "reuse='rows' with budget=None answers from rows of similar inputs, and nothing guards the answers: measure them "
     "on your own data with attmemo evaluate"
 )
-GUARDS: Final = "guard"
-"""Folder in a database that keeps what guards have learned."""
 NO_TOKENIZER: Final = (
     "no tokenizer was found, so numbers and words cannot be told apart: only the very changes that were verified are "
     "served. Give memoize(…, tokenizer=…)"
@@ -84,8 +86,9 @@ class Guarding:
     def of(
         cls, budget: float | None, confidence: float, answer: AnswerRule, min_cosine: float, tokenizer: Any
     ) -> Guarding | None:
-        """From the arguments of `memoize`, checked; None: answers are not guarded. ValueError: a wrong argument."""
+        """From the arguments of `memoize`, checked; None: answers are not guarded. ArgumentError: a wrong argument."""
         answers = Answers(answer, min_cosine)
+        check_tokenizer(tokenizer)
         if budget is None:
             return None
         Guard(budget, confidence)  # it checks its numbers
@@ -142,6 +145,9 @@ def prepare_rows(
             f"{opened.path} keeps no rows of {len(blocks.blocks)} blocks.",
             "attmemo build-database --reuse rows --model … --data …",
         )
+    whole = _answering(outer, encoder)
+    if guarding is not None:  # first of all: a head that cannot be read must leave no folder behind
+        check_answers(whole, guarding.answers, adapter, encoder)
     with ExitStack() as undo:
         prepared = None if opened is None else DatabaseRows(opened)
         store: DatabaseRows | GrowingRows
@@ -149,8 +155,9 @@ def prepare_rows(
             store = prepared
         else:
             if guarding is None and records.fills:
-                raise ValueError(
-                    "a database fills itself with what the guard verifies: give a budget, or only read with fill=False"
+                raise ArgumentError(
+                    "new records are what the guard verifies, and budget=None is without a guard.",
+                    "give a budget; or only read a database, with fill=False",
                 )
             store = _growing(encoder, adapter, packed, records, prepared, tokenizer, undo)
         undo.callback(store.close)
@@ -160,23 +167,21 @@ def prepare_rows(
             rule = rule.for_unguarded()
             planner = RowPlanner(store.index, share, rule, relative=blocks.relative, gated=gate)
         else:
-            kinds, sureness = _kinds(tokenizer), Sureness(guarding.answers, growing)
+            kinds = _kinds(tokenizer)
             planner = GuardedPlanner(
                 store.index, share, rule, relative=blocks.relative, gated=gate,
                 guard=Guard(guarding.budget, guarding.confidence, free=len(kinds) > 0), kinds=kinds,
                 rounds=storage[1] not in (packed.dtype, torch.float32),
-                store=growing, sureness=sureness,
+                store=growing,
             )  # fmt: skip
         reuse = Rows(blocks, packed, store, guarded=guarding is not None)
         handle = handle_of(encoder, adapter, packed, reuse, planner, opened, owned=records.owned)
-        handle.folder = records.folder
+        handle.folder = store.folder if isinstance(store, GrowingRows) else None
         check_stack(handle, adapter, encoder, packed)
         check_rows(handle, adapter, encoder, storage, packed)
         handle.first_row = reads_first_row(handle, adapter, encoder)
         if guarding is not None:  # only now: what the checks ask must not be learned
             assert isinstance(planner, GuardedPlanner)
-            whole = _answering(outer, encoder)
-            check_answers(whole, guarding.answers, adapter, encoder)
             if guarding.answers.are_vectors:
                 planner.guard.compare_vectors()
             elif is_class_of_first_row(guarding.answers.rule, getattr(encoder, "config", None)):
@@ -187,7 +192,7 @@ def prepare_rows(
                 "answer": guarding.answers.name,
             }  # fmt: skip
             keeper = None
-            folder = records.folder if opened is None else opened.path
+            folder = handle.folder if opened is None else opened.path
             if folder is not None and named:
                 settings = answering | {
                     "min_cosine": guarding.answers.min_cosine,
@@ -199,8 +204,11 @@ def prepare_rows(
                 }  # fmt: skip
                 keeper = Keeper(planner.guard, ledger_of(folder, settings))
                 undo.callback(keeper.close)
+            sureness = Sureness(guarding.answers, growing)
             if named:
                 sureness.key = _digest(answering).digest()[:KEY]
+            if growing is not None:
+                growing.know(sureness.of_note)
             handle.guard(whole, Guarded(planner.guard, guarding.answers, planner, reuse, growing, sureness), keeper)
         undo.pop_all()
     if guarding is None:
@@ -214,31 +222,66 @@ def _growing(
 ) -> GrowingRows:  # fmt: skip
     """The store of records that come while the model serves."""
     own = str(packed.dtype).removeprefix("torch.")
+    storage = (packed.dtype, packed.dtype) if prepared is None else prepared.storage
+
+    def describe() -> Filling:
+        word = own if records.prepared is None else records.prepared.manifest.storage
+        return Filling.of(model_info(encoder, adapter, records.fields, tokenizer), word)
+
     pool: Pool
-    if records.folder is None:
-        pool, storage = Pool(bound_of(records.max_bytes)), (packed.dtype, packed.dtype)
-        storage = storage if prepared is None else prepared.storage
+    shared = None if records.folder is None else _shared_pool(records, records.folder, describe)
+    if shared is None:
+        most = bound_of(records.max_bytes)
+        pool = Pool(most if records.folder is None else min(most, bound_of(None)))  # what was said is for a disk
     else:
-        filling = None
-        if records.fills:
-            word = own if records.prepared is None else records.prepared.manifest.storage
-            own_words = None if is_filling(records.folder) else tokenizer
-            filling = Filling.of(model_info(encoder, adapter, records.fields, own_words), word)
-        pool = SharedPool(
-            records.folder, bound_of(records.max_bytes, records.folder), filling, fills=records.fills
-        )  # fmt: skip
-        undo.callback(pool.close)
-        check_fields(pool.filling.model.fields, records.fields, pool.path)
-        kinds = ROW_STORAGE[pool.filling.storage]
+        pool = shared
+    undo.callback(pool.close)
+    if shared is not None:
+        check_fields(shared.filling.model.fields, records.fields, shared.path)
+        kinds = ROW_STORAGE[shared.filling.storage]
         storage = TYPES[kinds[0]], TYPES[kinds[1]]
         if prepared is not None and prepared.storage != storage:
             raise DatabaseError(
-                f"{records.folder} keeps rows in {pool.filling.storage}, the prepared database in others.",
+                f"{records.folder} keeps rows in {shared.filling.storage}, the prepared database in others.",
                 "fill another folder",
             )
     blocks = packed.blocks
     layout = RowLayout(len(blocks.blocks), blocks.heads * blocks.width, blocks.heads, storage)
-    return GrowingRows(pool, layout, prepared, fills=records.fills)
+    return GrowingRows(pool, layout, prepared, fills=records.fills and (shared is None or shared.fills))
+
+
+def _shared_pool(records: Records, folder: Path, describe: Callable[[], Filling]) -> SharedPool | None:
+    """The pool of a folder. None: the disk takes nothing now, which is said; records are kept in memory then."""
+    bound = bound_of(records.max_bytes, folder)
+    if not records.fills:
+        return SharedPool(folder, bound, fills=False)
+    try:
+        return open_to_fill(folder, bound, describe)
+    except DatabaseError as error:
+        read_only = _is_read_only(error)
+        if not (read_only or isinstance(error, (StorageFullError, DatabaseLockedError, *DAMAGED))):
+            raise
+        found = _readable(folder, bound) if read_only else None
+        where = "kept in memory only" if found is None else "not kept"
+        _LOG.warning("attmemo: new records are %s: %s", where, error)
+        return found
+
+
+def _readable(folder: Path, bound: int) -> SharedPool | None:
+    """The pool of a folder, only to be read; None: it cannot be."""
+    with ExitStack() as undo, suppress(DatabaseError):
+        pool = SharedPool(folder, bound, fills=False)
+        undo.callback(pool.close)
+        pool.look()
+        undo.pop_all()
+        return pool
+    return None
+
+
+def _is_read_only(error: BaseException) -> bool:
+    """Whether the disk was mounted to be read only: the kernel does so after an error."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.EROFS
 
 
 def bound_of(max_bytes: int | None, folder: Path | None = None) -> int:
@@ -253,15 +296,12 @@ def bound_of(max_bytes: int | None, folder: Path | None = None) -> int:
             folder = folder.parent
         if folder is None:
             return free
-        own = sum(file.stat().st_size for file in (folder / SEGMENTS).glob("*"))
+        own = 0
+        for file in (folder / SEGMENTS).glob("*"):
+            with suppress(FileNotFoundError):  # another process has dropped it
+                own += file.stat().st_size
         return max(own, min(free, shutil.disk_usage(folder).free // 10))
     return max_bytes
-
-
-def check_bytes(max_bytes: Any) -> None:
-    """ValueError: neither None nor a whole number of bytes."""
-    if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
-        raise ValueError(f"max_bytes must be a whole number of bytes and must not be negative; got {max_bytes!r}")
 
 
 def model_info(encoder: nn.Module, adapter: Adapter, fields: Mapping[str, str], tokenizer: Any = None) -> ModelInfo:
@@ -316,4 +356,5 @@ def _share(threshold: Any) -> float:
         return THRESHOLD
     if isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0.0 <= threshold <= 1.0:
         return float(threshold)
-    raise ValueError(f"for reuse='rows' a threshold is one share of tokens in [0, 1], or 'auto'; got {threshold!r}")
+    what = f"for reuse='rows' a threshold is one share of tokens in [0, 1], or 'auto'; got {threshold!r}."
+    raise ArgumentError(what, f"threshold={THRESHOLD}")

@@ -79,8 +79,8 @@ class StackMemoization(Memoization):
         self.guarded.begin_anew(guard)
         self.planner.begin_anew(guard)
 
-    def disable(self) -> None:
-        super().disable()
+    def disable(self, seconds: float = 60.0) -> None:
+        super().disable(seconds)
         if self.guarded is not None:
             self.guarded.debts.forget()
 
@@ -126,18 +126,23 @@ class StackMemoization(Memoization):
             again, as they were), ``tokens`` (valid ones), ``rows_computed`` (those of verifications too),
             ``share_computed`` (rows by tokens), milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
             choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
-            (sequences by reason), ``ineligible`` (sequences that the original code computed, by reason),
-            ``failures`` (sequences after an error, by the error's text), ``linear`` (arithmetic of the linear layers),
+            (sequences by reason, see docs/python.md), ``ineligible`` (sequences that the original code computed, by
+            reason), ``failed`` (sequences that an error left exact, or without a check: 0 as long as all is well),
+            ``failures`` (the same by the error's text), ``linear`` (arithmetic of the linear layers),
             ``weight_bytes`` (of weights made ready, beside the model's own),
             ``first_row`` (whether the head reads nothing of the last hidden states but their first row),
-            ``folder`` (of the database that fills itself), ``records`` and ``record_bytes`` (that came while models
-            served), ``offered`` (sequences that could have become records, by what became of them),
+            ``database`` (the path of a prepared one), ``folder`` (of the database that fills itself), ``records`` and
+            ``record_bytes`` (that came while models served), ``offered`` (sequences that could have become records, by
+            what became of them, see docs/python.md),
             ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
             docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
             than without; None: not known).
         """
         counters = self.engine.counters.copy()
         done = counters.done
+        guard = None if self.guarded is None else self.guarded.guard.stats()
+        if guard is not None and counters.failed:
+            guard["says"] += f"; errors left {counters.failed} sequences exact or unchecked: see failures"
         return {
             "enabled": self.enabled,
             "reuse": self.reuse,
@@ -156,13 +161,14 @@ class StackMemoization(Memoization):
             "ms_blocks": 1e3 * done.blocks_seconds,
             "not_looked_up": dict(counters.skipped),
             "ineligible": dict(counters.ineligible),
+            "failed": counters.failed,
             "failures": dict(counters.failures),
             "linear": self.packed.linear,
             "weight_bytes": self.packed.nbytes,
             "first_row": self.first_row and not (self._head is not None and self._head.reads_more),
             **self._growth(),
             "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
-            "guard": None if self.guarded is None else self.guarded.guard.stats(),
+            "guard": guard,
             "pays": None if self.guarded is None else self.guarded.planner.times.pays,
         }
 
@@ -261,7 +267,7 @@ def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearNa
             f"linear='int8' cannot round the layers of {type(encoder).__name__}: some are quantized or adapted.",
             "leave out linear, or load the model in float32",
         )
-    check_blocks(adapter, encoder, packed)
+    packed.blocks.output = check_blocks(adapter, encoder, packed)
     return packed
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from attmemo.errors import ArgumentError
 from attmemo.kernels import _align
 from attmemo.kernels.kinds import NO_KINDS, Kinds, is_word
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
+Planned = TypeVar("Planned", bound="Alignment")
 
 LONG = 3
 """Tokens without a partner, side by side, from which on two tokens in front of them are computed."""
@@ -62,11 +65,12 @@ class Rule:
             if value is None and name != "near":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-                raise ValueError(f"{name} must be a whole number of tokens and must not be negative; got {value!r}")
+                what = f"{name} must be a whole number of tokens and must not be negative; got {value!r}."
+                raise ArgumentError(what, f"{name}=1")
 
     @classmethod
     def of(cls, near: int | None, most_moved: int | None = None) -> Rule:
-        """The rule that `attmemo.memoize` takes for these arguments. ValueError: a number is negative."""
+        """The rule that `attmemo.memoize` takes for these arguments. ArgumentError: a number is negative."""
         return cls(most_moved=most_moved) if near is None else cls(near, near, most_moved)
 
     def for_classes(self) -> Rule:
@@ -256,7 +260,7 @@ def _ruled(partner: list[int], rule: Rule, near: int) -> list[int]:
     return [-2 - own if j in computed and own >= 0 else own for j, own in enumerate(partner)]
 
 
-def with_long(found: Alignment, starts: Ints) -> Alignment:
+def with_long(found: Planned, starts: Ints) -> Planned:
     """The same, with one row more computed in front of `LONG` and more tokens without a partner.
 
     Tokens there look most at what changed (docs/rows.md). They do not count against the record: whether it supplies
@@ -274,14 +278,7 @@ def with_long(found: Alignment, starts: Ints) -> Alignment:
     source = found.source.copy()
     source[places] = -2 - source[places]
     more = np.bincount(sequence[places], minlength=len(starts) - 1)
-    return Alignment(found.record, source, found.computed + more)
-
-
-def widened(source: Tokens, near: int) -> Tokens:
-    """`source` of one input, as in `Alignment`, with so many neighbours of each token without a partner computed."""
-    reach = np.convolve(source == -1, np.ones(2 * near + 1))[near : near + len(source)] > 0.5
-    found: Tokens = np.where(reach & (source >= 0), -2 - source, source)
-    return found
+    return replace(found, source=source, computed=found.computed + more)
 
 
 def sketch(tokens: Tokens, starts: Ints, dimensions: int) -> npt.NDArray[np.float32]:

@@ -60,6 +60,10 @@ class Changes:
         part = slice(int(first), int(last))
         return Changes(*(column[part] for column in self.columns))
 
+    def first(self, count: int) -> Changes:
+        """So many gaps from the start."""
+        return Changes(*(column[:count] for column in self.columns))
+
     @property
     def columns(self) -> tuple[npt.NDArray[Any], ...]:
         """All arrays, in the order above."""
@@ -109,7 +113,7 @@ def changes(
         tokens, starts, rows, record_tokens, record_starts, partner, kinds,
         found.sequence, slot, value, former, change, found.word,
     )  # fmt: skip
-    return Changes(*(column[:count] for column in found.columns))
+    return found.first(count)
 
 
 def changes_in_python(

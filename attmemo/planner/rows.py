@@ -15,10 +15,12 @@ from torch import Tensor
 
 from attmemo.adapters import Call, Spans
 from attmemo.adapters.masks import consecutive, valid_places
-from attmemo.counters import Counters
+from attmemo.counters import Counters, Skip
 from attmemo.embed.lookup import Found
 from attmemo.embed.tokens import Candidates, TokenIndex
-from attmemo.kernels.align import Alignment, Rule, with_long
+from attmemo.kernels.align import Rule, with_long
+from attmemo.kernels.kinds import NO_KINDS
+from attmemo.kernels.plan import Demand, RowPlan
 from attmemo.perfmodel.row_gate import RowGate
 from attmemo.plan import Plan, Reused, RowShare
 from attmemo.planner.base import BY_HAND, Given, Whole
@@ -28,9 +30,6 @@ Flags = npt.NDArray[np.bool_]
 
 THRESHOLD: Final = 0.5
 """Share of its tokens that a record must supply by default."""
-ASKED_WHOLE: Final = "asked for without reuse"
-DOES_NOT_PAY: Final = "a lookup does not pay"
-LONGER: Final = "run without records, which is faster, or to time it"
 TYPES_FROM: Final = 1 << 24
 """Token types are kept above the ids."""
 
@@ -99,21 +98,19 @@ class RowPlanner(Whole):
 
     def _needs(self, asked: Asked) -> Ints:
         """Rows to compute, ``[B]``."""
-        candidates = self.index.candidates(asked.tokens, asked.starts)
-        found, served = self._aligned(asked, candidates)
-        return np.where(served, found.computed, asked.lengths)
+        return self._planned(asked, self.index.candidates(asked.tokens, asked.starts)).computed
 
-    def _aligned(self, asked: Asked, candidates: Candidates) -> tuple[Alignment, Flags]:
-        """The best records of a batch, and whether each supplies enough."""
-        found = self.index.align(asked.tokens, asked.starts, candidates, self.rule)
-        served = self._suffices(found, asked.lengths)
-        return (with_long(found, asked.starts) if self.rule.before_long else found), served
+    def _planned(self, asked: Asked, candidates: Candidates) -> RowPlan:
+        """Return the plan of a batch. It only asks: nothing is drawn, counted or kept."""
+        demand = Demand(share=self.threshold)
+        found = self.index.plan(asked.tokens, asked.starts, candidates, self.rule, NO_KINDS, demand)
+        return with_long(found, asked.starts) if self.rule.before_long else found
 
     def plan(self, layer: int, call: Call, spans: Spans, given: Given | None, counters: Counters) -> Plan:
         if given is None:
             return BY_HAND
         if self._wishes.whole:
-            counters.skip(ASKED_WHOLE, len(spans.lengths))
+            counters.skip("asked_without_reuse", len(spans.lengths))
             return super().plan(layer, call, spans, given, counters)
         start = perf_counter()
         asked = self._ask(given, spans, int(call.hidden.shape[1]), counters)
@@ -121,7 +118,8 @@ class RowPlanner(Whole):
             return super().plan(layer, call, spans, given, counters)
         candidates = self.index.candidates(asked.tokens, asked.starts)
         looked = perf_counter()
-        found, served = self._aligned(asked, candidates)
+        found = self._planned(asked, candidates)
+        served = found.record >= 0
         self._count(asked, found, served, (start, looked), counters)
         return plan_of(layer, spans, asked, found, served)
 
@@ -133,15 +131,15 @@ class RowPlanner(Whole):
             counters.skip(tokens, batch)
             return None
         if not self.grows and not len(self.index):
-            counters.skip("there is no record yet", batch)
+            counters.skip("no_records", batch)
             return None
         seconds_per_row = counters.done.seconds_per_row
         if not self.gate.ask(seconds_per_row):
             self.gate.leave()
-            counters.skip(DOES_NOT_PAY, batch)
+            counters.skip("lookup_does_not_pay", batch)
             return None
         if not self._pays(sum(spans.lengths)):
-            counters.skip(LONGER, batch)
+            counters.skip("records_do_not_pay", batch)
             return None
         lengths = np.asarray(spans.lengths, np.int64)
         return Asked(tokens, np.concatenate([[0], np.cumsum(lengths)]), lengths, seconds_per_row)
@@ -154,13 +152,8 @@ class RowPlanner(Whole):
         """Whether forwards of any size are looked up, if blocks take so long for a row. Changes nothing."""
         return self.gate.ask(seconds_per_row)
 
-    def _suffices(self, found: Alignment, lengths: Ints) -> Flags:
-        """Whether the record of each sequence supplies enough of it."""
-        enough = (found.record >= 0) & (lengths - found.computed >= self.threshold * lengths)
-        return enough & (found.computed < lengths)
-
     def _count(
-        self, asked: Asked, found: Alignment, useful: Flags, times: tuple[float, float], counters: Counters
+        self, asked: Asked, found: RowPlan, useful: Flags, times: tuple[float, float], counters: Counters
     ) -> None:
         """Time since (the start, the end of the lookup), and what useful records save the batch."""
         start, looked = times
@@ -169,18 +162,18 @@ class RowPlanner(Whole):
         self.gate.record(len(asked.tokens), saved, end - start, asked.seconds_per_row)
         counters.planned(looked - start, end - looked)
 
-    def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | str:
+    def _tokens(self, given: Mapping[str, Any], spans: Spans, padded: int) -> npt.NDArray[np.int32] | Skip:
         """Ids of all valid tokens, packed; or why they cannot be looked up."""
         if not self._relative and given.get("position_ids") is not None:
-            return "positions given by the caller"
+            return "positions_given"
         if not consecutive(given.get("position_ids"), spans, padded):
-            return "positions are not consecutive"
+            return "positions_with_gaps"
         found = packed_tokens(given.get("input_ids"), given.get("token_type_ids"), spans.lengths)
-        return "no token ids are given" if found is None else found
+        return "no_token_ids" if found is None else found
 
 
 def plan_of(
-    layer: int, spans: Spans, asked: Asked, found: Alignment, served: Flags,
+    layer: int, spans: Spans, asked: Asked, found: RowPlan, served: Flags,
     admitted: Mapping[int, npt.NDArray[np.int32]] | None = None, beside: Mapping[int, Reused] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that serves some sequences from the records found, makes records of others, and tries some beside."""

@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from attmemo.arguments import MEMORY
 from attmemo.db.filling import is_filling
 from attmemo.errors import ArgumentError
-from attmemo.memoization import MEMORY
+from attmemo.machine import cores
 from attmemo.ray.columns import Batch, Text, choose, make_columns, read_texts
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.model import Answer, ServedModel, load
@@ -63,8 +64,8 @@ class Encoder:
         Tokens of one forward, at most; a longer text has a forward of its own. A batch is sorted by length first, so
         batches of thousands of rows are good.
     threads : int, optional
-        Threads of the model and of its tokenizer. Default: the ``num_cpus`` of the actor; outside of Ray as torch
-        has it.
+        Threads of the model and of its tokenizer. Default: the ``num_cpus`` of the actor, at most the cores of
+        its container's quota; outside of Ray as torch has it.
     **options
         More arguments of `memoize`: ``reuse``, ``threshold``, ``gate``, ``max_bytes``, ``min_cosine``, …
 
@@ -179,11 +180,11 @@ def _forwards(lengths: np.ndarray[Any, np.dtype[np.int64]], most: int) -> Iterat
 
 
 def _threads_of_actor() -> int | None:
-    """The ``num_cpus`` of this actor; None outside of one."""
+    """The ``num_cpus`` of this actor, at most the cores that it may keep busy; None outside of one."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
     if context.get_actor_id() is None:
         return None
-    return max(1, int(context.get_assigned_resources().get("CPU", 1)))
+    return max(1, min(int(context.get_assigned_resources().get("CPU", 1)), cores()))

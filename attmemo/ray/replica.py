@@ -14,8 +14,8 @@ import xxhash
 from attmemo.db import Database, Manifest, cache_directory, storing
 from attmemo.db.files import CATALOGUE, FULL, MANIFEST, sync
 from attmemo.db.filling import is_filling
+from attmemo.db.folder import GUARDS
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
-from attmemo.handles.rows import GUARDS
 from attmemo.locking import locked
 
 REPLICAS: Final = "replicas"

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from attmemo.arguments import MEMORY
 from attmemo.errors import AttmemoError
-from attmemo.memoization import MEMORY
+from attmemo.extras import install
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.settings import Settings
 
@@ -60,7 +61,7 @@ def application(settings: Settings, *, cache: str | None = None, **options: Any)
     Raises
     ------
     AttmemoError
-        Ray Serve, or a part of ``attmemo[serve]``, is not installed.
+        Ray Serve, or a part of the extra ``serve``, is not installed.
     """
     try:
         import orjson  # noqa: F401
@@ -68,7 +69,7 @@ def application(settings: Settings, *, cache: str | None = None, **options: Any)
         import sentence_transformers  # noqa: F401
         from ray import serve
     except ImportError as error:
-        raise AttmemoError(f"{error.name} is not installed.", "pip install 'attmemo[ray]'") from error
+        raise AttmemoError(f"{error.name} is not installed.", install("ray")) from error
 
     def mount() -> Any:
         # Called in the replica, behind its constructor.

@@ -40,7 +40,7 @@ LEARNS: Final = 0.2
 """Weight of the newest item in what a byte costs."""
 _LOOK = 0.001  # seconds of work: a look for news that takes no longer is not counted
 _CLOSING = 5.0  # seconds
-TOO_MANY: Final = "too many waited to be stored"
+TOO_MANY: Final = "queue_full"
 
 Item = TypeVar("Item")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import time
 import weakref
@@ -15,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -23,7 +26,10 @@ import numpy.typing as npt
 import torch
 
 from attmemo.db.history import Work
-from attmemo.db.pool import Entry, Kept, News, Pool
+from attmemo.db.pool import Pool
+from attmemo.db.records import Entry, Kept, News
+from attmemo.db.segment import Segment
+from attmemo.db.shared_pool import SharedPool
 from attmemo.embed.tokens import TokenIndex, hash_of
 from attmemo.errors import DatabaseError
 from attmemo.kernels.row_attention import Stored
@@ -36,9 +42,9 @@ from attmemo.reuse.row_store import DatabaseRows, Fetched, Ints, RowStore
 _LOG = logging.getLogger("attmemo")
 
 DAMAGED: Final = "damaged"
-KNOWN: Final = "stored before"
-LARGE: Final = "larger than the database may be"
-SPARE: Final = "another serves, and there is no room"
+KNOWN: Final = "known"
+LARGE: Final = "too_large"
+SPARE: Final = "no_room"
 
 _AT_EXIT = 5.0  # seconds
 _NOTED = 10.0  # seconds between two notes of what requests cost
@@ -85,6 +91,7 @@ class GrowingRows(RowStore):
         self._found = 0  # tokens of the records that were fetched and pay; a count lost now and then does no harm
         self._sound: dict[int, int] = {}  # records that match their checksum, and in which segment
         self._told: set[str] = set()
+        self._sure_of: Callable[[bytes], float] = lambda note: math.nan
         self._anew = False
         self._work: Callable[[], Work] | None = None
         self._worked: Work | None = None  # what was noted; None: the parent of a forked child notes what it did
@@ -96,6 +103,11 @@ class GrowingRows(RowStore):
         os.register_at_fork(after_in_child=partial(_in_child, own))
         self._leave = partial(_flush, own)
         atexit.register(self._leave)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where records are kept; None: in memory."""
+        return self.pool.path if isinstance(self.pool, SharedPool) else None
 
     @property
     def storage(self) -> tuple[torch.dtype, torch.dtype]:
@@ -126,10 +138,15 @@ class GrowingRows(RowStore):
         """Whether so many sequences of a batch may be offered now; if not, they are counted."""
         return self.fills and self._filler.admit(sequences)
 
-    def awaits(self, tokens: npt.NDArray[np.int32]) -> bool:
-        """Whether a record of just these tokens may be on its way."""
-        one = self._offered.get(hash_of(tokens)) if self._offered else None
-        return one is not None and np.array_equal(one.tokens, tokens)
+    def awaiting(self, tokens: npt.NDArray[np.int32], starts: Ints) -> npt.NDArray[np.bool_]:
+        """Return of which sequences ``[B]`` a record of just these tokens may be on its way."""
+        found, offered = np.zeros(len(starts) - 1, np.bool_), self._offered
+        if not offered:
+            return found
+        for place, (begin, end) in enumerate(pairwise(starts.tolist())):
+            one = offered.get(hash_of(tokens[begin:end]))
+            found[place] = one is not None and np.array_equal(one.tokens, tokens[begin:end])
+        return found
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until all that was offered is kept or left out; False: it takes longer."""
@@ -139,6 +156,21 @@ class GrowingRows(RowStore):
         """What was kept with a record; nothing if there is no such record."""
         kept = self._kept(record)
         return b"" if kept is None else kept.note
+
+    def notes_of(self, records: Sequence[int]) -> list[bytes]:
+        """Return what was kept with each record; nothing where there is no such record."""
+        ahead, numbers, kept = self._ahead, self._numbers, self.pool.records
+        found = []
+        for record in records:  # no call for a record: a batch has many
+            one = ahead.get(record) or kept.get(numbers.get(record, -1))
+            found.append(b"" if one is None else one.note)
+        return found
+
+    def know(self, sure_of: Callable[[bytes], float]) -> None:
+        """Tell the index how sure the own answers of records are, from what is kept with them, now and later."""
+        self._sure_of = sure_of
+        own = [record for record in self.index.numbers() if record >= self._first]
+        self.index.note_sureness(own, [sure_of(self.note_of(record)) for record in own])
 
     def _kept(self, record: int) -> Kept | None:
         """What lies behind a number of the index that is not of a prepared record."""
@@ -266,7 +298,7 @@ class GrowingRows(RowStore):
         if self.index.same(one.tokens) >= 0 or one.tokens.tobytes() in rest:
             why = KNOWN
         elif not one.is_finite_in(self.storage):
-            why = "not finite"
+            why = "not_finite"
         elif not self.pool.fits(self.layout.nbytes(len(one.tokens))):
             why = LARGE
         elif one.spare and not self.pool.has_room:
@@ -294,7 +326,10 @@ class GrowingRows(RowStore):
     def _index(self, found: Sequence[Kept]) -> None:
         """Let records be found, under the next numbers of the index."""
         first = self.index.next
-        self.index.extend([kept.tokens for kept in found], range(first, first + len(found)))
+        self.index.extend(
+            [kept.tokens for kept in found], range(first, first + len(found)),
+            [self._sure_of(kept.note) for kept in found],
+        )  # fmt: skip
 
     def _forget(self, record: int) -> None:
         """Let a record be found no more."""
@@ -315,30 +350,46 @@ class GrowingRows(RowStore):
     def fetch(self, records: Ints) -> Fetched:
         """Rows of these records. DatabaseError: a record was dropped since it was found, or is damaged."""
         own = records >= self._first
-        held: list[Kept | None] = [None] * len(records)
-        for place in np.flatnonzero(own).tolist():
-            held[place] = self._get(int(records[place]))
+        held = self._held(records.tolist())
         if self._base is None or (own | (records < 0)).all():
             return Placed(self.layout, held)
         prepared = self._base.fetch(np.where(own, -1, records))
         return prepared if not own.any() else _Both(prepared, Placed(self.layout, held), own)
 
-    def _get(self, record: int) -> Kept:
-        kept = self._kept(record)
-        if kept is None:
-            raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
-        if self._sound.get(record) != kept.segment.number:
-            if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
-                if record in self.index:
-                    self.index.remove(record)  # it is never found again; the file is left to `attmemo check`
-                number = kept.number
-                self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
-                raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
-            self._sound[record] = kept.segment.number
-        times = kept.segment.hit(kept.place)
-        if times is not None and kept.carried + times <= PAYS:
-            self._found += len(kept.tokens)
-        return kept
+    def _held(self, records: Sequence[int]) -> list[Kept | None]:
+        """Return where these records lie, and count their use; None: not one of this store."""
+        first, ahead, numbers, kept, sound = self._first, self._ahead, self._numbers, self.pool.records, self._sound
+        found: list[Kept | None] = []
+        segments = dict[int, Segment]()
+        for record in records:  # no call for a record: a batch has many
+            if record < first:
+                found.append(None)
+                continue
+            one = ahead.get(record) or kept.get(numbers.get(record, -1))
+            if one is None:
+                raise DatabaseError("a record was dropped since it was found.", "a larger max_bytes, if it is often")
+            segment = one.segment
+            if segment.number not in segments:
+                segment.check_whole()  # before anything of it is read: a page that is cut off ends the process
+                segments[segment.number] = segment
+            if sound.get(record) != segment.number:
+                self._check(record, one)
+            if segment.marks is not None:
+                segment.marks[one.place] += 1
+                if one.carried + segment.marks[one.place] <= PAYS:
+                    self._found += len(one.tokens)
+            found.append(one)
+        return found
+
+    def _check(self, record: int, kept: Kept) -> None:
+        """Note that a record matches its checksum. DatabaseError: it does not, and is never found again."""
+        if not kept.is_sound or kept.nbytes != self.layout.nbytes(len(kept.tokens)):
+            if record in self.index:
+                self.index.remove(record)  # the file is left to `attmemo check`
+            number = kept.number
+            self._tell(DAMAGED, f"record {number} is damaged and is not served; attmemo check lists all that are")
+            raise DatabaseError(f"record {number} does not match its checksum.", "attmemo check")
+        self._sound[record] = kept.segment.number
 
     def close(self) -> None:
         atexit.unregister(self._leave)
@@ -346,6 +397,7 @@ class GrowingRows(RowStore):
         self.note()
         self.pool.close()
         self._sound = {}
+        self._work = None  # it leads to the packed weights, and these lead here
 
     def leave_to_parent(self) -> None:
         """In a forked child: threads are gone, and locks may be held by them."""

@@ -9,9 +9,10 @@ stored much faster: while there is room for them.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Final
+
+from attmemo.machine import cores
 
 SHARE: Final = 0.01
 """Share of one core that the thread takes while its process keeps the cores busy."""
@@ -66,6 +67,7 @@ class Pace:
     def begin(self) -> None:
         """Begin in this process: nothing is owed, and how busy it is, is not known."""
         self.owed = 0.0
+        self._cores = cores()
         self._looked, self._used, self._busy = time.monotonic(), time.process_time(), True
 
     @property
@@ -92,7 +94,7 @@ class Pace:
         now = time.monotonic()
         if now - self._looked >= _LOOK:
             used = time.process_time()
-            self._busy = used - self._used > 0.5 * (now - self._looked) * len(os.sched_getaffinity(0))
+            self._busy = used - self._used > 0.5 * (now - self._looked) * self._cores
             self._looked, self._used = now, used
 
     def earn(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.db.pool import Kept
+from attmemo.db.records import Kept
 from attmemo.kernels.row_attention import Stored
 from attmemo.reuse.row_store import Record
 
@@ -95,7 +95,9 @@ class Placed:
 
     def __init__(self, layout: RowLayout, records: Sequence[Kept | None]) -> None:
         self._layout, self._records = layout, records  # what is held stays where it lies
-        self._begin = np.array([0 if kept is None else kept.address for kept in records], np.int64)
+        self._begin = np.array(
+            [0 if kept is None else kept.segment.address + kept.offset for kept in records], np.int64
+        )  # fmt: skip
         self._rows = np.array([0 if kept is None else len(kept.tokens) for kept in records], np.int64)
 
     def layer(self, number: int) -> Stored:

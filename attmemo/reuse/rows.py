@@ -119,7 +119,7 @@ class Rows(Stack):
         every = np.asarray(spans.lengths, np.int64)
         ends = np.cumsum(every).tolist()
         parts = [share.source[end - n : end] for end, n in zip(ends, spans.lengths, strict=True)]
-        kinds = list(zip(share.record.tolist(), (part.tobytes() for part in parts), strict=True))
+        kinds = list(zip(share.record.tolist(), map(np.ndarray.tobytes, parts), strict=True))
         twins = Twins.of(call.hidden, spans.lengths, kinds)
         own = np.flatnonzero(twins.own)
         # What is computed: one sequence of all twins, and behind them those that a record serves beside.
@@ -128,7 +128,7 @@ class Rows(Stack):
         lengths = every[sequence]
         asked = np.concatenate([share.record[own], [one.record for one in share.beside.values()]]).astype(np.int64)
         source = np.concatenate(
-            [*(parts[place] for place in own.tolist()), *(one.source for one in share.beside.values())]
+            [parts[place] for place in own.tolist()] + [one.source for one in share.beside.values()]
         )
         read, records = self._fetch(asked, counters)
         if records is not asked:

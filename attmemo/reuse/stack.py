@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from attmemo.reuse import Exact
 from attmemo.reuse.packed import Fetch, Packed
 from attmemo.reuse.twins import Twins
 
+_FORWARD = methodcaller("get", "forward")
 _ON_THE_RIGHT = "the mask is not plain padding on the right"
 
 
@@ -86,7 +88,8 @@ class Onlookers:
         everywhere, known = nn.modules.module, {id(module): hook for module, hook in own}
         self._hooks: list[Any] = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
-        self._forwards = [(one.__dict__, known.get(id(one))) for one in modules]
+        self._members = [one.__dict__ for one in modules]
+        self._own = [known.get(id(one)) for one in modules]
 
     @property
     def have_hooks(self) -> bool:
@@ -103,7 +106,7 @@ class Onlookers:
     @property
     def have_forwards(self) -> bool:
         """Whether another `forward` stands in front of a module than may."""
-        return any(members.get("forward") is not hook for members, hook in self._forwards)
+        return list(map(_FORWARD, self._members)) != self._own  # in C: every forward asks
 
 
 class Stack:

@@ -59,12 +59,16 @@ class Twins:
         whole = (hidden if hidden.stride(-1) == 1 else hidden.contiguous()).view(torch.uint8).numpy()
         marks = np.ascontiguousarray(whole[:, :, : _LOOKED_AT * hidden.itemsize])
         for place, n in enumerate(lengths):
-            kind = None if kinds is None else kinds[place]
-            alike = firsts.setdefault((marks[place, :n].tobytes(), kind), [])
-            same = (first for first in alike if whole[place, :n].tobytes() == whole[first, :n].tobytes())
-            found.firsts[place] = first = next(same, place)
-            found.own[place] = first == place
-            if first == place:
+            kind = marks[place, :n].tobytes(), None if kinds is None else kinds[place]
+            alike = firsts.get(kind)
+            if alike is None:
+                firsts[kind] = [place]
+                continue
+            for first in alike:
+                if np.array_equal(whole[place, :n], whole[first, :n]):
+                    found.firsts[place], found.own[place] = first, False
+                    break
+            else:
                 alike.append(place)
         return found
 

@@ -7,8 +7,9 @@ from torch import nn
 
 from attmemo.adapters import Adapter
 from attmemo.adapters.check import checking
-from attmemo.errors import AdapterCheckError
+from attmemo.errors import AdapterCheckError, AnswerError
 from attmemo.guard import Answers
+from attmemo.guard.answers import FUNCTION
 
 
 def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder: nn.Module) -> None:
@@ -16,23 +17,29 @@ def check_answers(model: nn.Module, answers: Answers, adapter: Adapter, encoder:
 
     Raises
     ------
-    ValueError
-        The rule finds no answers in the model's output.
+    AnswerError
+        The model cannot be run on a plain batch, or the rule finds no answer for each sequence in what it gives out.
     AdapterCheckError
         The model gives another answer to the same input: what is random cannot be guarded.
     """
     inputs, lengths = adapter.sample(encoder)
-    with checking(model, "a small batch cannot be run"), torch.inference_mode():
-        outputs = [model(dict(inputs)) if isinstance(model, nn.Sequential) else model(**inputs) for _ in range(2)]
-    mask = inputs["attention_mask"]
+    named = isinstance(answers.rule, str) and not getattr(getattr(model, "config", None), "return_dict", True)
     try:
-        first, second = (answers.read(output, mask) for output in outputs)
-    except ValueError:
+        with checking(model, "a small batch cannot be run"), torch.inference_mode():
+            outputs = [model(dict(inputs)) if isinstance(model, nn.Sequential) else model(**inputs) for _ in range(2)]
+            if named and isinstance(outputs[0], tuple):  # names tell what a tuple hides: logits may be those of tokens
+                outputs.append(model(**inputs, return_dict=True))
+    except AdapterCheckError as error:
+        raise AnswerError(error.what, "leave out what asks for rows: its blocks run without padding") from error
+    try:
+        first, second, *_ = (answers.read(output, inputs["attention_mask"]) for output in outputs)
+    except AnswerError:
         raise
     except Exception as error:  # a function of the caller's may raise anything
-        raise ValueError(f"answer={answers.name} failed: {type(error).__name__}: {error}") from error
+        raise AnswerError(f"answer={answers.name} failed: {type(error).__name__}: {error}.", FUNCTION) from error
     if len(first.values) != len(lengths):
-        raise ValueError(f"answer={answers.name} gives {len(first.values)} answers to {len(lengths)} sequences")
+        what = f"answer={answers.name} gives {len(first.values)} answers to {len(lengths)} sequences."
+        raise AnswerError(what, FUNCTION)
     if any(answers.differ(first, place, second, place) for place in range(len(lengths))):
         raise AdapterCheckError(
             f"{type(model).__name__} contradicts itself: it gives two answers to the same input.",

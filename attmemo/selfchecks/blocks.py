@@ -15,7 +15,7 @@ from attmemo.kernels.linear8 import Linear8, linear8_in_torch
 from attmemo.kernels.row_attention import Layout
 from attmemo.reuse.packed import Angles, Packed
 from attmemo.reuse.stack import places_of, positions_of
-from attmemo.selfchecks import DEEP, Handle, enable_within
+from attmemo.selfchecks import DEEP, Handle, enable_within, not_served
 
 _ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
 _LINEAR8 = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an 8-bit layer to its oracle, relative to the range
@@ -51,11 +51,16 @@ def check_layers(packed: Packed) -> None:
             )
 
 
-def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
+def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any]:
     """Run a small padded batch through the original blocks, and each block again over its packed rows.
 
     8-bit layers are compared with their oracle first. They are near the original only, so a block of them shows what
     is in a wrong place, not what is a little wrong.
+
+    Returns
+    -------
+    type
+        Class of what the module that holds the blocks gives out.
 
     Raises
     ------
@@ -71,6 +76,7 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
     layout, known = Layout(starts, starts), packed.positions(padded)
     angles = Angles(packed.blocks, positions_of(places, len(lengths), padded), packed.dtype)
     seen: list[int] = []
+    given_out: list[type[Any]] = []
 
     def compare(number: int, args: Any, kwargs: Any, returned: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -92,9 +98,12 @@ def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> None:
                 compare(number, args, kwargs, returned)
 
             stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+        watch = packed.blocks.module.register_forward_hook(lambda _, __, returned: given_out.append(type(returned)))
+        stack.callback(watch.remove)
         adapter.host(model)(**inputs)
     if seen != list(range(len(packed.blocks.blocks))):
         raise AdapterCheckError(f"its blocks are called in the order {seen}, not one after the other.", UNKNOWN)
+    return given_out[0]
 
 
 def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Packed) -> None:
@@ -113,9 +122,8 @@ def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Pack
         expected = _rows(host(**inputs)[0], places)
         enable_within(handle, stack)
         seen = _rows(host(**inputs)[0], places)
-        counters = handle.engine.counters
-        if counters.done.sequences != len(lengths):
-            raise AdapterCheckError(f"a small batch cannot be served: {counters.reason()}.", UNKNOWN)
+        if handle.engine.counters.done.sequences != len(lengths):
+            raise not_served("a small batch", handle.engine)
     allowed = allowed_for(packed, model)
     worst = difference(seen, expected)
     if not worst <= allowed:

@@ -25,7 +25,7 @@ from attmemo.errors import AdapterCheckError
 from attmemo.plan import Plan, Share
 from attmemo.reuse.maps import Maps
 from attmemo.reuse.source import HeldMaps
-from attmemo.selfchecks import Handle, enable_within
+from attmemo.selfchecks import Handle, enable_within, not_served
 
 _ROUNDED = 4 * QUANTIZED  # int8 activations are rounded by all sequences of the batch, of which misses see only some
 
@@ -132,11 +132,10 @@ class _Check:
         return compare
 
     def _layer(self, site: Site, exact: Any, args: Any, kwargs: Any, returned: Any) -> None:
-        adapter, module, counters = self._adapter, site.module, self._engine.counters
+        adapter, module = self._adapter, site.module
         self.seen += 1
-        if counters.layers[site.layer].hits != len(self._hits):
-            reason = counters.reason()
-            raise AdapterCheckError(f"layer {site.layer} ({site.name}) cannot be served: {reason}.", UNKNOWN)
+        if self._engine.counters.layers[site.layer].hits != len(self._hits):
+            raise not_served(f"layer {site.layer} ({site.name})", self._engine)
         # The call has filled its cache by now: the plain path runs without one.
         given = adapter.named(args, kwargs)
         given |= {adapter.cache_name: None} if adapter.cache_name in given else {}

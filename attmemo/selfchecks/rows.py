@@ -18,7 +18,7 @@ from attmemo.plan import Plan, RowShare, Share
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import HeldRows, Record, records_of
 from attmemo.reuse.rows import Rows as RowReuse
-from attmemo.selfchecks import Handle, enable_within
+from attmemo.selfchecks import Handle, enable_within, not_served
 from attmemo.selfchecks.blocks import allowed_for
 
 _ROUNDED = {torch.float32: 0.0, torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.int8: 6e-2}
@@ -59,9 +59,7 @@ def check_rows(
         with engine.planned(_half(several)):
             seen = host(**both)[0]
         if len(reuse.thread.served) != len(lengths):  # known where records were read: a hit may be computed whole
-            raise AdapterCheckError(
-                f"a small batch cannot be served from records: {engine.counters.reason()}.", UNKNOWN
-            )
+            raise not_served("a small batch from records", engine)
     allowed = allowed_for(packed, model) + _ROUNDED[storage[0]]
     valid = valid_places(several, expected.shape[1])
     worst = difference(seen[valid], expected[valid])

@@ -9,17 +9,17 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from attmemo.serve import bodies, routes_classify, routes_embed, routes_texts
+from attmemo.serve import routes_classify, routes_embed, routes_texts
+from attmemo.serve.answers import Info
 from attmemo.serve.gauges import live
-from attmemo.serve.http import check_key, handler, refuse, reply
+from attmemo.serve.http import StateRoute, check_key, handler, refuse, reply
 from attmemo.serve.model import own_labels
+from attmemo.serve.openapi import PATH, describe
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.service import Service
-
-OPENAPI = "/api-doc/openapi.json"
 
 
 class Application(FastAPI):
@@ -47,28 +47,23 @@ def make_app(service: Service, *, direct: bool = False) -> FastAPI:
     `direct`: the short way (`Application`). Instrumentation that changes FastAPI from outside does not see it.
     """
     app = Application(
-        title="attmemo serve", version=version("attmemo"), docs_url=None, redoc_url=None, openapi_url=OPENAPI,
+        title="attmemo serve", version=version("attmemo"), docs_url=None, redoc_url=None, openapi_url=PATH,
         description="The wire format of text-embeddings-inference, and OpenAI's /v1/embeddings.",
     )  # fmt: skip
     routes = [*routes_embed.routes(service), *routes_classify.routes(service), *routes_texts.routes(service)]
+    states = state_routes(service)
     # FastAPI's own endpoints open two exit stacks and look for dependencies in every request: some 70 microseconds.
     # Plain routes of Starlette do the work, and routes that never run make the document.
-    described = FastAPI(title=app.title, version=app.version, description=app.description)
+    described = describe(app, routes, states, key=service.settings.api_key is not None)
     app.openapi = described.openapi  # type: ignore[method-assign]
     for route in routes:
         work = handler(service, route)
-        body = {"required": True, "content": {"application/json": {"schema": bodies.schema_of(route.body)}}}
         for path in route.paths:
             app.add_route(path, work, methods=["POST"])
             if direct:
                 app.direct[path] = work
-            described.add_api_route(
-                path, work, methods=["POST"], summary=route.what, openapi_extra={"requestBody": body},
-                response_model=None, name=path,
-            )  # fmt: skip
-    for path, state, what in state_routes(service):
-        app.add_api_route(path, state, methods=["GET"], summary=what, response_model=None, name=path)
-        described.add_api_route(path, state, methods=["GET"], summary=what, response_model=None, name=path)
+    for state in states:
+        app.add_api_route(state.path, state.work, methods=["GET"], response_model=None, name=state.path)
 
     async def missing(request: Request, error: Exception) -> Response:
         return refuse(Refusal("validation", "there is no such route", 404))
@@ -81,9 +76,11 @@ def make_app(service: Service, *, direct: bool = False) -> FastAPI:
     return app
 
 
-def state_routes(service: Service) -> list[tuple[str, Callable[..., Awaitable[Response]], str]]:
-    """Paths, work and meanings of the routes about the service itself. They need no key, but for ``/info``."""
-    page = (files("attmemo.serve") / "page.html").read_text(encoding="utf-8")
+def state_routes(service: Service) -> list[StateRoute]:
+    """Routes about the service itself. They need no key, but for ``/info``."""
+    page, reference = (
+        (files("attmemo.serve") / name).read_text(encoding="utf-8") for name in ("page.html", "reference.html")
+    )
     settings, model = service.settings, service.model
     kinds: dict[str, Any] = {
         "embedding": {"pooling": model.pooling}, "classifier": own_labels(model.labels),
@@ -98,6 +95,9 @@ def state_routes(service: Service) -> list[tuple[str, Callable[..., Awaitable[Re
     async def home() -> Response:
         return HTMLResponse(page, 200 if await service.healthy() else 503)
 
+    async def docs() -> Response:
+        return HTMLResponse(reference)
+
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=1.0.0")
 
@@ -110,7 +110,7 @@ def state_routes(service: Service) -> list[tuple[str, Callable[..., Awaitable[Re
         except Refusal as refusal:
             return refuse(refusal)
         return reply({
-            "model_id": settings.model,
+            "model_id": settings.model_name,
             "model_sha": None,
             "model_dtype": settings.dtype,
             "served_model_name": settings.name,
@@ -130,7 +130,11 @@ def state_routes(service: Service) -> list[tuple[str, Callable[..., Awaitable[Re
         })  # fmt: skip
 
     return [
-        ("/health", health, "200: send requests here"), ("/ping", health, "The same"), ("/", home, "The live page"),
-        ("/live", numbers, "Its numbers"), ("/metrics", metrics, "For Prometheus"),
-        ("/info", info, "The model and the settings"),
-    ]  # fmt: skip
+        StateRoute("/health", health, "200: send requests here", fails=True),
+        StateRoute("/ping", health, "The same", fails=True),
+        StateRoute("/", home, "The live page", HTMLResponse, fails=True),
+        StateRoute("/live", numbers, "Its numbers", JSONResponse, dict[str, Any]),
+        StateRoute("/metrics", metrics, "For Prometheus", PlainTextResponse),
+        StateRoute("/info", info, "The model and the settings", JSONResponse, Info, keyed=True),
+        StateRoute("/docs", docs, "This document as a page", HTMLResponse),
+    ]

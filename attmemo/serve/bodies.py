@@ -1,27 +1,36 @@
-"""Bodies of requests: fields and defaults of text-embeddings-inference (TEI), and `reuse`. Unknown fields are ignored.
+"""Bodies of requests: names, fields and defaults of text-embeddings-inference (TEI), and `reuse`.
 
-Inputs have many forms, told apart by hand: a message of a union of types names every form that it was not.
+Unknown fields are ignored. Inputs have many forms, told apart by hand: a message of a union of types names every form
+that it was not.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, NamedTuple
+import codecs
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from typing_extensions import TypeAliasType
 
 from attmemo.serve.refusal import Refusal
-from attmemo.serve.texts import Input, Side
+from attmemo.serve.texts import Input as One
+from attmemo.serve.texts import Side
 
 MOST_ID: Final = (1 << 32) - 1
-_TEXT: Final = {"type": "string"}
-_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MOST_ID}}
+_TEXT: Final = "What is Deep Learning?"
+_OTHER: Final = "Deep Learning is a part of machine learning."
 
 
-class Inputs(NamedTuple):
-    """Inputs of a request, and whether there was one that was in no list."""
+class Inputs:
+    """Inputs of a request, and whether there was one that was in no list.
 
-    items: list[Input]
-    single: bool
+    A plain class: one that pydantic knows would be a component of the OpenAPI document.
+    """
+
+    __slots__ = "items", "single"
+
+    def __init__(self, items: list[One], single: bool) -> None:
+        self.items, self.single = items, single
 
     @property
     def method(self) -> Literal["single", "batch"]:
@@ -52,7 +61,7 @@ def _pairs(value: Any) -> Inputs:
     raise ValueError("expected a string, a pair of strings, or a list of lists of one or two strings")
 
 
-def _pair(given: list[str]) -> Input:
+def _pair(given: list[str]) -> One:
     return given[0] if len(given) == 1 else (given[0], given[1])
 
 
@@ -64,10 +73,10 @@ def _texts(value: Any) -> Inputs:
     raise ValueError("expected a string, or a list of strings")
 
 
-def _main(value: Any) -> Inputs | Compared:
+def _main(value: Any) -> Inputs | SimilarityInput:
     if isinstance(value, dict):
         try:
-            return Compared.model_validate(value)
+            return SimilarityInput.model_validate(value)
         except ValidationError:
             raise ValueError("expected a string `source_sentence` and a list of strings `sentences`") from None
     return _inputs(value)
@@ -81,19 +90,24 @@ def _ids(value: Any) -> Inputs:
     raise ValueError("expected a list of token ids, or a list of such lists")
 
 
-def _list(items: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "array", "items": items, **more}
-
-
-def _schema(*forms: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"oneOf": list(forms)})
-
-
-_PAIR: Final = _list(_TEXT, minItems=1, maxItems=2)
-EmbedInputs = Annotated[Inputs, PlainValidator(_inputs), _schema(_TEXT, _IDS, _list({"oneOf": [_TEXT, _IDS]}))]
-PredictInputs = Annotated[Inputs, PlainValidator(_pairs), _schema(_TEXT, _PAIR, _list(_PAIR, minItems=1))]
-TokenizeInputs = Annotated[Inputs, PlainValidator(_texts), _schema(_TEXT, _list(_TEXT))]
-DecodeInputs = Annotated[Inputs, PlainValidator(_ids), _schema(_IDS, _list(_IDS))]
+Id = Annotated[int, Field(ge=0, le=MOST_ID)]
+Pair = Annotated[list[str], Field(min_length=1, max_length=2)]
+# Aliases with names are components of the OpenAPI document.
+InputType = TypeAliasType("InputType", str | list[Id])
+Input = TypeAliasType(
+    "Input", Annotated[Inputs, PlainValidator(_inputs, json_schema_input_type=InputType | list[InputType])]
+)
+PredictInput = TypeAliasType(
+    "PredictInput", Annotated[Inputs, PlainValidator(_pairs, json_schema_input_type=str | Pair | list[Pair])]
+)
+TokenizeInput = TypeAliasType(
+    "TokenizeInput", Annotated[Inputs, PlainValidator(_texts, json_schema_input_type=str | list[str])]
+)
+InputIds = TypeAliasType(
+    "InputIds", Annotated[Inputs, PlainValidator(_ids, json_schema_input_type=list[Id] | list[list[Id]])]
+)
+TruncationDirection = TypeAliasType("TruncationDirection", Literal["left", "right", "Left", "Right"])
+EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 
 
 class Body(BaseModel):
@@ -117,7 +131,7 @@ class Truncating(Reusing):
     """What to do with inputs that are too long."""
 
     truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    truncation_direction: TruncationDirection = "right"
 
     @property
     def side(self) -> Side:
@@ -125,14 +139,20 @@ class Truncating(Reusing):
         return "left" if self.truncation_direction.lower() == "left" else "right"
 
 
-class EmbedAll(Truncating):
-    """Of ``/embed_all`` and ``/embed_sparse``."""
+class EmbedAllRequest(Truncating):
+    """Of ``/embed_all``."""
 
-    inputs: EmbedInputs
+    model_config = ConfigDict(json_schema_extra={"example": {"inputs": _TEXT}})
+
+    inputs: Input
     prompt_name: str | None = None
 
 
-class Embedding(Truncating):
+class EmbedSparseRequest(EmbedAllRequest):
+    """Of ``/embed_sparse``."""
+
+
+class Normalizing(Truncating):
     """How an embedding is made."""
 
     prompt_name: str | None = None
@@ -140,21 +160,27 @@ class Embedding(Truncating):
     dimensions: int | None = Field(None, ge=0)
 
 
-class Embed(Embedding):
+class EmbedRequest(Normalizing):
     """Of ``/embed``."""
 
-    inputs: EmbedInputs
+    model_config = ConfigDict(json_schema_extra={"example": {"inputs": [_TEXT], "normalize": True}})
+
+    inputs: Input
 
 
-class Predict(Truncating):
+class PredictRequest(Truncating):
     """Of ``/predict``."""
 
-    inputs: PredictInputs
+    model_config = ConfigDict(json_schema_extra={"example": {"inputs": _TEXT}})
+
+    inputs: PredictInput
     raw_scores: bool = False
 
 
-class Rerank(Truncating):
+class RerankRequest(Truncating):
     """Of ``/rerank``."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"query": _TEXT, "texts": [_OTHER]}})
 
     query: str
     texts: list[str]
@@ -162,62 +188,74 @@ class Rerank(Truncating):
     return_text: bool = False
 
 
-class Compared(Body):
+class SimilarityInput(Body):
     """Texts of ``/similarity``."""
 
     source_sentence: str
     sentences: list[str]
 
 
-class Comparing(Truncating):
+class SimilarityParameters(Truncating):
     """Parameters of ``/similarity``."""
 
     prompt_name: str | None = None
 
 
-class Similarity(Reusing):
+class SimilarityRequest(Reusing):
     """Of ``/similarity``."""
 
-    inputs: Compared
-    parameters: Comparing | None = None
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"inputs": {"source_sentence": _TEXT, "sentences": [_OTHER]}}}
+    )
+
+    inputs: SimilarityInput
+    parameters: SimilarityParameters | None = None
 
 
-class Main(Embedding):
+class MainRequest(Normalizing):
     """At ``/`` of a model that embeds: clients of the hub ask there for embeddings and for cosines."""
 
-    inputs: Annotated[Inputs | Compared, PlainValidator(_main), WithJsonSchema({})]
-    parameters: Comparing | None = None
+    model_config = ConfigDict(json_schema_extra={"example": {"inputs": _TEXT}})
+
+    inputs: Annotated[Inputs | SimilarityInput, PlainValidator(_main, json_schema_input_type=Input | SimilarityInput)]
+    parameters: SimilarityParameters | None = None
 
 
-class Tokenize(Body):
+class TokenizeRequest(Body):
     """Of ``/tokenize``."""
 
-    inputs: TokenizeInputs
+    model_config = ConfigDict(json_schema_extra={"example": {"inputs": _TEXT}})
+
+    inputs: TokenizeInput
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
 
-class Decode(Body):
+class DecodeRequest(Body):
     """Of ``/decode``."""
 
-    ids: DecodeInputs
+    model_config = ConfigDict(json_schema_extra={"example": {"ids": [7, 8, 9]}})
+
+    ids: InputIds
     skip_special_tokens: bool = True
 
 
-class OpenAI(Reusing):
+class OpenAICompatRequest(Reusing):
     """Of ``/v1/embeddings``."""
 
-    input: EmbedInputs
+    model_config = ConfigDict(json_schema_extra={"example": {"input": [_TEXT]}})
+
+    input: Input
     model: str | None = None
     user: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: EncodingFormat = "float"
     dimensions: int | None = Field(None, ge=0)
 
 
 def read(kind: type[Body], raw: bytes) -> Any:
     """A body of this kind; a `Refusal` says which field is wrong, and shows nothing of its value."""
     try:
-        return kind.model_validate_json(raw)
+        return kind.model_validate_json(raw.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":
@@ -225,17 +263,3 @@ def read(kind: type[Body], raw: bytes) -> Any:
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         what = first["msg"].removeprefix("Value error, ")
         raise Refusal("validation", f"{where}: {what}") from None
-
-
-def schema_of(kind: type[Body]) -> dict[str, Any]:
-    """The JSON schema of a kind of body, whole in itself."""
-    found = kind.model_json_schema()
-    parts = found.pop("$defs", {})
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, dict):
-            name = str(value.get("$ref", "")).removeprefix("#/$defs/")
-            return whole(parts[name]) if name in parts else {key: whole(item) for key, item in value.items()}
-        return [whole(item) for item in value] if isinstance(value, list) else value
-
-    return dict(whole(found))

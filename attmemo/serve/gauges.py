@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from pathlib import Path
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from attmemo.fingerprint import arithmetic
@@ -11,6 +12,7 @@ from attmemo.fingerprint import arithmetic
 if TYPE_CHECKING:
     from attmemo.serve.service import Service
 
+_TEXT: Final = re.compile(r"\((\w+): .*\)$")  # an error's own text may hold a path of this machine: it is for the log
 STATES: Final = {"learning": 0, "certified": 1, "alarm": -1}
 
 
@@ -24,6 +26,7 @@ def gauges(service: Service) -> dict[str, tuple[str, float | None]]:
         "attmemo_draining": ("1: the service is about to end.", service.draining),
         "attmemo_records": ("Records that came while models served.", found.get("records")),
         "attmemo_record_bytes": ("Bytes of these records.", found.get("record_bytes")),
+        "attmemo_failed": ("Sequences that an error left exact, or without a check.", found.get("failed")),
         "attmemo_guard_state": ("0: learning, 1: certified, -1: alarm.", STATES.get(guard.get("state", ""))),
         "attmemo_guard_budget": ("Share of answers that may change.", guard.get("budget")),
         "attmemo_guard_changed_at_most": (
@@ -43,7 +46,10 @@ def live(service: Service) -> dict[str, Any]:
     """The numbers of the live page, JSON-able."""
     found, model = stats_of(service), service.model
     guard = found.get("guard")
-    alarms = [f"{count:,} sequences: {text}" for text, count in (found.get("failures") or {}).items()]
+    failures = Counter[str]()
+    for text, count in (found.get("failures") or {}).items():
+        failures[_TEXT.sub(r"(\1)", text)] += count
+    alarms = [f"{count:,} sequences: {text}" for text, count in failures.items()]
     if guard is not None and guard["state"] == "alarm":
         alarms.insert(0, f"The guard serves nothing: {guard['says']}")
     if not service.alive:
@@ -53,7 +59,7 @@ def live(service: Service) -> dict[str, Any]:
     counts = service.metrics.counts()
     return {
         "time": time.time(),
-        "model": service.settings.served_model_name or Path(service.settings.model).name,
+        "model": service.settings.name,
         "task": model.task,
         "reuse": model.reuse,
         "dtype": arithmetic(service.settings.dtype, service.settings.linear),

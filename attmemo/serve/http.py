@@ -6,22 +6,27 @@ import asyncio
 import hmac
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from attmemo.serve.bodies import Body, read
-from attmemo.serve.refusal import Refusal
-from attmemo.serve.service import Service
+from attmemo.serve.refusal import Refusal, overloaded
+from attmemo.serve.room import Share
+from attmemo.serve.service import SMALL, Done, Service
 
 LOG = logging.getLogger("attmemo.serve")
 JSON = "application/json"
+_NONE = Response()
 
 Work = Callable[[Any, Request], Awaitable[Response]]
 
@@ -39,6 +44,8 @@ class Route:
         Makes the response of a body and its request.
     what : str
         For the OpenAPI document.
+    answer : type or None
+        The kind of answer, for the document; None: the route refuses all.
     openai : bool
         Errors have OpenAI's form.
     """
@@ -47,13 +54,106 @@ class Route:
     body: type[Body]
     work: Work
     what: str
+    answer: type[BaseModel] | None = None
     openai: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateRoute:
+    """A route that says how the service is.
+
+    Parameters
+    ----------
+    path : str
+    work : callable
+        Makes the response.
+    what : str
+        For the OpenAPI document, like the rest.
+    form : type
+        The kind of response.
+    answer : type, optional
+        The kind of answer in JSON.
+    fails : bool
+        It says 503 where the service is not well.
+    keyed : bool
+        It needs the key.
+    """
+
+    path: str
+    work: Callable[..., Awaitable[Response]]
+    what: str
+    form: type[Response] = Response
+    answer: type[Any] | None = None
+    fails: bool = False
+    keyed: bool = False
+
+
+class Flowing(Response):
+    """A response in JSON that is sent as the client reads.
+
+    Parameters
+    ----------
+    parts : list of bytes
+        Of the body.
+    headers : mapping
+    share : Share, optional
+        Freed when all is sent.
+    """
+
+    def __init__(self, parts: list[bytes], headers: Mapping[str, str], share: Share | None = None) -> None:
+        self.size, self.parts, self.share = sum(map(len, parts)), parts, share
+        self.done: Done | None = None
+        super().__init__(headers={**headers, "content-length": str(self.size)}, media_type=JSON)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for part in self.parts:
+                for start in range(0, len(part), SMALL):
+                    piece = part[start : start + SMALL]
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            if self.share is not None:
+                self.share.free()
 
 
 def reply(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     """A response in JSON; arrays of numpy may be part of it."""
-    content = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(content, status, dict(headers or {}), JSON)
+    return Response(_dumped(value), status, dict(headers or {}), JSON)
+
+
+class Answered(Response):
+    """The response to a request that the model answered; `done` says what it cost."""
+
+    def __init__(self, value: Any, done: Done) -> None:
+        super().__init__(_dumped(value), 200, done.headers(), JSON)
+        self.done = done
+
+
+async def reply_list(
+    values: Iterable[Any], headers: Mapping[str, str] | None = None, done: Done | None = None
+) -> Flowing:
+    """A list in JSON, made item by item: other requests go on meanwhile. Bytes are JSON already.
+
+    `done` says what it cost, where the model answered.
+    """
+    parts, last = list[bytes](), bytearray(b"[")
+    for value in values:
+        if len(last) > 1 or parts:
+            last += b","
+        if isinstance(value, bytes):
+            last += value
+        else:
+            last += orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+            await asyncio.sleep(0)
+        if len(last) >= SMALL:
+            parts.append(bytes(last))
+            last.clear()
+    found = Flowing([*parts, bytes(last) + b"]"], headers or {})
+    found.done = done
+    return found
 
 
 def refuse(refusal: Refusal, openai: bool = False) -> Response:
@@ -71,11 +171,19 @@ def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Res
     key = service.settings.api_key
 
     async def handle(request: Request) -> Response:
-        start, reason = perf_counter(), "none"
+        start, reason, response = perf_counter(), "none", _NONE
+        given, answer = service.bodies.share(), service.answers.share()
+        request.state.hold = answer.take
         try:
             check_key(request, key)
-            raw = await _body(request, service.settings.payload_limit, service.settings.client_seconds)
-            response = await route.work(read(route.body, raw), request)
+            response = await route.work(await _asked(request, service, route, given), request)
+            if not isinstance(response, Flowing) and len(response.body) > SMALL:
+                whole = Flowing([bytes(response.body)], response.headers)
+                whole.done = response.done if isinstance(response, Answered) else None
+                response = whole
+            if isinstance(response, Flowing):
+                answer.take(max(0, response.size - answer.held))
+                response.share = answer
         except Refusal as refusal:
             reason = refusal.reason
             response = refuse(refusal, route.openai)
@@ -86,6 +194,10 @@ def handler(service: Service, route: Route) -> Callable[[Request], Awaitable[Res
             reason = "error"
             LOG.error("%s failed: %s", route.paths[0], _place(error))
             response = refuse(Refusal("backend", "internal error", 500), route.openai)
+        finally:
+            given.free()
+            if not isinstance(response, Flowing):
+                answer.free()
         if reason != "none":
             service.metrics.failed(reason)
         if LOG.isEnabledFor(level := logging.DEBUG if reason == "none" else logging.INFO):
@@ -104,6 +216,12 @@ def check_key(request: Request, key: str | None) -> None:
         raise Refusal("validation", "the API key is missing or wrong", 401, reason="key")
 
 
+def hold(request: Request) -> Callable[[int], None]:
+    """Called with bytes of an answer before they are made, refuses those that have no room."""
+    found: Callable[[int], None] = request.state.hold
+    return found
+
+
 def gone(request: Request) -> Callable[[], Awaitable[Any]]:
     """Awaited, returns when the client goes away; the body must have been read."""
     return request.receive
@@ -114,29 +232,49 @@ def _line(route: Route, response: Response, reason: str, start: float) -> dict[s
     found["ms"] = round(1e3 * (perf_counter() - start), 2)
     if reason != "none":
         found["reason"] = reason
-    for name in ("x-compute-tokens", "x-attmemo-rows-computed", "x-attmemo-reuse"):
-        if name in response.headers:
-            found[name.removeprefix("x-").removeprefix("attmemo-")] = response.headers[name]
+    done = response.done if isinstance(response, Answered | Flowing) else None
+    if done is not None:
+        found |= {"compute-tokens": done.tokens, "rows-computed": done.rows, "reuse": done.reuse}
     return found
 
 
-async def _body(request: Request, limit: int, seconds: float) -> bytes:
+def _dumped(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+async def _asked(request: Request, service: Service, route: Route, share: Share) -> Body:
+    """What a request asks; a large body is read in a thread, since it takes long."""
+    raw = await _body(request, service.settings.payload_limit, service.settings.client_seconds, share)
+    if len(raw) <= SMALL:
+        found: Body = read(route.body, raw)
+    else:
+        found = await service.threads.run(partial(read, route.body, raw))
+    return found
+
+
+async def _body(request: Request, limit: int, seconds: float, share: Share) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON and not kind.endswith("+json"):
         raise Refusal("validation", f"Expected request with `Content-Type: {JSON}`", 415, reason="content_type")
     too_large = Refusal("validation", f"the body has more than {limit} bytes", 413, reason="payload")
     stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated) > limit:
-        raise too_large
+    if stated.isdecimal():
+        if int(stated) > limit:
+            raise too_large
+        share.make_room(int(stated))
     body = bytearray()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as clock:
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
+                if len(body) + len(chunk) > limit:
                     raise too_large
+                share.take(len(chunk), clock)
+                body += chunk
     except TimeoutError:
+        if share.lost:
+            raise overloaded() from None
         raise Refusal("validation", "the body did not arrive in time", 408, reason="slow") from None
+    share.keep()
     return bytes(body)
 
 

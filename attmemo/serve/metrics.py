@@ -48,7 +48,7 @@ class Metrics:
         self._now = now
 
     def asked(self, method: str) -> None:
-        """A request came: ``single`` or ``batch``."""
+        """A request came: ``single`` or ``batch``, or ``tokenize`` or ``decode``."""
         with self._lock:
             self._counts["te_request_count", method] += 1
 
@@ -61,6 +61,14 @@ class Metrics:
             histogram.observe(spent / 1e3)
         self._length.observe(tokens)
         self.recent.request(milliseconds[0], sequences)
+
+    def shown(self, method: str, inputs: int, milliseconds: float) -> None:
+        """A request of the tokenizer's own routes was answered."""
+        with self._lock:
+            self._counts["te_request_success", method] += 1
+        for histogram in self._times[:2]:  # the model had no part in it
+            histogram.observe(milliseconds / 1e3)
+        self.recent.request(milliseconds, inputs)
 
     def failed(self, reason: str) -> None:
         """A request was refused, or could not be answered."""

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.errors import UnsupportedModelError
+from attmemo.errors import ArgumentError, UnsupportedModelError
 from attmemo.loading import load_config, load_pretrained, quiet
-from attmemo.serve.settings import Pooling, ReuseName, Settings
+from attmemo.serve.settings import MIN_COSINE, Pooling, ReuseName, Settings
 
 Task = Literal["embedding", "classifier", "reranker"]
 Floats = npt.NDArray[np.float32]
@@ -43,6 +43,11 @@ class Answer:
     each: Floats | None
     tokens: int
     rows: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(part is None or bool(np.isfinite(part).all()) for part in (self.value, self.each))
 
 
 @dataclass(slots=True)
@@ -99,9 +104,16 @@ class ServedModel:
         self, *, database: str | None, budget: float | None, fill: bool | str, reuse: ReuseName = "auto",
         **options: Any,
     ) -> None:  # fmt: skip
-        """Serve from records from now on; the arguments are those of `attmemo.memoize`."""
+        """Serve from records from now on; the arguments are those of `attmemo.memoize`.
+
+        ArgumentError: a lowest cosine of answers that are no embeddings.
+        """
         from attmemo.memoization import memoize
 
+        lowest = options.get("min_cosine", MIN_COSINE)
+        if self.task != "embedding" and lowest != MIN_COSINE:
+            what = f"min_cosine is {lowest}, and the model is a {self.task}: its answers are no embeddings."
+            raise ArgumentError(what, "leave out min_cosine")
         if reuse != "none":
             options |= {"budget": budget, "fill": fill, "tokenizer": self.tokenizer}
             if self.task == "reranker":
@@ -256,12 +268,12 @@ def _embedder(settings: Settings) -> ServedModel:
 
 
 def score_angle(output: Any) -> Tensor:
-    """Relevance scores as vectors ``[B, 2]`` for the guard, which compares cosines with .98.
+    """Relevance scores as vectors ``[B, 2]`` for the guard, which compares cosines with `MIN_COSINE`.
 
-    Scores that differ by more than `SCORE_STEP` become angles whose cosine is below .98. The greatest angle stays
+    Scores that differ by more than `SCORE_STEP` become angles whose cosine is below that. The greatest angle stays
     below a full turn.
     """
-    angle = output.logits.float().sigmoid()[:, 0] * (float(np.arccos(0.98)) / SCORE_STEP)
+    angle = output.logits.float().sigmoid()[:, 0] * (float(np.arccos(MIN_COSINE)) / SCORE_STEP)
     return torch.stack([angle.cos(), angle.sin()], 1)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attmemo.serve import bodies
-from attmemo.serve.http import Route, gone, reply
+from attmemo.serve import answers, bodies
+from attmemo.serve.http import Answered, Route, gone
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -19,7 +19,7 @@ from attmemo.serve.service import Done, Service
 def routes(service: Service) -> list[Route]:
     """Routes that classify."""
 
-    async def predict(body: bodies.Predict, request: Request) -> Response:
+    async def predict(body: bodies.PredictRequest, request: Request) -> Response:
         if service.model.task == "embedding":
             raise cannot("Model is not a classifier model")
         done = await service.answer(
@@ -27,9 +27,9 @@ def routes(service: Service) -> list[Route]:
             gone=gone(request),
         )  # fmt: skip
         found = [_ranked(row, service.model.labels) for row in scores(done, raw=body.raw_scores)]
-        return reply(found[0] if body.inputs.single else found, done.headers())
+        return Answered(found[0] if body.inputs.single else found, done)
 
-    async def rerank(body: bodies.Rerank, request: Request) -> Response:
+    async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
         if not body.texts:
             raise Refusal("empty", "`texts` cannot be empty")
         if service.model.task != "reranker":
@@ -40,15 +40,18 @@ def routes(service: Service) -> list[Route]:
         )  # fmt: skip
         found = scores(done, raw=body.raw_scores)[:, 0]
         ranks: list[dict[str, Any]] = []
-        for place in np.argsort(-found, kind="stable").tolist():
+        for place in best_first(found):
             rank = {"index": place, "score": found[place]}
             ranks.append(rank | {"text": body.texts[place]} if body.return_text else rank)
-        return reply(ranks, done.headers())
+        return Answered(ranks, done)
 
     found = [
-        Route(("/predict",), bodies.Predict, predict, "Classes of texts or of pairs of texts"),
-        Route(("/rerank",), bodies.Rerank, rerank, "Relevance of texts to a query"),
-    ]
+        Route(
+            ("/predict",), bodies.PredictRequest, predict, "Classes of texts or of pairs of texts",
+            answers.PredictResponse,
+        ),
+        Route(("/rerank",), bodies.RerankRequest, rerank, "Relevance of texts to a query", answers.RerankResponse),
+    ]  # fmt: skip
     if service.model.task != "embedding":
         main = found[service.model.task == "reranker"]
         found.append(replace(main, paths=("/", "/invocations")))
@@ -58,8 +61,6 @@ def routes(service: Service) -> list[Route]:
 def scores(done: Done, *, raw: bool) -> Floats:
     """Scores ``[N, C]``: logits, or their softmax; of one class the sigmoid."""
     logits = np.stack([answer.value for answer in done.answers])
-    if np.isnan(logits).any():
-        raise Refusal("backend", "score is NaN", reason="inference")
     if raw:
         return logits
     wide = logits.astype(np.float64)
@@ -72,4 +73,10 @@ def scores(done: Done, *, raw: bool) -> Floats:
 
 
 def _ranked(row: Floats, labels: list[str]) -> list[dict[str, Any]]:
-    return [{"score": row[place], "label": labels[place]} for place in np.argsort(-row, kind="stable").tolist()]
+    return [{"score": row[place], "label": labels[place]} for place in best_first(row)]
+
+
+def best_first(row: Floats) -> list[int]:
+    """Places of scores, the highest first; of equal ones the last first, as TEI's sort turned around has them."""
+    places: list[int] = np.argsort(row, kind="stable")[::-1].tolist()
+    return places

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import math
 from typing import Any, Final
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attmemo.serve import bodies
-from attmemo.serve.http import Route, gone, reply
+from attmemo.serve import answers, bodies
+from attmemo.serve.http import Answered, Route, gone, hold, reply_list
 from attmemo.serve.model import Floats
 from attmemo.serve.refusal import Refusal, cannot
 from attmemo.serve.service import Done, Service
@@ -30,43 +29,45 @@ def routes(service: Service) -> list[Route]:
             inputs.items, method=inputs.method, reuse=body.reuses, gone=gone(request), **more
         )  # fmt: skip
 
-    async def embed(body: bodies.Embed, request: Request) -> Response:
+    async def embed(body: bodies.EmbedRequest, request: Request) -> Response:
         return await embedded(body, request, body.inputs)
 
-    async def embedded(body: bodies.Embedding, request: Request, inputs: bodies.Inputs) -> Response:
+    async def embedded(body: bodies.Normalizing, request: Request, inputs: bodies.Inputs) -> Response:
         _check_dimensions(body.dimensions, service.model.width)
         done = await vectors(
             body, request, inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name
         )  # fmt: skip
-        return reply(finish(done, body.dimensions, normalize=body.normalize), done.headers())
+        return Answered(finish(done, body.dimensions, normalize=body.normalize), done)
 
-    async def embed_all(body: bodies.EmbedAll, request: Request) -> Response:
+    async def embed_all(body: bodies.EmbedAllRequest, request: Request) -> Response:
         done = await vectors(
-            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True
+            body, request, body.inputs, truncate=body.truncate, side=body.side, prompt=body.prompt_name, each=True,
+            hold=hold(request),
         )  # fmt: skip
-        return reply([np.ascontiguousarray(answer.each) for answer in done.answers], done.headers())
+        each = (np.ascontiguousarray(answer.each) for answer in done.answers)
+        return await reply_list(each, done.headers(), done)
 
-    async def embed_sparse(body: bodies.EmbedAll, request: Request) -> Response:
+    async def embed_sparse(body: bodies.EmbedAllRequest, request: Request) -> Response:
         raise cannot("Model is not an embedding model with SPLADE pooling")
 
-    async def similarity(body: bodies.Similarity, request: Request) -> Response:
+    async def similarity(body: bodies.SimilarityRequest, request: Request) -> Response:
         if not body.inputs.sentences:
             raise Refusal("empty", "`inputs.sentences` cannot be empty")
-        how = body.parameters or bodies.Comparing()
+        how = body.parameters or bodies.SimilarityParameters()
         inputs = bodies.Inputs([body.inputs.source_sentence, *body.inputs.sentences], False)
         done = await vectors(
             how if how.reuse else body, request, inputs, truncate=how.truncate, side=how.side, prompt=how.prompt_name
         )  # fmt: skip
         found = finish(done, None, normalize=True)
-        return reply(found[1:] @ found[0], done.headers())
+        return Answered(found[1:] @ found[0], done)
 
-    async def main(body: bodies.Main, request: Request) -> Response:
-        if isinstance(body.inputs, bodies.Compared):
-            asked = bodies.Similarity(inputs=body.inputs, parameters=body.parameters, reuse=body.reuse)
+    async def main(body: bodies.MainRequest, request: Request) -> Response:
+        if isinstance(body.inputs, bodies.SimilarityInput):
+            asked = bodies.SimilarityRequest(inputs=body.inputs, parameters=body.parameters, reuse=body.reuse)
             return await similarity(asked, request)
         return await embedded(body, request, body.inputs)
 
-    async def openai(body: bodies.OpenAI, request: Request) -> Response:
+    async def openai(body: bodies.OpenAICompatRequest, request: Request) -> Response:
         _check_dimensions(body.dimensions, service.model.width)
         done = await vectors(body, request, body.input, truncate=None)
         found = finish(done, body.dimensions, normalize=True)
@@ -76,21 +77,30 @@ def routes(service: Service) -> list[Route]:
             for place, row in enumerate(found)
         ]
         usage = {"prompt_tokens": done.tokens, "total_tokens": done.tokens}
-        return reply(
-            {"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done.headers()
-        )  # fmt: skip
+        return Answered({"object": "list", "data": data, "model": service.settings.name, "usage": usage}, done)
 
     found = [
-        Route(("/embed",), bodies.Embed, embed, "Embeddings of texts"),
-        Route(("/embed_all",), bodies.EmbedAll, embed_all, "Last hidden states of all tokens"),
-        Route(("/embed_sparse",), bodies.EmbedAll, embed_sparse, "Refused: no model here gives sparse embeddings"),
-        Route(("/similarity",), bodies.Similarity, similarity, "Cosines of one text to others"),
+        Route(("/embed",), bodies.EmbedRequest, embed, "Embeddings of texts", answers.EmbedResponse),
         Route(
-            ("/v1/embeddings", "/embeddings"), bodies.OpenAI, openai, "Embeddings as OpenAI gives them", openai=True
+            ("/embed_all",), bodies.EmbedAllRequest, embed_all, "Last hidden states of all tokens",
+            answers.EmbedAllResponse,
         ),
-    ]
+        Route(
+            ("/embed_sparse",), bodies.EmbedSparseRequest, embed_sparse,
+            "Refused: no model here gives sparse embeddings",
+        ),
+        Route(
+            ("/similarity",), bodies.SimilarityRequest, similarity, "Cosines of one text to others",
+            answers.SimilarityResponse,
+        ),
+        Route(
+            ("/v1/embeddings", "/embeddings"), bodies.OpenAICompatRequest, openai, "Embeddings as OpenAI gives them",
+            answers.OpenAICompatResponse, openai=True,
+        ),
+    ]  # fmt: skip
     if service.model.task == "embedding":
-        found.append(Route(("/", "/invocations"), bodies.Main, main, "The same as /embed or /similarity"))
+        what = "The same as /embed or /similarity"
+        found.append(Route(("/", "/invocations"), bodies.MainRequest, main, what, answers.MainResponse))
     return found
 
 
@@ -100,11 +110,9 @@ def finish(done: Done, dimensions: int | None, *, normalize: bool) -> Floats:
     found = first[None] if len(done.answers) == 1 else np.stack([answer.value for answer in done.answers])
     if dimensions is not None:
         found = np.ascontiguousarray(found[:, :dimensions])
-    exact = found.astype(np.float64)
-    length = np.sqrt(np.einsum("ij,ij->i", exact, exact))  # finite if, and only if, all numbers are
-    if not math.isfinite(length.max()):
-        raise Refusal("backend", "the embedding is not finite", reason="inference")
     if normalize:
+        exact = found.astype(np.float64)
+        length = np.sqrt(np.einsum("ij,ij->i", exact, exact))
         found = (exact / np.maximum(length, _SHORTEST)[:, None]).astype(np.float32)
     return found
 

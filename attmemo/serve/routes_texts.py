@@ -2,47 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Final
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attmemo.serve import bodies
-from attmemo.serve.http import Route, reply
+from attmemo.serve import answers, bodies
+from attmemo.serve.http import Route, hold, reply, reply_list
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.service import Service
+from attmemo.serve.texts import too_many
+
+TOKENS: Final = 1 << 17
+"""Tokens of a request, at most. ``/tokenize`` shows each in some 65 bytes."""
+PART: Final = 1000
+"""Tokens that are shown at once: Python's lock is not let go meanwhile."""
 
 
 def routes(service: Service) -> list[Route]:
     """Routes of the tokenizer."""
 
-    def check(count: int, name: str) -> None:
-        most = service.settings.max_client_batch_size
-        if not count:
-            raise Refusal("empty", f"`{name}` cannot be empty")
-        if count > most:
-            what = f"batch size {count} > maximum allowed batch size {most}"
-            raise Refusal("validation", what, reason="batch_size")
+    async def tokenize(body: bodies.TokenizeRequest, request: Request) -> Response:
+        texts = [str(one) for one in body.inputs.items]
+        if not texts:
+            raise Refusal("empty", "`inputs` cannot be empty")
+        special, prompt, take, shown = body.add_special_tokens, body.prompt_name, hold(request), 0
 
-    async def tokenize(body: bodies.Tokenize, request: Request) -> Response:
-        check(len(body.inputs.items), "inputs")
+        def work(piece: Sequence[str]) -> list[tuple[int, bytes]]:
+            return [_shown(service, text, special, prompt) for text in piece]
 
-        def work() -> list[Any]:
-            special, prompt = body.add_special_tokens, body.prompt_name
-            return [service.texts.describe(str(one), special=special, prompt=prompt) for one in body.inputs.items]
+        def seen(made: list[tuple[int, bytes]]) -> None:
+            nonlocal shown
+            shown += sum(count for count, _ in made)
+            if shown > TOKENS:
+                raise too_many(TOKENS)
+            take(sum(len(part) for _, part in made))
 
-        return reply(await service.in_thread(work))
+        made = await service.show(texts, work, "tokenize", seen)
+        return await reply_list(part for _, part in made)
 
-    async def decode(body: bodies.Decode, request: Request) -> Response:
-        check(len(body.ids.items), "ids")
+    async def decode(body: bodies.DecodeRequest, request: Request) -> Response:
+        lists: list[list[int]] = [list(ids) for ids in body.ids.items]  # type: ignore[arg-type]
+        if not lists:
+            raise Refusal("empty", "`ids` cannot be empty")
+        if sum(map(len, lists)) > TOKENS:
+            raise too_many(TOKENS)
 
-        def work() -> list[str]:
-            skip = body.skip_special_tokens
-            return [service.texts.decode(list(ids), skip_special=skip) for ids in body.ids.items]  # type: ignore[arg-type]
+        def work(piece: Sequence[list[int]]) -> list[str]:
+            return [service.texts.decode(ids, skip_special=body.skip_special_tokens) for ids in piece]
 
-        return reply(await service.in_thread(work))
+        return reply(await service.show(lists, work, "decode"))
 
     return [
-        Route(("/tokenize",), bodies.Tokenize, tokenize, "Tokens of texts"),
-        Route(("/decode",), bodies.Decode, decode, "Texts of token ids"),
+        Route(("/tokenize",), bodies.TokenizeRequest, tokenize, "Tokens of texts", answers.TokenizeResponse),
+        Route(("/decode",), bodies.DecodeRequest, decode, "Texts of token ids", answers.DecodeResponse),
     ]
+
+
+def _shown(service: Service, text: str, special: bool, prompt: str | None) -> tuple[int, bytes]:
+    """The number of tokens of a text, and the JSON that shows them."""
+    count, parts = 0, list[bytes]()
+    for part in service.texts.describe(text, special=special, prompt=prompt, most=TOKENS, at_once=PART):
+        count += len(part)
+        parts.append(orjson.dumps(part)[1:-1])
+    return count, b"[" + b",".join(parts) + b"]"

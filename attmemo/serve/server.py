@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import signal
 import socket
@@ -15,6 +16,7 @@ import uvicorn
 
 from attmemo.errors import AttmemoError
 from attmemo.serve.app import make_app
+from attmemo.serve.clients import Clients, most_connections
 from attmemo.serve.connection import Protocol
 from attmemo.serve.service import Service
 
@@ -32,9 +34,12 @@ class Server(uvicorn.Server):
     uvicorn would raise the signal anew at its end, and the process would die before the database is closed.
     """
 
+    server_state: Clients
+
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self.server_state = Clients(service.settings.client_seconds, service.metrics.failed, most_connections())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; a second signal ends at once."""
@@ -66,6 +71,20 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def url_of(place: socket.socket) -> str:
+    """Return the URL of a socket that listens, as a browser on this machine takes it."""
+    host, port = place.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "localhost"
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def is_open(place: socket.socket) -> bool:
+    """Return whether other machines reach a socket that listens."""
+    address = ipaddress.ip_address(place.getsockname()[0])
+    return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 def make_server(service: Service) -> Server:
     """The server of a service that was started."""
     config = uvicorn.Config(
@@ -78,6 +97,11 @@ def make_server(service: Service) -> Server:
 
 def serve(service: Service, place: socket.socket) -> None:
     """Answer requests until a signal ends it; the service is closed afterwards."""
+    if is_open(place) and service.settings.api_key is None:
+        _LOG.warning(
+            "there is no API key, and other machines reach this address: give --api-key, or --host 127.0.0.1",
+            extra={"fields": {"address": place.getsockname()[0]}},
+        )
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
     gc.collect()

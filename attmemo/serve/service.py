@@ -5,27 +5,38 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from attmemo.machine import cores
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
 from attmemo.serve.queue import WORTH, Queue, Request, Waiting
 from attmemo.serve.refusal import Refusal, overloaded
+from attmemo.serve.room import Room
 from attmemo.serve.settings import Settings, split_cores
-from attmemo.serve.texts import Input, Side, Texts, Tokens, default_prompt
+from attmemo.serve.texts import SHORT, Input, Side, Texts, Tokens, default_prompt
+from attmemo.serve.threads import TextThreads
 from attmemo.serve.worker import Worker
 
-PIECE: Final = 64
-"""Sequences that one thread tokenizes at a time: the threads share a large request."""
-SHORT: Final = 1000
-"""Characters of a single text that is tokenized at once: a way to a thread and back takes longer, 100 microseconds."""
+BODIES: Final = 32 << 20
+"""Bytes of all bodies that are in the service, at most."""
+LARGEST: Final = 8
+"""Bodies of `payload_limit` for which there is room, if that takes more."""
+SMALL: Final = 1 << 16
+"""A body that is no larger is let in whatever others hold; `max_concurrent_requests` bounds how many these are."""
+ANSWERS: Final = 256 << 20
+"""Bytes of all large answers that are made or sent, at most."""
+NUMBER: Final = 16
+"""Bytes of a number of a hidden state until it is sent: 4 as it was computed, and 12 digits."""
 WATCHED: Final = 0.05
 """Seconds after which a request that waits is dropped if its client goes away. To watch takes a task each."""
+
+Item = TypeVar("Item", str, list[int])
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -41,10 +52,11 @@ class Done:
     tokenization: float
     queue: float
     inference: float
+    shows_rows: bool
 
     def headers(self) -> dict[str, str]:
-        """Response headers: those of TEI, and ours."""
-        return {
+        """Response headers: those of TEI, and ours where they are asked for."""
+        found = {
             "x-compute-type": "cpu",
             "x-compute-time": str(round(self.total)),
             "x-compute-characters": str(self.characters),
@@ -53,10 +65,12 @@ class Done:
             "x-tokenization-time": str(round(self.tokenization)),
             "x-queue-time": str(round(self.queue)),
             "x-inference-time": str(round(self.inference)),
-            "x-attmemo-rows-computed": str(self.rows),
-            "x-attmemo-rows-total": str(self.tokens),
-            "x-attmemo-reuse": self.reuse,
         }
+        if self.shows_rows:
+            found["x-attmemo-rows-computed"] = str(self.rows)
+            found["x-attmemo-rows-total"] = str(self.tokens)
+            found["x-attmemo-reuse"] = self.reuse
+        return found
 
 
 class Service:
@@ -72,6 +86,10 @@ class Service:
     texts : Texts
         The model's tokenizer.
     metrics : Metrics
+    threads : TextThreads
+        They work on texts and on large bodies.
+    bodies, answers : Room
+        What requests hold.
     draining : bool
         The service is about to end: it answers, but calls itself unhealthy.
     """
@@ -81,14 +99,14 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.draining = settings, Metrics(), False
-        own, cores = split_cores(os.sched_getaffinity(0))
-        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * len(own))
+        split = split_cores(os.sched_getaffinity(0), cores())
+        self._queue = Queue(settings.max_batch_tokens, settings.max_batch_requests, WORTH * split.threads)
         self._worker = Worker(settings, self._queue, self._finished, self.metrics.forward)
         self._waiters: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._inside = 0  # sequences that were let in and are not answered
-        self._threads = ThreadPoolExecutor(
-            settings.workers, "attmemo-texts", initializer=os.sched_setaffinity, initargs=(0, cores)
-        )
+        self._shown = 0  # of these, inputs of the tokenizer's own routes
+        self.threads = TextThreads(settings.workers, split.others, shared=split.others == split.model)
+        self.bodies, self.answers = Room(max(BODIES, LARGEST * settings.payload_limit), SMALL), Room(ANSWERS)
 
     def start(self) -> Service:
         """Load the model and make it ready; raises what went wrong."""
@@ -110,7 +128,7 @@ class Service:
         """Answer what waits, close the database whole, and end the threads."""
         self._queue.close()
         self._worker.close()
-        self._threads.shutdown()
+        self.threads.close()
 
     @property
     def alive(self) -> bool:
@@ -128,14 +146,14 @@ class Service:
         return len(self._queue)
 
     async def healthy(self) -> bool:
-        """Whether requests should be sent here. After a failed forward the model is asked for one more."""
+        """Whether requests should be sent here. Of a model that fails one more forward is asked."""
         if self.draining or not self._worker.alive:
             return False
         if not self._worker.failing:
             return True
         try:
             request = Request(1, each=False, reuse=False)
-            await self._ask([Tokens([0], [0], 0)], request, None)
+            await self._ask([Tokens(*self._worker.doubtful, 0)], request, None)
         except Refusal:
             return False
         return True
@@ -143,7 +161,7 @@ class Service:
     async def answer(
         self, inputs: Sequence[Input], *, truncate: bool | None, side: Side = "right", prompt: str | None = None,
         each: bool = False, reuse: bool = True, method: str = "batch",
-        gone: Callable[[], Awaitable[Any]] | None = None,
+        gone: Callable[[], Awaitable[Any]] | None = None, hold: Callable[[int], None] | None = None,
     ) -> Done:  # fmt: skip
         """Answers to inputs, in their order.
 
@@ -164,6 +182,8 @@ class Service:
             How metrics count it.
         gone : callable, optional
             Awaited beside the work: when it returns, the client has gone away, and what waits is dropped.
+        hold : callable, optional
+            Given the bytes that hidden states of all tokens will take, before they are computed; it may refuse them.
 
         Raises
         ------
@@ -171,12 +191,15 @@ class Service:
         """
         start = perf_counter()
         self.metrics.asked(method)
+        self._check_count(len(inputs))
         self._let_in(len(inputs))
         try:
             cut = self.settings.auto_truncate if truncate is None else truncate
             encoded = await self._encode(inputs, cut, side, prompt)
             request = Request(len(encoded), each=each, reuse=reuse)
             tokenized = perf_counter()
+            if each and hold is not None:
+                hold(NUMBER * self.model.width * sum(len(one.ids) for one in encoded))
             await self._ask(encoded, request, gone)
         finally:
             self._inside -= len(inputs)
@@ -191,22 +214,61 @@ class Service:
             1e3 * (tokenized - start),
             1e3 * (request.taken - request.queued),
             1e3 * request.model_seconds / request.count,
+            self.settings.row_headers,
         )
         times = done.total, done.tokenization, done.queue, done.inference
         task = "embed" if self.model.task == "embedding" else "predict"
         self.metrics.answered(method, task, request.count, done.tokens, times)
         return done
 
-    async def in_thread(self, work: Callable[..., Any], *given: Any) -> Any:
-        """The result of a function on texts, run in a thread for texts."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+    async def show(
+        self, inputs: Sequence[Item], work: Callable[[Sequence[Item]], list[Made]], method: str,
+        seen: Callable[[list[Made]], None] | None = None,
+    ) -> list[Made]:  # fmt: skip
+        """Results of work on inputs, of a route that needs the tokenizer alone.
+
+        Such inputs are sequences in the service too. They may take half of `max_concurrent_requests`: the other half
+        is for the model. A request of more inputs is let in where no other such request is.
+
+        Parameters
+        ----------
+        inputs : sequence of str or list of int
+        work : callable
+            Given a piece of the inputs at a time, in a thread.
+        method : str
+            How metrics count it.
+        seen : callable, optional
+            Told of the results of each piece; it may refuse the request.
+
+        Raises
+        ------
+        Refusal
+        """
+        start = perf_counter()
+        self.metrics.asked(method)
+        self._check_count(len(inputs))
+        half = -(-self.settings.max_concurrent_requests // 2)
+        count = min(len(inputs), half)
+        if self._shown + count > half:
+            raise overloaded()
+        self._let_in(count)
+        self._shown += count
+        try:
+            made = await self.threads.each(inputs, work, seen, busy=lambda: self._inside > self._shown)
+        finally:
+            self._shown -= count
+            self._inside -= count
+        self.metrics.shown(method, len(inputs), 1e3 * (perf_counter() - start))
+        return made
+
+    def _check_count(self, count: int) -> None:
+        most = self.settings.max_client_batch_size
+        if count > most:
+            what = f"batch size {count} > maximum allowed batch size {most}"
+            raise Refusal("validation", what, reason="batch_size")
 
     def _let_in(self, count: int) -> None:
         """Count the sequences in, or refuse them. A request larger than the limit is let in where nothing is."""
-        if count > self.settings.max_client_batch_size:
-            most = self.settings.max_client_batch_size
-            what = f"batch size {count} > maximum allowed batch size {most}"
-            raise Refusal("validation", what, reason="batch_size")
         if self._inside and self._inside + count > self.settings.max_concurrent_requests:
             raise overloaded()
         self._inside += count
@@ -220,9 +282,7 @@ class Service:
         at_once = side == "right" or not truncate  # the tokenizer that cuts on the left may have to be made
         if at_once and len(inputs) == 1 and isinstance(inputs[0], str) and len(inputs[0]) <= SHORT:
             return encode(inputs)
-        pieces = [inputs[start : start + PIECE] for start in range(0, len(inputs), PIECE)]
-        parts = await asyncio.gather(*(self.in_thread(encode, piece) for piece in pieces))
-        return [tokens for part in parts for tokens in part]
+        return await self.threads.each(inputs, encode, busy=lambda: self._inside - self._shown > len(inputs))
 
     async def _ask(
         self, encoded: Sequence[Tokens], request: Request, gone: Callable[[], Awaitable[Any]] | None

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
 
+from attmemo.arguments import check_places, check_together
 from attmemo.errors import ArgumentError
+from attmemo.machine import cores
+from attmemo.sizes import bytes_of
 
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
 DtypeName = Literal["float32", "bfloat16"]
 LinearName = Literal["exact", "int8"]
+
+CONFIDENCE: Final = 0.95
+MIN_COSINE: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,7 @@ class Settings:
     model : str
         Model directory, or name on the model hub.
     served_model_name : str, optional
-        Name in answers of OpenAI's routes. Default: `model`.
+        Name that clients see. Default: the name on the hub, or the last name of the folder; never a path.
     dtype : {"float32", "bfloat16"}
     pooling : {"mean", "cls", "last-token"}, optional
         How an embedding is made of hidden states. Default: as the model's own configuration says, else the mean.
@@ -35,7 +43,8 @@ class Settings:
     max_batch_requests : int, optional
         Sequences in one forward, at most.
     max_concurrent_requests : int
-        Sequences that are in the service at a time, at most; more are refused with status 429.
+        Sequences that are in the service at a time, at most; more are refused with status 429. Inputs of the
+        tokenizer's own routes may take half of it.
     max_client_batch_size : int
         Sequences in one request, at most.
     auto_truncate : bool
@@ -43,17 +52,24 @@ class Settings:
     payload_limit : int
         Bytes of a body, at most.
     client_seconds : float
-        How long a body may take to arrive.
+        How long a head may take to arrive, then a body, and how long a client may read nothing of its answer.
     tokenization_workers : int, optional
         Threads that turn texts into tokens. Default: a quarter of the cores, at least one.
     api_key : str, optional
         Requests must bring it; the state of the service is open to all.
-    database, reuse, linear, budget, max_bytes, fill
+    row_headers : bool
+        Response headers say how many rows were computed. This tells a client whether a similar text was there before.
+    database, reuse, linear, budget, confidence, min_cosine, threshold, near, max_bytes, fill
         As in `attmemo.memoize`.
     drain_seconds : float
         After SIGTERM, how long ``/health`` says 503 while requests are still taken.
     stop_seconds : float
         After that, how long requests in work may take.
+
+    Attributes
+    ----------
+    model_name : str
+        Of the model on the hub, or the last name of its folder.
     """
 
     model: str
@@ -71,54 +87,95 @@ class Settings:
     client_seconds: float = 30.0
     tokenization_workers: int | None = None
     api_key: str | None = None
+    row_headers: bool = False
     database: str | None = None
     reuse: ReuseName = "auto"
     linear: LinearName = "exact"
     budget: float | None = 0.01
-    max_bytes: int | None = None
+    confidence: float = CONFIDENCE
+    min_cosine: float = MIN_COSINE
+    threshold: float | Sequence[float] | Literal["auto"] = "auto"
+    near: int | None = None
+    max_bytes: int | str | None = None
     fill: bool | str = True
     drain_seconds: float = 1.0
     stop_seconds: float = 30.0
+    model_name: str = field(init=False)
 
     def __post_init__(self) -> None:
+        folder = Path(self.model).expanduser()
+        own = Path(os.path.abspath(folder)).name if folder.is_absolute() or folder.exists() else self.model
+        object.__setattr__(self, "model_name", own)  # now: a folder may be moved while it is served
         for name in ("max_batch_tokens", "max_concurrent_requests", "max_client_batch_size", "payload_limit"):
             _least(name, getattr(self, name), 1)
         for name in ("max_batch_requests", "tokenization_workers"):
             _least(name, getattr(self, name), 1)
+        _least("near", self.near, 0)
         for name in ("client_seconds", "drain_seconds", "stop_seconds"):
             _least(name, getattr(self, name), 0)
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise ArgumentError("default_prompt and default_prompt_name were both given.", "give one of them")
-        if self.reuse == "none" and self.database is not None:
-            raise ArgumentError("reuse is none, and a database was given: nothing is reused.", "leave out one of them")
-        if self.reuse == "maps" and self.linear != "exact":
-            what = f"linear is {self.linear}, and maps are reused: they leave linear layers as they are."
-            raise ArgumentError(what, "leave out one of them")
+        check_places(self.database, self.fill)
+        check_together(
+            reuse=self.reuse, database=self.database, fill=self.fill, budget=self.budget, linear=self.linear,
+            threshold=self.threshold, near=self.near,
+        )  # fmt: skip
+        if self.reuse in ("none", "maps") or self.budget is None:
+            why = "there is no budget" if self.budget is None else f"reuse is {self.reuse}"
+            for name, value, usual in (
+                ("confidence", self.confidence, CONFIDENCE), ("min_cosine", self.min_cosine, MIN_COSINE)
+            ):  # fmt: skip
+                if value != usual:
+                    what = f"{name} is {value}, and answers are not guarded: {why}."
+                    raise ArgumentError(what, f"leave out {name}")
+        bytes_of(self.max_bytes)
         if self.api_key is not None and not self.api_key.strip():
             raise ArgumentError("the API key is empty: every request would be refused.", "give a key, or none")
 
     @property
     def name(self) -> str:
         """The model's name in answers."""
-        return self.served_model_name or self.model
+        return self.served_model_name or self.model_name
 
     @property
     def workers(self) -> int:
         """Threads that turn texts into tokens."""
-        return self.tokenization_workers or max(1, len(os.sched_getaffinity(0)) // 4)
+        return self.tokenization_workers or max(1, cores() // 4)
 
 
 APART: Final = 4
 """From so many cores on, one core in four is left to HTTP and to tokenization."""
 
 
-def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:
-    """Cores of the model, and cores of all other work; with few cores both are all of them."""
-    if len(cores) < APART:
-        return cores, cores
-    ordered = sorted(cores)
-    rest = len(ordered) // 4
-    return set(ordered[:-rest]), set(ordered[-rest:])
+class Split(NamedTuple):
+    """How the model and all other work share the machine.
+
+    Attributes
+    ----------
+    model : set of int
+        Cores of the model.
+    threads : int
+        Threads of the model.
+    others : set of int
+        Cores of HTTP and texts.
+    """
+
+    model: set[int]
+    threads: int
+    others: set[int]
+
+
+def split_cores(allowed: set[int], count: int) -> Split:
+    """Split the cores of the affinity, of which `count` may be busy (`attmemo.machine.cores`).
+
+    With few cores both parts are all of them. So they are under a quota: a quota is of time, not of certain cores, and
+    the services of many containers would choose the same ones.
+    """
+    rest = count // 4 if count >= APART else 0
+    if not rest or count < len(allowed):
+        return Split(allowed, count - rest, allowed)
+    ordered = sorted(allowed)
+    return Split(set(ordered[:-rest]), count - rest, set(ordered[-rest:]))
 
 
 def _least(name: str, value: float | None, least: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -18,6 +18,10 @@ Input = str | tuple[str, str] | list[int]
 
 CHARACTERS: Final = 250
 """Characters that are read for each token that the model takes, at most; as TEI."""
+
+SHORT: Final = 1000
+"""Characters of a text that is tokenized where it was read: a way to a thread and back takes longer, 100 microseconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +79,32 @@ class Texts:
         self._check_length(len(found.ids))
         return Tokens(found.ids, found.type_ids, characters)
 
-    def describe(self, text: str, *, special: bool, prompt: str | None) -> list[dict[str, Any]]:
-        """The tokens of a text, as the route ``/tokenize`` shows them; `start` and `stop` count characters."""
+    def describe(
+        self, text: str, *, special: bool, prompt: str | None, most: int, at_once: int
+    ) -> Iterator[list[dict[str, Any]]]:
+        """The tokens of a text, as the route ``/tokenize`` shows them; `start` and `stop` count characters.
+
+        So many come at a time. A `Refusal` if there are more than `most`.
+        """
         found = self._encode(text, None, prompt, special)
-        whole = self._before(prompt) + text
-        shown = []
-        for number, mark, (start, stop) in zip(found.ids, found.special_tokens_mask, found.offsets, strict=True):
-            token: dict[str, Any] = {"id": number, "special": bool(mark)}
-            if mark:
-                token |= {"text": self.way(None).id_to_token(number) or "", "start": None, "stop": None}
-            else:
-                token |= {"text": whole[start:stop], "start": start, "stop": stop}
-            shown.append(token)
-        return shown
+        if len(found) > most:
+            raise too_many(most)
+        whole, way = self._before(prompt) + text, self.way(None)
+        tokens = list(zip(found.ids, found.special_tokens_mask, found.offsets, strict=True))
+        for first in range(0, len(tokens), at_once):
+            yield [
+                {"id": number, "special": True, "text": way.id_to_token(number) or "", "start": None, "stop": None}
+                if mark else
+                {"id": number, "special": False, "text": whole[start:stop], "start": start, "stop": stop}
+                for number, mark, (start, stop) in tokens[first : first + at_once]
+            ]  # fmt: skip
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """The text of token ids."""
         if not ids:
             raise Refusal("empty", "`input_ids` cannot be empty")
         self._check_ids(ids)
-        return str(self.way(None).decode(ids, skip_special_tokens=skip_special))
+        return str(self.way(None).decode_batch([ids], skip_special_tokens=skip_special)[0])
 
     def way(self, side: Side | None) -> Tokenizer:
         """The tokenizer that cuts on this side, or not at all; it is never changed."""
@@ -120,10 +130,17 @@ class Texts:
             raise Refusal("validation", "`prompt_name` cannot be set with dual inputs")
         before = self._before(prompt) if len(parts) == 1 else ""
         try:
-            second = parts[1] if len(parts) == 2 else None
-            return self.way(side).encode(before + parts[0], second, add_special_tokens=special)
+            whole = before + parts[0] if len(parts) == 1 else (parts[0], parts[1])
+            return self._tokenized(whole, side, special)
         except Exception as error:  # the library raises plain exceptions
             raise Refusal("tokenizer", f"Tokenization error: {error}") from None
+
+    def _tokenized(self, given: str | tuple[str, str], side: Side | None, special: bool = True) -> Encoding:
+        """A long text, as a batch: only so the library lets other threads of Python run meanwhile."""
+        way = self.way(side)
+        if isinstance(given, str) and len(given) <= SHORT:
+            return way.encode(given, add_special_tokens=special)
+        return way.encode_batch([given], add_special_tokens=special)[0]
 
     def _given(self, ids: list[int], truncate: bool, side: Side, prompt: str | None) -> Tokens:
         if not ids:
@@ -131,8 +148,14 @@ class Texts:
         self._check_ids(ids)
         characters = len(ids)  # as TEI counts them
         if before := self._before(prompt):
-            text = self.way(None).decode(ids, skip_special_tokens=True)
-            found = self.way(side if truncate else None).encode(before + text)
+            limit = self.longest * CHARACTERS
+            if len(ids) > limit and not truncate:
+                self._check_length(len(ids))
+            first = side == "right"
+            text = self.decode(ids[:limit] if first else ids[-limit:], skip_special=True)
+            if truncate:
+                text = text[:limit] if first else text[-limit:]
+            found = self._tokenized(before + text, side if truncate else None)
             self._check_length(len(found.ids))
             return Tokens(found.ids, found.type_ids, characters)
         if truncate:
@@ -155,6 +178,11 @@ class Texts:
     def _check_ids(self, ids: list[int]) -> None:
         if min(ids) < 0 or max(ids) >= self._vocabulary:
             raise Refusal("tokenizer", f"token ids must be below {self._vocabulary}, and not negative")
+
+
+def too_many(most: int) -> Refusal:
+    """A request has more tokens than are shown at a time."""
+    return Refusal("validation", f"a request must have less than {most} tokens in all: send it in parts")
 
 
 def default_prompt(prompts: Mapping[str, str], text: str | None, name: str | None) -> str:

@@ -11,7 +11,9 @@ from typing import Final
 
 import torch
 
-from attmemo.machine import trim
+from attmemo.errors import UnsupportedModelError
+from attmemo.machine import cores, trim
+from attmemo.selfchecks.weights import check_weights, weight_not_finite
 from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.queue import Queue, Request, Waiting
 from attmemo.serve.refusal import Refusal
@@ -19,6 +21,8 @@ from attmemo.serve.settings import Settings, split_cores
 
 _LOG = logging.getLogger("attmemo.serve")
 
+REPEATED: Final = 2
+"""Forwards one behind the other without a finite answer that make a service unhealthy."""
 TRIM: Final = 10.0
 """Seconds after which freed memory is given back. Without that a minute of overload took 80 MB more, and kept them."""
 
@@ -44,7 +48,9 @@ class Worker:
     ----------
     model : ServedModel
     failing : bool
-        The last forward failed.
+        The last forward failed, or the last ones gave no finite answer.
+    doubtful : tuple of list of int
+        Token ids and types to ask for then: of the last sequence whose answer was not finite, else of padding.
     """
 
     model: ServedModel
@@ -53,6 +59,8 @@ class Worker:
         self, settings: Settings, queue: Queue, finished: Callable[[list[Request]], None], seen: Seen
     ) -> None:
         self.failing = False
+        self.doubtful: tuple[list[int], list[int]] = _PADDING
+        self._not_finite = 0  # forwards without a finite answer, one behind the other
         self._settings, self._queue, self._finished, self._seen = settings, queue, finished, seen
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -97,25 +105,36 @@ class Worker:
             self.model.close()
 
     def _begin(self) -> None:
-        cores, _ = split_cores(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores)  # of this thread; its team inherits them
+        split = split_cores(os.sched_getaffinity(0), cores())
+        os.sched_setaffinity(0, split.model)  # of this thread; its team inherits them
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(len(cores))
+            torch.set_num_threads(split.threads)
         settings = self._settings
         self.model = load(settings)
+        if (name := weight_not_finite(self.model.module)) is not None:
+            _LOG.warning("weight %s is not finite: answers that depend on it are refused", name)
         self._warm()  # of the bare model: its own code answers what cannot be served from records
         self.model.memoize(  # its checks run the path that serves
             database=settings.database, reuse=settings.reuse, budget=settings.budget, max_bytes=settings.max_bytes,
-            fill=settings.fill, linear=settings.linear,
+            fill=settings.fill, linear=settings.linear, confidence=settings.confidence,
+            min_cosine=settings.min_cosine, threshold=settings.threshold, near=settings.near,
         )  # fmt: skip
         self._warm()
+        trim()  # what loading and warming took
 
     def _warm(self) -> None:
-        """Run short and long sequences once, so that no request pays for what the first forward allocates."""
+        """Run short and long sequences once, so that no request pays for what the first forward allocates.
+
+        Raises what is wrong with a model whose answers to them are not finite.
+        """
         token = self.model.tokenizer.pad_token_id or 0
         longest = min(self.model.longest, self._settings.max_batch_tokens)
         for length in (2, longest):
-            self.model.run([([token] * length, [0] * length)], reuse=False, each=False)
+            (answer,) = self.model.run([([token] * length, [0] * length)], reuse=False, each=False)
+            if not answer.is_finite:
+                check_weights(self.model.module)
+                what = f"{self._settings.model} gives an answer that is not finite to {length} tokens of padding."
+                raise UnsupportedModelError(what, "--dtype float32, or another model")
 
     def _needs(self, waiting: list[Waiting]) -> list[int]:
         return self.model.rows_to_compute([one.ids for one in waiting], [one.types for one in waiting])
@@ -148,12 +167,25 @@ class Worker:
             _LOG.error("a forward of %d sequences failed: %s", len(batch), type(error).__name__)
             if len(batch) > 1:
                 return [self._compute([one])[0] for one in batch]
-            self.failing = True
+            self.failing, self.doubtful = True, _PADDING
             return [Refusal("backend", "Inference failed", reason="inference")]
-        self.failing = False
         tokens, rows = sum(one.tokens for one in answers), sum(one.rows for one in answers)
         self._seen(len(answers), tokens, rows, self.model.extra_rows - extra, perf_counter() - start)
-        return answers
+        return self._checked(batch, answers)
+
+    def _checked(self, batch: list[Waiting], answers: list[Answer]) -> Sequence[Answer | Exception]:
+        """The answers that are finite, and refusals in place of the others; all routes get their answers from here."""
+        finite = [answer.is_finite for answer in answers]
+        self._not_finite = 0 if any(finite) else self._not_finite + 1
+        self.failing = not any(finite) and (self.failing or self._not_finite >= REPEATED)
+        if all(finite):
+            return answers
+        _LOG.error("%d of %d answers of a forward are not finite", finite.count(False), len(finite))
+        last = next(one for one, well in zip(batch, finite, strict=True) if not well)
+        self.doubtful = last.ids, last.types
+        refusal = Refusal("backend", "the model's answer is not finite", reason="inference")
+        return [answer if well else refusal for answer, well in zip(answers, finite, strict=True)]
 
 
+_PADDING: Final = [0], [0]
 _GONE: Final = Refusal("unhealthy", "the client went away", 499, reason="gone")

@@ -8,7 +8,8 @@ from typing import Any
 from attmemo import adapters
 from attmemo.errors import StorageFullError
 from attmemo.profiler.bench.layer import bench_layer
-from attmemo.profiler.bench.timing import MAX_BYTES, Progress, silent
+from attmemo.profiler.bench.limits import MAX_BYTES
+from attmemo.profiler.turns import Progress, silent
 
 LENGTHS = (128, 512)
 LONG_LENGTHS = (1024, 2048)  # of decoders too
@@ -21,7 +22,7 @@ def bench_families(
     *, families: Sequence[str] | None = None, dtypes: Sequence[str] = DTYPES, lengths: Sequence[int] = LENGTHS,
     long_lengths: Sequence[int] = LONG_LENGTHS, batches: Sequence[int] = BATCHES, hidden: int = 768, heads: int = 12,
     layers: int = 2, repeats: int = 3, most_tokens: int = MOST_TOKENS, max_bytes: int = MAX_BYTES,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """One forward with every sequence served, against the exact one, for every family.
 
@@ -36,7 +37,6 @@ def bench_families(
         forward; ``speedup`` and ``ceiling`` (exact over served, exact over ceiling); ``share_of_ceiling``;
         ``overhead`` (lookup and fetch, as a share of the exact attention's time). ``conditions``, ``notes``.
     """
-    tell = progress or silent
     cases = [
         (adapter.family, dtype, length, batch)
         for adapter in adapters.ADAPTERS
@@ -50,7 +50,7 @@ def bench_families(
     notes: list[str] = []
     where: dict[str, Any] = {}
     for done, (family, dtype, length, batch) in enumerate(cases):
-        tell(f"{family}, {dtype}", done, len(cases))
+        progress(f"{family}, {dtype}", done, len(cases))
         try:
             found = bench_layer(
                 family=family, dtype=dtype, length=length, batch=batch, hidden=hidden, heads=heads, layers=layers,
@@ -65,7 +65,7 @@ def bench_families(
         where = of_all if not where else {key: value for key, value in where.items() if of_all.get(key) == value}
         known = {gist(note) for note in notes}
         notes += [note for note in found["notes"] if gist(note) not in known and "ceiling saves nothing" not in note]
-    tell("families", len(cases), len(cases))
+    progress("families", len(cases), len(cases))
     return {"rows": rows, "conditions": where | {"layers": layers, "hidden": hidden, "heads": heads}, "notes": notes}
 
 

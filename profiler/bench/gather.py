@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from functools import partial
 from pathlib import Path
@@ -17,20 +15,20 @@ from torch import Tensor
 from attmemo.db import KIND_MAP, SlotKind
 from attmemo.db.forms import TYPES, pack, unpack
 from attmemo.db.slots import SlotClass
-from attmemo.errors import AttmemoError
+from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.kernels.map_product import is_direct
 from attmemo.machine import conditions
-from attmemo.mmap import Arena, Residency, SlotLayout, page_size
+from attmemo.mmap import Arena, Residency, SlotLayout
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
-from attmemo.profiler.bench import timing
-from attmemo.profiler.bench.timing import SEED, Job, Progress, Times
+from attmemo.profiler.bench import limits
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.reuse.source import multiply
 
 Ints = npt.NDArray[np.int64]
+SWEPT_BATCHES: Final = (1, 4, 16, 64)
+SWEPT_LENGTHS: Final = (128, 256, 512)
 VARIANTS: Final = ("copy", "copy_reused", "map", "view", "direct", "contiguous")  # see `bench_gather`
 _PRODUCT_TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-_COLD_TURNS: Final = 3
-_STILL_THERE: Final = 0.01  # share of the file's pages that may be left in the page cache of a cold turn
 
 
 class _Buffer:
@@ -118,8 +116,8 @@ class _Work:
 
 def bench_gather(
     *, heads: int = 12, length: int = 512, batch: int = 32, dtype: str = "bfloat16", width: int = 64,
-    residency: Residency = "page-cache", repeats: int = 9, cold: bool = True, max_bytes: int = timing.MAX_BYTES,
-    progress: Progress | None = None,
+    residency: Residency = "page-cache", repeats: int = 9, max_bytes: int = limits.MAX_BYTES,
+    progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """Cost of fetching a batch of maps scattered in an arena, alone and with the A·V that follows.
 
@@ -134,8 +132,8 @@ def bench_gather(
         ``contiguous`` have a product, the others None.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from.
-    repeats, cold : int and bool
-        Turns counted, each with other slots; and whether to measure with the file out of the page cache too.
+    repeats : int
+        Turns counted, each with other slots.
     max_bytes, progress : int and callable
         Most bytes for the temporary arena, which holds twice the batch; called with (what, done, total).
 
@@ -148,10 +146,6 @@ def bench_gather(
         there already)
         ``fetch_ms``, ``fetch_matmul_ms``, ``gb_per_s`` and ``gb_per_s_matmul`` (10⁹ bytes of the maps, as they are
         read, by those times), ``faults`` and ``faults_matmul`` (minor page faults in a batch); None without a fetch.
-        ``cold_ms`` and ``cold_matmul_ms``: the first fetch from an arena whose file the kernel had dropped from its
-        page cache, median of 3; ``cold_faults_matmul``, minor and major faults of the latter. None for
-        ``contiguous``, and with a note for all others if the arena is in huge pages or the kernel kept the file. The
-        disk's own cache, and that of the machine around a virtual one, are as they are.
         ``fetcher``, the choice of the engine here; ``page_bytes``, the pages of the arena; ``window_page_bytes``,
         those of a window over it; ``residency``, where the arena really was, and ``notice``, what it said about that,
         or None; ``bytes``, those of a batch as it is stored. Ratios of times: ``chosen_over_contiguous``,
@@ -162,10 +156,9 @@ def bench_gather(
     ValueError, StorageFullError, AttmemoError
         A size or name is none; there is no room; the variants did not give the same maps or products.
     """
-    timing.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
-    timing.check_choice("residency", residency, get_args(Residency))
-    tell = progress or timing.silent
+    limits.check_sizes(heads=heads, length=length, batch=batch, width=width, repeats=repeats, max_bytes=max_bytes)
+    limits.check_choice("dtype", dtype, ("float32", "bfloat16", "float16", "uint8"))
+    limits.check_choice("residency", residency, get_args(Residency))
     where = conditions()
     shape, kind = (heads, length, length), TYPES[dtype]
     wide = torch.float32 if kind == torch.uint8 else kind
@@ -173,16 +166,16 @@ def bench_gather(
     layout = SlotClass.make(SlotKind(KIND_MAP, 1, dtype, shape), length).layout.with_slots(2 * batch)
     nbytes = batch * layout.nbytes
     there_bytes = nbytes // kind.itemsize * wide.itemsize
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(limits.SEED)
     # A fresh copy, a kept one and the maps that are there already; huge pages hold the arena a second time. V and
     # its product, both in two layouts.
     in_memory = 2 * nbytes + there_bytes + (2 if residency == "hugepages" else 1) * layout.file_bytes
     in_memory += 4 * batch * heads * length * width * wide.itemsize
-    notes = timing.busy(where)
-    with timing.temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
-        scattered = np.random.default_rng(SEED)
+    notes = limits.busy(where)
+    with limits.temporary_folder(layout.file_bytes, in_memory, max_bytes) as folder:
+        scattered = np.random.default_rng(limits.SEED)
         file = folder / "bench.slots"
-        _write_maps(file, layout, dtype, generator, tell)
+        _write_maps(file, layout, dtype, generator, progress)
         values = torch.randn(batch, heads, length, width, generator=generator).to(wide)
         mapped = MapFetcher(strict=True)  # nothing of a batch can be read after its end
         fetchers: dict[str, Any] = {
@@ -192,31 +185,24 @@ def bench_gather(
             "view": ViewFetcher(),
             "contiguous": _Buffer(torch.empty(batch, *shape, dtype=wide), fill=False),
         }
-        slots = [scattered.permutation(layout.slots)[:batch] for _ in range(1 + max(repeats, _COLD_TURNS))]
+        slots = [scattered.permutation(layout.slots)[:batch] for _ in range(1 + repeats)]
         work = _Work(slots, values, fetchers)
         try:
             with Arena(file, layout, residency) as arena:
                 work.check(arena)
                 before = partial(work.put_there, arena)
-                found = timing.interleave(work.jobs(arena), repeats, before=before, tell=tell)
+                found = interleave(work.jobs(arena), repeats, before=before, tell=progress)
                 del before  # or it keeps the arena mapped
                 notice = arena.notice and arena.notice.replace(str(file), "the arena")
                 notes += [notice] if notice else []
                 direct = is_direct(arena.layout.shape, arena.layout.dtype, wide)
-                chosen = "direct" if direct else timing.fetcher_name("auto", arena)
+                chosen = "direct" if direct else limits.fetcher_name("auto", arena)
                 facts = {
                     "fetcher": chosen, "page_bytes": arena.page_bytes, "residency": arena.residency,
                     "window_page_bytes": arena.window_page_bytes, "notice": notice,
                 }  # fmt: skip
                 if not arena.mapping.layout.dense:
                     notes.append("slots are padded to pages: 'map' is multiplied one record at a time, as 'view' is")
-            dropped: dict[str, Times] = {}
-            if cold and facts["residency"] == "hugepages":
-                notes.append("nothing was measured cold: a copy of the arena in huge pages is always in memory")
-            elif cold:
-                names = [name for name in found if name != "contiguous_matmul"]
-                dropped, left = _cold(work, names, file, layout, tell)
-                notes += left
         finally:
             for fetcher in fetchers.values():
                 fetcher.close()
@@ -229,13 +215,10 @@ def bench_gather(
     for name in VARIANTS:
         read = there_bytes if name == "contiguous" else nbytes
         alone, product = found.get(name), found.get(f"{name}_matmul")
-        cold_alone, cold_product = dropped.get(name), dropped.get(f"{name}_matmul")
         rows.append({
             "variant": name, **settings, "fetch_ms": alone and alone.ms, "fetch_matmul_ms": product and product.ms,
             "gb_per_s": alone and read / alone.ms / 1e6, "gb_per_s_matmul": product and read / product.ms / 1e6,
             "faults": alone and alone.faults_median, "faults_matmul": product and product.faults_median,
-            "cold_ms": cold_alone and cold_alone.ms, "cold_matmul_ms": cold_product and cold_product.ms,
-            "cold_faults_matmul": cold_product and cold_product.faults_median,
         })  # fmt: skip
     there, mapped_product = found["contiguous_matmul"].ms, found.get("map_matmul")
     ratios = {
@@ -247,59 +230,49 @@ def bench_gather(
     return {"rows": rows, **ratios, **facts, "bytes": nbytes, "conditions": where, "notes": notes}
 
 
-def _cold(
-    work: _Work, names: list[str], file: Path, layout: SlotLayout, tell: Progress
-) -> tuple[dict[str, Times], list[str]]:
-    """Times by job of the first fetch after the file left the page cache, if it left in a turn, else a note."""
-    times: dict[str, Times] = {}
-    left = 0.0
-    for turn in range(_COLD_TURNS):
-        tell("measure cold", turn, _COLD_TURNS)
-        for name in names if turn % 2 else reversed(names):
-            share = _drop(file)
-            left = max(left, share)
-            if share <= _STILL_THERE:
-                with Arena(file, layout) as arena:
-                    # No name for the job, or it keeps the arena.
-                    times.setdefault(name, Times()).take(work.jobs(arena)[name], turn, major=True)
-    tell("measure cold", _COLD_TURNS, _COLD_TURNS)
-    if left <= _STILL_THERE:
-        return times, []
-    what = "some cold turns were left out" if times else "nothing was measured cold"
-    return times, [f"{what}: asked to drop the arena from its page cache, the kernel kept up to {left:.0%} of it"]
+def sweep_gather(
+    *, length: int = 512, batch: int = 32, repeats: int = 9, progress: Progress = silent, **settings: Any
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """`bench_gather` over batch sizes at one length and over lengths at one batch size.
+
+    Batches of `SWEPT_BATCHES` are measured at `length`, `SWEPT_LENGTHS` at `batch`, with at most 5 repeats of each;
+    the other `settings` are those of `bench_gather`. Gives the points (``axis``, "batch" or "length": which was swept;
+    ``batch``, ``length``, ``fetcher``, ``page_bytes``, and ``<variant>_matmul_ms`` of each variant), and notes of what
+    was left out because there was no room for it.
+    """
+    wanted = [("batch", size, length) for size in SWEPT_BATCHES] + [("length", batch, size) for size in SWEPT_LENGTHS]
+    points: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for axis, size, tokens in wanted:
+        name = f"batch {size}, length {tokens}"
+
+        def told(what: str, done: int, total: int, name: str = name) -> None:
+            progress(f"{name}: {what}", done, total)
+
+        sizes: dict[str, Any] = {"length": tokens, "batch": size, "repeats": min(repeats, 5)}
+        try:
+            found = bench_gather(**sizes, **settings, progress=told)
+        except StorageFullError as error:
+            notes.append(f"{name} is left out of the plot: {error.what}")
+            continue
+        point = {"axis": axis, "batch": size, "length": tokens}
+        point |= {key: found[key] for key in ("fetcher", "page_bytes")}
+        points.append(point | {f"{row['variant']}_matmul_ms": row["fetch_matmul_ms"] for row in found["rows"]})
+    return points, notes
 
 
-def _drop(file: Path) -> float:
-    """Ask the kernel to forget the file's pages. The share that it kept (mapped pages); 1 if it does not tell."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)  # only clean pages are dropped
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        nbytes = os.fstat(descriptor).st_size
-        with mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-            memory = np.frombuffer(mapped, np.uint8)
-            resident = np.zeros(-(-nbytes // page_size()), np.uint8)
-            failed = ctypes.CDLL(None).mincore(
-                ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data)
-            )
-            del memory  # or the mapping cannot be closed
-    finally:
-        os.close(descriptor)
-    return 1.0 if failed else float(np.mean(resident & 1))
-
-
-def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Generator, tell: Progress) -> None:
+def _write_maps(file: Path, layout: SlotLayout, dtype: str, generator: torch.Generator, progress: Progress) -> None:
     """Random probability maps, one in each slot."""
     with file.open("wb") as stream:
         stream.write(bytes(layout.header))
         for slot in range(layout.slots):
-            tell("records", slot, layout.slots)
+            progress("records", slot, layout.slots)
             apm = torch.randn(layout.shape, generator=generator).mul_(2.0).softmax(-1)
             stream.write(pack(apm, dtype, causal=False).view(torch.uint8).numpy().tobytes())
             stream.write(bytes(layout.stride - layout.nbytes))
         stream.flush()
         os.fsync(stream.fileno())  # or the kernel writes them out while we measure
-    tell("records", layout.slots, layout.slots)
+    progress("records", layout.slots, layout.slots)
 
 
 def _multiply(maps: Batch, values: Tensor, out: Tensor) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain, cycle
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,11 @@ from attmemo.errors import AttmemoError
 from attmemo.handles.maps import MapMemoization
 from attmemo.machine import conditions
 from attmemo.memoization import memoize, unmemoize
-from attmemo.mmap import FetcherName, Residency
-from attmemo.profiler.bench import timing
+from attmemo.profiler.bench import limits
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.bench.timing import SEED, Job, Progress
 from attmemo.profiler.build import build_from_inputs
-from attmemo.profiler.capture import Capture
+from attmemo.profiler.capture import Capture, attention_seconds
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
 _OF_SERVED: Final = (
@@ -57,15 +56,10 @@ class _Served:
 
 
 class _Clock:
-    """Time spent in a model's attention modules, per layer and forward."""
+    """Milliseconds of a model's attention, mean over layers, in each turn; `spent` is that of `attention_seconds`."""
 
-    def __init__(self, adapter: Adapter, model: nn.Module) -> None:
-        sites = adapter.sites(model)
-        self._layers, self._spent, self._start = len(sites), 0.0, 0.0
-        self._seen: list[float] = []
-        for group in by_module(sites):
-            group[0].module.register_forward_pre_hook(self._begin)
-            group[0].module.register_forward_hook(self._end)
+    def __init__(self, spent: list[float]) -> None:
+        self._spent, self._seen = spent, list[float]()
 
     @property
     def ms(self) -> float:
@@ -74,22 +68,15 @@ class _Clock:
     def note(self, turn: int) -> None:
         """Read the clock after a forward; the first warms up and does not count."""
         if turn > 0:
-            self._seen.append(1e3 * self._spent / self._layers)
-        self._spent = 0.0
-
-    def _begin(self, *_: Any) -> None:
-        self._start = perf_counter()
-
-    def _end(self, *_: Any) -> None:
-        self._spent += perf_counter() - self._start
+            self._seen.append(1e3 * fmean(self._spent))
+        self._spent[:] = [0.0] * len(self._spent)
 
 
 def bench_layer(
     *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 256, batch: int = 8,
-    dtype: str = "float32", layers: int = 2, repeats: int = 5, compile: bool = False,
-    eager: bool = False, lookups: Sequence[LookupName] = ("sequence", "layer"), storage: str = "auto",
-    fetch: FetcherName = "auto", residency: Residency = "page-cache", max_bytes: int = timing.MAX_BYTES,
-    progress: Progress | None = None,
+    dtype: str = "float32", layers: int = 2, repeats: int = 5, eager: bool = False,
+    lookups: Sequence[LookupName] = ("sequence", "layer"), max_bytes: int = limits.MAX_BYTES,
+    progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """One forward of a random-initialised model: exact, and with every sequence served from a database.
 
@@ -103,16 +90,12 @@ def bench_layer(
         Shape of the model: a family that `attmemo families` lists; `hidden` is a multiple of `heads`.
     length, batch : int
         Inputs are random tokens ``[batch, length]``, without padding; others in each of the `repeats` turns.
-    dtype, compile : {"float32", "bfloat16"} and bool
-        What the model computes in; whether to measure `torch.compile` of it too, which takes up to minutes.
+    dtype : {"float32", "bfloat16"}
+        What the model computes in.
     eager : bool
         Whether to measure attention without a fused kernel too, as models had it in 2022.
     lookups : sequence of {"sequence", "layer"}
         Which of the memoized variants to measure.
-    storage : {"auto", "float32", "bfloat16", "float16"}
-        How maps are stored; "auto" is what `attmemo build-database` takes.
-    fetch, residency : str
-        As for `attmemo.memoize`.
     max_bytes, progress : int and callable
         Most bytes for the temporary database; called with (what, done, total).
 
@@ -120,10 +103,10 @@ def bench_layer(
     -------
     dict
         ``rows``, one for each variant: ``exact`` (the stock model, with fused attention where the family has it),
-        ``exact-eager`` and ``exact-compiled`` (if asked; the former where ``exact`` is another),
-        ``memoized-sequence``, ``memoized-layer`` (one lookup for all layers, or one in each), ``ceiling`` (the hit
-        path without lookup and fetch, on maps that are in contiguous memory already); with ``ms``, ``ms_min``,
-        ``speedup`` (against ``exact``), ``speedup_best`` (against the fastest exact one).
+        ``exact-eager`` (if asked, where ``exact`` is another), ``memoized-sequence``, ``memoized-layer`` (one lookup
+        for all layers, or one in each), ``ceiling`` (the hit path without lookup and fetch, on maps that are in
+        contiguous memory already); with ``ms``, ``ms_min``, ``speedup`` (against ``exact``), ``speedup_best`` (against
+        the fastest exact one).
 
         For the memoized also ``hit_rate``, ``lookup_ms_per_layer``, ``serve_ms_per_layer`` (mean over layers; one
         lookup for all is divided among them), ``share_of_ceiling`` (saving over ``exact``, as a share of the
@@ -137,81 +120,55 @@ def bench_layer(
         A size or name is none; there is no room; the ceiling, on the model's own maps, gives another output.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
-    timing.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
-    timing.check_choice("storage", storage, ("auto", *STORAGE))
-    timing.check_choice("fetch", fetch, get_args(FetcherName))
-    timing.check_choice("residency", residency, get_args(Residency))
+    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
+    limits.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
+    limits.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
     if hidden % heads:
         raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
-    if storage == "auto":  # as attmemo.profiler.build does
-        storage = "bfloat16" if dtype == "bfloat16" else "float16"
-    tell = progress or timing.silent
+    storage = "bfloat16" if dtype == "bfloat16" else "float16"  # as attmemo.profiler.build does
     where = conditions()
     notes = ["random weights and tokens: times only, nothing about quality; embeddings are part of the forward"]
-    notes += timing.busy(where)
+    notes += limits.busy(where)
     records = max(batch, _LEAST_RECORDS)
     items = heads * length * length + length * hidden
     stored = records * layers * items * TYPES[storage].itemsize
-    in_memory = (2 if residency == "hugepages" else 1) * stored + 3 * batch * layers * items * TYPES[dtype].itemsize
-    with timing.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
+    in_memory = stored + 3 * batch * layers * items * TYPES[dtype].itemsize
+    with limits.temporary_folder(stored, in_memory, max_bytes) as folder, torch.random.fork_rng(devices=[]):
         model = random_model(family, hidden, heads, length, layers, dtype)
         adapter = adapter_for(model)[0]
         implementation = str(getattr(adapter.host(model).config, "_attn_implementation", "eager"))
-        generator = torch.Generator().manual_seed(SEED)
-        tell("database", 0, 1)
+        generator = torch.Generator().manual_seed(limits.SEED)
+        progress("database", 0, 1)
         path = folder / "database"
-        with timing.threads_kept(notes):
+        with limits.threads_kept(notes):
             _build_database(path, model, storage, random_inputs(family, generator, records, length, dtype), batch)
-        tell("database", 1, 1)
+        progress("database", 1, 1)
         inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(1 + repeats)]
         ceiling = _ceiling_model(model, inputs[0])
-        with Database(path, residency) as database:
+        with Database(path) as database, ExitStack() as stack:
             served: dict[str, _Served] = {}
             for lookup in lookups:
                 twin = _twin(model)
-                with timing.threads_kept():
-                    memoize(twin, threshold=0.0, database=database, lookup=lookup, gate=False, fetch=fetch)
+                with limits.threads_kept():
+                    memoize(twin, threshold=0.0, database=database, lookup=lookup, gate=False)
+                stack.callback(unmemoize, twin)
                 served[f"memoized-{lookup}"] = _Served(twin)
-            try:
-                models: dict[str, Any] = {"exact": adapter.host(model)}
-                timed = {"exact": model, "ceiling": ceiling}
-                if eager and implementation != "eager":
-                    unfused: Any = _twin(model)
-                    unfused.set_attn_implementation("eager")
-                    timed["exact-eager"], models["exact-eager"] = unfused, adapter.host(unfused)
-                if compile:
-                    tell("compile", 0, 1)
-                    try:
-                        compiled = torch.compile(adapter.host(_twin(model)))
-                        with torch.inference_mode():
-                            _forward(adapter, compiled, inputs[0])
-                        models["exact-compiled"] = compiled
-                    except Exception as error:  # compilers fail in many ways; the other variants are measured
-                        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-                        notes.append(f"exact-compiled is left out: {why}")
-                    tell("compile", 1, 1)
-                models |= {name: adapter.host(one.model) for name, one in served.items()}
-                models["ceiling"] = adapter.host(ceiling)
-                clocks = {name: _Clock(adapter, one) for name, one in timed.items()}
-                watched: dict[str, _Clock | _Served] = {**clocks, **served}
-
-                def read_counters(name: str, turn: int) -> None:
-                    if name in watched:
-                        watched[name].note(turn)
-
-                with torch.inference_mode():
-                    jobs = {name: _forward_job(adapter, one, inputs) for name, one in models.items()}
-                    found = timing.interleave(jobs, repeats, after=read_counters, tell=tell)
-            finally:
-                for one in served.values():
-                    unmemoize(one.model)
+            timed = {"exact": model, "ceiling": ceiling}
+            if eager and implementation != "eager":
+                timed["exact-eager"] = _twin(model)
+                timed["exact-eager"].set_attn_implementation("eager")  # type: ignore[operator]
+            clocks = {name: _Clock(stack.enter_context(attention_seconds(one))) for name, one in timed.items()}
+            watched: dict[str, _Clock | _Served] = {**clocks, **served}
+            models = timed | {name: one.model for name, one in served.items()}
+            names = [name for name in ("exact", "exact-eager", *served, "ceiling") if name in models]
+            jobs = {name: _forward_job(adapter, adapter.host(models[name]), inputs) for name in names}
+            with torch.inference_mode():
+                found = interleave(jobs, repeats, after=lambda name, turn: watched[name].note(turn), tell=progress)
             arena = database.arena(KIND_MAP, length)
             if arena.notice is not None:
                 notes.append(arena.notice.replace(str(path), "the database"))
             facts: dict[str, Any] = {"page_bytes": arena.page_bytes, "residency": arena.residency}
-            facts["fetch"] = timing.fetcher_name(fetch, arena)
+            facts["fetch"] = limits.fetcher_name("auto", arena)
     stock, floor = found["exact"].ms, found["ceiling"].ms
     best = min(times.ms for name, times in found.items() if name.startswith("exact"))
     if stock <= floor:

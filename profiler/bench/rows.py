@@ -16,9 +16,9 @@ from attmemo.handles.stack import blocks_of
 from attmemo.kernels.copies import Copies, Copy
 from attmemo.kernels.row_attention import Layout, attend
 from attmemo.machine import conditions
-from attmemo.profiler.bench import timing
+from attmemo.profiler.bench import limits
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.bench.timing import Job, Progress
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 from attmemo.reuse.packed import Packed
 from attmemo.reuse.row_store import HeldRows, records_of
 from attmemo.reuse.rows import layout_of
@@ -31,7 +31,7 @@ _TOKENS: Final = 16  # that are computed one behind the other: changed tokens st
 def bench_rows(
     *, family: str = "bert", hidden: int = 768, heads: int = 12, length: int = 128, batch: int = 8,
     dtype: str = "bfloat16", layers: int = 2, storage: str = "int8", shares: Sequence[float] = SHARES,
-    repeats: int = 5, max_bytes: int = timing.MAX_BYTES, progress: Progress | None = None,
+    repeats: int = 5, max_bytes: int = limits.MAX_BYTES, progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """All blocks of a random model over packed rows, of which a share is computed and records supply the others.
 
@@ -61,23 +61,22 @@ def bench_rows(
         A size or name is none; there is no room; the family has no blocks.
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
-    timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    timing.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
-    timing.check_choice("dtype", dtype, ("float32", "bfloat16"))
-    timing.check_choice("storage", storage, tuple(ROW_STORAGE))
+    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
+    limits.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
+    limits.check_choice("dtype", dtype, ("float32", "bfloat16"))
+    limits.check_choice("storage", storage, tuple(ROW_STORAGE))
     if not all(0.0 < share <= 1.0 for share in shares):
         raise ValueError(f"shares are above 0 and at most 1, got {tuple(shares)}")
-    timing.check_memory(_SETS * 2 * batch * length * hidden * (layers + 1) * 4 + 48 * layers * hidden**2, max_bytes)
+    limits.check_memory(_SETS * 2 * batch * length * hidden * (layers + 1) * 4 + 48 * layers * hidden**2, max_bytes)
     where = conditions() | sizes | {"family": family, "dtype": dtype, "storage": storage}
-    tell = progress or timing.silent
-    with torch.random.fork_rng(devices=[]), timing.threads_kept(), torch.inference_mode():
+    with torch.random.fork_rng(devices=[]), limits.threads_kept(), torch.inference_mode():
         parts = _Parts(family, hidden, heads, length, batch, dtype, layers, storage)
         jobs: dict[str, Job] = {"stock": parts.stock}
         for share in dict.fromkeys((*shares, 1.0)):
             layout, source = parts.layout(share)
             jobs[f"blocks {share:g}"] = parts.blocks(layout, source)
             jobs[f"attention {share:g}"] = parts.attention(layout, source)
-        times = timing.interleave(jobs, repeats, tell=tell)
+        times = interleave(jobs, repeats, tell=progress)
     whole = times["blocks 1"].ms
     stock = times["stock"]
     rows: list[dict[str, Any]] = [{"name": "stock", "ms": stock.ms, "ms_min": min(stock.milliseconds)}]
@@ -88,7 +87,7 @@ def bench_rows(
             "attention_ms_per_layer": times[f"attention {share:g}"].ms, "rows": int(parts.layout(share)[0].starts[-1]),
             "speedup": whole / found.ms, "limit": 1.0 / share,
         })  # fmt: skip
-    return {"rows": rows, "conditions": where, "notes": timing.busy(where)}
+    return {"rows": rows, "conditions": where, "notes": limits.busy(where)}
 
 
 class _Parts:
@@ -102,7 +101,7 @@ class _Parts:
         blocks = blocks_of(self._model, adapter, "rows")
         self._packed = Packed(blocks, TYPES[dtype])
         self._lengths, self._length = [length] * batch, length
-        generator = torch.Generator().manual_seed(timing.SEED)
+        generator = torch.Generator().manual_seed(limits.SEED)
         self._inputs = [random_inputs(family, generator, batch, length, dtype) for _ in range(_SETS)]
         self._hidden = [
             torch.randn(batch * length, hidden, generator=generator).to(TYPES[dtype]) for _ in range(_SETS)

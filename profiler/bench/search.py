@@ -14,13 +14,13 @@ from attmemo.db import BACKENDS, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
 from attmemo.errors import AttmemoError, DatabaseError
 from attmemo.machine import conditions
-from attmemo.profiler.bench import timing
-from attmemo.profiler.bench.timing import SEED, Job, Progress
+from attmemo.profiler.bench import limits
+from attmemo.profiler.turns import Job, Progress, interleave, silent
 
 
 def bench_search(
     *, records: int = 10000, dimension: int = 128, queries: int = 64, backends: Sequence[str] = BACKENDS,
-    repeats: int = 9, max_bytes: int = timing.MAX_BYTES, progress: Progress | None = None,
+    repeats: int = 9, max_bytes: int = limits.MAX_BYTES, progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """Cost and recall of the index backends on clustered random vectors, as template-heavy data gives.
 
@@ -48,17 +48,16 @@ def bench_search(
         A size or backend is none; the limit or the memory has no room for it.
     """
     sizes = {"records": records, "dimension": dimension, "queries": queries}
-    timing.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
+    limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
     if isinstance(backends, str) or not backends:
         raise ValueError(f"backends must be a sequence of names, at least one, got {backends!r}")
     for backend in backends:
-        timing.check_choice("backends", backend, BACKENDS)
-    tell = progress or timing.silent
+        limits.check_choice("backends", backend, BACKENDS)
     # Vectors here and in each index with its links, queries of all turns, distances and order of a flat search.
     vectors_bytes, asked_bytes = 4 * records * dimension, 4 * (1 + repeats) * queries * dimension
-    timing.check_memory((2 + 2 * len(backends)) * vectors_bytes + asked_bytes + 16 * records * queries, max_bytes)
+    limits.check_memory((2 + 2 * len(backends)) * vectors_bytes + asked_bytes + 16 * records * queries, max_bytes)
     where = conditions()
-    generator = np.random.default_rng(SEED)
+    generator = np.random.default_rng(limits.SEED)
     centres = generator.standard_normal((math.isqrt(records - 1) + 1, dimension), np.float32)
     vectors = centres[generator.integers(len(centres), size=records)]
     vectors += 0.1 * generator.standard_normal((records, dimension), np.float32)
@@ -67,13 +66,13 @@ def bench_search(
         chosen = vectors[generator.integers(records, size=queries)]
         asked.append(chosen + 0.05 * generator.standard_normal((queries, dimension), np.float32))
 
-    notes = timing.busy(where)
+    notes = limits.busy(where)
     indexes: dict[str, VectorIndex] = {}
     build_seconds: dict[str, float] = {}
     wanted: list[Any] = list(dict.fromkeys(backends))  # checked against BACKENDS
-    with timing.threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
+    with limits.threads_kept():  # one thread for faiss is one for torch: the two may share an OpenMP runtime
         for step, backend in enumerate(wanted):
-            tell("indexes", step, len(wanted))
+            progress("indexes", step, len(wanted))
             try:
                 build_index(vectors[:1], backend)  # imports the library, or fails by name
             except (DatabaseError, ImportError) as error:
@@ -82,9 +81,9 @@ def bench_search(
             start = time.perf_counter()
             indexes[backend] = build_index(vectors, backend)
             build_seconds[backend] = time.perf_counter() - start
-        tell("indexes", len(wanted), len(wanted))
+        progress("indexes", len(wanted), len(wanted))
         jobs = {name: _search_job(index, asked) for name, index in indexes.items()}
-        found = timing.interleave(jobs, repeats, tell=tell)
+        found = interleave(jobs, repeats, tell=progress)
         exact = FlatIndex(vectors)
         truth = [exact.search(batch, 1)[1][:, 0] for batch in asked]
         rows = []

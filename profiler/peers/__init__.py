@@ -1,6 +1,6 @@
-"""Other ways to the same answers: the stock model, other runtimes, a cache of exact duplicates."""
+"""A table of cells: each path to the answers of one model, at each batch size, over one stream of texts."""
 
-from attmemo.profiler.peers.installed import ONNX, OPENVINO, installed_peers
-from attmemo.profiler.peers.ways import Duplicates, Way, another, way_of
+from attmemo.profiler.peers.measure import CellOptions, measure
+from attmemo.profiler.peers.verdict import sentences, title_of, verdicts
 
-__all__ = ["ONNX", "OPENVINO", "Duplicates", "Way", "another", "installed_peers", "way_of"]
+__all__ = ["CellOptions", "measure", "sentences", "title_of", "verdicts"]

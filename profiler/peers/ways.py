@@ -1,11 +1,9 @@
-"""A way takes tokenized texts in the order of arrival and gives their answers, as `models.answers` does.
-
-The time of a way includes padding.
-"""
+"""Ways to the answers of a model: they take tokenized texts as they come, and padding is in their time."""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,8 @@ from torch import Tensor
 
 from attmemo.profiler.models import LoadedModel, Tokens, answers, collate
 
-Way = Callable[[Sequence[Tokens]], Tensor]
+Way = Callable[[Sequence[Tokens]], Tensor]  # gives answers as `models.answers` does
+Ask = Callable[[Sequence[Tokens]], tuple[float, Tensor]]  # the seconds that it took, and the answers
 
 
 def another(loaded: LoadedModel) -> LoadedModel:
@@ -28,8 +27,19 @@ def way_of(loaded: LoadedModel, model: Any = None) -> Way:
     return lambda texts: answers(loaded, collate(loaded, texts), model)
 
 
-class Duplicates:
-    """A cache in front of a way: a text whose very tokens came before is not asked again.
+def timed(way: Way) -> Ask:
+    """A way of this process, timed here."""
+
+    def ask(texts: Sequence[Tokens]) -> tuple[float, Tensor]:
+        start = time.perf_counter()
+        given = way(texts)
+        return time.perf_counter() - start, given
+
+    return ask
+
+
+class Cache:
+    """A cache of exact duplicates: a text whose very tokens came before is not asked again.
 
     Attributes
     ----------
@@ -37,23 +47,40 @@ class Duplicates:
         Texts that came, and those of them that were known.
     """
 
-    def __init__(self, way: Way) -> None:
-        self._way = way
+    def __init__(self, behind: Ask) -> None:
+        self._behind = behind
         self._known: dict[tuple[int, ...], Tensor] = {}
         self.texts = self.found = 0
 
-    def __call__(self, texts: Sequence[Tokens]) -> Tensor:
+    def __call__(self, texts: Sequence[Tokens]) -> tuple[float, Tensor]:
+        start, inside, around = time.perf_counter(), 0.0, 0.0
         new = list({tuple(text.ids): text for text in texts if tuple(text.ids) not in self._known}.values())
         if new:
-            self._keep(new, self._way(new))
-        self.texts, self.found = self.texts + len(texts), self.found + len(texts) - len(new)
-        return torch.stack([self._known[tuple(text.ids)] for text in texts])
+            asked = time.perf_counter()
+            inside, given = self._behind(new)
+            around = time.perf_counter() - asked - inside  # what the way does not count: between processes
+            self._keep(new, given)
+        self._count(texts, len(new))
+        found = torch.stack([self._known[tuple(text.ids)] for text in texts])
+        return time.perf_counter() - start - around, found
 
     def learn(self, texts: Sequence[Tokens], given: Tensor) -> None:
         """Texts that another way has answered."""
-        new = {tuple(text.ids) for text in texts if tuple(text.ids) not in self._known}
-        self.texts, self.found = self.texts + len(texts), self.found + len(texts) - len(new)
+        self._count(texts, len({tuple(text.ids) for text in texts if tuple(text.ids) not in self._known}))
         self._keep(texts, given)
+
+    @property
+    def share(self) -> float:
+        """Share of the texts that were known."""
+        return self.found / max(1, self.texts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of answers, and eight for each token."""
+        return sum(answer.nbytes + 8 * len(ids) for ids, answer in self._known.items())
+
+    def _count(self, texts: Sequence[Tokens], new: int) -> None:
+        self.texts, self.found = self.texts + len(texts), self.found + len(texts) - new
 
     def _keep(self, texts: Sequence[Tokens], given: Tensor) -> None:
         self._known.update(zip((tuple(text.ids) for text in texts), given.clone(), strict=True))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Plot
 
 from attmemo.fastseq.generate.beam_attention import shared_attention
 from attmemo.fastseq.generate.el_attention import el_cross_attention
-from attmemo.profiler.bench.timing import interleave, silent
+from attmemo.profiler.turns import interleave
 from paper.el_table1 import HEADS, WIDTH, build, parts
 from paper.frame import Claim, Figure, Found, Run, judge, table, where
 from paper.plots import legend, sheet
@@ -32,7 +32,7 @@ def measure(run: Run) -> Found:
                     "shared cache": lambda _, p=part, k=few: shared_attention(p["query"], *k, None, None),
                     "EL": lambda _, p=part: el_cross_attention(p["query"], p["hidden"], p["projections"], None, None),
                 }
-                spent = interleave(jobs, run.size(5, 1), tell=silent)
+                spent = interleave(jobs, run.size(5, 1))
             rows.append({"length": length, "beams": beams} | {name: one.ms for name, one in spent.items()})
     return {"samples": samples, "heads": HEADS, "width": WIDTH, "rows": rows}
 

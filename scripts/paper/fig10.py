@@ -13,8 +13,8 @@ from matplotlib.figure import Figure as Plot
 from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.profiler.answers import prepare
-from attmemo.profiler.bench.timing import interleave, silent
 from attmemo.profiler.models import LoadedModel, answers, load_model
+from attmemo.profiler.turns import interleave
 from paper import levels
 from paper.exhaustive import padded_inputs
 from paper.frame import Claim, Figure, Found, Run, judge, percent, table, where
@@ -71,7 +71,7 @@ def _real(run: Run, name: str, size: int) -> Found:
         jobs["padded, best"] = lambda _turn: _pass(fast, padded)
         jobs["tight, best"] = lambda _turn: _pass(fast, tight)
         with torch.inference_mode():
-            spent = interleave(jobs, run.size(3, 1), tell=silent)
+            spent = interleave(jobs, run.size(3, 1))
         for own in served:
             unmemoize(own.model)
     rates = {row["level"]: row["rate"] for row in found["levels"]}

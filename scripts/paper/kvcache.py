@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Plot
 
 from attmemo.cache_name import CACHE_NAME
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.profiler.bench.timing import interleave, silent
+from attmemo.profiler.turns import interleave
 from paper.frame import Claim, Figure, Found, Run, document, judge, table, where
 from paper.plots import legend, sheet
 
@@ -37,7 +37,7 @@ def measure(run: Run) -> Found:
                 return model(ids, use_cache=False).last_hidden_state
 
             worst = max(worst, float((cached(0)[:, -1] - whole(0)[:, -1]).abs().max()))
-            spent = interleave({"cached": cached, "not cached": whole}, run.size(5, 1), tell=silent)
+            spent = interleave({"cached": cached, "not cached": whole}, run.size(5, 1))
             rows.append({"context": context} | {name: one.ms for name, one in spent.items()})
     operator = [
         {"keys": row["keys"], "ms": row["milliseconds"]["float32"]}

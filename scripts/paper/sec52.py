@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as Plot
 from torch import Tensor, nn
 
 from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder
-from attmemo.profiler.bench.timing import interleave, silent
+from attmemo.profiler.turns import interleave
 from paper.frame import Claim, Figure, Found, Run, judge, table, where
 from paper.plots import bars, legend, sheet
 
@@ -22,9 +22,8 @@ def measure(run: Run) -> Found:
     states = torch.randn(batch, length, hidden)
     ways = _embedders(length, hidden)
     with torch.inference_mode():
-        spent = interleave(
-            {name: lambda _turn, way=way: way(states) for name, way in ways.items()}, run.size(7, 1), tell=silent
-        )
+        jobs = {name: lambda _turn, way=way: way(states) for name, way in ways.items()}
+        spent = interleave(jobs, run.size(7, 1))
     return {"batch": batch, "length": length, "hidden": hidden, "ms": {name: one.ms for name, one in spent.items()}}
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from attmemo.db.index import build_index
 from attmemo.embed.siamese import CHANNELS, DIMENSION, SiameseEmbedder
-from attmemo.profiler.bench.timing import interleave, silent, threads_kept
+from attmemo.profiler.bench.limits import threads_kept
+from attmemo.profiler.turns import interleave
 from paper.frame import Claim, Figure, Found, Run, judge, table, where
 from paper.layers import cell, eager
 from paper.plots import PAPER, sheet
@@ -62,7 +63,7 @@ def _parts(batch: int, length: int, heads: int, width: int) -> Found:
             "A·V": lambda _: maps @ value,
             "map and A·V, fused": lambda _: nn.functional.scaled_dot_product_attention(query, key, value, mask),
         }
-        spent = interleave(jobs, 3, tell=silent)
+        spent = interleave(jobs, 3)
     return {"ms": {name: one.ms for name, one in spent.items()}}
 
 

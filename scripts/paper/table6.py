@@ -24,7 +24,7 @@ def measure(run: Run) -> Found:
         found = run.part(
             f"gather-{length}-{batch}",
             lambda length=length, batch=batch: bench_gather(
-                heads=12, length=length, batch=batch, dtype="float32", repeats=run.size(7, 1), cold=False
+                heads=12, length=length, batch=batch, dtype="float32", repeats=run.size(7, 1)
             ),
         )
         rows = {row["variant"]: row for row in found["rows"]}

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure as Plot
 from attmemo import memoize, unmemoize
 from attmemo.db import Database
 from attmemo.profiler.answers import prepare
-from attmemo.profiler.bench.timing import interleave, silent
 from attmemo.profiler.models import answers, load_model
+from attmemo.profiler.turns import interleave
 from paper import levels
 from paper.frame import Claim, Figure, Found, Run, judge, percent, table, where
 from paper.plots import PAPER, bars, legend, sheet
@@ -63,7 +63,7 @@ def _cell(run: Run, name: str, threshold: float, batch: int) -> Found:
             once("gate on")(0)  # the gate learns from the first batches, and the hit rates are of what follows
             for way in WAYS[1:]:
                 ways[way].model.attmemo.reset_stats()
-            spent = interleave({way: once(way) for way in WAYS}, run.size(3, 1), tell=silent)
+            spent = interleave({way: once(way) for way in WAYS}, run.size(3, 1))
         rates = {way: ways[way].model.attmemo.stats()["hit_rate"] for way in WAYS[1:]}
         for way in WAYS[1:]:
             unmemoize(ways[way].model)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from attmemo.errors import AttmemoError
+from attmemo.extras import install
 
 Measure = Literal["rouge", "bleu"]
 
@@ -44,7 +45,7 @@ def check(measure: Measure) -> None:
             import sacrebleu  # noqa: F401
     except ImportError as error:
         raise AttmemoError(
-            f"{measure.upper()} needs the package {_PACKAGES[measure]}: {error}.", "pip install 'attmemo[generate]'"
+            f"{measure.upper()} needs the package {_PACKAGES[measure]}: {error}.", install("generate")
         ) from error
 
 

@@ -1,0 +1,8 @@
+from typing import Any
+
+def plan(
+    arrays: tuple[Any, ...],
+    rule: tuple[int, int, int, bool, bool, int],
+    demand: tuple[float, float, float, int, int, int, int, bool],
+    /,
+) -> int: ...

@@ -1,0 +1,58 @@
+/*
+ * gaps.h: the gaps between an input and its record, as hashes. Part of changes.c and plan.c; changes.c says what they are.
+ */
+
+#ifndef ATTMEMO_GAPS_H
+#define ATTMEMO_GAPS_H
+
+#include <Python.h>
+
+#include "kinds.h"
+#include "numbers.h"
+
+/* A hash of some tokens in their order. */
+static uint64_t run(const int32_t *tokens, Py_ssize_t count)
+{
+    uint64_t found = (uint64_t)count + 1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        found = mix(found * 0x9e3779b97f4a7c15u + (uint32_t)tokens[i]);
+    return found;
+}
+
+typedef struct {
+    int64_t *sequence;
+    uint64_t *slot, *value, *former, *change;
+    uint8_t *word;
+    Py_ssize_t count;
+} Gaps;
+
+/* Adds the gaps of one sequence; `partner` is known to rise and to lie in the record. */
+static void add_gaps(Gaps *gaps, int64_t sequence, const int32_t *own, Py_ssize_t n, const int32_t *record,
+                     Py_ssize_t m, const int32_t *partner, const Kinds *kinds)
+{
+    Py_ssize_t here = 0, there = 0; /* behind the last pair */
+    int64_t anchor = -1;
+    for (Py_ssize_t j = 0; j <= n; j++) {
+        Py_ssize_t p = j < n ? partner[j] : m;
+        if (p < 0)
+            continue;
+        if (j > here || p > there) {
+            bool word = has_word(kinds, record + there, p - there) || has_word(kinds, own + here, j - here);
+            uint64_t slot = mix((uint64_t)(anchor + 1) * 2 + word);
+            uint64_t before = mix(run(record + there, p - there)), after = mix(run(own + here, j - here));
+            Py_ssize_t g = gaps->count++;
+            gaps->sequence[g] = sequence;
+            gaps->slot[g] = slot;
+            gaps->value[g] = mix(slot + after);
+            gaps->former[g] = mix(slot + before);
+            gaps->change[g] = mix(slot + before + after);
+            gaps->word[g] = word;
+        }
+        if (p < m && is_word(kinds, record[p]))
+            anchor = (uint32_t)record[p] & IDS;
+        here = j + 1;
+        there = p + 1;
+    }
+}
+
+#endif

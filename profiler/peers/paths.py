@@ -1,0 +1,195 @@
+"""The paths of a table: how each is made ready, and why one cannot take part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from attmemo.errors import AttmemoError
+from attmemo.kernels.linear8 import LinearName
+from attmemo.memoization import memoize
+from attmemo.precision import has_native_bfloat16
+from attmemo.profiler.answers import ANSWERS
+from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model
+from attmemo.profiler.peers import runtimes
+from attmemo.profiler.peers.ways import Way, way_of
+
+CACHE: Final = "cache"
+STOCK: Final = "stock"
+REUSE: Final = ("none", "maps", "rows", "none-int8", "rows-int8")
+"""The paths of attmemo itself; all others are peers."""
+MIN_COSINE: Final = 0.98
+_SAMPLE: Final = 4  # texts that a model is traced with
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the process of a path is told."""
+
+    model: str  # model, dtype, pooling: as `load_model` takes them
+    dtype: str
+    pooling: str | None
+    threads: int
+    folder: Path  # where converted models lie
+    first: list[Tokens]  # texts that prepare
+    batch: tuple[int, ...]  # sizes that will be asked
+    budget: float = 0.01  # of rows
+    database: Path | None = None  # of maps
+    modules: tuple[str, ...] = ()  # what every process imports before it is timed
+
+    def load(self, dtype: str | None = None) -> LoadedModel:
+        """The stock model."""
+        return load_model(self.model, dtype or self.dtype, pooling=self.pooling)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A path that can be asked; `handle` is that of a memoized model."""
+
+    way: Way
+    handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a path is made ready."""
+
+    title: str  # for readers
+    ready: Callable[[Order], Ready]  # loads it, in the process that answers, which imports it by its name
+    file: str | None = None  # the converted model that it reads (of `FILES`)
+    needs: tuple[str, ...] = ()  # packages
+    exact: tuple[str, ...] = ()  # number types of a model in which it computes the model's numbers, but for rounding
+    by_length: bool = True  # also asked with the texts of a window sorted by length: padding costs it time
+    every: bool = False  # asked for every text of the stream, not only for those that all paths answer
+    anew: bool = False  # begins with nothing at each batch size
+
+
+def why_not(name: str, order: Order) -> str | None:
+    """Why a path cannot take part, in a few words; None: it can."""
+    absent = [package for package in PATHS[name].needs if find_spec(package) is None]
+    if absent:
+        return f"not installed: pip install {' '.join(absent)}"
+    if name == "openvino-bf16" and not has_native_bfloat16():
+        return "the processor has no bfloat16"
+    if name == "openvino-f32" and order.dtype == "bfloat16":
+        return "the model is measured in bfloat16"
+    if name == "maps" and order.database is None:
+        return "no database of maps was given: --database DB"
+    return None
+
+
+def _stock(order: Order) -> Ready:
+    return Ready(way_of(order.load()))
+
+
+def _compiled(order: Order) -> Ready:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(order.folder / "inductor")  # nothing is there: all of it is timed
+    loaded = order.load()
+    model: Any = torch.compile(loaded.model, dynamic=True)
+    way = way_of(loaded, model)
+    with torch.inference_mode():
+        for size in order.batch:
+            for text in (min(order.first, key=len), max(order.first, key=len)):
+                way([text] * size)
+    return Ready(way)
+
+
+def memoize_rows(loaded: LoadedModel, budget: float, linear: LinearName = "exact") -> Any:
+    """Memoize a model as a user does, guarded, with nothing stored; its handle."""
+    rule = ANSWERS.get("class" if loaded.kind == "classifier" else loaded.pooling or "mean")
+    if rule is None:
+        raise AttmemoError(f"answers pooled by {loaded.pooling} cannot be guarded.", "give a model pooled by mean")
+    model: Any = memoize(
+        loaded.model, database=":memory:", reuse="rows", budget=budget, answer=rule, min_cosine=MIN_COSINE,
+        tokenizer=loaded.tokenizer, linear=linear,
+    )  # fmt: skip
+    model.attmemo.guarded.idle.close()  # else it would verify while other paths are timed
+    return model.attmemo
+
+
+def _memoized(order: Order, **settings: Any) -> Ready:
+    loaded = order.load()
+    model: Any = memoize(loaded.model, **settings)
+    return Ready(way_of(loaded), model.attmemo)
+
+
+def _maps(order: Order) -> Ready:
+    return _memoized(order, reuse="maps", database=order.database)
+
+
+def _none(linear: str, order: Order) -> Ready:
+    return _memoized(order, reuse="none", linear=linear)
+
+
+def _rows(linear: LinearName, order: Order) -> Ready:
+    loaded = order.load()
+    with torch.inference_mode():
+        way_of(loaded)(order.first[:_SAMPLE])  # warm, but nothing learned
+    return Ready(way_of(loaded), memoize_rows(loaded, order.budget, linear))
+
+
+def _runtime(read: Callable[[Path, str], runtimes.Asked], file: str, order: Order) -> Ready:
+    loaded = order.load()
+    loaded.model = loaded.model.to("meta")  # a runtime has weights of its own
+    return Ready(way_of(loaded, read(order.folder / file, runtimes.output_name(loaded))))
+
+
+def _openvino(precision: str, file: str, order: Order) -> Ready:
+    """Precision "": bfloat16 where the processor has it, for what is not in 8 bits."""
+    chosen = precision or ("bf16" if has_native_bfloat16() else "f32")
+    return _runtime(partial(runtimes.openvino, precision=chosen), file, order)
+
+
+def _onnx(file: str, order: Order) -> Ready:
+    return _runtime(runtimes.onnx, file, order)
+
+
+BOTH: Final = ("float32", "bfloat16")
+_XML, _XML_INT8, _ONNX, _ONNX_INT8 = "openvino.xml", "openvino-int8.xml", "model.onnx", "model-int8.onnx"
+_RUNTIME: Final = ("onnxruntime", "onnx", "onnxscript")
+PATHS: Final[dict[str, Route]] = {
+    STOCK: Route("stock", _stock, exact=BOTH),
+    "compile": Route("torch.compile", _compiled, exact=BOTH),
+    "openvino-f32": Route("OpenVINO f32", partial(_openvino, "f32", _XML), _XML, ("openvino",), BOTH),
+    "openvino-bf16": Route("OpenVINO bf16", partial(_openvino, "bf16", _XML), _XML, ("openvino",), ("bfloat16",)),
+    "openvino-int8": Route("OpenVINO int8", partial(_openvino, "", _XML_INT8), _XML_INT8, ("openvino", "nncf")),
+    "onnx": Route("ONNX Runtime f32", partial(_onnx, _ONNX), _ONNX, _RUNTIME, BOTH),
+    "onnx-int8": Route("ONNX Runtime int8", partial(_onnx, _ONNX_INT8), _ONNX_INT8, _RUNTIME),
+    "none": Route("attmemo none", partial(_none, "exact"), exact=BOTH, by_length=False),
+    "maps": Route("attmemo maps", _maps, by_length=False),
+    "rows": Route("attmemo rows", partial(_rows, "exact"), by_length=False, every=True, anew=True),
+    "none-int8": Route("attmemo none, int8", partial(_none, "int8"), by_length=False),
+    "rows-int8": Route("attmemo rows, int8", partial(_rows, "int8"), by_length=False, every=True, anew=True),
+}
+"""Paths that have a process of their own, by name. `CACHE` stands in front of one of them."""
+
+
+def _convert(write: Callable[..., None], file: str, order: Order) -> None:
+    loaded = order.load("float32")
+    write(loaded, collate(loaded, order.first[:_SAMPLE]), order.folder / file)
+
+
+def _quantize_openvino(order: Order) -> None:
+    loaded = order.load()
+    batches = [collate(loaded, [text]) for text in order.first]
+    runtimes.quantize_openvino(order.folder / _XML, batches, order.folder / _XML_INT8)
+
+
+def _quantize_onnx(order: Order) -> None:
+    runtimes.quantize_onnx(order.folder / _ONNX, order.folder / _ONNX_INT8)
+
+
+FILES: Final[dict[str, tuple[str | None, Callable[[Order], None]]]] = {
+    _XML: (None, partial(_convert, runtimes.convert_openvino, _XML)),
+    _XML_INT8: (_XML, _quantize_openvino),
+    _ONNX: (None, partial(_convert, runtimes.convert_onnx, _ONNX)),
+    _ONNX_INT8: (_ONNX, _quantize_onnx),
+}
+"""Converted models: the one that each is made of, and how."""

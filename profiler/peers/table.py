@@ -1,0 +1,176 @@
+"""The run behind a table: processes of paths that take turns over one stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from attmemo.errors import AttmemoError
+from attmemo.profiler.peers.conditions import Others, measured_under
+from attmemo.profiler.peers.paths import CACHE, PATHS, STOCK
+from attmemo.profiler.peers.process import PathError, PathProcess, Processes
+from attmemo.profiler.peers.stream import Stream
+from attmemo.profiler.peers.tally import Tally, cell, counts
+from attmemo.profiler.peers.ways import Ask, Cache
+from attmemo.profiler.turns import Progress, alternate
+
+_PILOT: Final = 3  # batches of the first part that show which exact path is the fastest
+_WHOLE: Final = 32  # texts in a batch of the reference
+
+Key = tuple[str, bool]  # a path, and whether its texts come in the order of their lengths
+
+
+class Table:
+    """One run over one stream, of a model of this kind, by these paths; the stock model always takes part."""
+
+    def __init__(
+        self, processes: Processes, kind: str, stream: Stream, names: Sequence[str], tell: Progress
+    ) -> None:  # fmt: skip
+        self._processes, self._order, self._kind, self._stream = processes, processes.order, kind, stream
+        self._names = [name for name in PATHS if name in names or name == STOCK]
+        self._cached, self._tell = CACHE in names, tell
+        self._open: dict[str, PathProcess] = {}
+        self._exact = torch.zeros(0)  # answers of the stock model in float32, one for each text
+        self.paths: dict[str, dict[str, Any]] = {}
+        self.cells: list[dict[str, Any]] = []
+
+    def result(self) -> dict[str, Any]:
+        """Make everything ready and measure. AttmemoError: the stock model itself fails."""
+        found: dict[str, Any] = {}
+        conditions = measured_under() | {"runs": []}
+        with _watched(found):
+            for done, name in enumerate(self._names):
+                self._tell("making ready", done, len(self._names))
+                self._set_up(name)
+        self._tell("making ready", len(self._names), len(self._names))
+        conditions["set_up"] = found
+        try:
+            if STOCK not in self._open:
+                raise PathError(self.paths[STOCK]["left_out"])
+            self._exact = self._reference()
+            for size in self._order.batch:
+                conditions["runs"].append({"batch": size})
+                with _watched(conditions["runs"][-1]):
+                    self._measure(size)
+        except PathError as error:
+            what = f"the stock model {self._order.model} failed: {error}"
+            raise AttmemoError(what, f"check the model: attmemo families {self._order.model}") from error
+        return {"conditions": conditions, "paths": self.paths, "cells": self.cells}
+
+    def _set_up(self, name: str) -> None:
+        """Convert and load; what fails is written down."""
+        found = self.paths.setdefault(name, {"title": PATHS[name].title})
+        found["exact"] = self._order.dtype in PATHS[name].exact
+        try:
+            self._open[name], seconds = self._processes.open(name)
+            found |= seconds
+        except PathError as error:
+            found["left_out"] = str(error)
+
+    def _reference(self) -> Tensor:
+        process = self._open[STOCK]
+        if self._order.dtype != "float32":
+            process, _ = self._processes.open(STOCK, replace(self._order, dtype="float32"))
+        ordered, parts = sorted(self._stream.texts, key=len), []
+        for at in range(0, len(ordered), _WHOLE):
+            self._tell("exact answers", at, len(ordered))
+            parts.append(process.ask(ordered[at : at + _WHOLE])[1])
+        self._tell("exact answers", len(ordered), len(ordered))
+        if process is not self._open[STOCK]:
+            process.close()
+        return torch.cat(parts)[torch.tensor([text.row for text in ordered]).argsort()]
+
+    def _measure(self, size: int) -> None:
+        """All cells of one batch size."""
+        if size != self._order.batch[0]:
+            for name in [name for name in self._open if PATHS[name].anew]:
+                self._open.pop(name).close()
+                self._set_up(name)
+        best = self._pilot(size)
+        asks: dict[str, Ask] = {name: process.ask for name, process in self._open.items()}
+        if self._cached and best is not None:
+            asks[CACHE] = Cache(self._open[best].ask)
+        tallies, failed = self._pass(size, asks)
+        if STOCK in failed:
+            raise PathError(failed[STOCK])
+        found = self._described(asks.get(CACHE), best, failed)
+        places = [*PATHS, CACHE]
+        for (name, by_length), tally in sorted(tallies.items(), key=lambda item: places.index(item[0][0])):
+            one: dict[str, Any] = {"path": name, "batch": size, "by_length": by_length}
+            if name in failed:
+                self.cells.append(one | {"left_out": failed[name]})
+            else:
+                one |= cell(tally, tallies[STOCK, False], self._kind, self._exact, self._stream.whole)
+                self.cells.append(one | found[name])
+        for name in failed:  # a process that fails once is not asked again
+            if name in self._open:
+                self._open.pop(name).close()
+                self.paths[name]["left_out"] = failed[name]
+
+    def _described(self, cache: Any, behind: str | None, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
+        """Memory and counts of every path; one whose process is gone joins those that failed."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, process in self._open.items():
+            try:
+                found[name] = {"memory": process.memory(), "counts": counts(process.stats())}
+            except PathError as error:
+                failed.setdefault(name, str(error))
+        if cache is not None and behind is not None:
+            if behind in found:
+                memory = found[behind]["memory"] + cache.nbytes
+                found[CACHE] = {"behind": behind, "found": cache.share, "memory": memory}
+            else:
+                failed.setdefault(CACHE, failed[behind])
+        return found
+
+    def _pilot(self, size: int) -> str | None:
+        """The exact path that is the fastest on some batches of the first part; also warms all paths up."""
+        first, spent = self._order.first, {}
+        starts = [place * max(0, len(first) - size) // max(1, _PILOT - 1) for place in range(_PILOT)]
+        for name, process in self._open.items():
+            if PATHS[name].anew:
+                continue
+            batches = [(first[at : at + size] * size)[:size] for at in (starts[0], *starts)]
+            try:
+                seconds = [process.ask(batch)[0] for batch in batches]
+            except PathError:
+                continue  # it fails again in its turn, and is written down there
+            if self._order.dtype in PATHS[name].exact:
+                spent[name] = sum(seconds[1:])
+        return min(spent, key=lambda name: spent[name]) if spent else None
+
+    def _pass(self, size: int, asks: dict[str, Ask]) -> tuple[dict[Key, Tally], dict[str, str]]:
+        """The stream through the paths, in another order for each batch."""
+        every: list[Key] = [(name, False) for name in asks if name != CACHE and PATHS[name].every]
+        keys = every + [(name, False) for name in asks if (name, False) not in every]
+        keys += [(name, True) for name in asks if name != CACHE and PATHS[name].by_length and size > 1]
+        tallies: dict[Key, Tally] = {key: Tally() for key in keys}
+        failed: dict[str, str] = {}
+        for number, turn in enumerate(self._stream.turns(size)):
+            self._tell(f"batches of {size}", turn.window, self._stream.windows)
+            for name, by_length in alternate(keys if turn.whole else every, number):
+                texts = turn.by_length if by_length else turn.texts
+                if name not in failed:
+                    try:
+                        tallies[name, by_length].add(turn, texts, *asks[name](texts))
+                    except PathError as error:
+                        failed[name] = str(error)
+            cache = asks.get(CACHE)
+            if isinstance(cache, Cache) and not turn.whole:
+                cache.learn(turn.texts, self._exact[[text.row for text in turn.texts]])
+        self._tell(f"batches of {size}", self._stream.windows, self._stream.windows)
+        return tallies, failed
+
+
+@contextmanager
+def _watched(found: dict[str, Any]) -> Iterator[None]:
+    """Note how long the work inside takes, and the share of the processors that other work takes meanwhile."""
+    begun, others = time.monotonic(), Others()
+    yield
+    found |= {"seconds": time.monotonic() - begun, "others": others.share()}
