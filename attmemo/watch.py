@@ -1,4 +1,10 @@
-"""Notices what must stay as it was at `memoize`: maps belong to exact weights, and dropout is not memoized."""
+"""Notices what must stay as it was at `memoize`: records belong to exact weights, and dropout is not memoized.
+
+A forward asks where weights lie, how often they were written, and for one number of each. Weights that lie elsewhere
+may be the same (`Tensor.share_memory_`, a pool of processes, a type that was left and taken again). Then all are read
+once, and compared with a checksum of what they were at `memoize`: to take it reads each weight once more, about .1
+seconds for a gigabyte, and costs a forward nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from attmemo.fingerprint import AFTER_ATTENTION
 
-CHANGED = "its weights changed since memoize (call memoize again)"
+CHANGED = "its weights or settings changed since memoize (call memoize again)"
 
 _version = attrgetter("_version")
 _training = attrgetter("training")
@@ -39,10 +46,14 @@ class Watch:
         weights = list({id(p): p for module in modules for p in module._parameters.values() if p is not None}.values())
         self._counted = [weight for weight in weights if not weight.is_inference()]  # others have no version
         self._plain = [weight for weight in weights if type(weight) is nn.Parameter]  # others may have no address
-        # Fused optimizers and writes through .data leave the version as it is: one number of each weight is compared.
-        self._numbers = [_middle(weight) for weight in self._plain if weight.numel()]
+        # Numbers that blocks were made ready with, or that belong to what was stored: eps of norms, factors of scores.
+        self._settings = [
+            (vars(module), name) for module in modules if not isinstance(module, nn.modules.dropout._DropoutNd)
+            for name, value in vars(module).items() if type(value) is float and "drop" not in name
+        ]
         self._held = list(self._all())  # keeps identities from reuse
-        self._before: tuple[Any, ...] | None = (self._places(), self._values())
+        self._sum = self._checksum()
+        self._before: tuple[Any, ...] | None = self._look()
         # A hit drops nothing: serving would take the noise out of Monte Carlo dropout.
         self._dropouts = [
             [child for one in modules for child in one.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
@@ -50,34 +61,68 @@ class Watch:
         ]
 
     def changed(self) -> bool:
-        """Whether a weight was written, replaced or moved, or a module was replaced. Once True, always True."""
+        """Whether a weight was written or replaced, a module was replaced, or a number of one. Once True, always True.
+
+        A weight that moved is no other one.
+        """
         before = self._before
         # Places before values: these are in memory that may be freed if a weight has moved (`Tensor.share_memory_`
         # gives the same storage another block).
-        if before is not None and (
-            not self._holds() or self._places() != before[0] or self._values() != before[1]
+        if before is not None and not (
+            self._holds() and self._written() == before[0] and self._floats() == before[1]
+            and ((self._places() == before[2] and self._values(before[3]) == before[4]) or self._moved(before))
         ):  # fmt: skip
-            self._before = before = None
+            self._before = None
             # The old weights need not stay in memory. New lists: another thread may be iterating over these.
-            self._members, self._counted, self._plain, self._numbers, self._held = [], [], [], [], []
+            self._members, self._counted, self._plain, self._settings, self._held = [], [], [], [], []
         return self._before is None  # another thread may have noticed meanwhile
+
+    def _moved(self, before: tuple[Any, ...]) -> bool:
+        """Whether weights lie elsewhere and are what they were: then they are watched there."""
+        if self._places() == before[2] or self._checksum() != self._sum:
+            return False
+        self._before = self._look()
+        return True
+
+    def _look(self) -> tuple[Any, ...]:
+        """All that a forward compares."""
+        # Fused optimizers and writes through .data leave the version as it is: one number of each weight is compared.
+        numbers = [_middle(weight) for weight in self._plain if weight.numel()]
+        return self._written(), self._floats(), self._places(), numbers, self._values(numbers)
+
+    def _checksum(self) -> int:
+        """Of all bytes of weights with an address."""
+        found = xxhash.xxh3_128()
+        for weight in self._plain:
+            found.update(f"{weight.dtype} {tuple(weight.shape)}".encode())
+            if weight.numel():
+                found.update(weight.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.intdigest()
 
     def drops(self, layer: int) -> bool:
         """Whether a layer has a dropout in training mode."""
         return any(map(_training, self._dropouts[layer]))
 
-    # Every forward asks these three: in C as far as possible, and no number is made for a comparison of identities.
+    # Every forward asks these: in C as far as possible, and no number is made for a comparison of identities.
 
     def _holds(self) -> bool:
         """Whether modules hold the very modules and parameters that they held."""
         return sum(map(len, self._members)) == len(self._held) and all(map(is_, self._all(), self._held))
 
-    def _places(self) -> tuple[Any, ...]:
-        """Where weights lie and how often they were written. `.to(dtype)` keeps parameters and versions, and moves."""
-        return sum(map(_version, self._counted)), tuple(map(Tensor.data_ptr, self._plain))
+    def _written(self) -> int:
+        """How often weights were written."""
+        return sum(map(_version, self._counted))
 
-    def _values(self) -> bytes:
-        return b"".join(map(np.ndarray.tobytes, self._numbers))
+    def _floats(self) -> list[Any]:
+        return [members.get(name) for members, name in self._settings]
+
+    def _places(self) -> tuple[int, ...]:
+        """Where weights lie. `.to(dtype)` keeps parameters and versions, and moves."""
+        return tuple(map(Tensor.data_ptr, self._plain))
+
+    @staticmethod
+    def _values(numbers: list[npt.NDArray[np.generic]]) -> bytes:
+        return b"".join(map(np.ndarray.tobytes, numbers))
 
     def _all(self) -> Iterator[Any]:
         """Modules and parameters as the modules hold them now."""

@@ -106,8 +106,8 @@ def test_the_tutorial_prints_what_it_shows(minilm: None) -> None:
         (first, rows), (again, expected) = (map(int, text.splitlines()[0].split()) for text in (seen, shown))
         assert first == again == tokens
         assert abs(rows - expected) <= 0.05 * tokens
-        served, told = (int(re.findall(r"'served': (\d+)", text)[0]) for text in (seen, shown))
-        assert abs(served - told) <= 0.05 * lines
+        reused, told = (int(re.findall(r"'reused': (\d+)", text)[0]) for text in (seen, shown))
+        assert abs(reused - told) <= 0.05 * lines
     assert all("certified" in text for text in outputs[2])
     for seen, _ in (outputs[3], outputs[4]):
         changed = re.findall(r"(\d+) vectors changed", seen)

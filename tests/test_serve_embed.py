@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_info_names_the_model_and_the_limits(live: Live) -> None:
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (256, 200, "float32")
     assert info["served_model_name"] == "minilm"
+
+
+def test_answers_from_records_have_one_number_on_the_page_in_metrics_and_in_stats(live: Live) -> None:
+    texts = [f"disk {number} of host {number % 3} is full" for number in range(12)]
+    handle = live.service.model.handle
+    assert handle is not None
+    for _ in range(3):
+        assert live.post("/embed", {"inputs": texts}).status == 200
+        assert handle.flush()
+    stats, shown = handle.stats(), live.get("/live").json
+    told = dict(re.findall(r"^attmemo_(\w+)_total (\d+)", live.get("/metrics").body.decode(), re.MULTILINE))
+    for name in ("reused", "repeated"):
+        assert stats[name] == shown[name] == int(told[name])
+    assert f"{stats['repeated']} (" in stats["guard"]["says"] or not stats["repeated"]
+    assert shown["sequences"] >= stats["reused"] + stats["repeated"]
 
 
 def test_state_is_open_and_well(live: Live) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from packed_tools import batch
 from test_families import Case
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.watch import CHANGED
+from attmemo.watch import CHANGED, Watch
 
 
 def other_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +145,7 @@ def test_new_weights_are_never_served_old_maps(
         seen = [output(model, case.stored) for _ in range(2)]
     stats = handle.stats()
     assert (stats["hits"], set(stats["ineligible"])) == (0, {CHANGED})
-    assert caplog.text.count("weights changed") <= 1, "said once, be it in training or afterwards"
+    assert caplog.text.count("weights or settings changed") <= 1, "said once, be it in training or afterwards"
     handle.disable()
     assert torch.equal(seen[1], output(model, case.stored))
 
@@ -170,7 +171,7 @@ def test_a_change_of_weights_is_said_once(case: Case, model: Any, caplog: pytest
     with caplog.at_level(logging.WARNING, "attmemo"):
         for _ in range(2):
             output(model, case.stored)
-    assert caplog.text.count("the model stays exact: its weights changed since memoize") == 1
+    assert caplog.text.count("the model stays exact: its weights or settings changed since memoize") == 1
 
 
 def test_a_change_while_switched_off_is_remembered(case: Case, model: Any) -> None:
@@ -209,6 +210,107 @@ def test_the_same_weights_are_never_taken_for_new_ones(case: Case, model: Any, t
     handle.disable()
     handle.enable()
     handle.reset_stats()
+    output(model, case.stored)
+    assert handle.stats()["hit_rate"] == 1.0
+
+
+def share(model: nn.Module) -> None:
+    model.share_memory()
+
+
+def lie_elsewhere(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def leave_the_type_and_return(model: nn.Module) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+def stay(model: nn.Module) -> None:
+    model.to(torch.float32).to("cpu")
+
+
+MOVES = [share, lie_elsewhere, leave_the_type_and_return, stay]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+def test_weights_that_moved_are_compared_once_and_served_on(
+    case: Case, model: Any, move: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, read = serve(case, model), list[int]()
+    own = Watch._checksum
+    monkeypatch.setattr(Watch, "_checksum", lambda watch: read.append(1) or own(watch))
+    for turn in range(1, 3):
+        move(model)
+        handle.reset_stats()
+        for _ in range(3):
+            output(model, case.stored)
+        assert handle.stats()["hit_rate"] == 1.0
+        assert not handle.stats()["ineligible"]
+        assert len(read) == {stay: 0, share: 1}.get(move, turn), "what is shared already stays"
+    write_unseen(model)
+    handle.reset_stats()
+    output(model, case.stored)
+    assert set(handle.stats()["ineligible"]) == {CHANGED}, "they are watched where they lie now"
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "DeBERTa-v3"])
+def test_packed_blocks_read_weights_that_moved_where_they_lie(name: str, move: Callable[[nn.Module], None]) -> None:
+    model, inputs = memoize(FAMILIES[name].make(), reuse="none"), batch([20, 9])
+    with torch.inference_mode():
+        expected = model(**inputs)[0].clone()
+        move(model)
+        held = [torch.full((1 << 12,), float("nan")) for _ in range(200)]  # what was freed is written by others
+        for _ in range(2):
+            assert torch.equal(model(**inputs)[0], expected)
+    assert len(held) == 200
+    assert model.attmemo.stats()["sequences"] == 6
+    assert not model.attmemo.stats()["ineligible"]
+
+
+@pytest.mark.parametrize("place", [0, 5, -1])
+def test_a_number_that_changed_while_weights_moved_is_noticed(case: Case, model: Any, place: int) -> None:
+    handle = serve(case, model)
+    weight = model.encoder.layer[1].output.dense.weight
+    other = weight.data.clone()
+    other.view(-1)[place] += 1e-3
+    weight.data = other
+    output(model, case.stored)
+    assert set(handle.stats()["ineligible"]) == {CHANGED}
+
+
+def norm_of(model: Any) -> Any:
+    return model.encoder.layer[1].output.LayerNorm
+
+
+SETTINGS = [
+    (lambda model: model.embeddings.LayerNorm, "eps"), (norm_of, "eps"),
+    (lambda model: model.encoder.layer[0].attention.self, "scaling"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "name"), SETTINGS)
+@pytest.mark.parametrize("reuse", ["maps", "none"])
+def test_another_number_of_a_module_is_noticed(
+    case: Case, model: Any, part: Callable[[Any], Any], name: str, reuse: str
+) -> None:
+    bare = copy.deepcopy(model)
+    handle = serve(case, model) if reuse == "maps" else memoize(model, reuse="none").attmemo
+    output(model, case.stored)
+    assert not handle.stats()["ineligible"]
+    for one in (model, bare):
+        setattr(part(one), name, 8.0 * getattr(part(one), name))
+    assert torch.equal(output(model, case.stored), output(bare, case.stored))
+    assert set(handle.stats()["ineligible"]) == {CHANGED}
+
+
+def test_another_dropout_is_no_other_number(case: Case, model: Any) -> None:
+    handle = serve(case, model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
     output(model, case.stored)
     assert handle.stats()["hit_rate"] == 1.0
 

@@ -45,7 +45,7 @@ class Chain:
     Parameters
     ----------
     links : sequence of Link
-        Weights of norms are read at each call, where they lie now.
+        Weights of norms are copied: those of a model may move.
     heads, width : int
         Heads of the attention, and numbers of each.
     isa : str
@@ -65,14 +65,24 @@ class Chain:
         if links[0].out.inputs != heads * width:
             raise ValueError(f"{heads} heads of {width} numbers do not fit a layer with {links[0].out.inputs} inputs")
         self._links, self._up, self._heads = tuple(links), first, heads
-        self._alive = [(norm.weight, norm.bias) for _, norm in layers if norm is not None]
+        self._norms: list[Tensor] = []
         self._native = native.prepare(
             tuple(
-                (layer.inputs, layer.outputs, layer.kind[1], layer.weights, layer.norm_of(norm))
+                (layer.inputs, layer.outputs, layer.kind[1], layer.weights, self._copied(layer, norm))
                 for layer, norm in layers
             ),
             (first.arithmetic, first.kind[0], isa),
         )
+
+    def _copied(self, layer: Panels, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
+        """What `layer.norm_of` gives, of a copy that stays where it is."""
+        weight, bias, eps = layer.norm_of(norm)
+        if norm is None:
+            return weight, bias, eps
+        parts = [None if part is None else part.detach().clone() for part in (norm.weight, norm.bias)]
+        self._norms += [part for part in parts if part is not None]
+        weight, bias = (0 if part is None else part.data_ptr() for part in parts)
+        return weight, bias, eps
 
     def __call__(
         self, hidden: Tensor, layout: Layout, *, scale: float, table: Tensor | None = None,
