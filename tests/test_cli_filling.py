@@ -268,6 +268,7 @@ def test_what_was_set_aside_goes_with_what_is_forgotten_and_else_is_named(folder
     """It cannot be searched."""
     (folder / ASIDE / "then").mkdir(parents=True)
     (folder / ASIDE / "then" / "0000000000").write_bytes(b"damaged")
+    assert "7 bytes that were found damaged" in succeed("inspect", folder)
     assert "cannot be searched" in succeed("forget", folder, "--before", "1970-01-02")
     assert (folder / ASIDE / "then" / "0000000000").exists()
     assert "is removed too" in succeed("forget", folder, "--before", "2001-01-01")

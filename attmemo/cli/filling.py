@@ -180,6 +180,8 @@ def show(out: Output, found: dict[str, Any]) -> None:
         "size": f"{size(found['bytes'])} in {found['segments']} segments, records {size(found['record_bytes'])}",
         "so far": _so_far(counts),
     }
+    if found["set_aside_bytes"]:
+        rows["set aside"] = f"{size(found['set_aside_bytes'])} that were found damaged"
     rows |= {f"guard of answer={guard['answer']}": guard["says"] for guard in found["guards"]}
     out.table(found["path"], (), list(rows.items()))
     ages = [

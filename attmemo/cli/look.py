@@ -56,10 +56,12 @@ def inspect(db: DatabasePath, plot: Plot = None, json: Json = None, quiet: Quiet
 
 def _summarize_filling(db: Path) -> dict[str, Any]:
     """What `inspect` shows of a database that fills itself, JSON-able."""
+    from attmemo.db.folder import ASIDE
     from attmemo.db.upkeep import summarize
 
+    aside = sum(file.stat().st_size for file in (db / ASIDE).rglob("*") if file.is_file())
     with closing(filling.opened(db, fills=False)) as pool:
-        return summarize(pool) | {"guards": _guards(db)}
+        return summarize(pool) | {"guards": _guards(db), "set_aside_bytes": aside}
 
 
 def _plot(file: Path, found: dict[str, Any]) -> None:

@@ -251,7 +251,9 @@ def unsealed(raw: bytes, path: Path, hint: str = RESTORE) -> str:
         text, checksum, rest = raw.decode().rsplit("\n", 2)
     except ValueError as error:
         raise DatabaseCorruptError(f"{path}: it is cut or damaged: no checksum line.", hint) from error
-    if rest or checksum != _checksum(text):
+    if rest:
+        raise DatabaseCorruptError(f"{path}: there are {len(rest)} characters behind its checksum.", hint)
+    if checksum != _checksum(text):
         raise DatabaseCorruptError(f"{path}: checksum {checksum[:16]!r}, expected {_checksum(text)}.", hint)
     return text
 
