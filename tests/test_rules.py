@@ -20,8 +20,8 @@ from attmemo.handles.rules import digest_of_rules
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [("guard.verified", "NUMBERS", 3), ("guard.verified", "WORDS", 5), ("guard.verified", "PENALTY", 1),
-     ("guarded", "MOVES", 0.4), ("planner.guarded", "MOST_ROWS", 0.8), ("planner.guarded", "TRIED", 5),
-     ("planner.guarded", "MORE_NEAR", 1), ("guard.margin", "VECTORS", Scale("margin", (0.9, 0.95), 1, 0.0)),
+     ("guard.guard", "TRIED", 5), ("guard.guard", "DRAWN", 0.02), ("embed.tokens", "TRIED", 9),
+     ("guard.margin", "VECTORS", Scale("margin", (0.9, 0.95), 1, 0.0)),
      ("guard.certificate", "_PARTS", np.geomspace(0.1, 0.9, 24)), ("reuse.rows", "DRIFT", 0.5),
      ("kernels.align", "LONG", 4), ("", "__version__", "0.0.0+another")],
 )  # fmt: skip

@@ -17,7 +17,7 @@ import attmemo
 from attmemo import guard, guarded, planner, sureness
 from attmemo.embed import kinds as token_kinds
 from attmemo.embed import sketch, tokens
-from attmemo.kernels import align, changes, kinds, rows
+from attmemo.kernels import align, changes, kinds, plan, rows
 from attmemo.reuse import rows as reuse
 
 
@@ -28,7 +28,7 @@ def digest_of_rules() -> str:
 
 
 def _modules() -> Iterator[ModuleType]:
-    yield from (guarded, sureness, tokens, sketch, token_kinds, align, changes, kinds, rows, reuse)
+    yield from (guarded, sureness, tokens, sketch, token_kinds, align, changes, kinds, plan, rows, reuse)
     for package in (guard, planner):
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             yield import_module(found.name)
