@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from attmemo.cli import advise, bench, build, demo, doctor, families, filling, generate, look, measure
-from attmemo.cli.migrate import migrate
 from attmemo.cli.serve import serve
 
 HELP = """Serve a transformer from what it has computed before: attention maps, or rows of similar inputs.
@@ -70,7 +69,6 @@ app.command("check")(look.check)
 app.command("forget")(filling.forget)
 app.command("compact")(filling.compact)
 app.command("merge")(filling.merge)
-app.command("migrate")(migrate)
 app.add_typer(bench.app, name="bench")
 app.command("generate", context_settings=generate.CONTEXT)(generate.generate)
 app.command("serve")(serve)
