@@ -25,9 +25,7 @@ CONFIG_KEYS = (
     "share_att_key", "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "conv_act", "conv_groups",
     "is_decoder", "type_vocab_size", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "pad_token_id",
 )  # fmt: skip
-# For these first model types only the settings above count: the fingerprints of old databases must stay valid.
-FIRST_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta-v2")
-# For all other types every setting counts except these, which cannot change a map. So an unknown setting is safe.
+# Every other setting counts too except these, which cannot change a map. So an unknown setting is safe.
 HARMLESS_KEYS = frozenset({
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id",
     "num_labels", "problem_type", "use_cache", "output_hidden_states", "output_attentions", "return_dict",
@@ -84,7 +82,7 @@ def model_fields(model: nn.Module, linear: str = "exact") -> dict[str, str]:
     """
     base, config = getattr(model, "base_model", model), getattr(model, "config", None)
     settings = {key: getattr(config, key, None) for key in CONFIG_KEYS}
-    if config is not None and getattr(config, "model_type", None) not in FIRST_TYPES:
+    if config is not None:
         others = {key: value for key, value in config.to_dict().items() if value is not None}
         settings |= {key: others[key] for key in others if key not in HARMLESS_KEYS and "dropout" not in key}
     weights: list[tuple[str, bytes]] = []

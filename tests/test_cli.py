@@ -761,9 +761,6 @@ class TestRows:
         file.write_bytes(body)
         assert file.name in attmemo("check", damaged).output
 
-    def test_migrate_has_nothing_to_do(self, stored: Path) -> None:
-        assert "has format version 2 already" in succeed("migrate", stored)
-
     @pytest.mark.parametrize(("command", "said"), [
         ("train-embedder {db}", "there is no embedder to train"),
         ("tune {db} --data {ask}", "thresholds of maps only"),

@@ -248,10 +248,10 @@ def test_no_path_leads_out_of_the_database(whole: Path, body: Body, name: str) -
 
 
 def test_another_version_is_refused(whole: Path, body: Body) -> None:
-    """A database of a later format is refused by both version numbers, not as corrupt."""
-    for version in (0, 3, "1.5", None, True):
+    """A database of another format is refused by both version numbers, not as corrupt, and told what to do."""
+    for version in (0, 1, 3, "1.5", None, True):
         body["version"] = version
-        refuse(whole, body, rf"format version {version!r}.*reads versions 1 and 2", FormatVersionError)
+        refuse(whole, body, rf"(?s)format version {version!r}.*reads version 2.*build it again", FormatVersionError)
 
 
 def test_another_page_size_is_refused(whole: Path, body: Body) -> None:

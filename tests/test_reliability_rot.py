@@ -1,4 +1,4 @@
-"""Every bit, slots that change places, and databases of earlier versions."""
+"""Every bit, slots that change places, and a database that an earlier build of this library wrote."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import xxhash
 from reliability_tools import GOLDEN, outcome, reseal, use
 from test_db_tools import MODEL, add_maps, changed, contents, fill, findings, memory_directory, sequence, train_by_hand
 
-from attmemo.db import Database, DatabaseWriter, Provenance, migrate, read_manifest
+from attmemo.db import Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db.files import MANIFEST
 from attmemo.db.manifest import Manifest
 from attmemo.db.slots import HEADER_BYTES, check_arena
 from attmemo.embed.siamese import load_embedders
-from attmemo.errors import DatabaseCorruptError, DatabaseError
+from attmemo.errors import DatabaseCorruptError
 
 # -- every bit
 
@@ -110,7 +110,7 @@ def test_two_exchanged_slots_are_found(copy: Path) -> None:
     assert findings(copy) == []
 
 
-# -- databases that earlier versions of this library wrote
+# -- a database that an earlier build of this library wrote
 
 
 def make_golden(path: Path = GOLDEN / "v2") -> None:
@@ -126,12 +126,12 @@ def make_golden(path: Path = GOLDEN / "v2") -> None:
         (path / name).unlink()
 
 
-@pytest.fixture(params=["v1", "v2"])
-def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy of a database in the repository."""
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy of the database in the repository."""
     if mmap.PAGESIZE > 4096:
         pytest.skip("the database was built for pages of 4096 bytes")
-    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / request.param))
+    return Path(shutil.copytree(GOLDEN / "v2", tmp_path / "v2"))
 
 
 def digest_of(path: Path) -> str:
@@ -150,7 +150,7 @@ def digest_of(path: Path) -> str:
     return state.hexdigest()
 
 
-def test_a_database_of_an_earlier_version_reads_as_it_was_written(golden: Path) -> None:
+def test_a_database_of_an_earlier_build_reads_as_it_was_written(golden: Path) -> None:
     """The files in the repository, opened by the code of today: every number as it was."""
     manifest = read_manifest(golden)
     assert (manifest.records, manifest.generation, manifest.storage) == (3, 3, "float32")
@@ -159,14 +159,7 @@ def test_a_database_of_an_earlier_version_reads_as_it_was_written(golden: Path) 
     assert sum(file.stat().st_size for file in golden.rglob("*") if file.is_file()) < 200_000
 
 
-def test_a_builder_goes_on_with_version_2_and_after_migration_with_version_1(golden: Path) -> None:
-    if read_manifest(golden).version == 1:
-        before = {f: f.read_bytes() for f in sorted(golden.rglob("*")) if f.is_file() and "lock" not in f.name}
-        with pytest.raises(DatabaseError, match="format version 1") as caught:
-            fill(golden, (3, 5, 3, 8))
-        assert caught.value.hint == f"attmemo migrate {golden}"
-        assert {f: f.read_bytes() for f in before} == before
-        assert migrate(golden)
+def test_a_builder_goes_on_with_it(golden: Path) -> None:
     fill(golden, (3, 5, 3, 8))
     assert len(contents(golden)) == 4
     assert findings(golden) == []

@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from attmemo.cli import advise, bench, build, demo, doctor, families, filling, generate, look, measure
-from attmemo.cli.migrate import migrate
 from attmemo.cli.serve import serve
 
 HELP = """Faster transformer encoders on CPU servers: no padding, and what was computed before is not computed
@@ -107,7 +106,6 @@ app.command("compact", rich_help_panel=DATABASES)(filling.compact)
 app.command("merge", rich_help_panel=DATABASES)(filling.merge)
 app.command("build-database", rich_help_panel=DATABASES)(build.build_database)
 app.command("evaluate", rich_help_panel=DATABASES)(measure.evaluate)
-app.command("migrate", rich_help_panel=DATABASES)(migrate)
 app.command("train-embedder", rich_help_panel=MAPS)(build.train_embedder)
 app.command("tune", rich_help_panel=MAPS)(measure.tune)
 app.add_typer(bench.app, name="bench", rich_help_panel=BENCHMARKS)

@@ -16,12 +16,11 @@ from attmemo.db.kinds import (
     kinds_of_rows,
 )
 from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
-from attmemo.db.migration import migrate
 from attmemo.db.writer import DatabaseWriter, Provenance
 
 __all__ = [
     "BACKENDS", "KIND_INPUT", "KIND_LAST", "KIND_MAP", "KIND_ROWS", "KIND_SCALES", "KIND_TOKENS", "SEQUENCE",
     "SPLIT_HELD_OUT", "SPLIT_TRAIN", "Backend", "Database", "DatabaseWriter", "EmbedderRef", "FileRef", "Finding",
     "FlatIndex", "LayerIndex", "Manifest", "ModelInfo", "Provenance", "SlotKind", "cache_directory", "default_path",
-    "file_digest", "filling_path", "find_database", "kept_in", "kinds_of_rows", "migrate", "read_manifest", "storing",
+    "file_digest", "filling_path", "find_database", "kept_in", "kinds_of_rows", "read_manifest", "storing",
 ]  # fmt: skip

@@ -107,15 +107,15 @@ class Catalogue:
             _ENVIRONMENT.release()
             raise
 
-    def entries(self, prefix: bytes = RECORDS) -> Iterator[tuple[int, bytes]]:
-        """Ids and values of all entries with this prefix, in the order of ids."""
+    def entries(self) -> Iterator[tuple[int, bytes]]:
+        """Ids and values of all records, in the order of ids."""
         with self._naming(), self._env.begin() as transaction:
             cursor = transaction.cursor()
-            for key, raw in cursor if cursor.set_range(prefix) else ():
-                if not key.startswith(prefix):
+            for key, raw in cursor if cursor.set_range(RECORDS) else ():
+                if not key.startswith(RECORDS):
                     return
-                if len(key) == len(prefix) + _ID.size:
-                    yield _ID.unpack_from(key, len(prefix))[0], bytes(raw)
+                if len(key) == len(RECORDS) + _ID.size:
+                    yield _ID.unpack_from(key, len(RECORDS))[0], bytes(raw)
 
     def put(self, entries: Iterable[tuple[int, bytes]]) -> None:
         """Store records under their ids in one durable transaction; on a full disk nothing is stored."""
@@ -123,40 +123,33 @@ class Catalogue:
             for number, raw in entries:
                 transaction.put(RECORDS + _ID.pack(number), raw)
 
-    def delete(self, first: int = 0, prefix: bytes = RECORDS) -> None:
-        """Remove the entries with this prefix whose ids are not below `first`."""
+    def delete(self, first: int = 0) -> None:
+        """Remove the records whose ids are not below `first`."""
         with self._naming(), self._env.begin(write=True) as transaction:
             cursor = transaction.cursor()
-            found = cursor.set_range(prefix + _ID.pack(first))
-            while found and cursor.key().startswith(prefix) and len(cursor.key()) == len(prefix) + _ID.size:
+            found = cursor.set_range(RECORDS + _ID.pack(first))
+            while found and cursor.key().startswith(RECORDS) and len(cursor.key()) == len(RECORDS) + _ID.size:
                 found = cursor.delete()
 
     def snapshot(self, manifest: Manifest) -> Snapshot:
-        """The records that a manifest of version 2 counts; DatabaseCorruptError names what is wrong."""
+        """The records that a manifest counts; DatabaseCorruptError names what is wrong."""
         expected, gone = value_type(sum(kind.layers for kind in manifest.kinds)), set(manifest.removed)
         entries = [(n, raw) for n, raw in self.entries() if n < manifest.next_id and n not in gone]
-        values = self.values(entries, manifest, expected, add_to_digest(None, entries))
-        return self.snapshot_of([number for number, _ in entries], values)
-
-    def values(
-        self, entries: list[tuple[int, bytes]], manifest: Manifest, expected: np.dtype[Any], digest: str
-    ) -> npt.NDArray[Any]:
-        """The values of entries, if their size, their number and their digest are as expected."""
         for number, raw in entries:
             if len(raw) != expected.itemsize:
                 raise self.corrupt(f"record {number} has {len(raw)} bytes, expected {expected.itemsize}")
         if len(entries) != manifest.records:
             raise self.corrupt(f"it holds {len(entries)} records, the manifest says {manifest.records}")
-        if manifest.records_digest not in (None, digest):
+        digest = add_to_digest(None, entries)
+        if digest != manifest.records_digest:
             raise self.corrupt(f"its records have digest {digest}, expected {manifest.records_digest}")
-        return np.frombuffer(b"".join(raw for _, raw in entries), expected)
-
-    def snapshot_of(self, ids: list[int], values: npt.NDArray[Any]) -> Snapshot:
-        """The snapshot of values of `value_type`, whose numbers an array of numpy must be able to index."""
+        values = np.frombuffer(b"".join(raw for _, raw in entries), expected)
+        # Numbers that an array of numpy must be able to index.
         if len(values) and max(int(values[name].max()) for name in ("row", "place")) >= 1 << 62:
             raise self.corrupt("a record has an impossible row or place")
+        ids = np.array([number for number, _ in entries], np.int64)
         length, source, row, place, split = (values[name].astype(np.int64) for name, _ in _FIXED)
-        return Snapshot(np.array(ids, np.int64), length, source, row, place, split, values["checksums"])
+        return Snapshot(ids, length, source, row, place, split, values["checksums"])
 
     def close(self) -> None:
         self._env.close()
@@ -218,12 +211,8 @@ def _named(path: Path, error: Exception, restore: str) -> DatabaseError:
 
 
 def read_records(path: Path, manifest: Manifest) -> Snapshot:
-    """The records of a generation, of any version that this library reads."""
+    """The records of a generation."""
     with closing(Catalogue(path)) as catalogue:
-        if manifest.version == 1:
-            from attmemo.db.version1 import snapshot
-
-            return snapshot(catalogue, manifest)
         return catalogue.snapshot(manifest)
 
 

@@ -86,15 +86,15 @@ class EmbedderRef:
     report: dict[str, Any]
 
     @classmethod
-    def read(cls, data: Field, model: ModelInfo, next_id: Field) -> EmbedderRef:
-        """Read the field `embedder` of a manifest; `next_id` is its field of that meaning."""
+    def read(cls, data: Field, model: ModelInfo) -> EmbedderRef:
+        """Read the field `embedder` of a manifest."""
         report, indexes = data["report"], data["indexes"].members()
         if "dimension" in report.object():
             report["dimension"].integer(1, 1 << 16)
         for index in indexes.values():
             index.key(SEQUENCE, model.layers - 1)
         refs = {name: FileRef.read(index) for name, index in indexes.items()}
-        weights, backend, next_one = FileRef.read(data["weights"]), data["backend"].text(), next_id.integer()
+        weights, backend, next_one = FileRef.read(data["weights"]), data["backend"].text(), data["next_id"].integer()
         return cls(weights, backend, next_one, refs, data["calibration"].object(), report.object())
 
 
@@ -110,7 +110,7 @@ class Manifest:
     kinds: tuple[SlotKind, ...]  # all that are listed, known to this library or not
     records: int = 0
     next_id: int = 0  # ids of records are below, also those of records that are gone
-    records_digest: str | None = EMPTY_DIGEST  # of the catalogue; None only in version 1: not checked
+    records_digest: str = EMPTY_DIGEST  # of the catalogue
     removed: tuple[int, ...] = ()  # ids that the catalogue may still hold, and that are no records any more
     places: dict[int, int] = field(default_factory=dict)  # length -> number of places
     classes: tuple[SlotClass, ...] = ()  # those of known kinds
@@ -149,19 +149,17 @@ class Manifest:
         if body["format"].value != FORMAT:
             body["format"].refuse(repr(FORMAT))
         version = body.object().get("version")
-        if version not in (1, VERSION) or isinstance(version, bool):
-            what = f"{path} has format version {version!r}; this attmemo reads versions 1 and {VERSION}."
-            hint = "build the database again with this version, or use the version that wrote it"
+        if version != VERSION:
+            what = f"{path} has format version {version!r}; this attmemo reads version {VERSION}."
+            hint = "build it again with attmemo build-database, or use the attmemo that wrote it"
             raise FormatVersionError(what, hint)
-        if version == 1:
-            from attmemo.db.version1 import parse
-
-            return parse(body)
         return _parse(body)
 
 
 def _parse(body: Field) -> Manifest:
-    model, page = ModelInfo.read(body["model"]), read_page_size(body)
+    model, page = ModelInfo.read(body["model"]), body["page_size"].integer(512, 1 << 30)
+    if page & (page - 1):
+        body["page_size"].refuse("a power of two")
     storage = body["storage"].text(among=CHOICES)
     kinds = tuple(SlotKind.read(item, model, storage) for item in body["kinds"].items())
     if len({kind.name for kind in kinds}) != len(kinds):
@@ -180,36 +178,19 @@ def _parse(body: Field) -> Manifest:
     if records > min(next_id, sum(places.values())):
         body["records"].refuse(f"at most {next_id} ids and {sum(places.values())} places")
     classes.sort(key=lambda found: found.name)
-    return Manifest(
-        kinds=kinds, records=records, next_id=next_id, records_digest=body["records_digest"].text(DIGEST),
-        removed=removed, places=places, classes=tuple(classes), page_size=page, model=model,
-        **read_rest(body, model, "next_id", next_id),
-    )  # fmt: skip
-
-
-def read_page_size(body: Field) -> int:
-    """The field `page_size`: a power of two."""
-    page = body["page_size"].integer(512, 1 << 30)
-    if page & (page - 1):
-        body["page_size"].refuse("a power of two")
-    return page
-
-
-def read_rest(body: Field, model: ModelInfo, known: str, next_id: int) -> dict[str, Any]:
-    """Fields that all versions have in common; `known` is the embedder's field that must not exceed `next_id`."""
     profile, tuning, embedder = body.get("profile"), body.get("tuning"), body.get("embedder")
-    if embedder is not None and embedder[known].integer() > next_id:
-        embedder[known].refuse(f"at most {next_id}")
-    return {
-        "uuid": body["uuid"].text(DIGEST),
-        "generation": body["generation"].integer(),
-        "storage": body["storage"].text(),
-        "sources": tuple(Source(s["name"].text(), s["digest"].text()) for s in body["sources"].items()),
-        "settings": body["settings"].object(),
-        "profile": None if profile is None else profile.object(),
-        "tuning": None if tuning is None else tuning.object(),
-        "embedder": None if embedder is None else EmbedderRef.read(embedder, model, embedder[known]),
-    }
+    if embedder is not None and embedder["next_id"].integer() > next_id:
+        embedder["next_id"].refuse(f"at most {next_id}")
+    return Manifest(
+        uuid=body["uuid"].text(DIGEST), generation=body["generation"].integer(), page_size=page, model=model,
+        storage=storage, kinds=kinds, records=records, next_id=next_id,
+        records_digest=body["records_digest"].text(DIGEST), removed=removed, places=places, classes=tuple(classes),
+        sources=tuple(Source(s["name"].text(), s["digest"].text()) for s in body["sources"].items()),
+        settings=body["settings"].object(),
+        embedder=None if embedder is None else EmbedderRef.read(embedder, model),
+        profile=None if profile is None else profile.object(),
+        tuning=None if tuning is None else tuning.object(),
+    )  # fmt: skip
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -17,7 +17,7 @@ from attmemo.fields import Field
 from attmemo.mmap import CACHE_LINE, HUGE_PAGE, SlotLayout, round_up
 
 MAGIC: Final = b"ATTMEMO1"
-ARENA_VERSION: Final = 1  # of the file's header; both versions of the format have it
+ARENA_VERSION: Final = 1  # of the file's header
 HEADER_BYTES: Final = 512  # zeros, or a hole, follow up to the first slot
 TIGHT: Final = 256 << 10  # bytes from which a slot of an 8-bit type begins at a page
 

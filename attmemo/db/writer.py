@@ -284,9 +284,6 @@ class DatabaseWriter:
 def _resume(path: Path, asked: Manifest) -> Manifest:
     """The manifest on the disk, if a builder that asks for this one may go on with it."""
     manifest = read_manifest(path)
-    if manifest.version == 1:
-        what = f"{path} has format version 1, which this attmemo reads and does not write."
-        raise DatabaseError(what, f"attmemo migrate {path}")
     if manifest.model.fingerprint != asked.model.fingerprint:
         what = f"{path} was built for another model ({manifest.model.name}; asked: {asked.model.name})."
         try:

@@ -151,7 +151,7 @@ class Profile:
     lookup_sequence: CostModel  # one lookup once per sequence for a batch, by the valid lengths
     threads: int  # that the costs were measured with
     dtype: str  # precision that the model ran in, such as "float32" or "bfloat16"
-    conditions: Conditions | None = None  # the machine; None: not noted, as in profiles of version 1 of the format
+    conditions: Conditions | None = None  # the machine; None: not noted
 
     def exact_ms(self, layer: int, batch: int, padded: int) -> float:
         """Milliseconds of exact attention for `batch` sequences padded to one length."""
