@@ -88,7 +88,7 @@ sanitize: $(READY)  ## the C code's tests with address and undefined-behaviour s
 	# Left out: what uses up or counts the mappings of a process, since the sanitizer's own allocator makes many.
 	timeout 3600 $(BIN)/pytest -m "slow or not slow" tests/test_native_window.py tests/test_native_faults.py \
 	  tests/test_mmap_product.py $(PAGES) tests/slow/test_slow_mmap.py tests/test_fastseq_ngram.py tests/test_ops_native.py \
-	  tests/test_ops_attention.py tests/test_ops_store.py tests/test_row_attention.py tests/test_align.py \
+	  tests/test_ops_attention.py tests/test_ops_store.py tests/test_row_attention.py tests/test_align.py tests/test_plan_kernel.py \
 	  tests/test_rows_supply.py tests/test_panels.py tests/test_chain.py \
 	  tests/test_linear8.py tests/test_linear16.py tests/test_linear32.py \
 	  -k "$(NOT_SANE)" \
