@@ -15,9 +15,10 @@ from test_db_tools import in_child
 
 from attmemo.embed import tokens as tokens_module
 from attmemo.embed.sketch import Sketch
-from attmemo.embed.tokens import TokenIndex
+from attmemo.embed.tokens import ANY, TokenIndex
 from attmemo.kernels import _align
 from attmemo.kernels.align import Rule, align, sketch, sketch_in_numpy
+from attmemo.kernels.kinds import NO_KINDS
 
 Tokens = npt.NDArray[np.int32]
 
@@ -140,8 +141,9 @@ class TestTokenIndex:
             index.add(line)
         assert [index.same(line) for line in (*lines, lines[0][:-1])] == [0, 1, -1, -1]
         near = index.candidates(*packed(lines))
-        assert near.same.tolist() == [0, 1, -1]
-        found = index.align(*packed(lines), near, Rule(near=3))
+        assert near.rows[:, 0].tolist() == [0, 1, -1]
+        found = index.plan(*packed(lines), near, Rule(near=3), NO_KINDS, ANY)
+        assert found.record[:2].tolist() == [0, 1]
         assert found.computed[:2].tolist() == [0, 0], "whatever the rule"
         assert found.source[: len(lines[0])].tolist() == list(range(len(lines[0])))
         index.remove(0)
@@ -150,8 +152,8 @@ class TestTokenIndex:
             index.remove(number)
         assert index.same(lines[0]) == -1
         assert index.add(lines[0]) == index.same(lines[0]) == 4
-        own = near.without(np.array([True, False, False]))
-        assert (own.same.tolist(), (own.rows[0] < 0).all()) == ([-1, 1, -1], True)
+        own = near.without(np.array([True, False, False])).rows
+        assert (own[:, 0].tolist(), own[0].max()) == ([-1, 1, -1], -1)
 
     def test_what_was_removed_is_found_no_more_and_its_number_is_not_used_again(self, index: TokenIndex) -> None:
         lines = templates(120)
