@@ -465,7 +465,7 @@ class TestRefused:
         model = guarded(HEADS[head](), answer=answer)
         for _ in range(2):
             run(model, BASE)
-        assert done(model)["served"] == 6
+        assert done(model)["repeated"] == 6
 
     @pytest.mark.parametrize(
         ("name", "value"),
