@@ -109,7 +109,7 @@ class RowTrial(Trial):
     def verdict(self, result: dict[str, Any]) -> str:
         share, time = result["share_computed"], result["time"]
         ratios = time["speedups"]
-        speed = f"{ratios['stock']:.2f}x the speed of the exact model, {ratios['packed']:.2f}x that of reuse='none'"
+        speed = f"{ratios['stock']:.2f}x the exact model's speed, {ratios['packed']:.2f}x reuse='none'"
         if share > 0.95:
             return f"Reuse of rows does not pay here: {100 * share:.1f} % of the rows are computed, {speed}."
         return f"{speed}; {100 * share:.0f} % of the rows computed; {same_answers(result['quality'])}."
