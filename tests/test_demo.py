@@ -289,12 +289,12 @@ class TestRace:
         for changed in (0, 1, 3):
             guard = Guard(0.01, 0.95)
             for _ in range(changed):
-                guard.certificate.request(False)
+                guard.certificate.spend([1], [False], [False])
                 guard.certificate.sample(True)
             needed = samples_needed({**guard.stats(), "requests": 1, "verified": 1})  # all could have been served
             assert needed is not None
             while not guard.certified:
-                guard.certificate.request(False)
+                guard.certificate.spend([1], [False], [False])
                 guard.certificate.sample(False)
             assert guard.stats()["verified"] == needed
 

@@ -240,6 +240,15 @@ class TestUse:
         assert sorted(news.removed) == [0, 2, 4, 6]
         assert set(range(8)) & pool.records.keys() == {1, 3, 5, 7}
 
+    def test_of_many_small_ones_that_were_used_as_many_stay_as_there_are_places_for(self) -> None:
+        """A segment has 64 places, whatever its records take."""
+        pool = Pool(5 * SMALLEST)
+        fill(pool, 64 * 4, 1)
+        use(pool, *pool.records, *[number for number in range(64) if number % 2])
+        pool.add([entry(900, 1)])
+        assert [number for number in range(64) if number in pool.records] == [n for n in range(64) if n % 2]
+        assert pool.nbytes <= pool.max_bytes
+
     def test_if_all_were_used_new_records_are_kept_nevertheless(self) -> None:
         pool = Pool(16 * SMALLEST)
         fill(pool, 8 * 15)

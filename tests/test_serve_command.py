@@ -221,7 +221,7 @@ def test_options_are_read_from_the_environment(model: str, tmp_path: Path) -> No
         (["MODEL", "--threshold", "2"], 2, "threshold is a similarity"),
         (["MODEL", "--confidence", "1"], 2, "share"),
         (["MODEL", "--min-cosine", "2"], 2, "cosine"),
-        (["CLASSIFIER", "--min-cosine", "0.9"], 1, "answers are no embeddings"),
+        (["CLASSIFIER", "--min-cosine", "0.9"], 2, "answers are no embeddings"),
         (["MODEL", "--reuse", "none", "--database", ":memory:"], 2, "reuse='none' serves none"),
         (["MODEL", "--fill", "x", "--database", ":memory:"], 2, "two places for new records"),
         (["MODEL", "--database", ""], 2, "database is an empty text"),

@@ -105,6 +105,16 @@ def test_without_its_head_or_catalogue_a_folder_begins_anew_and_loses_no_file(
     check_files(folder)
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_lock_file_of_the_catalogue_is_no_end(folder: Path, damage: str) -> None:
+    kept = [file.read_bytes() for file in files(folder)]
+    DAMAGES[damage](folder / "catalogue" / "lock.mdb")
+    found = fills(folder)
+    assert len(found) == (0 if damage == "a folder" else RECORDS)
+    assert all(body in contents(folder) for body in kept if damage == "a folder")
+    assert 7000 in fills(folder).values()
+
+
 @pytest.mark.parametrize("name", [FILLING, "catalogue", "catalogue/data.mdb"])
 def test_a_folder_that_lost_a_part_begins_anew_and_loses_no_file(folder: Path, name: str) -> None:
     kept = [file.read_bytes() for file in files(folder)]

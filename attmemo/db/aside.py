@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from attmemo.db.files import CATALOGUE, FILLING, storing, sync
+from attmemo.db.files import CATALOGUE, DAMAGED, FILLING, storing, sync
 from attmemo.db.filling import Filling, is_filling
 from attmemo.db.folder import ASIDE, SEGMENTS
 from attmemo.db.lease import lease
 from attmemo.db.shared_pool import PATIENCE, SharedPool
-from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
+from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 _LOG = logging.getLogger("attmemo")
 _MEETINGS: Final = 4
 """Times that another process may begin the folder anew meanwhile."""
-DAMAGED: Final = (DatabaseCorruptError, DatabaseTruncatedError)
 
 
 def open_to_fill(path: Path, max_bytes: int, describe: Callable[[], Filling]) -> SharedPool:

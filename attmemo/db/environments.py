@@ -97,25 +97,30 @@ def is_whole(path: Path) -> bool:
 def _opened(folder: Path, write: bool) -> Any:
     file = folder / "data.mdb"
     with naming(folder, ANEW):
-        if is_whole(folder.parent):
-            try:
-                check_environment(file)
-            except ValueError as error:
-                raise DatabaseCorruptError(f"{folder}: {error}.", ANEW) from error
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                raise DatabaseCorruptError(f"{file} cannot be read: {error.strerror}.", ANEW) from error
-        elif not write:
-            raise _nothing_yet(folder)
         try:
-            env = open_lmdb(folder, write=True)
-        except (OSError, lmdb.Error):
-            if write:
+            if is_whole(folder.parent):
+                check_environment(file)
+            elif not write:
+                raise _nothing_yet(folder)
+            env = _environment(folder, write)
+        except ValueError as error:
+            raise DatabaseCorruptError(f"{folder}: {error}.", ANEW) from error
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EISDIR):
                 raise
-            return open_lmdb(folder, write=False)
-        env.reader_check()
+            raise DatabaseCorruptError(f"{folder} cannot be read: {error.strerror}.", ANEW) from error
         return env
+
+
+def _environment(folder: Path, write: bool) -> Any:
+    try:
+        env = open_lmdb(folder, write=True)
+    except (OSError, lmdb.Error):
+        if write:
+            raise
+        return open_lmdb(folder, write=False)
+    env.reader_check()
+    return env
 
 
 def _nothing_yet(folder: Path) -> DatabaseNotFoundError:

@@ -14,7 +14,13 @@ from typing import Final
 import xxhash
 from safetensors import SafetensorError
 
-from attmemo.errors import DatabaseError, DatabaseLockedError, StorageFullError
+from attmemo.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseTruncatedError,
+    StorageFullError,
+)
 
 MANIFEST: Final = "MANIFEST.json"
 FILLING: Final = "FILLING.json"
@@ -22,6 +28,8 @@ CATALOGUE: Final = "catalogue"
 ARENA: Final = "arena"
 LOCK: Final = "builder.lock"
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+DAMAGED: Final = (DatabaseCorruptError, DatabaseTruncatedError)
+"""Errors that say that a file is not as it was written."""
 WHEN_FULL: Final = "free space and run the same command again"
 RESTORE: Final = "restore the database from a copy, or build it again with attmemo build-database"
 ANEW: Final = (

@@ -35,7 +35,7 @@ MOST_SEGMENTS: Final = 256
 HUGE: Final = 1 << 30
 """Most bytes of a segment of usual records in a large pool."""
 CARRIED: Final = 0.5
-"""Share of a segment that records of the segment it replaces may take."""
+"""Share of a segment, of its bytes and of its places, that records of the segment it replaces may take."""
 SPARSE: Final = 0.25
 """Share of a segment that must be given back for its records to be written anew, where a pool is above its bound."""
 
@@ -304,13 +304,14 @@ class Pool:
         used = []
         while draft.segments and draft.nbytes + size > max(self._bound, size):
             used += self._evict(draft)
-        room = 0.0
+        room = places = 0.0
         if size:
             segment = self._begin(draft, size)
-            room = CARRIED * (size - segment.start) if self._carries else 0.0
+            if self._carries:
+                room, places = CARRIED * (size - segment.start), CARRIED * segment.room
         for kept in sorted(used, key=lambda kept: -kept.hits):
-            room -= rounded(kept.nbytes)
-            if room < 0:
+            room, places = room - rounded(kept.nbytes), places - 1
+            if room < 0 or places < 0:
                 draft.removed.add(kept.number)
                 draft.counts.update(("evicted", "evicted_used"))
             else:

@@ -5,6 +5,8 @@
     segments/NUMBER       bytes of records (`attmemo.db.segment`)
     fill.lock             the lease: held while a batch is added
     present.lock          says that a process fills (`attmemo.db.ahead`)
+    scrub.due             records were removed, and what is left of them is not yet written over (`attmemo.db.scrub`)
+    set-aside/            what was found damaged (`attmemo.db.aside`)
 
 To add is: take the lease, begin a transaction of LMDB, catch up with what others have added, write the bytes behind
 the end that the catalogue names, make them durable, commit. A process that is killed leaves bytes that nothing names;
@@ -44,7 +46,7 @@ from attmemo.db.entries import (
     record_value,
 )
 from attmemo.db.environments import ENVIRONMENTS
-from attmemo.db.files import ANEW, CATALOGUE, FILLING, storing, sync
+from attmemo.db.files import ANEW, CATALOGUE, DAMAGED, FILLING, storing, sync
 from attmemo.db.filling import Filling, is_filling
 from attmemo.db.folder import SEGMENTS, begin, check_parts, is_begun, make_folder
 from attmemo.db.history import Work
@@ -53,13 +55,12 @@ from attmemo.db.pool import Pool
 from attmemo.db.records import Draft, Entry, Kept, News, Tail
 from attmemo.db.scrub import DUE, scrub
 from attmemo.db.segment import Pause, Segment, no_pause
-from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseTruncatedError
+from attmemo.errors import DatabaseError
 
 PATIENCE: Final = 2.0
 """Seconds that the lease is waited for."""
 LOGGED: Final = 512
 """Batches in the log of changes. A reader that is farther behind reads everything."""
-_DAMAGED: Final = (DatabaseCorruptError, DatabaseTruncatedError)
 
 
 class SharedPool(Pool):
@@ -132,7 +133,7 @@ class SharedPool(Pool):
                 with env.begin() as transaction:
                     try:
                         self._known += self._catch_up(transaction)
-                    except _DAMAGED:
+                    except DAMAGED:
                         if transaction.id() == tried:
                             raise  # else a segment may have gone between the transaction and the look at its file
                         tried = transaction.id()
@@ -200,7 +201,7 @@ class SharedPool(Pool):
             if segment is None:
                 try:
                     segment = Segment.open(self._file(number), number, nbytes)
-                except _DAMAGED as error:
+                except DAMAGED as error:
                     if lost is None:
                         raise
                     lost[number] = error
@@ -325,10 +326,9 @@ class SharedPool(Pool):
         put(transaction, numbered(LOG, seq), json.dumps([added, moved, removed]).encode())
         if seq >= LOGGED:
             transaction.delete(numbered(LOG, seq - LOGGED))
-        counts = dict(Counter(self.counts) + draft.counts)
         meta = {
             "uuid": self.filling.uuid, "next": draft.next, "next_segment": draft.next_segment, "seq": seq,
-            "counts": counts, "usual": self.usual,
+            "counts": dict(Counter(self.counts) + draft.counts), "usual": self.usual,
         }  # fmt: skip
         put(transaction, META, json.dumps(meta).encode())
 

@@ -19,7 +19,8 @@ from torch import nn
 from attmemo.adapters import Adapter
 from attmemo.arguments import check_tokenizer
 from attmemo.db import KIND_ROWS, Database, ModelInfo
-from attmemo.db.aside import DAMAGED, open_to_fill
+from attmemo.db.aside import open_to_fill
+from attmemo.db.files import DAMAGED
 from attmemo.db.filling import Filling
 from attmemo.db.folder import GUARDS, SEGMENTS
 from attmemo.db.forms import ROW_STORAGE, TYPES
