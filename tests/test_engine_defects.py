@@ -21,7 +21,6 @@ from attmemo.counters import Counters
 from attmemo.kernels import map_product
 from attmemo.perfmodel import Gate
 from attmemo.plan import Plan
-from attmemo.watch import CHANGED
 
 
 def serve(model: Any, database: Any, **options: Any) -> Any:
@@ -34,15 +33,16 @@ def forward_in_a_child(model: Any, inputs: Inputs, answers: Any) -> None:
 
 
 class TestMemoryThatMoves:
-    def test_a_model_moved_to_shared_memory_stays_exact(
+    def test_a_model_moved_to_shared_memory_is_served_on(
         self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path
     ) -> None:
         serve(model, bert_database).share_memory()
         for _ in range(3):
-            assert torch.equal(logits(model, inputs), exact)
-        assert set(model.attmemo.stats()["ineligible"]) == {CHANGED}
+            assert torch.allclose(logits(model, inputs), exact, atol=1e-5)
+        stats = model.attmemo.stats()
+        assert (stats["ineligible"], stats["hits"] > 0) == ({}, True)
 
-    def test_a_model_sent_to_a_spawned_process_stays_exact_in_both(
+    def test_a_model_sent_to_a_spawned_process_is_right_in_both(
         self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path
     ) -> None:
         serve(model, bert_database)
@@ -53,7 +53,8 @@ class TestMemoryThatMoves:
         given = torch.from_numpy(answers.get(timeout=120))
         child.join()
         assert torch.allclose(given, exact, atol=1e-5)
-        assert torch.equal(logits(model, inputs), exact)
+        assert torch.allclose(logits(model, inputs), exact, atol=1e-5)
+        assert model.attmemo.stats()["hits"] > 0
 
 
 class TestTracersAndExporters:
