@@ -115,10 +115,7 @@ class MapTrial(Trial):
                 f"({why if off else 'few records are similar enough'}), {speed} the speed."
             )
         best = f"exact ({time['best_exact']})" if "compile" in time["exact_ms"] else "the exact model"
-        return (
-            f"{speed} the speed of {best}; {100 * rate:.0f} % of attention calls from records; "
-            f"{same_answers(quality)}."
-        )
+        return f"{speed} {best}; {100 * rate:.0f} % of maps reused; {same_answers(quality)}."
 
     def _memoize(self, threshold: Any, gate: bool) -> MapMemoization:
         options = self._options

@@ -36,6 +36,10 @@ for _device in (torch.cuda, torch.mtia, torch.xpu):
     if not _device.is_available():
         _device.manual_seed_all = lambda _seed: None  # type: ignore[attr-defined]
 
+# GNU readline, which pytest loads, sets both for child processes: tables would be narrower there.
+for _size in ("COLUMNS", "LINES"):
+    os.environ.pop(_size, None)
+
 # A forked child that takes too long dies of its own alarm, not of the time limit of tests.
 os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
 
