@@ -180,7 +180,7 @@ def test_an_alarm_begins_the_guards_count_and_no_other_anew(case: Case) -> None:
     guard._alarm()
     run(model, BASE)
     stats = model.attmemo.stats()
-    assert (stats["reused"], stats["repeated"]) == (6, 6)
+    assert (stats["reused"], stats["repeated"], stats["served"]) == (6, 6, 12)
     assert (stats["guard"]["reused"], stats["guard"]["repeated"]) == (0, 6)
     assert (done(model)["reused"], done(model)["repeated"]) == (6, 6)
 

@@ -123,7 +123,8 @@ class StackMemoization(Memoization):
         dict
             ``sequences`` (run over packed rows), ``reused`` (of these, answers that came from a record of another
             input; none that was computed exactly after all), ``repeated`` (answers that the input's own record gave
-            again, as they were), ``tokens`` (valid ones), ``rows_computed`` (those of verifications too),
+            again, as they were), ``served`` (the sum of both), ``tokens`` (valid ones), ``rows_computed`` (those of
+            verifications too),
             ``share_computed`` (rows by tokens), milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
             choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
             (sequences by reason, see docs/python.md), ``ineligible`` (sequences that the original code computed, by
@@ -152,6 +153,7 @@ class StackMemoization(Memoization):
             "sequences": done.sequences,
             "reused": done.reused,
             "repeated": done.repeated,
+            "served": done.reused + done.repeated,
             "tokens": done.tokens,
             "rows_computed": done.rows,
             "share_computed": done.rows / done.tokens if done.tokens else None,
