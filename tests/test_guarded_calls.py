@@ -50,7 +50,7 @@ def _classifier() -> Case:
 def at_the_end(model: Any) -> tuple[int, int]:
     """Answers that came from records, and requests of the guard."""
     stats = model.attmemo.stats()
-    return stats["reused"] + stats["repeated"], stats["guard"]["requests"]
+    return stats["served"], stats["guard"]["requests"]
 
 
 def is_bare(model: Any) -> bool:

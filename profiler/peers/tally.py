@@ -78,10 +78,11 @@ def cell(tally: Tally, stock: Tally, kind: str, exact: Tensor, windows: int) -> 
 
 def counts(stats: Mapping[str, Any]) -> dict[str, Any]:
     """What a reader wants to know of a memoized model's statistics."""
-    kept = ("sequences", "reused", "repeated", "tokens", "rows_computed", "records", "record_bytes", "hits", "calls")
+    kept = (
+        "sequences", "reused", "repeated", "served", "tokens", "rows_computed", "records", "record_bytes", "hits",
+        "calls",
+    )  # fmt: skip
     found = {key: stats[key] for key in kept if isinstance(stats.get(key), int)}
-    if "reused" in found:
-        found["served"] = found["reused"] + found["repeated"]
     if found.get("tokens"):
         found["share_computed"] = found["rows_computed"] / found["tokens"]
     if stats.get("guard"):
