@@ -46,7 +46,7 @@ from attmemo.reuse import rows as rows_module
 
 STORED = [30, 20, 33, 11, 25, 20]
 STATS = {
-    "enabled", "reuse", "database", "folder", "threshold", "sequences", "reused", "repeated", "tokens",
+    "enabled", "reuse", "database", "folder", "threshold", "sequences", "reused", "repeated", "served", "tokens",
     "rows_computed", "share_computed", "ms_lookup", "ms_plan", "ms_fetch", "ms_blocks", "not_looked_up", "ineligible",
     "failures", "failed", "weight_bytes", "first_row", "records", "record_bytes", "offered", "guard", "linear", "pays",
     "rows_afterwards",
