@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attmemo.db import Database
+    from attmemo.embed.similarity import similarity_score
     from attmemo.errors import (
         AdapterCheckError,
         AttmemoError,
@@ -20,16 +21,15 @@ if TYPE_CHECKING:
         StaleDatabaseError,
         UnsupportedModelError,
     )
-    from attmemo.handles.base import Memoization
+    from attmemo.forward.handle import Memoization
     from attmemo.memoization import memoize, unmemoize
-    from attmemo.similarity import similarity_score
 
 _HOMES = {
     "Database": "db",
-    "Memoization": "handles",
+    "Memoization": "forward.handle",
     "memoize": "memoization",
     "unmemoize": "memoization",
-    "similarity_score": "similarity",
+    "similarity_score": "embed.similarity",
 }
 
 __version__ = "0.1.0"

@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from attmemo.adapters import Adapter, Site, adapter_for, encoder_of
 from attmemo.arguments import MEMORY, check_choices, check_places, check_together, is_auto
 from attmemo.db import Database, filling_path, find_database, kept_in
-from attmemo.db.filling import is_filling
+from attmemo.db.pools.filling import is_filling
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import (
     AdapterCheckError,
@@ -27,19 +26,20 @@ from attmemo.errors import (
     UnsupportedModelError,
 )
 from attmemo.fingerprint import check_fields, fingerprint, model_fields
-from attmemo.guard import AnswerRule
-from attmemo.handles.base import Memoization
-from attmemo.handles.maps import Threshold, prepare_maps
-from attmemo.handles.rows import Guarding, Records, prepare_rows
-from attmemo.handles.stack import StackMemoization, blocks_of, prepare_stack
-from attmemo.hooks import Hook
+from attmemo.forward.finite_weights import weights_first
+from attmemo.forward.handle import Memoization
+from attmemo.forward.hooks import Hook
+from attmemo.guard.answers import AnswerRule
+from attmemo.handle.rows import Guarding, Records, prepare_rows
+from attmemo.handle.stack import StackMemoization, blocks_of, prepare_stack
 from attmemo.kernels.align import Rule
 from attmemo.kernels.linear8 import LinearName
-from attmemo.machine import cores, trim
+from attmemo.maps.handle import Threshold, prepare_maps
 from attmemo.mmap import FetcherName, Residency
-from attmemo.precision import slow
-from attmemo.selfchecks.weights import weights_first
-from attmemo.sizes import bytes_of
+from attmemo.models import Adapter, Site, adapter_for, encoder_of
+from attmemo.system.machine import cores, trim
+from attmemo.system.precision import slow
+from attmemo.system.sizes import bytes_of
 
 _LOG = logging.getLogger("attmemo")
 

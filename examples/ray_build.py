@@ -18,7 +18,7 @@ import ray
 import torch
 import xxhash
 
-from attmemo.db.merging import merge_prepared
+from attmemo.db.pools.merging import merge_prepared
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.data import digest
 from attmemo.profiler.models import load_model

@@ -48,7 +48,7 @@
 #include "amx.h"
 #endif
 
-/* What a map's numbers are. ROOT8: a byte q stands for q^3 / (sum of the row's q^3), see attmemo/db/forms.py. */
+/* What a map's numbers are. ROOT8: a byte q stands for q^3 / (sum of the row's q^3), see attmemo/db/encodings.py. */
 enum form { FLOAT32, FLOAT16, BFLOAT16, ROOT8, FORMS };
 
 static const size_t item_bytes[FORMS] = {4, 2, 2, 1};

@@ -10,21 +10,22 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from attmemo.embed.kinds import kinds_of
 from attmemo.errors import DataError
-from attmemo.guard import Guard, is_class_of_first_row
+from attmemo.guard.answers import is_class_of_first_row
+from attmemo.guard.guard import Guard
 from attmemo.kernels.align import Rule
 from attmemo.loading import load_config
-from attmemo.machine import conditions
 from attmemo.memoization import memoize
-from attmemo.planner.rows import THRESHOLD
-from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.data import read_texts
 from attmemo.profiler.models import LoadedModel, Tokens, greatest_length, load_model, tokenize
 from attmemo.profiler.peers.ways import another, way_of
 from attmemo.profiler.simulation import Played, play_tokens
 from attmemo.profiler.turns import Job, Progress, interleave, silent
-from attmemo.reuse.row_layout import RowLayout
+from attmemo.rows.layout import RowLayout
+from attmemo.rows.planner import THRESHOLD
+from attmemo.rows.token_kinds import kinds_of
+from attmemo.system.machine import conditions
+from attmemo.system.precision import has_native_bfloat16
 from attmemo.wording import counted
 
 FEWEST: Final = 100

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from attmemo.db import Database
 from attmemo.embed.lookup import LookupName
-from attmemo.guard import AnswerRule
-from attmemo.handles.maps import MapMemoization
+from attmemo.guard.answers import AnswerRule
+from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
 from attmemo.profiler.models import LoadedModel, Tokens, answers, batches, collate
 

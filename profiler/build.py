@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site, adapter_for, check_adapter, encoder_of
 from attmemo.db import (
     KIND_INPUT,
     KIND_TOKENS,
@@ -25,11 +24,12 @@ from attmemo.db import (
     read_manifest,
 )
 from attmemo.db.files import ARENA, MANIFEST
-from attmemo.db.filling import is_filling
+from attmemo.db.pools.filling import is_filling
 from attmemo.errors import AttmemoError, DatabaseError, DataError, StorageFullError
 from attmemo.fingerprint import tokenizer_digest
-from attmemo.handles.description import describe
+from attmemo.handle.description import describe
 from attmemo.mmap import page_size
+from attmemo.models import Adapter, Site, adapter_for, check_adapter, encoder_of
 from attmemo.profiler.data import Row, count_rows, digest, read_texts
 from attmemo.profiler.map_recorder import MapRecorder, map_form
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate, greatest_length, tokenize
@@ -86,7 +86,7 @@ def build_database(
     Every ``1 / held_out``-th stretch of rows is marked as held out: it is stored and will serve, but the embedder
     is trained without it and calibrated on it. Stretches, not single rows: neighbouring log lines are near copies.
     A text with the tokens of another one is stored once if rows are stored. Shards of the data can be built at the
-    same time, each in a database of its own; `attmemo.db.merging.merge_prepared` puts them together.
+    same time, each in a database of its own; `attmemo.db.pools.merging.merge_prepared` puts them together.
 
     Errors are those of `read_texts` and `DatabaseWriter`, and UnsupportedModelError for rows of a model without
     blocks; what was published stays, and the same call resumes.

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site, Spans, adapter_for
-from attmemo.adapters.base import by_module
-from attmemo.adapters.check import UNKNOWN
-from attmemo.adapters.masks import consecutive
 from attmemo.errors import UnsupportedModelError
+from attmemo.models import Adapter, Site, Spans, adapter_for
+from attmemo.models.base import by_module
+from attmemo.models.check import UNKNOWN
+from attmemo.models.masks import consecutive
 
 
 @dataclass

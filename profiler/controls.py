@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attmemo.db import Database
-from attmemo.engine import Engine
+from attmemo.forward.engine import Engine
+from attmemo.maps.serve import Maps
+from attmemo.maps.source import Ints, MapSource, StoredMaps
 from attmemo.mmap import Batch
-from attmemo.reuse.maps import Maps
-from attmemo.reuse.source import Ints, MapSource, StoredMaps
 
 MEAN_OF = 64  # records that a mean map averages
 

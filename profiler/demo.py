@@ -13,10 +13,7 @@ from typing import Any, Final, Literal
 
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import AttmemoError, DataError
-from attmemo.extras import install
-from attmemo.machine import conditions
 from attmemo.memoization import memoize
-from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.demo_plot import draw_race
 from attmemo.profiler.lines import in_batches, read_batches, read_log
@@ -27,6 +24,9 @@ from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import EVERY, MAPS, Race, other_runtimes
 from attmemo.profiler.train import train_database
 from attmemo.profiler.tune import TuneOptions, tune
+from attmemo.system.extras import install
+from attmemo.system.machine import conditions
+from attmemo.system.precision import has_native_bfloat16
 
 SECONDS: Final = 75.0  # with loading and the plot; the imports before it and slow disks take the rest of 90
 BATCH: Final = 32

@@ -15,16 +15,16 @@ from typing import Any, Final
 
 import torch
 
-from attmemo.cgroups import control_groups, mounts, read_number, read_text
-from attmemo.db.find import cache_directory
-from attmemo.extras import install
-from attmemo.handles.rows import bound_of
+from attmemo.db.discover import cache_directory
+from attmemo.handle.rows import bound_of
 from attmemo.kernels import _map_product, _row_attention
 from attmemo.kernels.linear import Linear
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
-from attmemo.machine import ROOT, cores, processor, quota
-from attmemo.memory import available_memory, limit_of
+from attmemo.system.cgroups import control_groups, mounts, read_number, read_text
+from attmemo.system.extras import install
+from attmemo.system.machine import ROOT, cores, processor, quota
+from attmemo.system.memory import available_memory, limit_of
 from attmemo.wording import counted
 
 NATIVE: Final = {"avx512_bf16", "amx_bf16", "bf16"}

@@ -17,8 +17,7 @@ import numpy as np
 from attmemo.db import Database, kept_in
 from attmemo.embed.lookup import LookupName
 from attmemo.errors import DataError
-from attmemo.handles.maps import Threshold
-from attmemo.machine import conditions
+from attmemo.maps.handle import Threshold
 from attmemo.memoization import unmemoize
 from attmemo.mmap import FetcherName, Residency
 from attmemo.profiler.answers import ask, prepare
@@ -31,6 +30,7 @@ from attmemo.profiler.row_trial import RowTrial
 from attmemo.profiler.timing import time_paths
 from attmemo.profiler.trial import Trial
 from attmemo.profiler.turns import Progress, silent
+from attmemo.system.machine import conditions
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter, Site
 from attmemo.db import KIND_INPUT, KIND_MAP, DatabaseWriter, ModelInfo
-from attmemo.db.forms import STORAGE
-from attmemo.db.kinds import kinds_of_maps
+from attmemo.db.encodings import STORAGE
+from attmemo.db.slot_kinds import kinds_of_maps
+from attmemo.embed.similarity import similarity_score
 from attmemo.errors import AttmemoError
+from attmemo.maps.serve import Maps
+from attmemo.models import Adapter, Site
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.recorder import Admission, Form, Place, Slots
-from attmemo.reuse.maps import Maps
-from attmemo.similarity import similarity_score
 
 CANDIDATES: Final = 4  # records compared in full
 LEFT_OUT: Final = "left-out.json"  # what a builder notes beside the database; no reader asks for it

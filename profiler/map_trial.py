@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.adapters import adapter_for
 from attmemo.db import KIND_MAP, SEQUENCE, Database
-from attmemo.handles.maps import MapMemoization
+from attmemo.embed.similarity import similarity_matrix, similarity_score
+from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize
+from attmemo.models import adapter_for
 from attmemo.profiler.capture import Capture, Captured
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, collate
 from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
-from attmemo.similarity import similarity_matrix, similarity_score
 
 _BATCH = 16  # texts of an exhaustive search
 

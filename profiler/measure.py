@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo.adapters import adapter_for
 from attmemo.db import KIND_INPUT, Database
 from attmemo.embed.training import Trained
-from attmemo.handles.maps import MapMemoization
-from attmemo.machine import conditions
-from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
+from attmemo.maps.handle import MapMemoization
+from attmemo.models import adapter_for
+from attmemo.perfmodel.cost import CostModel
+from attmemo.perfmodel.profile import Conditions, HitRates, LayerCosts, Profile
 from attmemo.profiler.answers import serving
 from attmemo.profiler.capture import attention_seconds
 from attmemo.profiler.models import LoadedModel
 from attmemo.profiler.turns import Progress, silent
+from attmemo.system.machine import conditions
 
 _Sample = tuple[list[int], float]  # lengths of the batch, milliseconds
 BATCHES = (1, 4, 16, 32)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attmemo.adapters import adapter_for
 from attmemo.db import KIND_INPUT, KIND_TOKENS, Database, ModelInfo
 from attmemo.embed.indexing import learned_below
 from attmemo.embed.lookup import places_in_time
 from attmemo.errors import DataError, StaleDatabaseError
 from attmemo.fingerprint import check_fields, model_fields, tokenizer_digest
+from attmemo.models import adapter_for
 from attmemo.profiler.data import Row, digest, read_texts
 from attmemo.profiler.models import GIVES, Answer, LoadedModel, Tokens, collate, load_model, tokenize
 from attmemo.profiler.pooling import own_pooling

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_LAST, KIND_ROWS, KIND_SCALES, KIND_TOKENS, Database
-from attmemo.engine import Engine
-from attmemo.reuse.row_store import Held, Record, RowStore
-from attmemo.reuse.rows import Rows
+from attmemo.forward.engine import Engine
+from attmemo.rows.serve import Rows
+from attmemo.rows.store import Held, Record, RowStore
 
 MEAN_OF = 64  # records that mean rows average
 

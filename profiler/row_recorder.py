@@ -10,18 +10,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from attmemo.adapters import Adapter
 from attmemo.db import KIND_LAST, KIND_ROWS, KIND_TOKENS, DatabaseWriter, ModelInfo, kinds_of_rows
-from attmemo.db.forms import ROW_STORAGE, TYPES
-from attmemo.embed.tokens import TokenIndex
+from attmemo.db.encodings import ROW_STORAGE, TYPES
 from attmemo.errors import AttmemoError, UnsupportedModelError
-from attmemo.handles.stack import StackMemoization, blocks_of
+from attmemo.handle.stack import StackMemoization, blocks_of
 from attmemo.kernels.align import Rule
 from attmemo.memoization import memoize, unmemoize
-from attmemo.planner.rows import packed_tokens
+from attmemo.models import Adapter
 from attmemo.profiler.models import LoadedModel, Tokens, collate
 from attmemo.profiler.recorder import Admission, Form, Place, Slots
-from attmemo.reuse.row_store import records_of
+from attmemo.rows.index import TokenIndex
+from attmemo.rows.planner import packed_tokens
+from attmemo.rows.store import records_of
 
 _MAPS = "attmemo build-database --reuse maps …"
 

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attmemo.counters import Counters
 from attmemo.db import KIND_ROWS, Database
 from attmemo.errors import AttmemoError
-from attmemo.guard import Guard
-from attmemo.handles.rows import UNGUARDED
-from attmemo.handles.stack import StackMemoization
+from attmemo.forward.planning import Whole
+from attmemo.forward.stats import Counters
+from attmemo.guard.guard import Guard
+from attmemo.handle.rows import UNGUARDED
+from attmemo.handle.stack import StackMemoization
 from attmemo.kernels.align import Rule
 from attmemo.memoization import memoize, unmemoize
-from attmemo.perfmodel.row_gate import RowGate
-from attmemo.planner import Whole
-from attmemo.planner.rows import RowPlanner
 from attmemo.profiler.answers import ANSWERS, ask, changed, prepare
 from attmemo.profiler.models import LoadedModel, Tokens
 from attmemo.profiler.row_controls import CONTROLS, serving_rows
 from attmemo.profiler.trial import Path, Trial, same_answers
 from attmemo.profiler.turns import Progress
+from attmemo.rows.gate import RowGate
+from attmemo.rows.planner import RowPlanner
 
 
 class RowTrial(Trial):

@@ -13,12 +13,13 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.embed.tokens import TokenIndex
-from attmemo.guard import Guard, Verdict
+from attmemo.guard.guard import Guard
+from attmemo.guard.verdict import Verdict
 from attmemo.kernels.align import Rule, with_long
 from attmemo.kernels.kinds import NO_KINDS, Kinds
 from attmemo.kernels.plan import Demand
 from attmemo.profiler.models import Tokens
+from attmemo.rows.index import TokenIndex
 
 Ints = npt.NDArray[np.int64]
 

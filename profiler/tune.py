@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from attmemo.db import SEQUENCE, Database, DatabaseWriter, kept_in
-from attmemo.embed import Calibration
+from attmemo.embed.calibration import Calibration
 from attmemo.embed.indexing import extend_indexes, remove_stale
 from attmemo.embed.lookup import LookupInTime, LookupName
 from attmemo.errors import StaleDatabaseError, TuningError
-from attmemo.handles.maps import MapMemoization
+from attmemo.maps.handle import MapMemoization
+from attmemo.maps.planner import MapPlanner
 from attmemo.perfmodel import tuner
 from attmemo.perfmodel.policy import NEVER, propose, split
 from attmemo.perfmodel.tuner import JUDGED, Candidate, Outcome
-from attmemo.planner import MapPlanner
 from attmemo.profiler.answers import ask, changed, harm, prepare, serving
 from attmemo.profiler.data import digest, read_texts
 from attmemo.profiler.models import Answer, LoadedModel, Tokens

@@ -16,16 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attmemo.adapters import ADAPTERS
-from attmemo.profiler.bench.families import (
-    BATCHES,
-    DTYPES,
-    LENGTHS,
-    LONG_LENGTHS,
-    MOST_TOKENS,
-    bench_families,
-    gist,
-)
+from attmemo.models import ADAPTERS
+from attmemo.profiler.bench.families import BATCHES, DTYPES, LENGTHS, LONG_LENGTHS, MOST_TOKENS, bench_families, gist
 from attmemo.profiler.bench.plots import draw_families
 
 HEAD = """# Speed by family, {layers} layers

@@ -30,14 +30,14 @@ from simulate_filling import Every, Unbounded, other_texts, simulate, stream
 from transformers import BertConfig, BertModel
 
 from attmemo import memoize, unmemoize
-from attmemo.db.filling import Filling
-from attmemo.db.pool import Entry
-from attmemo.db.segment import rounded
-from attmemo.db.shared_pool import SharedPool
-from attmemo.embed.kinds import kinds_of
-from attmemo.embed.tokens import DEFAULT, TokenIndex
-from attmemo.guard import Guard
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.pool import Entry
+from attmemo.db.pools.segment import rounded
+from attmemo.db.pools.shared_pool import SharedPool
+from attmemo.guard.guard import Guard
 from attmemo.profiler.turns import alternate
+from attmemo.rows.index import DEFAULT, TokenIndex
+from attmemo.rows.token_kinds import kinds_of
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")
 WHOLE = 2000  # lines of a log
@@ -174,7 +174,7 @@ def rounds(
                 own = shutil.copytree(start, Path(folder) / str(place))
                 unguarded(pair[place], database=own, fill=fills and not place, **options)
                 run(pair[place], warm)
-            thread = pair[0].attmemo.engine.reuse.store._filler
+            thread = pair[0].attmemo.forward.engine.reuse.store._filler
             for first in range(0, len(batches), block):
                 order = (0, 1) if first // block % 2 else (1, 0)
                 for place in order:

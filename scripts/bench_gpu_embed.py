@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from attmemo.machine import conditions
 from attmemo.profiler.demo import model_path
+from attmemo.system.machine import conditions
 
 LINES, ROUNDS = 40_000, 5
 BATCHES = (1, 32, 1024)

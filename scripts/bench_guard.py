@@ -34,11 +34,13 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from attmemo import memoize
-from attmemo.guard import Answers, Guard, Verdict
+from attmemo.guard.answers import Answers
 from attmemo.guard.certificate import Certificate, Counts, highest_rate
+from attmemo.guard.guard import Guard
 from attmemo.guard.margin import CLASSES, VECTORS
+from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
-from attmemo.machine import conditions
+from attmemo.system.machine import conditions
 
 LOGS = ("OpenSSH", "HDFS", "BGL", "Apache", "Android", "Hadoop", "Mac", "Thunderbird")
 EMBEDDED = ("OpenSSH", "HDFS", "Apache", "BGL")

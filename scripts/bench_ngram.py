@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from attmemo.fastseq.generate.ngram import EncoderNoRepeatNGram, NoRepeatNGram
-from attmemo.machine import conditions
+from attmemo.system.machine import conditions
 
 Way = Callable[[Tensor, Tensor], Tensor]
 

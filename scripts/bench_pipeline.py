@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from transformers import BertTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from attmemo.fastseq import Pipeline
-from attmemo.machine import conditions
+from attmemo.system.machine import conditions
 
 
 def plain_loop(model: Any, tokenizer: Any, texts: list[str], output: Path, batch: int, **generation: Any) -> None:

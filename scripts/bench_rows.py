@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
 from attmemo.db import Database
-from attmemo.db.forms import ROW_STORAGE
+from attmemo.db.encodings import ROW_STORAGE
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.turns import Job, interleave
 

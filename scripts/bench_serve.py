@@ -378,7 +378,7 @@ def main() -> None:
         return
     if shutil.which("wrk") is None:
         parser.error("wrk is not installed: apt-get install wrk")
-    from attmemo.machine import conditions
+    from attmemo.system.machine import conditions
 
     file = args.out / "serve.json"
     found = json.loads(file.read_text()) if file.exists() else {}

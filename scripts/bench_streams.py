@@ -23,7 +23,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from attmemo.machine import conditions
 from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo import BUDGET, MODEL, model_path
 from attmemo.profiler.lines import in_batches, read_log
@@ -31,6 +30,7 @@ from attmemo.profiler.models import load_model, tokenize
 from attmemo.profiler.plots import GREY, STYLE, png
 from attmemo.profiler.pooling import own_pooling
 from attmemo.profiler.race import CACHE, ONNX, OPENVINO, PACKED, ROWS, STOCK, Race, other_runtimes
+from attmemo.system.machine import conditions
 
 STREAMS = ("OpenSSH", "HDFS", "BGL", "Apache")
 LINES = 1600

@@ -28,9 +28,9 @@ import numpy.typing as npt
 from bench_rows import minilm_folder
 from transformers import AutoTokenizer
 
-from attmemo.embed.tokens import DEFAULT, TokenIndex
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS, Kinds
+from attmemo.rows.index import DEFAULT, TokenIndex
 
 Tokens = npt.NDArray[np.int32]
 Requests = list[tuple[Tokens, bool]]  # and whether it is a line of a log

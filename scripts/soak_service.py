@@ -261,7 +261,7 @@ def main() -> None:
 
         print(json.dumps(asyncio.run(attack(URL, Attack(), args.attack))))
         return
-    from attmemo.machine import conditions
+    from attmemo.system.machine import conditions
 
     found = soak(options, args.seconds) | {"attack": asdict(Attack()), "conditions": conditions()}
     if args.json is not None:

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from bench_rows import Case, lines_case, minilm
 from torch import Tensor
 
-from attmemo.embed.tokens import TokenIndex
 from attmemo.kernels.align import LONG, Rule
+from attmemo.rows.index import TokenIndex
 
 LOGS = ("HDFS", "OpenSSH", "Apache", "BGL", "Mac")
 SHARE = 0.03  # of a line's tokens: rows that are computed more

@@ -40,15 +40,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attmemo import memoize, unmemoize
-from attmemo.adapters import adapter_for
 from attmemo.db import SEQUENCE, Database
-from attmemo.machine import conditions
+from attmemo.models import adapter_for
 from attmemo.profiler.answers import ask, changed, harm, perplexity, prepare
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, load_model
 from attmemo.profiler.train import train_database
+from attmemo.system.machine import conditions
 
 LENGTH = 128  # tokens of a chunk
 STORED, ASKED = 1500, 288  # the paper: 2,778 maps and 288 queries
@@ -221,7 +221,7 @@ def similarities(loaded: LoadedModel, database: Database, asked: Tensor, copies:
     engines: dict[str, Any] = {}
     for lookup in ("sequence", "layer"):
         memoize(loaded.model, 0.0, database, lookup=lookup, gate=False)
-        engines[lookup] = loaded.model.attmemo.engine  # type: ignore[union-attr]
+        engines[lookup] = loaded.model.attmemo.forward.engine  # type: ignore[union-attr]
         loaded.model.attmemo.disable()  # type: ignore[union-attr,operator]
     with Capture(loaded.model, adapter, sites) as capture:
         for inputs in batches(asked):

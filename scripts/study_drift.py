@@ -19,7 +19,7 @@ import torch
 from bench_filling import every_line
 from bench_guard import Served, Unguarded
 
-from attmemo.reuse import rows
+from attmemo.rows import serve as rows
 
 SHARES: Final = (0.0, 1.0)
 LOGS: Final = ("OpenSSH", "HDFS", "BGL", "Apache", "Mac")

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
 from attmemo.db import Database
-from attmemo.machine import conditions
 from attmemo.profiler.answers import ask, changed, prepare
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens, answers, load_model, tokenize
 from attmemo.profiler.train import train_database
 from attmemo.profiler.turns import interleave
+from attmemo.system.machine import conditions
 
 SPARSITY = 0.85
 LEVELS = {"conservative": 0.8, "moderate": 0.7, "aggressive": 0.6}
@@ -185,7 +185,7 @@ def decide(loaded: LoadedModel, database: Database, tokens: list[Tokens], size: 
     What served is read off the engine itself: the plan that every call followed.
     """
     model: Any = loaded.model
-    engine = model.attmemo.engine
+    engine = model.attmemo.forward.engine
     served = np.full((engine.layers, len(tokens)), -1, np.int64)
     now: list[Tokens] = []
     count = engine.counters.call
@@ -225,7 +225,7 @@ def measure(loaded: LoadedModel, path: Path, texts: list[str], labels: Tensor) -
                 found = {size: decide(loaded, database, tokens, size) for size in BATCH_SIZES}
                 controls = {}
                 for name in CONTROLS:
-                    with serving_control(model.attmemo.engine, name):
+                    with serving_control(model.attmemo.forward.engine, name):
                         controls[name] = ask(loaded, prepare(loaded, tokens, BATCH_SIZES[-1]))
             finally:
                 unmemoize(loaded.model)

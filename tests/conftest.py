@@ -77,7 +77,7 @@ def _two_threads() -> Iterator[None]:
 def _never_idle() -> Iterator[None]:
     """What is owed is paid when a test says so, not whenever there is time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attmemo.idle.QUIET", 3600.0)
+        patch.setattr("attmemo.guard.idle.QUIET", 3600.0)
         yield
 
 

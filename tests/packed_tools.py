@@ -14,10 +14,10 @@ from families import FAMILIES, SIZES, VOCABULARY, _make
 from torch import Tensor, nn
 
 from attmemo import memoize
-from attmemo.adapters import adapter_for
 from attmemo.db import KIND_TOKENS, DatabaseWriter, Provenance
-from attmemo.handles.description import describe
-from attmemo.plan import Share
+from attmemo.forward.plan import Share
+from attmemo.handle.description import describe
+from attmemo.models import adapter_for
 from attmemo.profiler.row_recorder import RowRecorder, row_form
 
 Inputs = dict[str, Tensor]
@@ -152,7 +152,7 @@ def changed(inputs: Inputs, seed: int, share: float = 0.1) -> Inputs:
 @contextmanager
 def shares(model: Any) -> Iterator[list[Share]]:
     """Collects what each forward is served."""
-    planner, found = model.attmemo.engine.planner, list[Share]()
+    planner, found = model.attmemo.forward.engine.planner, list[Share]()
     own = planner.plan
 
     def plan(layer: int, *arguments: Any) -> Any:

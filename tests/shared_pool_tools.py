@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from test_db_tools import MODEL, end_of, memory_directory, start_child
 
-from attmemo.db.filling import Filling
-from attmemo.db.pool import Entry, Kept, News
-from attmemo.db.shared_pool import SEGMENTS, SharedPool
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.pool import Entry, Kept, News
+from attmemo.db.pools.shared_pool import SEGMENTS, SharedPool
 from attmemo.errors import DatabaseLockedError
 
 Tokens = npt.NDArray[np.int32]

@@ -61,14 +61,14 @@ from transformers import (
 )
 
 from attmemo import AdapterCheckError, UnsupportedModelError, memoize, unmemoize
-from attmemo.adapters import Adapter, Site, Spans, adapter_for, check_adapter, encoder_of
-from attmemo.adapters.base import Rows
-from attmemo.adapters.bert import BertAdapter
-from attmemo.adapters.deberta_v2 import DebertaV2Adapter
-from attmemo.adapters.masks import spans_of
-from attmemo.adapters.mpnet import MPNetAdapter
-from attmemo.adapters.projections import Slices
-from attmemo.cache_name import CACHE_NAME
+from attmemo.models import Adapter, Site, Spans, adapter_for, check_adapter, encoder_of
+from attmemo.models.base import Rows
+from attmemo.models.bert import BertAdapter
+from attmemo.models.cache_name import CACHE_NAME
+from attmemo.models.deberta_v2 import DebertaV2Adapter
+from attmemo.models.masks import spans_of
+from attmemo.models.mpnet import MPNetAdapter
+from attmemo.models.projections import Slices
 
 LAYERS = 3
 SIZES: dict[str, Any] = {

@@ -12,9 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from attmemo.cli.app import app
-from attmemo.embed.kinds import kinds_of
 from attmemo.errors import DataError
-from attmemo.guard import Guard
+from attmemo.guard.guard import Guard
 from attmemo.kernels.align import Rule
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.memoization import memoize
@@ -23,6 +22,7 @@ from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, tokenize
 from attmemo.profiler.peers.ways import another, way_of
 from attmemo.profiler.simulation import play_tokens
+from attmemo.rows.token_kinds import kinds_of
 
 
 @pytest.fixture(scope="module")

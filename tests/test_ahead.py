@@ -27,14 +27,15 @@ from shared_pool_tools import (
 from test_db_tools import end_of, in_child, memory_directory, start_child
 from test_growing import fetched, find, layout, numbers, offers_of, record
 
-from attmemo.db.filling import Filling
-from attmemo.db.pool import Entry, Kept, Pool
-from attmemo.db.segment import PIECE, rounded
-from attmemo.db.shared_pool import SharedPool
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.pool import Entry, Kept, Pool
+from attmemo.db.pools.segment import PIECE, rounded
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import DatabaseError, StorageFullError
-from attmemo.reuse import filler, growing
-from attmemo.reuse.growing import GrowingRows
-from attmemo.reuse.pace import Pace
+from attmemo.rows import filler
+from attmemo.rows import live_store as growing
+from attmemo.rows.live_store import GrowingRows
+from attmemo.rows.throttle import Pace
 
 EACH = rounded(3000)
 
@@ -203,7 +204,7 @@ class TestPool:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with opened(folder) as pool:
-            monkeypatch.setattr("attmemo.db.ahead.Hold", fail)
+            monkeypatch.setattr("attmemo.db.pools.prewrite.Hold", fail)
             begun(pool)
             assert pool.write(entry(1)) is None
             pool.add(entries([1]))
@@ -254,7 +255,7 @@ class TestStore:
     def _by_hand(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing is published unless a test flushes, and the thread works at once."""
         monkeypatch.setattr(growing, "GATHERED", 1e9)
-        monkeypatch.setattr("attmemo.reuse.pace.Pace.rest", lambda *_: 0.0)
+        monkeypatch.setattr("attmemo.rows.throttle.Pace.rest", lambda *_: 0.0)
 
     def offer(self, store: GrowingRows, seed: int) -> None:
         """Offer, and wait until it is found."""
@@ -399,7 +400,7 @@ def test_a_fork_while_a_record_is_half_written_leaves_both_processes_able_to_sto
 def test_a_store_rests_while_it_writes_and_begins_slowly_where_records_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attmemo.reuse.pace.ENOUGH", 2)
+    monkeypatch.setattr("attmemo.rows.throttle.ENOUGH", 2)
     store, rested = store_in(folder), list[bool]()
     assert store._filler.pace.rest(1e-6) < 2e-5
     monkeypatch.setattr(store._filler, "breathe", lambda: rested.append(True))

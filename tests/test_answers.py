@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attmemo.guard import Answers
-from attmemo.guard.answers import Read
+from attmemo.guard.answers import Answers, Read
 
 
 def one_of(answers: Answers, a: Any, b: Any) -> bool:

@@ -18,7 +18,7 @@ from attmemo.arguments import check_together
 from attmemo.cli.options import parse_size as parse_option
 from attmemo.errors import AdapterCheckError, ArgumentError, ArgumentTypeError, DatabaseNotFoundError
 from attmemo.serve.settings import Settings
-from attmemo.sizes import bytes_of, parse_size
+from attmemo.system.sizes import bytes_of, parse_size
 
 
 @pytest.fixture(scope="module", name="model")
@@ -178,7 +178,7 @@ class TestSizes:
     def test_a_bound_is_kept_that_was_given_as_a_text(self, model: Any, tmp_path: Path) -> None:
         try:
             memoize(model, fill=tmp_path / "own", max_bytes="3 MiB")
-            assert model.attmemo.engine.reuse.store.pool.max_bytes == 3 << 20
+            assert model.attmemo.forward.engine.reuse.store.pool.max_bytes == 3 << 20
         finally:
             unmemoize(model)
 

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from attmemo.cli.app import app
 from attmemo.errors import AttmemoError, StorageFullError
-from attmemo.machine import conditions
+from attmemo.maps.source import multiply
 from attmemo.mmap import Batch, MapFetcher, ViewFetcher, page_size
 from attmemo.profiler.bench import bench_gather, bench_layer, bench_rows, bench_search, gather, layer
 from attmemo.profiler.bench.gather import VARIANTS
 from attmemo.profiler.bench.plots import draw_gather
 from attmemo.profiler.bench.shapes import random_inputs, random_model
-from attmemo.reuse.source import multiply
+from attmemo.system.machine import conditions
 
 GATHER: dict[str, Any] = {"heads": 2, "length": 16, "batch": 3, "width": 4, "repeats": 2}
 SEARCH: dict[str, Any] = {"records": 200, "dimension": 8, "queries": 5, "repeats": 2}
@@ -319,7 +319,7 @@ def test_layer_refuses_a_ceiling_that_is_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_layer_maps_are_neither_flat_nor_one_hot() -> None:
     """Else the times would be those of a degenerate softmax, full of zeros or subnormal numbers."""
-    from attmemo.adapters import adapter_for
+    from attmemo.models import adapter_for
     from attmemo.profiler.capture import Capture
 
     with torch.random.fork_rng(devices=[]):
@@ -386,7 +386,7 @@ def test_a_full_disk_is_said_before_anything_is_written(monkeypatch: pytest.Monk
 
 class TestAllFamilies:
     def test_every_family_has_a_shape_to_measure(self) -> None:
-        from attmemo.adapters import ADAPTERS, adapter_for, check_adapter
+        from attmemo.models import ADAPTERS, adapter_for, check_adapter
 
         for adapter in ADAPTERS:
             with torch.random.fork_rng(devices=[]):

@@ -6,7 +6,7 @@ import pytest
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from attmemo.cache_name import CACHE_NAME, NEW, OLD, cache_of
+from attmemo.models.cache_name import CACHE_NAME, NEW, OLD, cache_of
 
 
 @pytest.mark.parametrize("kind", [BertSelfAttention, LlamaAttention])

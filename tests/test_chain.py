@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from attmemo import memoize
 from attmemo.kernels import _chain
-from attmemo.kernels.chain import Chain, Link
-from attmemo.kernels.copies import Copies, Copy
+from attmemo.kernels.encoder_stack import Chain, Link
 from attmemo.kernels.linear8 import Linear8
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
-from attmemo.kernels.panels import Panels
+from attmemo.kernels.packed_weights import Panels
 from attmemo.kernels.row_attention import Disentangled, Layout, Stored, attend
+from attmemo.kernels.row_sinks import Copies, Copy
 
 HEADS, WIDTH, HIDDEN, INNER = 3, 8, 40, 72
 
@@ -293,7 +293,7 @@ def test_a_chain_keeps_what_it_reads_alive() -> None:
 def test_a_model_whose_blocks_are_one_call_gives_what_single_calls_give(name: str, linear: str) -> None:
     model = MODELS[name]().eval()
     memoize(model, reuse="none", linear=linear)
-    packed = model.attmemo.engine.reuse.packed
+    packed = model.attmemo.forward.engine.reuse.packed
     inputs = batch([9, 2, 30, 1], 60)
     found = last(model, inputs)
     chain, packed._chain = packed._chain, None

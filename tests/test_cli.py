@@ -838,7 +838,7 @@ class TestConsole:
 
 class TestFamilies:
     def test_all_of_them_are_listed(self) -> None:
-        from attmemo.adapters import ADAPTERS
+        from attmemo.models import ADAPTERS
 
         found = json.loads(succeed("families", "--json", "-"))
         assert [row["family"] for row in found["families"]] == [adapter.family for adapter in ADAPTERS]

@@ -17,11 +17,11 @@ from test_db_tools import fill
 from transformers import PreTrainedTokenizerFast
 
 from attmemo.db import Database
-from attmemo.db.filling import Filling
 from attmemo.db.folder import ASIDE
-from attmemo.db.history import Work
-from attmemo.db.pool import Entry
-from attmemo.db.shared_pool import SharedPool
+from attmemo.db.pools.filling import Filling
+from attmemo.db.pools.history import Work
+from attmemo.db.pools.pool import Entry
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import DatabaseNotFoundError
 from attmemo.loading import load_tokenizer, tokenizer_digest
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from test_db_tools import add_maps
 
 from attmemo import Database, memoize
-from attmemo.db.forms import STORAGE, TYPES, length_of, pack, unpack
-from attmemo.db.kinds import SlotKind
+from attmemo.db.encodings import STORAGE, TYPES, length_of, pack, unpack
+from attmemo.db.slot_kinds import SlotKind
+from attmemo.embed.similarity import similarity_score
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 from attmemo.profiler.build import BuildOptions, BuildResult, build_database
 from attmemo.profiler.models import collate, load_model, tokenize
 from attmemo.profiler.train import train_database
-from attmemo.similarity import similarity_score
 
 
 def softmaxed(heads: int, length: int, sharpness: float, causal: bool, seed: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from attmemo.db import index as db_index
 from attmemo.db.catalogue import Snapshot
 from attmemo.db.index import build_index, load_index
 from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.extras import install
+from attmemo.system.extras import install
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from test_db_tools import LENGTHS, MODEL, add_maps, contents, fill, findings, se
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, SlotKind, read_manifest
 from attmemo.db.catalogue import Catalogue, add_to_digest
-from attmemo.db.forms import TYPES
-from attmemo.db.kinds import FORMS, Form, kinds_of_maps
+from attmemo.db.encodings import TYPES
+from attmemo.db.slot_kinds import FORMS, Form, kinds_of_maps
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 TOKENS = SlotKind("words", 1, "int32", ("n",))

@@ -34,8 +34,8 @@ from test_db_tools import (
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database, DatabaseWriter, Provenance, read_manifest
 from attmemo.db import writer as writer_module
-from attmemo.db.forms import STORAGE, TYPES, pack
-from attmemo.db.kinds import kinds_of_maps
+from attmemo.db.encodings import STORAGE, TYPES, pack
+from attmemo.db.slot_kinds import kinds_of_maps
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, StorageFullError
 
 # -- round trip

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from attmemo import UnsupportedModelError, unmemoize
-from attmemo.adapters import adapter_for
-from attmemo.adapters.check import context_from_maps
-from attmemo.cache_name import CACHE_NAME
 from attmemo.db import Database
+from attmemo.models import adapter_for
+from attmemo.models.cache_name import CACHE_NAME
+from attmemo.models.check import context_from_maps
 from attmemo.profiler.build import build_from_inputs
 
 ENCODER_DECODERS = [name for name, family in FAMILIES.items() if family.generates and family.adapter in ("bart", "t5")]

@@ -23,7 +23,7 @@ from attmemo.cli import demo as command
 from attmemo.cli.app import app
 from attmemo.cli.live import LiveLine
 from attmemo.errors import DataError
-from attmemo.guard import Guard
+from attmemo.guard.guard import Guard
 from attmemo.profiler import demo
 from attmemo.profiler.colors import color_of
 from attmemo.profiler.demo_plot import windows_of

@@ -12,7 +12,7 @@ import pytest
 from serve_tools import ask, living, tiny
 from test_docs import DOCUMENTS, REPOSITORY, inline, shell_lines
 
-from attmemo.extras import install
+from attmemo.system.extras import install
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = set(PROJECT["optional-dependencies"])

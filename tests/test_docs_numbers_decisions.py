@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from docs_tools import agree, numbers, page, table_rows
 
-from attmemo.db.kinds import KIND_MAP, LENGTH, TRIANGLE, SlotKind
+from attmemo.db.slot_kinds import KIND_MAP, LENGTH, TRIANGLE, SlotKind
 from attmemo.db.slots import SlotClass
 from attmemo.mmap import layout
 

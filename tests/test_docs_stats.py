@@ -7,9 +7,9 @@ from typing import get_args
 
 from docs_tools import page, table_rows
 
-from attmemo.counters import Skip
-from attmemo.reuse.filler import TOO_MANY
-from attmemo.reuse.growing import KNOWN, LARGE, SPARE
+from attmemo.forward.stats import Skip
+from attmemo.rows.filler import TOO_MANY
+from attmemo.rows.live_store import KNOWN, LARGE, SPARE
 
 TEXT = page("python.md")
 

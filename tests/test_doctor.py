@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from attmemo import memory
 from attmemo.cli.app import app
-from attmemo.extras import install
 from attmemo.kernels import _row_attention
 from attmemo.profiler import doctor
 from attmemo.profiler.doctor import advise, examine, plan
+from attmemo.system import memory
+from attmemo.system.extras import install
 
 GIB = 1 << 30
 FILES = {

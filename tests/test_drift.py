@@ -11,8 +11,8 @@ from packed_tools import MODELS, last, rows_database
 from packed_tools import batch as inputs_of
 
 from attmemo import memoize
-from attmemo.reuse import rows
-from attmemo.reuse.rows import DRIFT
+from attmemo.rows import serve as rows
+from attmemo.rows.serve import DRIFT
 
 
 def test_a_model_serves_rows_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

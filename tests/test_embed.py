@@ -31,15 +31,16 @@ from attmemo.db import (
     ModelInfo,
     Provenance,
 )
-from attmemo.embed import Calibration, SiameseEmbedder, fit_calibration, load_embedders, save_embedders
 from attmemo.embed import stored as reading
+from attmemo.embed.calibration import Calibration, fit_calibration
 from attmemo.embed.indexing import build_indexes
 from attmemo.embed.pairs import sampled_rows
 from attmemo.embed.retrieval import Judge, Retrieved
+from attmemo.embed.siamese import SiameseEmbedder, load_embedders, save_embedders
+from attmemo.embed.similarity import similarity_score
 from attmemo.embed.stored import embed_records, read_map_rows
 from attmemo.embed.training import Trained, TrainOptions, train
 from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.similarity import similarity_score
 
 Floats = npt.NDArray[np.float64]
 HIDDEN = 12

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attmemo import Database, Memoization, memoize, unmemoize
-from attmemo.adapters.base import Rows
 from attmemo.db import KIND_MAP
 from attmemo.embed.training import TrainOptions
-from attmemo.engine import Engine
 from attmemo.errors import WindowError
-from attmemo.plan import Plan
+from attmemo.forward.engine import Engine
+from attmemo.forward.plan import Plan
+from attmemo.models.base import Rows
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.logs import generate_log
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model, tokenize

@@ -13,9 +13,9 @@ from families import FAMILIES, Family, inputs_of
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.adapters import ADAPTERS, adapter_for, check_adapter
 from attmemo.db import Database
 from attmemo.embed.training import TrainOptions
+from attmemo.models import ADAPTERS, adapter_for, check_adapter
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.train import train_database
 
@@ -135,7 +135,7 @@ def test_sequences_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: st
     threshold = 0.0
     if case.family.kind != "tokens":  # all have one length, so only distance keeps the new one out
         case.serve(0.0, lookup=lookup)
-        with_all = case.model.attmemo.engine  # type: ignore[union-attr]
+        with_all = case.model.attmemo.forward.engine  # type: ignore[union-attr]
         with_all.planner.set_radii([1e-3] * with_all.layers)
     else:
         case.serve(threshold, lookup=lookup)

@@ -11,11 +11,11 @@ from fastseq_models import SEQ2SEQ, inputs, make
 from torch import Tensor
 
 from attmemo import UnsupportedModelError, fastseq
-from attmemo.cache_name import CACHE_NAME
 from attmemo.fastseq.generate.beam_attention import prefix_attention, shared_attention
 from attmemo.fastseq.generate.costmodel import Call, Machine, choose, measured
 from attmemo.fastseq.generate.el_attention import Projections, el_cross_attention
 from attmemo.fastseq.generate.shape import ModelShape
+from attmemo.models.cache_name import CACHE_NAME
 
 B, M, H, D_HEAD, D, N = 3, 4, 5, 6, 21, 11  # h·d is not D
 
@@ -217,7 +217,7 @@ def test_the_machine_is_measured_once() -> None:
 
 
 def test_auto_takes_el_when_shared_states_do_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from attmemo import memory
+    from attmemo.system import memory
 
     model: Any = make("bart")
     fast = fastseq.wrap(model)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import BartConfig, GPT2Config, LlamaConfig, MarianConfig, PegasusConfig, T5Config, WhisperConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AttmemoError
 from attmemo.fastseq.generate.shape import ModelShape
 from attmemo.fastseq.pipeline import planner
 from attmemo.fastseq.pipeline.planner import BatchPlanner, Guard, is_out_of_memory, peak_bytes
+from attmemo.models.cache_name import CACHE_NAME
 
 GIB = 1 << 30
 BART_LARGE = ModelShape(12, 1024, 1024, 4096, 16, 50265, item=2)

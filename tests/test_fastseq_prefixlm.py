@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from attmemo import UnsupportedModelError, fastseq
-from attmemo.cache_name import CACHE_NAME
+from attmemo.models.cache_name import CACHE_NAME
 
 BLANK = 3
 

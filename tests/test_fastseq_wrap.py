@@ -18,7 +18,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from attmemo import UnsupportedModelError, fastseq
-from attmemo.cache_name import CACHE_NAME
+from attmemo.models.cache_name import CACHE_NAME
 
 # After four tokens the end becomes likelier at every step, so samples finish at different steps.
 ENDING = {"exponential_decay_length_penalty": (4, 1.35)}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from attmemo.errors import DatabaseCorruptError
-from attmemo.fields import Field
 from attmemo.perfmodel.tuning import Tuning
+from attmemo.system.json_fields import Field
 
 TUNING = {"lookup": "sequence", "thresholds": [0.5, 0.9], "budget": 0.01}
 

@@ -12,8 +12,8 @@ import pytest
 from helpers import run_child
 from test_db_tools import in_child
 
-from attmemo.reuse import filler as module
-from attmemo.reuse.filler import Filler
+from attmemo.rows import filler as module
+from attmemo.rows.filler import Filler
 
 LONG = 60.0
 """Seconds after which a test fails. None waits so long if the promise holds."""
@@ -512,7 +512,7 @@ class TestFork:
 ALONE = r"""
 import os, threading
 import torch
-from attmemo.reuse.filler import Filler
+from attmemo.rows.filler import Filler
 
 def multiply():
     torch.mm(torch.ones(900, 900), torch.ones(900, 900)).add_(1)

@@ -18,14 +18,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from attmemo.errors import StaleDatabaseError
-from attmemo.fingerprint import (
-    check_fields,
-    digest_fields,
-    fingerprint,
-    model_fields,
-    tensor_digest,
-    tokenizer_digest,
-)
+from attmemo.fingerprint import check_fields, digest_fields, fingerprint, model_fields, tensor_digest, tokenizer_digest
 
 
 def _load(folder: str, bare: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -6,15 +6,7 @@ import itertools
 
 import pytest
 
-from attmemo.perfmodel.forward_times import (
-    INVESTED,
-    KNOWN,
-    OFTEN,
-    PERIOD,
-    SELDOM,
-    SOONEST,
-    ForwardTimes,
-)
+from attmemo.guard.forward_times import INVESTED, KNOWN, OFTEN, PERIOD, SELDOM, SOONEST, ForwardTimes
 
 TOKENS = 700
 

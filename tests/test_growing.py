@@ -19,19 +19,19 @@ from torch import Tensor
 
 from attmemo import Database, DatabaseError
 from attmemo.db import KIND_ROWS
-from attmemo.db.forms import quantize
-from attmemo.db.history import Work
-from attmemo.db.pool import Entry, News, Pool
-from attmemo.db.segment import Segment, rounded, start_of
+from attmemo.db.encodings import quantize
+from attmemo.db.pools.history import Work
+from attmemo.db.pools.pool import Entry, News, Pool
+from attmemo.db.pools.segment import Segment, rounded, start_of
 from attmemo.kernels.align import Rule
 from attmemo.kernels.changes import changes as changes_of
 from attmemo.kernels.kinds import NO_KINDS
 from attmemo.kernels.plan import Demand
 from attmemo.profiler.row_controls import read_record
-from attmemo.reuse.growing import KNOWN, PAYS, GrowingRows
-from attmemo.reuse.offer import Offer
-from attmemo.reuse.row_layout import RowLayout
-from attmemo.reuse.row_store import DatabaseRows, Fetched, Record
+from attmemo.rows.candidate import Offer
+from attmemo.rows.layout import RowLayout
+from attmemo.rows.live_store import KNOWN, PAYS, GrowingRows
+from attmemo.rows.store import DatabaseRows, Fetched, Record
 
 LAYERS, HEADS, WIDTH = 2, 2, 8
 FLOAT = (torch.float32, torch.float32)
@@ -594,7 +594,7 @@ class TestBesideAPreparedBase:
 
 def test_index_and_store_agree_while_threads_offer_and_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is fetched for a record has the rows of its tokens, or is said to be dropped."""
-    monkeypatch.setattr("attmemo.reuse.pace.Pace.share", 1.0)  # nothing is left out because the thread has to rest
+    monkeypatch.setattr("attmemo.rows.throttle.Pace.share", 1.0)  # nothing is left out because the thread has to rest
     store, wrong, done = store_for(2), list[str](), threading.Event()
     newest, served = [0], np.zeros(2, np.int64)
 

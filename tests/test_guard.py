@@ -16,11 +16,11 @@ from guard_tools import gaps, number, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.guard import Guard, Verdict
 from attmemo.guard import certificate as certificate_module
 from attmemo.guard.certificate import Counts, highest_rate
-from attmemo.guard.guard import AGAIN, PATIENCE, RETURNED
+from attmemo.guard.guard import AGAIN, PATIENCE, RETURNED, Guard
 from attmemo.guard.margin import CLASSES, SEEN, VECTORS, Margin
+from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
 
 STEPS, FIRST, SURE = CLASSES.steps, CLASSES.first, CLASSES.sure

@@ -16,9 +16,11 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from attmemo.guard import Guard, Keeper, Ledger, Verdict, all_in
-from attmemo.guard.ledger import DAMAGED
+from attmemo.guard.file import DAMAGED, Ledger, all_in
+from attmemo.guard.guard import Guard
+from attmemo.guard.keeper import Keeper
 from attmemo.guard.margin import SEEN
+from attmemo.guard.verdict import Verdict
 from attmemo.kernels.plan import Evidence
 
 SETTINGS = {"budget": 0.01, "confidence": 0.95, "answer": "auto"}
@@ -250,7 +252,7 @@ def test_a_file_that_cannot_be_written_counts_nothing_twice(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("attmemo.guard.ledger.save_file", full)
+        patch.setattr("attmemo.guard.file.save_file", full)
         for _ in range(5):
             with pytest.raises(OSError, match="disk full"):
                 second.sync(ledger)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared_pool_tools import entry, opened
 
-from attmemo.db.history import MOST, SECONDS, History, Work
+from attmemo.db.pools.history import MOST, SECONDS, History, Work
 from attmemo.errors import DatabaseError
 
 MOMENTS = st.lists(st.tuples(st.floats(0, 4e9), st.integers(1, 100), st.integers(1, 9)), min_size=1, max_size=600)

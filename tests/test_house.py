@@ -7,40 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAVES = {
-    "errors", "extras", "fields", "machine", "memory", "loading", "locking", "similarity", "fingerprint", "cache_name",
-    "cgroups", "precision", "observed", "parts", "wording", "arguments", "sizes",
-}  # fmt: skip
-"""Modules at the top level that import nothing of attmemo but each other: every room may use them."""
+LEAVES = {"errors", "arguments", "fingerprint", "loading", "system", "wording"}
+"""Modules of the hall, and a room, that import nothing of attmemo but each other: every room may use them."""
 
 # A room may import the rooms in its row, itself, and leaves. The face `attmemo` and `cli` may import everything.
 ROOMS: dict[str, set[str]] = {
     "kernels": set(),
     "mmap": set(),
-    "db": {"mmap"},
-    "adapters": {"kernels"},
     "perfmodel": set(),
-    "guard": {"kernels"},
+    "db": {"mmap"},
+    "models": {"kernels"},
     "embed": {"db", "kernels"},
-    "plan": {"adapters", "embed"},
-    "counters": {"plan"},
-    "planner": {"plan", "counters", "adapters", "embed", "db", "guard", "perfmodel", "kernels"},
-    "reuse": {"plan", "counters", "adapters", "embed", "db", "mmap", "kernels"},
-    "fastseq": {"kernels"},
-    "watch": set(),
-    "debts": {"guard", "planner", "kernels"},
-    "idle": set(),
-    "sureness": {"guard", "planner", "reuse"},
-    "guarded": {"counters", "guard", "planner", "reuse", "debts", "idle", "sureness", "kernels"},
-    "engine": {"plan", "planner", "counters", "watch", "reuse", "adapters", "embed", "db"},
-    "hooks": {"engine", "adapters", "guarded", "reuse"},
-    "selfchecks": {"engine", "plan", "reuse", "adapters", "db", "kernels", "guard"},
-    "handles": {"engine", "hooks", "planner", "selfchecks", "watch", "reuse", "adapters", "embed", "db", "mmap",
-                "perfmodel", "kernels", "guard", "guarded", "sureness"},
-    "memoization": {"handles", "hooks", "selfchecks", "adapters", "embed", "db", "mmap", "kernels", "guard"},
-    "serve": {"memoization", "selfchecks"},
-    "ray": {"serve", "memoization", "handles", "db"},
+    "forward": {"models", "embed", "db"},
+    "packed": {"forward", "models", "kernels"},
+    "maps": {"forward", "models", "embed", "db", "mmap", "perfmodel", "kernels"},
+    "rows": {"packed", "forward", "models", "embed", "db", "mmap", "kernels"},
+    "guard": {"rows", "packed", "forward", "models", "kernels"},
+    "handle": {"guard", "rows", "packed", "forward", "models", "db", "kernels"},
+    "memoization": {"handle", "guard", "maps", "forward", "models", "embed", "db", "mmap", "kernels"},
+    "serve": {"memoization", "forward"},
+    "ray": {"serve", "memoization", "db"},
+    "fastseq": {"kernels", "models"},
 }
+HALL = 12
 LONGEST = 450
 
 
@@ -103,3 +92,7 @@ def test_no_file_of_the_core_is_longer_than_a_reader_likes() -> None:
     files += sorted((ROOT / "profiler").rglob("*.py"))
     long = {str(file.relative_to(ROOT)): n for file in files if (n := len(file.read_text().splitlines())) > LONGEST}
     assert not long
+
+
+def test_the_hall_has_few_files() -> None:
+    assert len(list((ROOT / "attmemo").glob("*.py"))) <= HALL

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from attmemo import idle
-from attmemo.idle import Idle
+from attmemo.guard import idle
+from attmemo.guard.idle import Idle
 
 
 class Worker:

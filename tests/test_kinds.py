@@ -10,8 +10,8 @@ import pytest
 from conftest import SPECIAL
 from transformers import PreTrainedTokenizerFast
 
-from attmemo.embed.kinds import find_tokenizer, kinds_of
 from attmemo.kernels.kinds import NUMBER, WORD
+from attmemo.rows.token_kinds import find_tokenizer, kinds_of
 
 
 class Fake:

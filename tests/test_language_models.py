@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attmemo import Database, UnsupportedModelError, memoize, unmemoize
-from attmemo.cache_name import cache_of
+from attmemo.models.cache_name import cache_of
 from attmemo.profiler.answers import KEPT, ask, changed, harm, likeliest, perplexity, prepare, serving
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate
 from attmemo.profiler.logs import generate_log

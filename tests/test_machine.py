@@ -11,12 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attmemo import machine, memoization, memoize, unmemoize
-from attmemo.cgroups import control_groups
+from attmemo import memoization, memoize, unmemoize
 from attmemo.cli.app import app
-from attmemo.machine import cores, quota
 from attmemo.profiler.models import LoadedModel
 from attmemo.serve.settings import split_cores
+from attmemo.system import machine
+from attmemo.system.cgroups import control_groups
+from attmemo.system.machine import cores, quota
 
 MOUNT = "30 20 0:30 {root} {place} rw,relatime shared:1 - {kind} {kind} {options}\n"
 UNIFIED = MOUNT.format(root="/", place="/sys/fs/cgroup", kind="cgroup2", options="rw,nsdelegate")
@@ -151,5 +152,5 @@ def test_memoize_leaves_the_number_of_threads_and_warns_where_it_is_more_than_th
 
 
 def test_to_count_cores_loads_no_torch() -> None:
-    code = "import sys\nfrom attmemo.machine import cores\ncores()\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom attmemo.system.machine import cores\ncores()\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

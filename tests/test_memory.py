@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attmemo import memory
-from attmemo.memory import available_memory, free_memory
 from attmemo.mmap import hugepages
+from attmemo.system import memory
+from attmemo.system.memory import available_memory, free_memory
 
 GIB = 1 << 30
 

@@ -14,8 +14,9 @@ from conftest import make_database
 from shared_pool_tools import entry, opened
 from test_cli import attmemo, refuse, succeed
 
-from attmemo.db import KIND_INPUT, KIND_MAP, KIND_TOKENS, Database, DatabaseWriter, merging
+from attmemo.db import KIND_INPUT, KIND_MAP, KIND_TOKENS, Database, DatabaseWriter
 from attmemo.db.files import BuilderLock
+from attmemo.db.pools import merging
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError
 from attmemo.profiler.build import BuildOptions, BuildResult, build_database
 from attmemo.profiler.models import LoadedModel, load_model

@@ -22,12 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attmemo.errors import (
-    DatabaseError,
-    DatabaseNotFoundError,
-    DatabaseTruncatedError,
-    PageSizeError,
-)
+from attmemo.errors import DatabaseError, DatabaseNotFoundError, DatabaseTruncatedError, PageSizeError
 from attmemo.mmap import (
     HUGE_PAGE,
     Arena,

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.db.forms import TYPES, pack, unpack
+from attmemo.db.encodings import TYPES, pack, unpack
 from attmemo.errors import DatabaseTruncatedError
 from attmemo.kernels import _map_product
 from attmemo.kernels.map_product import _FORMS, is_direct
+from attmemo.maps.source import multiply
 from attmemo.mmap import Arena, SlotLayout
-from attmemo.reuse.source import multiply
 
 SETS = _map_product.instruction_sets()
 BFLOAT16_SETS = _map_product.instruction_sets(True)

@@ -25,7 +25,7 @@ from attmemo.fastseq.ops import check_arguments, multi_head_cache_attention
 from attmemo.fastseq.serving.ops import cpu
 from attmemo.kernels import _cache_attention as native
 from attmemo.kernels import _map_product, cache_attention
-from attmemo.kernels.team import join_torch
+from attmemo.kernels.omp_team import join_torch
 
 SETS = cache_attention.instruction_sets()
 VECTORS = SETS[:-1]  # "plain" takes seconds for thousands of keys, and cuts no work into blocks and shares

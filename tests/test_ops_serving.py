@@ -29,13 +29,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from attmemo.errors import (
-    ArgumentError,
-    DoubleFreeError,
-    OutOfPagesError,
-    UnknownSequenceError,
-    UnsupportedModelError,
-)
+from attmemo.errors import ArgumentError, DoubleFreeError, OutOfPagesError, UnknownSequenceError, UnsupportedModelError
 from attmemo.fastseq.serving.cached_model import CachedModel, make_cache
 from attmemo.fastseq.serving.server import Request, Server
 

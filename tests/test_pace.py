@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from attmemo.reuse import pace
-from attmemo.reuse.pace import EACH, EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, GIVEN, MOST, SHARE, Pace
+from attmemo.rows import throttle as pace
+from attmemo.rows.throttle import EACH, EARNED, ENOUGH, FAST_SHARE, FIRST, FIRST_SHARE, FREE, GIVEN, MOST, SHARE, Pace
 
 
 class Clock:

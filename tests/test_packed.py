@@ -21,15 +21,15 @@ from packed_tools import MODELS, NEAR, REFUSED, batch, gap, has_types, host_of, 
 from torch import Tensor, nn
 
 from attmemo import AttmemoError, UnsupportedModelError, memoize, unmemoize
-from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AdapterCheckError, DatabaseNotFoundError
-from attmemo.hooks import Hook
-from attmemo.kernels import chain as chain_module
-from attmemo.kernels.panels import PANEL
+from attmemo.forward.hooks import Hook
+from attmemo.forward.watch import CHANGED
+from attmemo.kernels import encoder_stack as chain_module
+from attmemo.kernels.packed_weights import PANEL
+from attmemo.models.cache_name import CACHE_NAME
+from attmemo.packed import runner as packed_module
+from attmemo.packed import stack as stack_module
 from attmemo.profiler.models import load_model
-from attmemo.reuse import packed as packed_module
-from attmemo.reuse import stack as stack_module
-from attmemo.watch import CHANGED
 
 KINDS = ["BERT", "ModernBERT"]
 """A model whose encoder calls the blocks, and one that calls them itself."""
@@ -543,7 +543,7 @@ class TestWeights:
         _, model = pair(name)
         modules = model.attmemo.packed.blocks.modules
         weights = list({id(p): p for module in modules for p in module.parameters()}.values())
-        watch = model.attmemo.engine._watch
+        watch = model.attmemo.forward.engine._watch
         assert {id(p) for p in weights} <= {id(p) for p in watch._counted}
         with torch.no_grad():
             weights[-1].add_(0.1)
@@ -722,7 +722,7 @@ def test_a_broken_call_costs_time_and_never_a_request(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare, model = pair(name)
-    model.attmemo.engine.reuse.packed._chain = None  # a call for each layer
+    model.attmemo.forward.engine.reuse.packed._chain = None  # a call for each layer
     inputs = batch([9, 2, 12], 60)
     expected = last(bare, inputs)
     own, calls = getattr(packed_module, what), []
@@ -780,7 +780,7 @@ def test_without_a_database_that_may_fill_itself_the_blocks_are_packed_and_a_lin
 ) -> None:
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
     model = memoize(FAMILIES["BERT"].make(), **asked)
-    assert model.attmemo.reuse == "none"
+    assert model.attmemo.forward.reuse == "none"
     assert "nothing is reused" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -812,7 +812,7 @@ class TestBlocksThatTheModelCalls:
     def test_disabling_waits_for_a_forward_of_another_thread(self) -> None:
         bare, model = pair("ModernBERT")
         inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
-        serve = model.attmemo.engine.reuse.serve
+        serve = model.attmemo.forward.engine.reuse.serve
 
         def slow(*given: Any) -> Any:
             served = serve(*given)
@@ -820,7 +820,7 @@ class TestBlocksThatTheModelCalls:
             assert go.wait(30)
             return served
 
-        model.attmemo.engine.reuse.serve = slow
+        model.attmemo.forward.engine.reuse.serve = slow
         asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
         asker.start()
         assert inside.wait(30)
@@ -837,7 +837,7 @@ class TestBlocksThatTheModelCalls:
     def test_a_forward_that_does_not_end_keeps_the_model_served(self) -> None:
         bare, model = pair("ModernBERT")
         inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
-        serve = model.attmemo.engine.reuse.serve
+        serve = model.attmemo.forward.engine.reuse.serve
 
         def slow(*given: Any) -> Any:
             served = serve(*given)
@@ -845,7 +845,7 @@ class TestBlocksThatTheModelCalls:
             assert go.wait(30)
             return served
 
-        model.attmemo.engine.reuse.serve = slow
+        model.attmemo.forward.engine.reuse.serve = slow
         asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
         asker.start()
         assert inside.wait(30)
@@ -854,7 +854,7 @@ class TestBlocksThatTheModelCalls:
         assert model.attmemo.enabled
         go.set()
         asker.join(30)
-        model.attmemo.engine.reuse.serve = serve
+        model.attmemo.forward.engine.reuse.serve = serve
         model.attmemo.reset_stats()
         assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
         assert gap(last(model, inputs), last(bare, inputs), valid(inputs)) <= NEAR

@@ -20,11 +20,11 @@ from attmemo import memoize as memoize_typed
 from attmemo.db import filling_path
 from attmemo.errors import AdapterCheckError, StaleDatabaseError
 from attmemo.fingerprint import fingerprint, model_fields
+from attmemo.forward.watch import CHANGED
 from attmemo.kernels.linear8 import Linear8
 from attmemo.profiler.demo import model_path
 from attmemo.profiler.models import load_model, tokenize
 from attmemo.serve.settings import Settings
-from attmemo.watch import CHANGED
 
 memoize: Any = memoize_typed  # it is also given what it refuses
 LENGTHS = [5, 17, 11, 40, 23]
@@ -118,7 +118,7 @@ def ask(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 class TestRecords:
     def test_rows_of_int8_layers_serve_int8_layers(self, bare: Any) -> None:
         model = int8(bare, database=":memory:", gate=False)
-        assert model.attmemo.reuse == "rows"
+        assert model.attmemo.forward.reuse == "rows"
         inputs = batch(LENGTHS)
         first = ask(model, inputs)
         again = ask(model, inputs)
@@ -156,7 +156,7 @@ class TestRecords:
         unmemoize(model)
 
     def test_guards_of_the_two_learn_apart(self, bare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attmemo.handles.rows.check_fields", lambda *_: None)  # as if records were the same
+        monkeypatch.setattr("attmemo.handle.rows.check_fields", lambda *_: None)  # as if records were the same
         monkeypatch.setattr("attmemo.memoization.check_fields", lambda *_: None)
         for linear in ("exact", "int8", "exact"):
             model = memoize(copy.deepcopy(bare), linear=linear, fill=tmp_path / "db", gate=False, max_bytes=1 << 24)
@@ -217,11 +217,11 @@ class TestRefusals:
 
 
 def _layers(bare: nn.Module) -> list[Any]:
-    from attmemo.adapters import adapter_for
-    from attmemo.handles.stack import packed_of
+    from attmemo.handle.stack import packed_of
+    from attmemo.models import adapter_for
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attmemo.handles.stack.check_blocks", lambda *_: None)
+        patch.setattr("attmemo.handle.stack.check_blocks", lambda *_: None)
         return list(packed_of(bare, adapter_for(bare)[0], "none", "int8")._layers)
 
 

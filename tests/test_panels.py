@@ -21,7 +21,7 @@ from attmemo.kernels.linear import ACTIVATIONS
 from attmemo.kernels.linear8 import Linear8
 from attmemo.kernels.linear16 import Linear16
 from attmemo.kernels.linear32 import Linear32
-from attmemo.kernels.panels import Panels
+from attmemo.kernels.packed_weights import Panels
 
 Kind = type[Linear32] | type[Linear8] | type[Linear16]
 KINDS: list[tuple[Kind, torch.dtype]] = [
@@ -291,7 +291,7 @@ def test_rows_are_only_read_and_nothing_behind_an_end_is_touched(
         with monkeypatch.context() as patch:
             walls = (part if not part.size else before_walls(torch.from_numpy(part)).numpy() for part in layer.weights)
             patch.setattr(layer, "weights", tuple(walls))
-            patch.setattr("attmemo.kernels.panels.torch.empty", empty)
+            patch.setattr("attmemo.kernels.packed_weights.torch.empty", empty)
             seen = layer(read_only(x), read_only(add), isa=isa)
             assert seen.data_ptr() == walled[-1].data_ptr()
             assert torch.equal(seen, expected)

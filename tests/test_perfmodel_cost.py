@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import attmemo.perfmodel.cost
 from attmemo.errors import DatabaseCorruptError
-from attmemo.fields import Field
-from attmemo.perfmodel import CostModel
+from attmemo.perfmodel.cost import CostModel
+from attmemo.system.json_fields import Field
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 BATCHES = [[n] * rows for rows in (1, 8, 32) for n in (16, 64, 128, 256, 512)] + [[16, 512, 40], [100, 7, 300, 300]]

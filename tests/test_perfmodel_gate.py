@@ -10,7 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attmemo.perfmodel import SEQUENCE, CostModel, Gate, HitRates, LayerCosts, Profile
+from attmemo.perfmodel.cost import CostModel
+from attmemo.perfmodel.gate import Gate
+from attmemo.perfmodel.profile import SEQUENCE, HitRates, LayerCosts, Profile
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
 FREE = CostModel(0.0, 0.0, 0.0)

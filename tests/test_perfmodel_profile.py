@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attmemo.errors import DatabaseCorruptError
-from attmemo.perfmodel import Conditions, CostModel, HitRates, LayerCosts, Profile
-from attmemo.perfmodel.profile import MIN_SAMPLES
+from attmemo.perfmodel.cost import CostModel
+from attmemo.perfmodel.profile import MIN_SAMPLES, Conditions, HitRates, LayerCosts, Profile
 
 HERE = Conditions("A 1", ("avx2", "amx_bf16"), 4)
 NOW = {"cpu": "A 1", "features": ["amx_bf16", "avx2"], "cores": 64, "threads": 2, "load": 3.0}

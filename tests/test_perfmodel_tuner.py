@@ -15,15 +15,7 @@ from scipy import stats
 
 import attmemo.perfmodel.tuner
 from attmemo.errors import TuningError
-from attmemo.perfmodel.tuner import (
-    Candidate,
-    Choice,
-    Outcome,
-    changes_allowed,
-    choose,
-    sequences_needed,
-    upper_bound,
-)
+from attmemo.perfmodel.tuner import Candidate, Choice, Outcome, changes_allowed, choose, sequences_needed, upper_bound
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 shares = st.floats(0.005, 0.5)

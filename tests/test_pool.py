@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.db.pool import CARRIED, SEGMENTS, Entry, Kept, News, Pool, checksum_of
-from attmemo.db.segment import ALIGNED, Bytes, Segment, start_of
+from attmemo.db.pools.pool import CARRIED, SEGMENTS, Entry, Kept, News, Pool, checksum_of
+from attmemo.db.pools.segment import ALIGNED, Bytes, Segment, start_of
 from attmemo.errors import StorageFullError
 
 SMALLEST: Final = 1 << 14

@@ -18,8 +18,8 @@ from test_db_tools import LENGTHS, MODEL, add_maps, contents, fill, findings, in
 from attmemo import memoize
 from attmemo.db import KIND_MAP, Database, DatabaseWriter, Provenance
 from attmemo.errors import DatabaseLockedError, ForkedHandleError
-from attmemo.locking import ThreadLock
 from attmemo.profiler.models import LoadedModel
+from attmemo.system.locking import ThreadLock
 
 
 def test_a_forked_writer_is_refused(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from helpers import run_child
 from test_mmap_arena import pretend_huge, smaps
 from test_mmap_fetch import make_arena
 
+from attmemo.maps.source import multiply
 from attmemo.mmap import Arena, CopyFetcher, MapFetcher, SlotLayout, ViewFetcher
-from attmemo.reuse.source import multiply
 
 FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from helpers import run_child
 
+from attmemo.maps.source import multiply
 from attmemo.mmap import Arena, MapFetcher, map_count
-from attmemo.reuse.source import multiply
 
 
 def holdings() -> tuple[int, int]:

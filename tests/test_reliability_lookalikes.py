@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from attmemo import memoize
-from attmemo.adapters import adapter_for
 from attmemo.db import SEQUENCE, Database
 from attmemo.embed.calibration import Calibration
 from attmemo.embed.siamese import load_embedders
+from attmemo.embed.similarity import similarity_score
+from attmemo.models import adapter_for
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.models import collate, load_model, tokenize
-from attmemo.similarity import similarity_score
 
 BOUND = 0.2
 """Share of lookalikes that may be taken although their maps are less similar than was asked. The score is a bound that

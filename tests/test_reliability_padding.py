@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from page_tools import PAGE
 from test_mmap_fetch import make_arena
 
-from attmemo.db.forms import unpack
+from attmemo.db.encodings import unpack
 from attmemo.kernels import _map_product
 from attmemo.kernels.map_product import _FORMS
+from attmemo.maps.source import multiply
 from attmemo.mmap import CopyFetcher, Fetcher, MapFetcher, SlotLayout, ViewFetcher
-from attmemo.reuse.source import multiply
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -25,8 +25,8 @@ from window_tools import Pages, numbers
 
 from attmemo.db import KIND_MAP, Database
 from attmemo.errors import AttmemoError, WindowBusyError, WindowError
+from attmemo.maps.source import multiply
 from attmemo.mmap import Arena, CopyFetcher, MapFetcher, ViewFetcher, Window, _window
-from attmemo.reuse.source import multiply
 
 # -- readers while others fetch
 

@@ -15,8 +15,8 @@ from test_db_tools import MODEL, contents, fill, findings
 from attmemo.db import Database, DatabaseWriter, read_manifest
 from attmemo.db.catalogue import Catalogue, Record, add_to_digest
 from attmemo.db.files import MANIFEST
-from attmemo.db.kinds import kinds_of_maps
 from attmemo.db.manifest import Manifest
+from attmemo.db.slot_kinds import kinds_of_maps
 from attmemo.db.slots import SlotClass, arena_header
 from attmemo.errors import DatabaseError, PageSizeError
 

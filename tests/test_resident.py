@@ -24,7 +24,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from attmemo import memoize, unmemoize
-from attmemo.machine import trim
+from attmemo.system.machine import trim
 
 torch.manual_seed(0)
 shape = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}

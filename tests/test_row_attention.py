@@ -16,15 +16,7 @@ from torch import Tensor
 from transformers import DebertaV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention, make_log_bucket_position
 
-from attmemo.kernels.row_attention import (
-    Disentangled,
-    Layout,
-    Stored,
-    Turn,
-    attend,
-    attend_plain,
-    instruction_sets,
-)
+from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend, attend_plain, instruction_sets
 
 SETS = instruction_sets()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}  # times (1 + abs(expected))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from test_growing import HEADS, LAYERS, WIDTH, as_stored, fetched, layout, record
 
-from attmemo.db.pool import Entry, Pool
-from attmemo.reuse.row_layout import Placed
-from attmemo.reuse.row_store import HeldRows, Record
+from attmemo.db.pools.pool import Entry, Pool
+from attmemo.rows.layout import Placed
+from attmemo.rows.store import HeldRows, Record
 
 FORMS = {
     "float32": (torch.float32, torch.float32),

@@ -14,7 +14,7 @@ from test_guarded import BASE, guarded, run
 
 from attmemo import unmemoize
 from attmemo.guard.margin import Scale
-from attmemo.handles.rules import digest_of_rules
+from attmemo.guard.rules import digest_of_rules
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,6 @@ def test_another_rule_or_version_begins_a_certificate_anew(
 
 
 def test_the_rules_have_the_same_digest_in_every_process() -> None:
-    code = "from attmemo.handles.rules import digest_of_rules; print(digest_of_rules())"
+    code = "from attmemo.guard.rules import digest_of_rules; print(digest_of_rules())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert told.stdout.strip() == digest_of_rules()

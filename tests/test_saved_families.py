@@ -11,9 +11,9 @@ from conftest import make_tokenizer
 from families import FAMILIES
 
 from attmemo import Database, UnsupportedModelError, memoize
-from attmemo.adapters import adapter_for
 from attmemo.embed.training import TrainOptions
 from attmemo.fingerprint import model_fields
+from attmemo.models import adapter_for
 from attmemo.profiler import capture
 from attmemo.profiler.build import BuildOptions, build_database
 from attmemo.profiler.evaluate import EvaluateOptions, evaluate

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.reuse.scratch import ALIGNED, Scratch
+from attmemo.rows.scratch import ALIGNED, Scratch
 
 SIZE = 1 << 14
 

@@ -117,7 +117,7 @@ def test_a_reader_that_looks_at_removed_records_is_waited_for(folder: Path, monk
 
     reader = start_child(look)
     wait_for(ready)
-    monkeypatch.setattr("attmemo.db.shared_pool.PATIENCE", 0.05)
+    monkeypatch.setattr("attmemo.db.pools.shared_pool.PATIENCE", 0.05)
     with opened(folder) as pool:
         pool.remove([3])
         assert outcome(pool.scrub) == "DatabaseLockedError"

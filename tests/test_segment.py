@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.db.segment import (
+from attmemo.db.pools.segment import (
     ALIGNED,
     BYTES_PER_MARK,
     FEWEST_MARKS,

@@ -15,7 +15,7 @@ from torch import nn
 
 from attmemo import AdapterCheckError, memoize
 from attmemo.errors import UnsupportedModelError
-from attmemo.selfchecks.weights import weight_not_finite
+from attmemo.forward.finite_weights import weight_not_finite
 from attmemo.serve.model import ServedModel
 from attmemo.serve.service import Service
 from attmemo.serve.settings import Settings

@@ -20,10 +20,10 @@ from test_db_crash import _need_tmpfs as need_tmpfs
 from test_db_tools import MODEL, end_of, in_child, memory_directory, start_child
 
 from attmemo.db.aside import open_to_fill
-from attmemo.db.filling import FILLING, Filling
 from attmemo.db.folder import ASIDE
-from attmemo.db.lease import LEASE
-from attmemo.db.shared_pool import SharedPool
+from attmemo.db.pools.fill_lock import LEASE
+from attmemo.db.pools.filling import FILLING, Filling
+from attmemo.db.pools.shared_pool import SharedPool
 from attmemo.errors import DatabaseCorruptError, FormatVersionError
 
 BOUND = 1 << 20
@@ -269,7 +269,7 @@ def test_where_nothing_can_be_moved_all_stays_and_the_error_says_so(
 
 
 def test_a_folder_of_another_version_is_refused_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attmemo.db.filling.VERSION", 2)
+    monkeypatch.setattr("attmemo.db.pools.filling.VERSION", 2)
     (folder / FILLING).unlink()
     describe().write(folder)
     monkeypatch.undo()
@@ -312,7 +312,7 @@ def test_a_folder_above_its_bound_is_within_it_once_it_is_opened(folder: Path) -
 def test_a_folder_whose_bound_cannot_be_held_now_is_filled_nevertheless(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("attmemo.db.shared_pool.PATIENCE", 0.01)
+    monkeypatch.setattr("attmemo.db.pools.shared_pool.PATIENCE", 0.01)
     monkeypatch.setattr("attmemo.db.aside.PATIENCE", 0.01)
     holder = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT)
     fcntl.flock(holder, fcntl.LOCK_EX)

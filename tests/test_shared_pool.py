@@ -31,13 +31,10 @@ from shared_pool_tools import (
 )
 from test_db_tools import MODEL, memory_directory
 
-from attmemo.db import shared_pool
-from attmemo.db.pool import Entry, Pool
-from attmemo.db.segment import Segment
-from attmemo.errors import (
-    DatabaseCorruptError,
-    StorageFullError,
-)
+from attmemo.db.pools import shared_pool
+from attmemo.db.pools.pool import Entry, Pool
+from attmemo.db.pools.segment import Segment
+from attmemo.errors import DatabaseCorruptError, StorageFullError
 
 
 @pytest.fixture

@@ -31,13 +31,8 @@ from shared_pool_tools import (
 )
 from test_db_tools import MODEL, changed, end_of, in_child, memory_directory, start_child
 
-from attmemo.db.filling import FILLING, Filling
-from attmemo.errors import (
-    AttmemoError,
-    DatabaseError,
-    DatabaseTruncatedError,
-    FormatVersionError,
-)
+from attmemo.db.pools.filling import FILLING, Filling
+from attmemo.errors import AttmemoError, DatabaseError, DatabaseTruncatedError, FormatVersionError
 
 
 @pytest.fixture
@@ -73,7 +68,7 @@ def test_a_garbled_filling_file_is_outcome(filled: Path) -> None:
 
 
 def test_a_pool_of_another_version_is_outcome(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attmemo.db.filling.VERSION", 2)
+    monkeypatch.setattr("attmemo.db.pools.filling.VERSION", 2)
     (filled / FILLING).unlink()
     Filling.of(MODEL, "float32").write(filled)
     monkeypatch.undo()

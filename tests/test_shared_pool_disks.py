@@ -26,10 +26,7 @@ from test_db_crash import READ_ONLY, REMOUNT
 from test_db_crash import _need_tmpfs as need_tmpfs
 from test_db_tools import in_child, memory_directory
 
-from attmemo.errors import (
-    DatabaseError,
-    DatabaseNotFoundError,
-)
+from attmemo.errors import DatabaseError, DatabaseNotFoundError
 
 
 @pytest.fixture

@@ -27,12 +27,10 @@ from shared_pool_tools import (
 )
 from test_db_tools import end_of, in_child, memory_directory, start_child
 
-from attmemo.db import shared_pool
-from attmemo.db.lease import LEASE
-from attmemo.db.shared_pool import SharedPool
-from attmemo.errors import (
-    DatabaseLockedError,
-)
+from attmemo.db.pools import shared_pool
+from attmemo.db.pools.fill_lock import LEASE
+from attmemo.db.pools.shared_pool import SharedPool
+from attmemo.errors import DatabaseLockedError
 
 
 @pytest.fixture
@@ -179,8 +177,8 @@ def test_a_pool_of_many_segments_fits_the_usual_limit_of_descriptors(folder: Pat
 
     def fill() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attmemo.db.pool.LARGEST", 16 << 10)
-            patch.setattr("attmemo.db.pool.MOST_SEGMENTS", 1 << 20)
+            patch.setattr("attmemo.db.pools.pool.LARGEST", 16 << 10)
+            patch.setattr("attmemo.db.pools.pool.MOST_SEGMENTS", 1 << 20)
             with opened(folder, 64 << 20) as pool:
                 pool.add(entries(range(1200)))
                 assert len(files(folder)) == 600
@@ -237,7 +235,7 @@ def test_a_forked_child_and_its_parent_both_fill(folder: Path) -> None:
 LEASE_FORKED = r"""
 import os, signal, time
 from pathlib import Path
-from attmemo.db.shared_pool import SharedPool
+from attmemo.db.pools.shared_pool import SharedPool
 from shared_pool_tools import entries, open_pool, read_state, state_of
 
 folder, pids = Path(path), []
@@ -317,7 +315,7 @@ def test_a_child_that_was_forked_while_a_thread_was_inside_of_lmdb_does_not_hang
 LEARNING_FORKED = r"""
 import os, traceback
 from pathlib import Path
-from attmemo.db.shared_pool import SharedPool
+from attmemo.db.pools.shared_pool import SharedPool
 from shared_pool_tools import entries, open_pool, read_state, state_of
 
 folder, ends = Path(path), []

@@ -25,8 +25,8 @@ from shared_pool_tools import (
 from test_db_tools import memory_directory
 from test_reliability_kill import killer_in
 
-from attmemo.db.segment import Segment
-from attmemo.db.shared_pool import SEGMENTS
+from attmemo.db.pools.segment import Segment
+from attmemo.db.pools.shared_pool import SEGMENTS
 
 EVERYWHERE = r"""
 import contextlib, ctypes, signal
@@ -218,7 +218,7 @@ def test_a_sync_that_is_left_out_would_be_seen(what: str, monkeypatch: pytest.Mo
     if what == "bytes":
         monkeypatch.setattr(Segment, "sync", lambda _: None)
     else:
-        monkeypatch.setattr("attmemo.db.shared_pool.sync", lambda _: None)
+        monkeypatch.setattr("attmemo.db.pools.shared_pool.sync", lambda _: None)
     with memory_directory() as folder:
         assert _power_cuts(folder)[1] > 0
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attmemo import similarity_score
-from attmemo.similarity import similarity_matrix
+from attmemo.embed.similarity import similarity_matrix
 
 EXACT = settings(derandomize=True, deadline=None, max_examples=60)
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_db_tools import in_child
 
-from attmemo.embed import tokens as tokens_module
-from attmemo.embed.sketch import Sketch
-from attmemo.embed.tokens import ANY, TokenIndex
 from attmemo.kernels import _align
 from attmemo.kernels.align import Rule, align, sketch, sketch_in_numpy
 from attmemo.kernels.kinds import NO_KINDS
+from attmemo.rows import index as tokens_module
+from attmemo.rows.index import ANY, TokenIndex
+from attmemo.rows.sketch import Sketch
 
 Tokens = npt.NDArray[np.int32]
 

@@ -18,11 +18,12 @@ import torch
 from families import FAMILIES
 
 from attmemo import Database, DataError, memoize
-from attmemo.adapters import adapter_for, encoder_of
 from attmemo.db import KIND_MAP, DatabaseWriter
 from attmemo.embed.training import TrainOptions
 from attmemo.errors import AttmemoError, EmbedderMissingError, TuningError
-from attmemo.perfmodel import CostModel, HitRates, LayerCosts, Profile
+from attmemo.models import adapter_for, encoder_of
+from attmemo.perfmodel.cost import CostModel
+from attmemo.perfmodel.profile import HitRates, LayerCosts, Profile
 from attmemo.perfmodel.tuner import JUDGED, sequences_judged
 from attmemo.profiler.answers import ask, changed, cosine, harm, prepare
 from attmemo.profiler.build import BuildOptions, build_database
@@ -519,10 +520,10 @@ class TestControls:
         before = ask(loaded, prepared)
         found = {}
         for name in CONTROLS:
-            with serving_control(model.attmemo.engine, name):
+            with serving_control(model.attmemo.forward.engine, name):
                 found[name] = ask(loaded, prepared)
             assert torch.equal(ask(loaded, prepared), before)
-        with pytest.raises(RuntimeError), serving_control(model.attmemo.engine, "mean map"):
+        with pytest.raises(RuntimeError), serving_control(model.attmemo.forward.engine, "mean map"):
             raise RuntimeError
         assert torch.equal(ask(loaded, prepared), before)
         assert not torch.allclose(found["mean map"], before, atol=1e-3)
@@ -716,7 +717,7 @@ class TestCapture:
     def test_gives_what_each_layer_saw_and_made_and_leaves_the_model_alone(
         self, request: pytest.FixtureRequest, log_lines: list[str], family: str
     ) -> None:
-        from attmemo.adapters import check_adapter
+        from attmemo.models import check_adapter
 
         loaded = load_model(request.getfixturevalue(f"tiny_{family}"))
         adapter, sites = adapter_for(loaded.model)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packed_tools import MODELS, NEAR, batch, changed, gap, has_types, last, longest, pair, rows_database, valid
 
 from attmemo import memoize
-from attmemo.reuse.twins import Twins
+from attmemo.packed.duplicates import Twins
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,8 +12,8 @@ from guard_tools import Gap, gaps, number, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attmemo.guard import verified as verified_module
-from attmemo.guard.verified import NUMBERS, PENALTY, WORDS, Verified
+from attmemo.guard import known_changes as verified_module
+from attmemo.guard.known_changes import NUMBERS, PENALTY, WORDS, Verified
 from attmemo.kernels.changes import Changes
 from attmemo.kernels.plan import Demand, Evidence, evidence_in_python
 

@@ -16,7 +16,7 @@ from test_families import Case
 from torch import Tensor, nn
 
 from attmemo import memoize, unmemoize
-from attmemo.watch import CHANGED, Watch
+from attmemo.forward.watch import CHANGED, Watch
 
 
 def other_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from test_families import gap, output
 from torch import Tensor, nn
 
 from attmemo import UnsupportedModelError, memoize, unmemoize
-from attmemo.adapters import adapter_for
 from attmemo.embed.training import TrainOptions
+from attmemo.models import adapter_for
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.models import LoadedModel, load_model
 from attmemo.profiler.train import train_database
@@ -239,7 +239,7 @@ class TestCompiled:
 
 class TestPrecision:
     def test_a_processor_without_bfloat16_is_warned_about(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from attmemo import precision
+        from attmemo.system import precision
 
         monkeypatch.setattr(precision, "has_native_bfloat16", lambda: False)
         assert "only emulates" in str(precision.slow(torch.bfloat16))
@@ -252,7 +252,7 @@ class TestPrecision:
     def test_memoize_warns_where_bfloat16_is_emulated(
         self, native: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        from attmemo import precision
+        from attmemo.system import precision
 
         model = FAMILIES["BERT"].make().to(torch.bfloat16)
         path = make_database(model, inputs_of(FAMILIES["BERT"], LENGTHS), tmp_path)

@@ -88,7 +88,7 @@ def _bound_threads() -> None:
 
     torch, OpenMP and BLAS count the cores of the affinity and read this variable when they are loaded.
     """
-    from attmemo.machine import cores
+    from attmemo.system.machine import cores
 
     if (count := cores()) < len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_NUM_THREADS", str(count))

@@ -29,7 +29,7 @@ def families(
     """
     with output(json, quiet) as out:
         if model is None:
-            from attmemo.adapters import ADAPTERS, Adapter
+            from attmemo.models import ADAPTERS, Adapter
 
             sees = {True: "what came before", False: "everything"}
             found: dict[str, Any] = {"families": [
@@ -79,10 +79,10 @@ def _look_at(name: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModel
 
-    from attmemo.adapters import adapter_for
-    from attmemo.adapters.blocks import find_blocks
     from attmemo.errors import UnsupportedModelError
     from attmemo.loading import load_config, quiet
+    from attmemo.models import adapter_for
+    from attmemo.models.blocks import find_blocks
 
     config = load_config(name)
     about = {"model": name, "model_type": config.model_type, "architecture": (config.architectures or ["?"])[0]}

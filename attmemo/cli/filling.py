@@ -14,7 +14,7 @@ from attmemo.cli.console import Output, cell, output, size
 from attmemo.cli.options import DatabasePath, Json, Quiet
 
 if TYPE_CHECKING:
-    from attmemo.db.shared_pool import SharedPool
+    from attmemo.db.pools.shared_pool import SharedPool
 
 Text = Annotated[list[str] | None, typer.Option(
     "--text", metavar="TEXT", show_default=False,
@@ -36,7 +36,7 @@ Others = Annotated[list[Path], typer.Argument(metavar="FROM…", help="Databases
 
 def opened(db: Path, *, fills: bool) -> SharedPool:
     """The pool of a folder; it keeps all that it holds."""
-    from attmemo.db.shared_pool import SharedPool
+    from attmemo.db.pools.shared_pool import SharedPool
 
     pool = SharedPool(db, None, fills=fills)
     pool.news()
@@ -45,7 +45,7 @@ def opened(db: Path, *, fills: bool) -> SharedPool:
 
 def check_prepared(db: Path, command: str, instead: str) -> None:
     """Refuse a database that fills itself where a prepared one is asked for. `instead`: what fits."""
-    from attmemo.db.filling import is_filling
+    from attmemo.db.pools.filling import is_filling
     from attmemo.errors import DatabaseError
 
     if is_filling(db):
@@ -68,10 +68,10 @@ def forget(
     until = None if before is None else _moment(before)
     with output(json, quiet) as out:
         from attmemo.db.folder import ASIDE, GUARDS
-        from attmemo.db.upkeep import check, holds
-        from attmemo.db.upkeep import forget as take_out
-        from attmemo.guard.ledger import DAMAGED
-        from attmemo.planner.rows import TYPES_FROM
+        from attmemo.db.pools.maintenance import check, holds
+        from attmemo.db.pools.maintenance import forget as take_out
+        from attmemo.guard.file import DAMAGED
+        from attmemo.rows.planner import TYPES_FROM
 
         pool = opened(db, fills=True)
         try:
@@ -128,7 +128,7 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
     """
     stopped = "interrupted; what was copied is published, the same command goes on"
     with output(json, quiet, stopped) as out:
-        from attmemo.db.filling import is_filling
+        from attmemo.db.pools.filling import is_filling
         from attmemo.errors import DatabaseError
 
         fill = {path: is_filling(path) for path in (db, *others) if path.exists()}
@@ -138,7 +138,7 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
         if not any(fill.values()):
             _merge_prepared(db, others, out)
             return
-        from attmemo.db.upkeep import merge as put_in
+        from attmemo.db.pools.maintenance import merge as put_in
 
         pools = [opened(db, fills=True)]
         try:
@@ -154,7 +154,7 @@ def merge(db: DatabasePath, others: Others, json: Json = None, quiet: Quiet = Fa
 
 def _merge_prepared(db: Path, others: list[Path], out: Output) -> None:
     from attmemo.db import kept_in, read_manifest
-    from attmemo.db.merging import merge_prepared
+    from attmemo.db.pools.merging import merge_prepared
 
     done = merge_prepared(db, others, lambda count, total: out.stages("copying", count, total))
     out.result({"path": str(db), "added": done.added, "doubled": done.doubled, "records": done.records})

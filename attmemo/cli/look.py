@@ -38,7 +38,7 @@ def inspect(db: DatabasePath, plot: Plot = None, json: Json = None, quiet: Quiet
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
-        from attmemo.db.filling import is_filling
+        from attmemo.db.pools.filling import is_filling
 
         if is_filling(db):
             found = _summarize_filling(db)
@@ -57,7 +57,7 @@ def inspect(db: DatabasePath, plot: Plot = None, json: Json = None, quiet: Quiet
 def _summarize_filling(db: Path) -> dict[str, Any]:
     """What `inspect` shows of a database that fills itself, JSON-able."""
     from attmemo.db.folder import ASIDE
-    from attmemo.db.upkeep import summarize
+    from attmemo.db.pools.maintenance import summarize
 
     aside = sum(file.stat().st_size for file in (db / ASIDE).rglob("*") if file.is_file())
     with closing(filling.opened(db, fills=False)) as pool:
@@ -112,7 +112,8 @@ def _kinds(database: Database) -> list[dict[str, Any]]:
 def _guards(database: Path) -> list[dict[str, Any]]:
     """Where each guard of this database stands, and its settings."""
     from attmemo.db.folder import GUARDS
-    from attmemo.guard import Guard, all_in
+    from attmemo.guard.file import all_in
+    from attmemo.guard.guard import Guard
 
     found = []
     for settings, learned in all_in(database / GUARDS):
@@ -123,7 +124,7 @@ def _guards(database: Path) -> list[dict[str, Any]]:
 
 def _hit_rates(profile: dict[str, Any], tuning: dict[str, Any] | None, layers: int) -> dict[str, Any]:
     """Share of held-out texts that would be served, by layer and token length, at the tuned thresholds or at 0.9."""
-    from attmemo.perfmodel import Profile
+    from attmemo.perfmodel.profile import Profile
 
     found = Profile.from_dict(profile)
     lookup = "sequence" if tuning is None else tuning.get("lookup", "sequence")
@@ -147,7 +148,7 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
     """
     with output(json, quiet) as out:
         from attmemo.db import Database
-        from attmemo.db.filling import is_filling
+        from attmemo.db.pools.filling import is_filling
 
         if is_filling(db):
             _check_filling(out, db)
@@ -171,7 +172,7 @@ def check(db: DatabasePath, json: Json = None, quiet: Quiet = False) -> None:
 
 
 def _check_filling(out: Output, db: Path) -> None:
-    from attmemo.db import upkeep
+    from attmemo.db.pools import maintenance as upkeep
 
     with closing(filling.opened(db, fills=False)) as pool:
         records = len(pool)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_ar
 
 import typer
 
-from attmemo import sizes
 from attmemo.errors import ArgumentError
+from attmemo.system import sizes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,7 +23,7 @@ EIGHT_GIB: Any = "8GiB"  # a default is parsed, and shown, like a value that is 
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size; see `attmemo.sizes.parse_size`."""
+    """Bytes of a size; see `attmemo.system.sizes.parse_size`."""
     try:
         return sizes.parse_size(text)
     except ArgumentError as error:

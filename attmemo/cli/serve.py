@@ -10,17 +10,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from attmemo.cli.console import output
-from attmemo.cli.options import (
-    Precision,
-    choose,
-    parse_cosine,
-    parse_share,
-    parse_size,
-    parse_threshold,
-    precision,
-)
+from attmemo.cli.options import Precision, choose, parse_cosine, parse_share, parse_size, parse_threshold, precision
 from attmemo.errors import AttmemoError
-from attmemo.extras import install
+from attmemo.system.extras import install
 
 HOST = "127.0.0.1"
 

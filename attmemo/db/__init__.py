@@ -2,10 +2,11 @@
 
 from attmemo.db.catalogue import SPLIT_HELD_OUT, SPLIT_TRAIN
 from attmemo.db.database import Database, Finding
+from attmemo.db.discover import cache_directory, default_path, filling_path, find_database, kept_in
 from attmemo.db.files import file_digest, storing
-from attmemo.db.find import cache_directory, default_path, filling_path, find_database, kept_in
 from attmemo.db.index import BACKENDS, Backend, FlatIndex, LayerIndex
-from attmemo.db.kinds import (
+from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
+from attmemo.db.slot_kinds import (
     KIND_INPUT,
     KIND_LAST,
     KIND_MAP,
@@ -15,7 +16,6 @@ from attmemo.db.kinds import (
     SlotKind,
     kinds_of_rows,
 )
-from attmemo.db.manifest import SEQUENCE, EmbedderRef, FileRef, Manifest, ModelInfo, read_manifest
 from attmemo.db.writer import DatabaseWriter, Provenance
 
 __all__ = [

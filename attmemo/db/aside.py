@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from attmemo.db.files import CATALOGUE, DAMAGED, FILLING, storing, sync
-from attmemo.db.filling import Filling, is_filling
 from attmemo.db.folder import ASIDE, SEGMENTS
-from attmemo.db.lease import lease
-from attmemo.db.shared_pool import PATIENCE, SharedPool
+from attmemo.db.pools.fill_lock import lease
+from attmemo.db.pools.filling import Filling, is_filling
+from attmemo.db.pools.shared_pool import PATIENCE, SharedPool
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 
 _LOG = logging.getLogger("attmemo")

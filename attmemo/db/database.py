@@ -18,11 +18,11 @@ from torch import Tensor
 
 from attmemo.arguments import check_choices, check_places
 from attmemo.db.catalogue import Snapshot, read_records
+from attmemo.db.encodings import unpack
 from attmemo.db.files import MANIFEST, RESTORE, file_digest
-from attmemo.db.forms import unpack
 from attmemo.db.index import LayerIndex
-from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP
 from attmemo.db.manifest import EmbedderRef, FileRef, Manifest, read_manifest
+from attmemo.db.slot_kinds import FORMS, KIND_INPUT, KIND_MAP
 from attmemo.db.slots import HEADER_BYTES, SlotClass, check_arena, slot_checksum
 from attmemo.errors import (
     DatabaseCorruptError,
@@ -31,8 +31,8 @@ from attmemo.errors import (
     GenerationMismatchError,
     PageSizeError,
 )
-from attmemo.locking import ThreadLock
 from attmemo.mmap import Arena, Residency, page_size
+from attmemo.system.locking import ThreadLock
 
 _LOG = logging.getLogger("attmemo")
 Progress = Callable[[int, int], None]

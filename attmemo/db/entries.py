@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 
 from attmemo.db.files import ANEW
-from attmemo.db.history import History
+from attmemo.db.pools.history import History
+from attmemo.db.pools.segment import Segment
 from attmemo.db.records import Kept
-from attmemo.db.segment import Segment
 from attmemo.errors import DatabaseCorruptError
 
 META: Final = b"m"

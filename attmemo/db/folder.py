@@ -8,8 +8,8 @@ from typing import Final
 
 from attmemo.db.environments import is_whole
 from attmemo.db.files import ANEW, CATALOGUE, FILLING, MANIFEST, storing
-from attmemo.db.filling import Filling, is_filling
-from attmemo.db.lease import LEASE, PRESENCE
+from attmemo.db.pools.fill_lock import LEASE, PRESENCE
+from attmemo.db.pools.filling import Filling, is_filling
 from attmemo.db.scrub import DUE
 from attmemo.errors import DatabaseCorruptError, DatabaseError
 

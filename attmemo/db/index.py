@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from attmemo.db.catalogue import Snapshot
 from attmemo.errors import DatabaseCorruptError, DatabaseError
-from attmemo.extras import install
+from attmemo.system.extras import install
 
 Backend = Literal["faiss", "hnswlib", "flat"]
 BACKENDS: Final = ("faiss", "hnswlib", "flat")

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import xxhash
 
+from attmemo.db.encodings import CHOICES
 from attmemo.db.files import FILLING, MANIFEST, RESTORE, write_durably
-from attmemo.db.forms import CHOICES
-from attmemo.db.kinds import FORMS, SlotKind
+from attmemo.db.slot_kinds import FORMS, SlotKind
 from attmemo.db.slots import SlotClass
 from attmemo.errors import DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, FormatVersionError
-from attmemo.fields import Field
+from attmemo.system.json_fields import Field
 
 FORMAT: Final = "attmemo-database"
 VERSION: Final = 2

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from attmemo.db.segment import Bytes, Segment
+from attmemo.db.pools.segment import Bytes, Segment
 
 Tokens = npt.NDArray[np.int32]
 

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import xxhash
 
+from attmemo.db.encodings import TYPES
 from attmemo.db.files import ARENA, RESTORE
-from attmemo.db.forms import TYPES
-from attmemo.db.kinds import KIND_INPUT, KIND_MAP, SlotKind
+from attmemo.db.slot_kinds import KIND_INPUT, KIND_MAP, SlotKind
 from attmemo.errors import DatabaseCorruptError, DatabaseTruncatedError
-from attmemo.fields import Field
 from attmemo.mmap import CACHE_LINE, HUGE_PAGE, SlotLayout, round_up
+from attmemo.system.json_fields import Field
 
 MAGIC: Final = b"ATTMEMO1"
 ARENA_VERSION: Final = 1  # of the file's header

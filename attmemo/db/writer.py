@@ -20,10 +20,10 @@ from torch import Tensor
 
 from attmemo.db import files
 from attmemo.db.catalogue import SPLIT_TRAIN, Catalogue, Record, Snapshot, add_to_digest, read_records
+from attmemo.db.encodings import CHOICES, TYPES, unpack
 from attmemo.db.files import BuilderLock, named, storing
-from attmemo.db.forms import CHOICES, TYPES, unpack
-from attmemo.db.kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
 from attmemo.db.manifest import EmbedderRef, Manifest, ModelInfo, Source, read_manifest, write_manifest
+from attmemo.db.slot_kinds import FORMS, KIND_INPUT, KIND_MAP, SlotKind, kinds_of_maps
 from attmemo.db.slots import SlotClass, arena_header, check_arena, slot_checksum
 from attmemo.errors import ArgumentError, DatabaseCorruptError, DatabaseError, ForkedHandleError, StaleDatabaseError
 from attmemo.fingerprint import check_fields

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attmemo.fields import Field
+from attmemo.system.json_fields import Field
 
 COVERAGE = 0.9
 KNOTS = 64

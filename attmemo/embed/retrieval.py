@@ -10,9 +10,9 @@ import numpy as np
 from attmemo.db import KIND_MAP, SEQUENCE, Database, FlatIndex
 from attmemo.embed.calibration import Calibration, fit_calibration
 from attmemo.embed.siamese import SiameseEmbedder
+from attmemo.embed.similarity import similarity_score
 from attmemo.embed.stored import Ints, Vectors, by_length, embed_records, release
 from attmemo.errors import DatabaseError
-from attmemo.similarity import similarity_score
 
 NEIGHBOURS = 3
 """Retrievals for each held-out query that a curve is fitted to."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_INPUT, KIND_MAP, Database
-from attmemo.db.forms import unpack
+from attmemo.db.encodings import unpack
 from attmemo.embed.siamese import SiameseEmbedder
 
 BLOCK = 1 << 20

@@ -30,13 +30,13 @@ from typing import Any, Final
 
 from attmemo.errors import ArgumentError
 from attmemo.guard.certificate import Certificate, Counts, certifies
-from attmemo.guard.ledger import NO_SUMS, Learned, Ledger, beyond, joined
+from attmemo.guard.file import NO_SUMS, Learned, Ledger, beyond, joined
+from attmemo.guard.known_changes import Gaps, Verified
 from attmemo.guard.margin import VECTORS, Margin
 from attmemo.guard.state import State
 from attmemo.guard.verdict import Verdict, served_name
-from attmemo.guard.verified import Gaps, Verified
 from attmemo.kernels.plan import Demand, Evidence
-from attmemo.locking import ThreadLock
+from attmemo.system.locking import ThreadLock
 
 DRAWN: Final = 0.0075
 """Share of the answers to be reused that are verified, whatever was verified before."""

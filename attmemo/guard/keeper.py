@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from attmemo.guard.file import Ledger
 from attmemo.guard.guard import Guard
-from attmemo.guard.ledger import Ledger
 
 _LOG = logging.getLogger("attmemo")
 

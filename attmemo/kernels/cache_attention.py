@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from attmemo.kernels import _cache_attention as native
-from attmemo.kernels.team import join_torch
+from attmemo.kernels.omp_team import join_torch
 
 EPSILON = 1e-5  # the smallest scale
 

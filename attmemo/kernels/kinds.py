@@ -1,4 +1,4 @@
-"""Kinds of tokens: numbers and words. The tokenizer tells them apart (`attmemo.embed.kinds`)."""
+"""Kinds of tokens: numbers and words. The tokenizer tells them apart (`attmemo.rows.token_kinds`)."""
 
 from __future__ import annotations
 

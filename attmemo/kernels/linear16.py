@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
-from attmemo.kernels.panels import LINE, MOST_INPUTS, PANEL, Panels, Weights, lengthened
+from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Panels, Weights, lengthened
 
 _EMPTY = np.zeros(0, np.float32)
 _MUCH = 8 << 20  # bytes between two layers: fewer stay in a cache anyway, and larger chunks of rows want fewer weights

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, agrees, check_parts, sample, stacked
-from attmemo.kernels.panels import MOST_INPUTS, PANEL, Panels, Weights, lengthened
+from attmemo.kernels.packed_weights import MOST_INPUTS, PANEL, Panels, Weights, lengthened
 
 _EMPTY = np.zeros(0, np.float32)
 

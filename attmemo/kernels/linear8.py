@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attmemo.kernels.linear import ACTIVATIONS, AFTER, check_parts, stacked
-from attmemo.kernels.panels import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, lengthened
+from attmemo.kernels.packed_weights import LINE, MOST_INPUTS, PANEL, Numbers, Panels, Weights, lengthened
 
 LinearName = Literal["exact", "int8"]
 """Arithmetic of linear layers: `Linear` or `Linear8`."""

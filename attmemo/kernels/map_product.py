@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from attmemo.kernels import _map_product
-from attmemo.kernels.team import join_torch
+from attmemo.kernels.omp_team import join_torch
 
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}  # as `enum form` has them
@@ -46,8 +46,9 @@ def multiply(
     """``context[rows[i], :n] = A_i V_i`` for maps A_i that lie in memory; what lies behind n becomes zero.
 
     Map i begins at byte ``offsets[i]`` of `maps`, with `shape` ``[h, n, n]``, or ``[h, n (n + 1) / 2]`` for a lower
-    triangle; uint8 holds numbers in proportion to their cubes (`attmemo.db.forms`). V_i are n rows from ``starts[i]``
-    of `values` ``[N, h * d]``, contiguous; `context` is ``[B, L, h * d]``, of the same type, L >= n. No row twice.
+    triangle; uint8 holds numbers in proportion to their cubes (`attmemo.db.encodings`). V_i are n rows from
+    ``starts[i]`` of `values` ``[N, h * d]``, contiguous; `context` is ``[B, L, h * d]``, of the same type,
+    L >= n. No row twice.
 
     Sums are float32; with values in bfloat16 the kernel may round maps to bfloat16, as the model's own softmax does. A
     result depends neither on the other sequences nor on the number of threads, which are torch's own. ValueError:

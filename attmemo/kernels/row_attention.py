@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attmemo.kernels import _row_attention as native
-from attmemo.kernels.team import join_torch
+from attmemo.kernels.omp_team import join_torch
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
 _NONE = b""

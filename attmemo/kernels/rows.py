@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attmemo.kernels import _rows as native
-from attmemo.kernels.team import join_torch
+from attmemo.kernels.omp_team import join_torch
 
 _TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `enum type` has them
 _MANY: Final = 1 << 17  # numbers of the result: less is faster done than another thread is told of

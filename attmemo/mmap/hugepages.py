@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from attmemo.errors import DatabaseTruncatedError
-from attmemo.memory import available_memory
 from attmemo.mmap.layout import SlotLayout
 from attmemo.mmap.pages import HUGE_PAGE, huge_mapping, round_up
+from attmemo.system.memory import available_memory
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""

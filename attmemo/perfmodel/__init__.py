@@ -8,9 +8,3 @@
 * `policy`  thresholds worth a test, from forced passes over a part of the tuning data
 * `tuner`   which of them keeps a budget of changed answers, with a stated confidence
 """
-
-from attmemo.perfmodel.cost import CostModel
-from attmemo.perfmodel.gate import Gate
-from attmemo.perfmodel.profile import SEQUENCE, Conditions, HitRates, LayerCosts, Profile
-
-__all__ = ["SEQUENCE", "Conditions", "CostModel", "Gate", "HitRates", "LayerCosts", "Profile"]

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from attmemo.fields import Field
+from attmemo.system.json_fields import Field
 
 _HUBER = 1.345  # residuals up to this many standard deviations count in full (95 % efficiency on Gaussian noise)
 _CUT = 3.0  # residuals beyond this many standard deviations are dropped before the last fit

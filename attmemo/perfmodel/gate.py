@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attmemo.locking import ThreadLock
 from attmemo.perfmodel.profile import SEQUENCE, Profile
+from attmemo.system.locking import ThreadLock
 
 _MANY = 50  # held-out texts; if none of so many reaches a threshold, no lookup is tried any more
 _MIN_QUERIES = 32  # live sequences before the live hit rate counts

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attmemo.fields import Field
 from attmemo.perfmodel.cost import CostModel
+from attmemo.system.json_fields import Field
 
 SEQUENCE = -1
 """The "layer" that `Gate` is asked about when one lookup per sequence serves all layers. No scores lie under it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attmemo.fields import Field
+from attmemo.system.json_fields import Field
 
 
 @dataclass(frozen=True, slots=True)

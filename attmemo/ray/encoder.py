@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from attmemo.arguments import MEMORY
-from attmemo.db.filling import is_filling
+from attmemo.db.pools.filling import is_filling
 from attmemo.errors import ArgumentError
-from attmemo.machine import cores
 from attmemo.ray.columns import Batch, Text, choose, make_columns, read_texts
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.settings import DtypeName, Pooling, Settings
 from attmemo.serve.texts import default_prompt
+from attmemo.system.machine import cores
 
 PIECE: Final = 1024
 """Texts that are given to the tokenizer at a time."""

@@ -13,10 +13,10 @@ import xxhash
 
 from attmemo.db import Database, Manifest, cache_directory, storing
 from attmemo.db.files import CATALOGUE, FULL, MANIFEST, sync
-from attmemo.db.filling import is_filling
 from attmemo.db.folder import GUARDS
+from attmemo.db.pools.filling import is_filling
 from attmemo.errors import AttmemoError, DatabaseCorruptError, DatabaseError, DatabaseNotFoundError, StorageFullError
-from attmemo.locking import locked
+from attmemo.system.locking import locked
 
 REPLICAS: Final = "replicas"
 PART: Final = ".part"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attmemo.arguments import MEMORY
 from attmemo.errors import AttmemoError
-from attmemo.extras import install
 from attmemo.ray.replica import ensure_local, is_uri
 from attmemo.serve.settings import Settings
+from attmemo.system.extras import install
 
 if TYPE_CHECKING:
     from attmemo.serve.service import Service

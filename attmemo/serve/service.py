@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
-from attmemo.machine import cores
 from attmemo.serve.gauges import gauges
 from attmemo.serve.metrics import Metrics
 from attmemo.serve.model import Answer, ServedModel
@@ -21,6 +20,7 @@ from attmemo.serve.settings import Settings, split_cores
 from attmemo.serve.texts import SHORT, Input, Side, Texts, Tokens, default_prompt
 from attmemo.serve.threads import TextThreads
 from attmemo.serve.worker import Worker
+from attmemo.system.machine import cores
 
 BODIES: Final = 32 << 20
 """Bytes of all bodies that are in the service, at most."""

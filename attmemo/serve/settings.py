@@ -10,8 +10,8 @@ from typing import Final, Literal, NamedTuple
 
 from attmemo.arguments import check_places, check_together
 from attmemo.errors import ArgumentError
-from attmemo.machine import cores
-from attmemo.sizes import bytes_of
+from attmemo.system.machine import cores
+from attmemo.system.sizes import bytes_of
 
 Pooling = Literal["mean", "cls", "last-token"]
 ReuseName = Literal["auto", "maps", "rows", "none"]
@@ -166,7 +166,7 @@ class Split(NamedTuple):
 
 
 def split_cores(allowed: set[int], count: int) -> Split:
-    """Split the cores of the affinity, of which `count` may be busy (`attmemo.machine.cores`).
+    """Split the cores of the affinity, of which `count` may be busy (`attmemo.system.machine.cores`).
 
     With few cores both parts are all of them. So they are under a quota: a quota is of time, not of certain cores, and
     the services of many containers would choose the same ones.

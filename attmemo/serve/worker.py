@@ -12,12 +12,12 @@ from typing import Final
 import torch
 
 from attmemo.errors import UnsupportedModelError
-from attmemo.machine import cores, trim
-from attmemo.selfchecks.weights import check_weights, weight_not_finite
+from attmemo.forward.finite_weights import check_weights, weight_not_finite
 from attmemo.serve.model import Answer, ServedModel, load
 from attmemo.serve.queue import Queue, Request, Waiting
 from attmemo.serve.refusal import Refusal
 from attmemo.serve.settings import Settings, split_cores
+from attmemo.system.machine import cores, trim
 
 _LOG = logging.getLogger("attmemo.serve")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attmemo import adapters
+from attmemo import models
 from attmemo.errors import StorageFullError
 from attmemo.profiler.bench.layer import bench_layer
 from attmemo.profiler.bench.limits import MAX_BYTES
@@ -39,7 +39,7 @@ def bench_families(
     """
     cases = [
         (adapter.family, dtype, length, batch)
-        for adapter in adapters.ADAPTERS
+        for adapter in models.ADAPTERS
         if families is None or adapter.family in families
         for dtype in dtypes
         for length in (*lengths, *(long_lengths if adapter.causal else ()))

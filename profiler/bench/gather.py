@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from attmemo.db import KIND_MAP, SlotKind
-from attmemo.db.forms import TYPES, pack, unpack
+from attmemo.db.encodings import TYPES, pack, unpack
 from attmemo.db.slots import SlotClass
 from attmemo.errors import AttmemoError, StorageFullError
 from attmemo.kernels.map_product import is_direct
-from attmemo.machine import conditions
+from attmemo.maps.source import multiply
 from attmemo.mmap import Arena, Residency, SlotLayout
 from attmemo.mmap.fetch import Batch, CopyFetcher, Fetcher, MapFetcher, ViewFetcher
 from attmemo.profiler.bench import limits
 from attmemo.profiler.turns import Job, Progress, interleave, silent
-from attmemo.reuse.source import multiply
+from attmemo.system.machine import conditions
 
 Ints = npt.NDArray[np.int64]
 SWEPT_BATCHES: Final = (1, 4, 16, 64)
@@ -128,8 +128,8 @@ def bench_gather(
     heads, length, batch, width : int
         Maps are ``[batch, heads, length, length]``, V is ``[batch, heads, length, width]``.
     dtype : {"float32", "bfloat16", "float16", "uint8"}
-        Of the stored maps, and of V; with maps in 8 bits (`attmemo.db.forms`) V is float32, and only ``direct`` and
-        ``contiguous`` have a product, the others None.
+        Of the stored maps, and of V; with maps in 8 bits (`attmemo.db.encodings`) V is float32, and only ``direct``
+        and ``contiguous`` have a product, the others None.
     residency : {"page-cache", "hugepages"}
         Where the arena is served from.
     repeats : int

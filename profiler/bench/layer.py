@@ -13,24 +13,23 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from attmemo import adapters
-from attmemo.adapters import Adapter, adapter_for
-from attmemo.adapters.base import by_module
-from attmemo.adapters.projections import share_heads
 from attmemo.db import KIND_MAP, Database, DatabaseWriter
-from attmemo.db.forms import STORAGE, TYPES
+from attmemo.db.encodings import STORAGE, TYPES
 from attmemo.embed.indexing import build_indexes
 from attmemo.embed.lookup import LookupName
 from attmemo.embed.training import TrainOptions, train
 from attmemo.errors import AttmemoError
-from attmemo.handles.maps import MapMemoization
-from attmemo.machine import conditions
+from attmemo.maps.handle import MapMemoization
 from attmemo.memoization import memoize, unmemoize
+from attmemo.models import ADAPTERS, Adapter, adapter_for
+from attmemo.models.base import by_module
+from attmemo.models.projections import share_heads
 from attmemo.profiler.bench import limits
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.build import build_from_inputs
 from attmemo.profiler.capture import Capture, attention_seconds
 from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.system.machine import conditions
 
 _LEAST_RECORDS: Final = 8  # that an embedder can be trained on
 _OF_SERVED: Final = (
@@ -121,7 +120,7 @@ def bench_layer(
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    limits.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
+    limits.check_choice("family", family, tuple(adapter.family for adapter in ADAPTERS))
     limits.check_choice("dtype", dtype, tuple(name for name in STORAGE if TYPES[name] in _CEILING_TOLERANCE))
     if hidden % heads:
         raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")

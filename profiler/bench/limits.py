@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 
 from attmemo.errors import StorageFullError
-from attmemo.memory import available_memory
 from attmemo.mmap import Arena, FetcherName, choose_fetcher
+from attmemo.system.memory import available_memory
 
 MAX_BYTES: Final = 8 << 30  # that a benchmark writes or allocates, by default
 SEED: Final = 20240229

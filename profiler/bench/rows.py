@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attmemo import adapters
-from attmemo.adapters import adapter_for
-from attmemo.db.forms import ROW_STORAGE, TYPES
-from attmemo.handles.stack import blocks_of
-from attmemo.kernels.copies import Copies, Copy
+from attmemo import models
+from attmemo.db.encodings import ROW_STORAGE, TYPES
+from attmemo.handle.stack import blocks_of
 from attmemo.kernels.row_attention import Layout, attend
-from attmemo.machine import conditions
+from attmemo.kernels.row_sinks import Copies, Copy
+from attmemo.models import adapter_for
+from attmemo.packed.runner import Packed
 from attmemo.profiler.bench import limits
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.turns import Job, Progress, interleave, silent
-from attmemo.reuse.packed import Packed
-from attmemo.reuse.row_store import HeldRows, records_of
-from attmemo.reuse.rows import layout_of
+from attmemo.rows.serve import layout_of
+from attmemo.rows.store import HeldRows, records_of
+from attmemo.system.machine import conditions
 
 SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SETS: Final = 2  # of inputs and records: a turn does not find those of the turn before in the caches
@@ -62,7 +62,7 @@ def bench_rows(
     """
     sizes = {"hidden": hidden, "heads": heads, "length": length, "batch": batch, "layers": layers}
     limits.check_sizes(**sizes, repeats=repeats, max_bytes=max_bytes)
-    limits.check_choice("family", family, tuple(adapter.family for adapter in adapters.ADAPTERS))
+    limits.check_choice("family", family, tuple(adapter.family for adapter in models.ADAPTERS))
     limits.check_choice("dtype", dtype, ("float32", "bfloat16"))
     limits.check_choice("storage", storage, tuple(ROW_STORAGE))
     if not all(0.0 < share <= 1.0 for share in shares):

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from attmemo.db import BACKENDS, FlatIndex
 from attmemo.db.index import VectorIndex, build_index
 from attmemo.errors import AttmemoError, DatabaseError
-from attmemo.machine import conditions
 from attmemo.profiler.bench import limits
 from attmemo.profiler.turns import Job, Progress, interleave, silent
+from attmemo.system.machine import conditions
 
 
 def bench_search(

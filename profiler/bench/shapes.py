@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from attmemo.db.forms import TYPES
+from attmemo.db.encodings import TYPES
 from attmemo.loading import quiet
 from attmemo.profiler.bench.limits import SEED
 

@@ -15,11 +15,11 @@ import torch
 from attmemo.errors import AttmemoError
 from attmemo.kernels.linear8 import LinearName
 from attmemo.memoization import memoize
-from attmemo.precision import has_native_bfloat16
 from attmemo.profiler.answers import ANSWERS
 from attmemo.profiler.models import LoadedModel, Tokens, collate, load_model
 from attmemo.profiler.peers import runtimes
 from attmemo.profiler.peers.ways import Way, way_of
+from attmemo.system.precision import has_native_bfloat16
 
 CACHE: Final = "cache"
 STOCK: Final = "stock"
@@ -110,7 +110,7 @@ def memoize_rows(loaded: LoadedModel, budget: float, linear: LinearName = "exact
         loaded.model, database=":memory:", reuse="rows", budget=budget, answer=rule, min_cosine=MIN_COSINE,
         tokenizer=loaded.tokenizer, linear=linear,
     )  # fmt: skip
-    model.attmemo.guarded.idle.close()  # else it would verify while other paths are timed
+    model.attmemo.guard.forward.idle.close()  # else it would verify while other paths are timed
     return model.attmemo
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attmemo.machine import trim
 from attmemo.profiler.models import Tokens
 from attmemo.profiler.peers.paths import FILES, PATHS, Order, Ready, Route, why_not
+from attmemo.system.machine import trim
 
 PATIENCE: Final = 900.0
 """Seconds that a path may take to become ready, or for one batch."""

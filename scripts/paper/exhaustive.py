@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attmemo.adapters import adapter_for
+from attmemo.embed.similarity import similarity_matrix
+from attmemo.models import adapter_for
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.models import LoadedModel, Tokens, batches, collate
-from attmemo.similarity import similarity_matrix
 
 
 def padded_inputs(items: Sequence[Tokens], length: int) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from attmemo.adapters import adapter_for
 from attmemo.db import Database
+from attmemo.models import adapter_for
 from attmemo.profiler.answers import ask, prepare, serving
 from attmemo.profiler.controls import CONTROLS, serving_control
 from attmemo.profiler.models import LoadedModel, Tokens

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure as Plot
 
-from attmemo.adapters import adapter_for
 from attmemo.db import Database
+from attmemo.embed.similarity import similarity_matrix
+from attmemo.models import adapter_for
 from attmemo.profiler.answers import serving
 from attmemo.profiler.capture import Capture
 from attmemo.profiler.models import LoadedModel, Tokens, collate
-from attmemo.similarity import similarity_matrix
 from paper import sst2
 from paper.frame import Claim, Figure, Found, Run, judge, table, where
 from paper.plots import legend, sheet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure as Plot
 
-from attmemo.adapters import adapter_for
+from attmemo.models import adapter_for
 from attmemo.profiler.answers import prepare, serving
 from attmemo.profiler.capture import Capture
 from paper import sst2

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from matplotlib.figure import Figure as Plot
 
-from attmemo.machine import conditions
+from attmemo.system.machine import conditions
 
 Found = dict[str, Any]  # what a figure measured, JSON-able
 Verdict = Literal["holds", "holds in part", "does not hold today", "not measured"]

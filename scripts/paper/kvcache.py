@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure as Plot
 
-from attmemo.cache_name import CACHE_NAME
+from attmemo.models.cache_name import CACHE_NAME
 from attmemo.profiler.bench.shapes import random_inputs, random_model
 from attmemo.profiler.turns import interleave
 from paper.frame import Claim, Figure, Found, Run, document, judge, table, where

@@ -23,7 +23,7 @@ from shared_pool_tools import (
 from test_db_tools import in_child, memory_directory
 from test_shared_pool_processes import killed_everywhere
 
-from attmemo.db.pool import Entry
+from attmemo.db.pools.pool import Entry
 
 pytestmark = pytest.mark.slow
 

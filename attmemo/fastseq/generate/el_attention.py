@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from attmemo.cache_name import CACHE_NAME
 from attmemo.fastseq.generate.beam_cache import BeamArena, BeamLayer, keep_rows
 from attmemo.fastseq.generate.refusal import Refusal
 from attmemo.fastseq.generate.scores import masked, softmax
 from attmemo.fastseq.generate.streamed_linear import StreamedLinear
+from attmemo.models.cache_name import CACHE_NAME
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
-from attmemo.cache_name import NEW, OLD
 from attmemo.errors import UnsupportedModelError
 from attmemo.fastseq.generate import beam_attention, random_state
 from attmemo.fastseq.generate.call_state import CallState
@@ -26,6 +25,7 @@ from attmemo.fastseq.generate.loop import decode
 from attmemo.fastseq.generate.module_swaps import SWAPPED, swap_modules
 from attmemo.fastseq.generate.private_copy import private_copy, wears_another_forward
 from attmemo.fastseq.generate.refusal import Refusal
+from attmemo.models.cache_name import NEW, OLD
 
 _log = logging.getLogger("attmemo.fastseq")
 

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attmemo.cache_name import CACHE_NAME
 from attmemo.fastseq.generate.beam_attention import shared_attention
 from attmemo.fastseq.generate.call_state import CallState
 from attmemo.fastseq.generate.el_attention import cross_projections, el_cross_attention
+from attmemo.models.cache_name import CACHE_NAME
 
 SWAPPED = ("ProphetNetAttention",)
 

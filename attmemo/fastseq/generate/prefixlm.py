@@ -20,8 +20,8 @@ from transformers import BertConfig, BertModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.bert.modeling_bert import BertOnlyMLMHead
 
-from attmemo.cache_name import CACHE_NAME, cache_of
 from attmemo.errors import UnsupportedModelError
+from attmemo.models.cache_name import CACHE_NAME, cache_of
 
 
 class PrefixLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]

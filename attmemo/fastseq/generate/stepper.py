@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from attmemo.cache_name import CACHE_NAME
 from attmemo.errors import AttmemoError
 from attmemo.fastseq.generate.beam_cache import BeamArena, BeamCache, SuffixLayer, shared_cache
 from attmemo.fastseq.generate.call_state import CallState
@@ -20,7 +19,8 @@ from attmemo.fastseq.generate.costmodel import Call, choose, measured
 from attmemo.fastseq.generate.el_attention import ELCrossLayer, ELSelfLayer, ELStates, swap_self_attention
 from attmemo.fastseq.generate.refusal import Refusal
 from attmemo.fastseq.generate.shape import ModelShape, decoder_layers
-from attmemo.memory import free_memory
+from attmemo.models.cache_name import CACHE_NAME
+from attmemo.system.memory import free_memory
 
 # Inputs whose rows are known to be those of the batch. Others (an image's patches) may be numbered in another way.
 _INPUTS = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from attmemo.errors import AttmemoError
-from attmemo.extras import install
+from attmemo.system.extras import install
 
 Measure = Literal["rouge", "bleu"]
 

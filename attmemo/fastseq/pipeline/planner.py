@@ -29,7 +29,7 @@ from typing import Final
 import torch
 
 from attmemo.fastseq.generate.shape import Mode, ModelShape
-from attmemo.memory import free_memory
+from attmemo.system.memory import free_memory
 
 SHARE: Final = {"cpu": 0.5, "cuda": 0.9}
 """How much of what is free is planned with. On a CPU a process that takes too much is killed, with no error to catch,

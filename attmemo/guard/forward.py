@@ -1,0 +1,407 @@
+"""A forward under a guard: serve, look at the answers, compute again what is too near to call, verify what was chosen.
+
+    answers that are owed, if they are many ─► computed whole and compared with those that were given
+    the model, with what its caller gave
+      some sequences are served from records, the others computed whole
+      the blocks ran twice     ─► all again, whole
+    answers
+      served, below the margin ─► again, whole; the last answers are given
+      to be verified           ─► the blocks computed them from records too: the rest of the model runs on those, and
+                                  the answers are compared, not given
+      served, to be verified   ─► owed: verified while no request runs, or before a later one
+
+The model is run again as it is, head and all, on some sequences of its own arguments: so any head can be guarded, and
+what is verified is what would be served. Answers that are pooled from what the blocks gave need no second run. A
+verification that fails costs time, never an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attmemo.forward.batch_slices import has_loss, mask_in, put, shallow, take
+from attmemo.forward.row_usage import Observed
+from attmemo.forward.stats import Counters
+from attmemo.guard.answers import Answer, Answers, Read
+from attmemo.guard.confidence import Sureness
+from attmemo.guard.deferred import Batch, Debt, Debts, Forward, batches, stamp_of
+from attmemo.guard.guard import Guard
+from attmemo.guard.idle import Idle
+from attmemo.guard.planner import Asking, GuardedPlanner
+from attmemo.guard.verdict import Verdict
+from attmemo.kernels.plan import Evidence
+from attmemo.rows.candidate import Offer
+from attmemo.rows.live_store import GrowingRows
+from attmemo.rows.serve import Rows
+from attmemo.system.locking import ThreadLock
+
+_LOG = logging.getLogger("attmemo")
+
+BOTH_WAYS: Final = 32
+"""Batches whose pooled answers are verified by a run of the model too: so many at first, one in so many later."""
+OWED: Final = 8
+"""Answers that may be owed when a request begins: if they are more, it pays first, and has room for its own."""
+AT_ONCE: Final = 4
+"""Answers that are verified at once while no request runs: one that comes meanwhile waits for no more."""
+
+
+class Guarded:
+    """Runs the forwards of one model under a guard.
+
+    Parameters
+    ----------
+    guard : Guard
+    answers : Answers
+    planner : GuardedPlanner
+    rows : Rows
+        Says whether records could be read.
+    store : GrowingRows or None
+        Keeps what was computed exactly.
+    sureness : Sureness
+        That of the planner.
+    """
+
+    def __init__(
+        self, guard: Guard, answers: Answers, planner: GuardedPlanner, rows: Rows, store: GrowingRows | None,
+        sureness: Sureness,
+    ) -> None:  # fmt: skip
+        self.guard, self.answers, self.planner = guard, answers, planner
+        self._rows, self._store, self.sureness = rows, store, sureness
+        self._pools, self._pooled = True, 0  # whether answers are pooled here, as the model would; how often they were
+        self.debts, self.idle = Debts(), Idle(self._pay_some)
+        self.rows_afterwards = 0  # computed to verify answers afterwards
+        self._paying, self._paid = ThreadLock(), 0.0  # seconds that requests paid, and no forward was charged for
+        self._counters: Counters | None = None  # of the last forward
+        self._model: nn.Module | None = None
+        self._pad: int | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, model: nn.Module, pad: int | None) -> None:
+        """Owe answers of this model from now on. Without it none is owed.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Whose forward is called, head and all.
+        pad : int or None
+            The id of padding; None: there is none.
+        """
+        self._model = model
+        self._pad = None if callable(self.answers.rule) else pad  # a rule of the caller's own may read padding
+        self._hooks = [hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+
+    @property
+    def _room(self) -> int:
+        """Answers that may be owed. Hooks of the user must not be called at other times, with other inputs."""
+        return 0 if self._model is None or any(self._hooks) else self.debts.room
+
+    def __call__(
+        self, forward: Forward, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
+    ) -> Any:
+        """One forward of the model; `names` are those of its arguments."""
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("labels") is not None:  # a loss is one number for a batch: no part of it can be computed again
+            return forward(*args, **kwargs)
+        self._counters = counters
+        self.idle.began()
+        try:
+            return self._guarded(forward, given, args, kwargs, counters)
+        finally:
+            self.idle.ended()
+            if self.debts:
+                self.idle.wake()
+
+    def _guarded(
+        self, forward: Forward, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        counters: Counters,
+    ) -> Any:  # fmt: skip
+        args, kwargs = shallow((args, kwargs))  # sentence-transformers writes into its argument
+        inputs = shallow((args, kwargs))
+        thread, start = self._rows.thread, perf_counter()
+        owes_much = len(self.debts) > OWED or (self.debts and not self.guard.certificate.affords())
+        if owes_much and not self.planner.asked_whole:  # samples make the next answer cheaper
+            self.pay(wait=False)
+            self._paid += perf_counter() - start
+            start = perf_counter()
+        thread.forget()
+        with self.planner.asking(room=self._room) as asking:
+            try:
+                output = forward(*args, **kwargs)
+            except BaseException:
+                asking.serve_only(set())
+                self._settle(asking, counters)
+                raise
+        offers, beside = thread.admitted, thread.beside
+        hidden = self.answers.pooled_from(output) if beside else None
+        gives_out = hidden is not None and thread.last is not None and hidden.is_set_to(thread.last)
+        thread.admitted, thread.beside, thread.last = {}, {}, None
+        if asking.twice:  # no answer has a margin, and none can be verified
+            output = self._whole(forward, inputs, output, asking)
+            self._settle(asking, counters)
+            return output
+        asking.serve_only(thread.served)  # a record could not be read: an exact answer proves nothing
+        try:
+            return self._checked(forward, inputs, output, mask_in(given), offers, beside, gives_out, asking, counters)
+        finally:
+            self._settle(asking, counters)
+            self._offer(offers, asking, perf_counter() - start)
+            paid = 0.0
+            if asking.plan is not None:  # verifying is what reuse costs
+                paid, self._paid = self._paid, 0.0
+            self.planner.took(asking, perf_counter() - start + paid)
+
+    def _checked(
+        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, offers: Mapping[int, Offer],
+        beside: Mapping[int, Tensor], gives_out: bool, asking: Asking, counters: Counters,
+    ) -> Any:  # fmt: skip
+        """The output, with all that the guard does about it.
+
+        `gives_out`: the hidden states that answers are pooled from are those of the blocks, where the blocks put them.
+        """
+        if asking.plan is None and not offers:
+            return output
+        if has_loss(output):
+            return self._whole(forward, inputs, output, asking)
+        try:
+            seen = self.answers.read(output, mask)
+            if len(seen.values) != asking.batch:
+                raise ValueError(f"{len(seen.values)} answers to {asking.batch} sequences")
+            self.sureness.note(seen, offers)
+        except Exception as error:  # the check at memoize has seen an answer; this output is of another form
+            self._failed(counters, "an answer could not be read", error)
+            return self._whole(forward, inputs, output, asking)
+        try:
+            output = self._raise_low(forward, inputs, output, mask, seen, asking)
+        except Exception as error:
+            self._failed(counters, "an answer below the margin could not be computed alone", error)
+            return self._whole(forward, inputs, output, asking)
+        try:
+            self._verify(forward, inputs, gives_out, mask, seen, beside, asking)
+        except Exception as error:
+            self._failed(counters, "an answer could not be verified", error)
+        return output
+
+    def _raise_low(
+        self, forward: Forward, inputs: tuple[Any, Any], output: Any, mask: Tensor | None, seen: Read, asking: Asking
+    ) -> Any:
+        """The output, with answers below the margin computed again. Some of the others are owed."""
+        served = asking.served
+        if not served or asking.plan is None:
+            return output
+        margins = self.sureness.margins(seen, asking.plan.record)
+        low = self._low(margins, asking, served)
+        self._owe(forward, inputs, mask, seen, margins, asking, low)
+        if not low:
+            return output
+        places = sorted(low)
+        again = self._run(forward, inputs, asking.batch, places)
+        exact = self.answers.read(again, None if mask is None else mask[places])
+        for number, place in enumerate(places):
+            self.guard.compared(
+                Verdict.SERVE, asking.changes(place), asking.evidence(place), known(margins[place]),
+                self.answers.differ(seen, place, exact, number), asking.epoch,
+            )  # fmt: skip
+        asking.low |= low
+        return put(output, again, torch.tensor(places), asking.batch)
+
+    def _low(self, margins: np.ndarray[Any, Any], asking: Asking, places: Sequence[int]) -> set[int]:
+        """Which of these sequences have an answer below the margin."""
+        assert asking.plan is not None
+        evidence, margin = asking.plan.evidence, self.guard.margin
+        least = np.where(evidence == Evidence.FREELY, margin.least_for(True), margin.least_for(False))
+        low = (margins < least) & (evidence != Evidence.SAME)
+        return {place for place in np.flatnonzero(low).tolist() if place in places}
+
+    def _owe(
+        self, forward: Forward, inputs: tuple[Any, Any], mask: Tensor | None, seen: Read,
+        margins: np.ndarray[Any, Any], asking: Asking, low: set[int],
+    ) -> None:  # fmt: skip
+        """Have answers from records verified afterwards; those in `low` are computed exactly after all."""
+        places = asking.where(Verdict.OWE)
+        stamp = self._stamp() if places else None
+        for place in places:
+            if stamp is None or place in low:
+                self.guard.give_back()
+                continue
+            one = torch.tensor([place])
+            self.debts.add(Debt(
+                forward, take(inputs, one, asking.batch), None if mask is None else mask[one],
+                Answer(seen, place, known(margins[place])).alone, asking.changes(place), asking.evidence(place),
+                asking.epoch, self.guard, stamp,
+            ))  # fmt: skip
+
+    def _stamp(self) -> object:
+        """That of the model; None: nothing can be owed."""
+        return None if self._model is None else stamp_of(self._model)
+
+    def _offer(self, offers: Mapping[int, Offer], asking: Asking, seconds: float) -> None:
+        """Have sequences kept, those that a record could have served only while there is room for them.
+
+        `seconds`: the forward took so long.
+        """
+        if self._store is None:
+            return
+        self._store.took(seconds)
+        unsure = [place for place in offers if asking.evidence(place) is Evidence.UNSURE]
+        for place in {*unsure, *asking.served, *asking.where(Verdict.SAMPLE)} - asking.changed:
+            if place in offers:
+                offers[place].spare = True
+        self._store.offer(list(offers.values()))
+
+    def _verify(
+        self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, seen: Read,
+        beside: Mapping[int, Tensor], asking: Asking,
+    ) -> None:  # fmt: skip
+        """Compare exact answers with those from records; of these the blocks are computed, `beside`, by place."""
+        places = sorted(beside)
+        if not places:
+            return
+        reused = self._from_records(forward, inputs, gives_out, mask, len(seen.values), beside)
+        if reused is None:
+            return
+        assert asking.plan is not None
+        margins = self.sureness.margins(reused, asking.plan.record[places])
+        for number, place in enumerate(places):
+            changed = self.answers.differ(reused, number, seen, place)
+            if changed:
+                asking.changed.add(place)
+            verdict = asking.verdicts[place]
+            assert verdict is not None
+            if self.guard.compared(
+                verdict, asking.changes(place), asking.evidence(place), known(margins[number]), changed, asking.epoch
+            ):
+                self._tell_alarm()
+
+    def _settle(self, asking: Asking, counters: Counters) -> None:
+        """Count the answers that came from records, now that they are final.
+
+        The guard counted them when it decided; those that were computed exactly after all it takes back.
+        """
+        for place in asking.exact:
+            self.guard.take_back(asking.evidence(place), asking.epoch)
+        if asking.plan is not None:
+            evidence = asking.plan.evidence.tolist()
+            given = [evidence[place] for place in asking.served if place not in asking.low]
+            repeated = given.count(Evidence.SAME)
+            counters.answered(len(given) - repeated, repeated)
+
+    def pay(self, most: int | None = None, *, wait: bool = True) -> None:
+        """Verify answers that are owed. One that cannot be verified any more is forgotten.
+
+        Parameters
+        ----------
+        most : int, optional
+            So many at most; by default all.
+        wait : bool
+            Whether to wait for another thread that verifies some. If not, nothing is done meanwhile.
+        """
+        with self._paying.held(wait) as mine:
+            if not mine:
+                return
+            thread = self._rows.thread
+            observed, thread.observed = thread.observed, Observed()  # these rows are of other requests
+            try:
+                for batch in batches(self.debts.take(len(self.debts) if most is None else most), self._pad):
+                    self._pay(batch)
+            except Exception as error:
+                self._failed(self._counters, "an answer could not be verified", error)
+            finally:
+                self.rows_afterwards += thread.observed.extra
+                thread.observed = observed
+
+    def _pay(self, batch: Batch) -> None:
+        """Compare answers that were given with the exact ones, if the model is the same as it was."""
+        debts, stamp = batch.debts, self._stamp()
+        if any(debt.guard is not self.guard or debt.stamp != stamp for debt in debts):
+            return
+        args, kwargs = shallow(batch.inputs)
+        with torch.no_grad(), self.planner.asking(again=True) as asking, self._rows.thread.repeating():
+            output = debts[0].forward(*args, **kwargs)
+        if not asking.planned or asking.twice or stamp != self._stamp():
+            return
+        exact = self.answers.read(output, batch.mask)
+        for number, debt in enumerate(debts):
+            changed = self.answers.differ(debt.answer.read, debt.answer.number, exact, number)
+            if debt.guard.compared(
+                Verdict.OWE, debt.changes, debt.evidence, debt.answer.margin, changed, debt.epoch
+            ):
+                self._tell_alarm()
+
+    def _pay_some(self) -> bool:
+        """Verify some of the answers that are owed, in the thread for idle times; whether there are more."""
+        self.pay(AT_ONCE)
+        return bool(self.debts)
+
+    def begin_anew(self, guard: Guard) -> None:
+        """Ask this guard from now on."""
+        self.guard = guard
+        self.debts.forget()
+
+    def close(self) -> None:
+        """Owe nothing, and end the thread for idle times."""
+        self.debts.forget()
+        self.idle.close()
+
+    def _tell_alarm(self) -> None:
+        _LOG.warning("attmemo: %s", self.guard.state().sentence(self.guard.confidence))
+
+    def _from_records(
+        self, forward: Forward, inputs: tuple[Any, Any], gives_out: bool, mask: Tensor | None, batch: int,
+        beside: Mapping[int, Tensor],
+    ) -> Read | None:  # fmt: skip
+        """Answers from last hidden states of records, `beside`, in the order of places; None: they cannot be had.
+
+        Where a model gives out the hidden states of its blocks as they are, and answers are pooled from those, they
+        are pooled here: to run the model for that takes longer than all else that the guard does. The first batches
+        that are verified so, and one in so many later, run the model too. If that gives other answers, all later do.
+        """
+        places, thread = sorted(beside), self._rows.thread
+        last, mask = torch.stack([beside[place] for place in places]), None if mask is None else mask[places]
+        pooled = None
+        if self._pools and gives_out:
+            pooled = self.answers.read({"last_hidden_state": last}, mask)
+            self._pooled += 1
+            if self._pooled > BOTH_WAYS and self._pooled % BOTH_WAYS:
+                return pooled
+        thread.forget()
+        again = self._run(forward, inputs, batch, places, last)
+        if not thread.served:  # the blocks were computed anew, and exactly: that proves nothing
+            return None
+        found = self.answers.read(again, mask)
+        if pooled is not None and not torch.equal(pooled.values, found.values):
+            self._pools = False
+        return found
+
+    def _whole(self, forward: Forward, inputs: tuple[Any, Any], output: Any, asking: Asking) -> Any:
+        """The output of a batch whose answers cannot be checked: nothing is served."""
+        if not asking.served:
+            return output
+        asking.serve_only(set())
+        args, kwargs = shallow(inputs)
+        with self.planner.asking(again=True), self._rows.thread.repeating():
+            return forward(*args, **kwargs)
+
+    def _run(
+        self, forward: Forward, inputs: tuple[Any, Any], batch: int, places: list[int], last: Tensor | None = None
+    ) -> Any:
+        """The output for some sequences, computed whole, or from these last hidden states."""
+        args, kwargs = take(inputs, torch.tensor(places), batch)
+        with self.planner.asking(again=True, last=last), self._rows.thread.repeating():
+            return forward(*args, **kwargs)
+
+    def _failed(self, counters: Counters | None, what: str, error: Exception) -> None:
+        if counters is not None and (count := counters.failure(what, error, 1)):
+            debug = _LOG.isEnabledFor(logging.DEBUG)
+            _LOG.warning("attmemo: %s: %s (%d so far)", what, error, count, exc_info=debug)
+
+
+def known(margin: float) -> float | None:
+    """Return a margin; None: it is not known."""
+    return None if margin != margin else float(margin)

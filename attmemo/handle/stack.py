@@ -1,0 +1,314 @@
+"""Memoization of a whole stack of blocks: the handle, and what `memoize` checks and makes for `reuse="none"`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from attmemo.db import Database
+from attmemo.db.pools.history import Work
+from attmemo.errors import UnsupportedModelError
+from attmemo.forward.engine import Engine
+from attmemo.forward.handle import Memoization
+from attmemo.forward.hooks import Hook
+from attmemo.forward.planning import Planner, Whole
+from attmemo.forward.row_usage import Observed
+from attmemo.forward.watch import Watch
+from attmemo.guard.answer_hook import AnswerHook
+from attmemo.guard.forward import Guarded
+from attmemo.guard.guard import Guard
+from attmemo.guard.keeper import Keeper
+from attmemo.guard.planner import GuardedPlanner
+from attmemo.kernels.linear8 import LinearName
+from attmemo.models import Adapter, Site
+from attmemo.models.blocks import Blocks, find_blocks
+from attmemo.packed.check import check_blocks, check_stack
+from attmemo.packed.head_check import reads_first_row
+from attmemo.packed.head_hook import HeadHook
+from attmemo.packed.runner import TYPES, Called, Packed
+from attmemo.packed.stack import Stack
+from attmemo.rows.live_store import GrowingRows
+from attmemo.rows.planner import TYPES_FROM, RowPlanner
+
+
+class StackMemoization(Memoization):
+    """The handle of a model whose blocks run over packed rows.
+
+    Attributes
+    ----------
+    packed : Packed
+        The blocks, made ready.
+    planner : Planner
+    folder : path or None
+        Of the database that fills itself.
+    guarded : Guarded or None
+        What runs the forwards of a model whose answers are guarded.
+    first_row : bool
+        Whether the model's head reads nothing of the last hidden states but their first row: then the last block
+        computes little of the others. Takes effect with the next `enable`.
+    """
+
+    def __init__(
+        self, model: nn.Module, site: Site, engine: Engine, packed: Packed, planner: Planner, *, owned: bool = False
+    ) -> None:
+        super().__init__(model, [site], engine, owned=owned, followers=packed.blocks.followers)
+        self.packed, self.planner = packed, planner
+        self.guarded: Guarded | None = None
+        self.folder: Path | None = None
+        self.first_row = False
+        self._head: HeadHook | None = None
+        self._keeper: Keeper | None = None
+        self._model = self._outer = model
+
+    def guard(self, outer: nn.Module, guarded: Guarded, keeper: Keeper | None) -> None:
+        """Guard the answers of a model, and keep what is learned; to be called before `enable`."""
+        self._outer, self.guarded, self._keeper = outer, guarded, keeper
+        guarded.watch(outer, getattr(getattr(self.host, "config", None), "pad_token_id", None))
+        if self._store is not None:
+            self._store.watch(partial(_work_of, self.engine))
+
+    def guard_anew(self, guard: Guard) -> None:
+        """Begin again with this guard. What it learns is not kept: for measurements."""
+        assert self.guarded is not None
+        assert isinstance(self.planner, GuardedPlanner)
+        if self.guarded.answers.are_vectors:
+            guard.compare_vectors()
+        self.guarded.begin_anew(guard)
+        self.planner.begin_anew(guard)
+
+    def disable(self, seconds: float = 60.0) -> None:
+        super().disable(seconds)
+        if self.guarded is not None:
+            self.guarded.debts.forget()
+
+    def undo(self) -> None:
+        """Disable for good, give windows back, and keep what the guard has learned."""
+        super().undo()
+        if self.guarded is not None:
+            self.guarded.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _insert_outer(self) -> list[Hook]:
+        hooks: list[Hook] = []
+        if self.first_row:
+            stack = self.engine.reuse
+            assert isinstance(stack, Stack)
+            self._head = HeadHook(self, self._model, stack, self._hooks)
+            self._head.insert()
+            hooks.append(self._head)
+        if self.guarded is not None:
+            hooks.append(AnswerHook(self, self.engine, self._outer, self.guarded))
+            hooks[-1].insert()
+        return hooks
+
+    @property
+    def threshold(self) -> float | None:
+        """Share of its tokens that a record must supply; None if nothing is reused."""
+        return self.planner.threshold if isinstance(self.planner, RowPlanner) else None
+
+    @property
+    def reuse(self) -> str:
+        """``"rows"`` or ``"none"``."""
+        return self.engine.reuse.name
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the last reset, JSON-able.
+
+        Returns
+        -------
+        dict
+            ``sequences`` (run over packed rows), ``reused`` (of these, answers that came from a record of another
+            input; none that was computed exactly after all), ``repeated`` (answers that the input's own record gave
+            again, as they were), ``served`` (the sum of both), ``tokens`` (valid ones), ``rows_computed`` (those of
+            verifications too),
+            ``share_computed`` (rows by tokens), milliseconds by part (``ms_lookup``, ``ms_plan``: alignment and the
+            choice, ``ms_fetch``, ``ms_blocks``), ``not_looked_up``
+            (sequences by reason, see docs/python.md), ``ineligible`` (sequences that the original code computed, by
+            reason), ``failed`` (sequences that an error left exact, or without a check: 0 as long as all is well),
+            ``failures`` (the same by the error's text), ``linear`` (arithmetic of the linear layers),
+            ``weight_bytes`` (of weights made ready, beside the model's own),
+            ``first_row`` (whether the head reads nothing of the last hidden states but their first row),
+            ``database`` (the path of a prepared one), ``folder`` (of the database that fills itself), ``records`` and
+            ``record_bytes`` (that came while models served), ``offered`` (sequences that could have become records, by
+            what became of them, see docs/python.md),
+            ``rows_afterwards`` (rows computed to verify answers after they were given, never reset), ``guard`` (see
+            docs/guard.md; None without a budget), and ``pays`` (whether guarded forwards take no longer with records
+            than without; None: not known).
+        """
+        counters = self.engine.counters.copy()
+        done = counters.done
+        guard = None if self.guarded is None else self.guarded.guard.stats()
+        if guard is not None and counters.failed:
+            guard["says"] += f"; errors left {counters.failed} sequences exact or unchecked: see failures"
+        return {
+            "enabled": self.enabled,
+            "reuse": self.reuse,
+            "database": None if self.database is None else str(self.database.path),
+            "folder": None if self.folder is None else str(self.folder),
+            "threshold": self.threshold,
+            "sequences": done.sequences,
+            "reused": done.reused,
+            "repeated": done.repeated,
+            "served": done.reused + done.repeated,
+            "tokens": done.tokens,
+            "rows_computed": done.rows,
+            "share_computed": done.rows / done.tokens if done.tokens else None,
+            "ms_lookup": 1e3 * done.lookup_seconds,
+            "ms_plan": 1e3 * done.plan_seconds,
+            "ms_fetch": 1e3 * done.fetch_seconds,
+            "ms_blocks": 1e3 * done.blocks_seconds,
+            "not_looked_up": dict(counters.skipped),
+            "ineligible": dict(counters.ineligible),
+            "failed": counters.failed,
+            "failures": dict(counters.failures),
+            "linear": self.packed.linear,
+            "weight_bytes": self.packed.nbytes,
+            "first_row": self.first_row and not (self._head is not None and self._head.reads_more),
+            **self._growth(),
+            "rows_afterwards": 0 if self.guarded is None else self.guarded.rows_afterwards,
+            "guard": guard,
+            "pays": None if self.guarded is None else self.guarded.planner.times.pays,
+        }
+
+    @contextmanager
+    def observe(self, *, reuse: bool = True) -> Iterator[Observed]:
+        """While inside, see what this thread's forwards compute; with ``reuse=False`` no record serves them.
+
+        Yields
+        ------
+        Observed
+        """
+        stack = self.engine.reuse
+        assert isinstance(stack, Stack)
+        thread = stack.thread
+        before, thread.observed = thread.observed, Observed()
+        whole = nullcontext() if reuse or not isinstance(self.planner, RowPlanner) else self.planner.whole()
+        try:
+            with whole:
+                yield thread.observed
+        finally:
+            thread.observed = before
+
+    def rows_to_compute(
+        self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
+        """Rows that each of these sequences would need now. Only asks: nothing is learned or kept.
+
+        Parameters
+        ----------
+        sequences : sequence of sequences of int
+            Token ids of each sequence, special tokens included.
+        types : sequence of sequences of int, optional
+            Token types, if the model takes some; by default 0.
+        """
+        tokens = [np.asarray(sequence, np.int32) for sequence in sequences]
+        if types is not None:
+            more = [np.int32(TYPES_FROM) * np.asarray(kinds, np.int32) for kinds in types]
+            tokens = [own + kinds for own, kinds in zip(tokens, more, strict=True)]
+        if not tokens or not isinstance(self.planner, RowPlanner):
+            return [len(sequence) for sequence in tokens]
+        try:
+            return self.planner.rows_to_compute(tokens, self.engine.counters.copy().done.seconds_per_row)
+        except Exception as error:  # an estimate must not cost a request
+            self.engine.counters.failure("rows to compute are not known", error, len(tokens))
+            return [len(sequence) for sequence in tokens]
+
+    def flush(self, seconds: float = 60.0) -> bool:
+        """Verify answers that are owed, and wait until what requests have handed over is stored, and can be found.
+
+        False: it takes longer.
+        """
+        if self.guarded is not None:
+            self.guarded.pay()
+        store = self._store
+        return store is None or store.flush(seconds)
+
+    @property
+    def _store(self) -> GrowingRows | None:
+        store = getattr(self.engine.reuse, "store", None)
+        return store if isinstance(store, GrowingRows) else None
+
+    def _growth(self) -> dict[str, Any]:
+        store = self._store
+        if store is None:
+            return {"records": 0, "record_bytes": 0, "offered": {}}
+        return {"records": len(store), "record_bytes": store.nbytes, "offered": store.done}
+
+    def __repr__(self) -> str:
+        state = "on" if self.enabled else "off"
+        layers = "" if self.packed.linear == "exact" else f", {self.packed.linear} linear layers"
+        if self.threshold is None:
+            return f"<attmemo {state}: packed blocks, nothing reused{layers}>"
+        where = self.database or self.folder or "memory"
+        return f"<attmemo {state}: rows of {where}, threshold {self.threshold}{layers}>"
+
+
+def _work_of(engine: Engine) -> Work:
+    done = engine.counters.copy().done
+    return Work(done.sequences, done.tokens, done.rows)
+
+
+def prepare_stack(encoder: nn.Module, adapter: Adapter, linear: LinearName) -> StackMemoization:
+    """Check everything and make the handle for packed blocks; the model is not changed yet."""
+    packed = packed_of(encoder, adapter, "none", linear)
+    handle = handle_of(encoder, adapter, packed, Stack(packed.blocks, packed), Whole(), None, owned=False)
+    check_stack(handle, adapter, encoder, packed)
+    handle.first_row = reads_first_row(handle, adapter, encoder)
+    return handle
+
+
+def packed_of(encoder: nn.Module, adapter: Adapter, reuse: str, linear: LinearName) -> Packed:
+    """The model's blocks, made ready and compared with the model's own; AdapterCheckError if they differ."""
+    packed = Packed(blocks_of(encoder, adapter, reuse), _dtype(encoder), linear)
+    if linear == "int8" and any(isinstance(layer, Called) for _, layer, _ in packed.linears):
+        raise UnsupportedModelError(
+            f"linear='int8' cannot round the layers of {type(encoder).__name__}: some are quantized or adapted.",
+            "leave out linear, or load the model in float32",
+        )
+    packed.blocks.output = check_blocks(adapter, encoder, packed)
+    return packed
+
+
+def handle_of(
+    encoder: nn.Module, adapter: Adapter, packed: Packed, reuse: Stack, planner: Planner, database: Database | None,
+    *, owned: bool,
+) -> StackMemoization:  # fmt: skip
+    """The handle of a model whose packed blocks this planner serves with this kind of reuse."""
+    watch = Watch(adapter.host(encoder), [packed.blocks.modules])
+    engine = Engine(adapter, watch, 1, database, reuse, planner)
+    site = Site(0, "blocks", packed.blocks.module)
+    return StackMemoization(encoder, site, engine, packed, planner, owned=owned)
+
+
+def _dtype(encoder: nn.Module) -> torch.dtype:
+    return next(p for p in encoder.parameters() if p.is_floating_point()).dtype
+
+
+def blocks_of(encoder: nn.Module, adapter: Adapter, reuse: str) -> Blocks:
+    """The model's blocks, or UnsupportedModelError."""
+    found, dtype = find_blocks(adapter, encoder), _dtype(encoder)
+    reason = found if isinstance(found, str) else None
+    if reason is None and dtype not in TYPES:
+        reason = f"its weights are {dtype}; blocks are packed in {' and '.join(str(kind)[6:] for kind in TYPES)}"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"reuse={reuse!r} cannot run the blocks of {type(encoder).__name__}: {reason}.",
+            "reuse='maps' with a database of maps; attmemo families lists what each family can do",
+        )
+    assert not isinstance(found, str)
+    width = found.heads * found.width
+    size = getattr(adapter.host(encoder).config, "hidden_size", width)
+    if reuse == "rows" and width != size:  # heads were taken out of every layer
+        raise UnsupportedModelError(
+            f"reuse='rows' keeps K and hidden states of one width; {type(encoder).__name__} has {width} and {size}.",
+            "reuse='none'",
+        )
+    return found

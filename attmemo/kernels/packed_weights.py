@@ -1,0 +1,171 @@
+"""What linear layers of `native/linear.c` have in common: rows in, rows out, and two layers in one call."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attmemo.kernels import _linear as native
+from attmemo.kernels.linear import ACTIVATIONS, check_rows
+from attmemo.kernels.omp_team import join_torch
+from attmemo.kernels.pages import Slab
+
+PANEL: Final = 64  # columns of a panel, as native/linear.h has them
+LINE: Final = 64  # bytes; inputs of 8 and 16 bits are filled up with zeros to whole lines
+MOST_INPUTS: Final = 65536
+_FEW: Final = 48  # rows: threads share columns then, not rows, or each of them would read all weights
+Numbers = np.ndarray[Any, Any]
+Weights = tuple[Numbers, Numbers, Numbers, Numbers]  # panels, scales, bias, sums
+_TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # as `enum type` has them
+
+join_torch(native.use_team)
+
+
+class Panels:
+    """A linear layer whose weights lie in panels of columns, for inference.
+
+    The result of a row depends on this row alone: not on the others, their number or the threads. Later changes of the
+    tensors it was made from may or may not be seen. Several threads may call one instance.
+
+    Attributes
+    ----------
+    inputs, outputs : int
+        Width of a row of `x`, and of a row of the result.
+    dtype : torch.dtype
+        Of weights, rows and result.
+    activation : str
+        One of `attmemo.kernels.linear.ACTIVATIONS`.
+    nbytes : int
+        Bytes that this layer keeps beside the tensors it was made from.
+    """
+
+    arithmetic: ClassVar[int]  # as `enum arithmetic` has it
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    activation: str
+    weights: Weights
+
+    @classmethod
+    def instruction_sets(cls) -> list[str]:
+        """The instruction sets of this processor that the kernel was built for, best first."""
+        return native.instruction_sets(cls.arithmetic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.weights)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes that its weights take in a slab."""
+        return sum(map(Slab.size_of, self.weights))
+
+    def move(self, slab: Slab) -> None:
+        """Keep the weights in a slab from now on. Before the first call: another one may read them where they were."""
+        panels, scales, bias, sums = map(slab.keep, self.weights)
+        self.weights = panels, scales, bias, sums
+
+    def are_two_calls(self, rows: int, threads: int) -> bool:
+        """Whether two layers are faster one after the other for so many rows."""
+        return rows < _FEW and threads > 1 and self.dtype == torch.float32
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Type and activation, as native code has them."""
+        return _TYPES[self.dtype], ACTIVATIONS.index(self.activation)
+
+    def takes(self, norm: Any) -> bool:
+        """Whether `norm` is a layer norm that a call can end with."""
+        if not isinstance(norm, nn.LayerNorm) or not self._fits(norm.weight):
+            return False
+        return norm.bias is None or self._fits(norm.bias)
+
+    def _fits(self, part: Any) -> bool:
+        return (
+            isinstance(part, Tensor) and part.dtype == self.dtype and part.shape == (self.outputs,)
+            and part.is_contiguous() and part.device.type == "cpu"
+        )  # fmt: skip
+
+    def norm_of(self, norm: nn.LayerNorm | None) -> tuple[int, int, float]:
+        """A norm that a call ends with, as native code has it. ValueError: this layer does not take it."""
+        if norm is None:
+            return 0, 0, 0.0
+        if not self.takes(norm):
+            raise ValueError(f"the norm must be a LayerNorm of {self.outputs} numbers of {self.dtype}, not {norm}")
+        return norm.weight.data_ptr(), 0 if norm.bias is None else norm.bias.data_ptr(), norm.eps
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """`x`, or a copy whose rows have no gaps inside; ValueError if `x` is not ``[N, inputs]`` for this layer."""
+        check_rows(x, self.inputs, self.dtype, None, self.outputs)
+        return _in_lines(x)
+
+    def __call__(
+        self, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *, threads: int | None = None,
+        isa: str = "",
+    ) -> Tensor:  # fmt: skip
+        """The layer on rows `x` ``[N, inputs]``, plus the residual `add` ``[N, outputs]``, normed: ``[N, outputs]``.
+
+        Any strides and any N, 0 too. `norm`: one that this layer `takes`; its weights are read at each call.
+        `threads`: None is as many as torch uses. `isa`: one of the instruction sets of this arithmetic, empty for the
+        best.
+
+        Raises ValueError if shapes, types or devices do not fit, MemoryError if there is no memory for some rows.
+        """
+        check_rows(x, self.inputs, self.dtype, add, self.outputs)
+        out = torch.empty((len(x), self.outputs), dtype=self.dtype)
+        x = _in_lines(x)
+        add = None if add is None else _in_lines(add)
+        native.multiply(
+            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
+            (len(x), self.inputs, self.outputs, *self.kind), self.weights, self.norm_of(norm),
+            (self.arithmetic, torch.get_num_threads() if threads is None else threads, isa),
+        )  # fmt: skip
+        return out
+
+    def feed(
+        self, behind: Panels, x: Tensor, add: Tensor | None = None, norm: nn.LayerNorm | None = None, *,
+        threads: int | None = None, isa: str = "",
+    ) -> Tensor:  # fmt: skip
+        """``behind(self(x), add, norm)``, in one call where it pays: what lies between the layers stays in a cache.
+
+        `behind` is of the same kind and has no activation. Raises as a call does.
+        """
+        if type(behind) is not type(self) or (behind.inputs, behind.dtype) != (self.outputs, self.dtype):
+            raise ValueError(
+                f"the second layer must be a {type(self).__name__} of {self.dtype} [N, {self.outputs}], not "
+                f"a {type(behind).__name__} of {behind.dtype} [N, {behind.inputs}]"
+            )
+        if behind.activation != "none":
+            raise ValueError(f"the second layer must have no activation, not {behind.activation!r}")
+        check_rows(x, self.inputs, self.dtype, add, behind.outputs)
+        threads = torch.get_num_threads() if threads is None else threads
+        if self.are_two_calls(len(x), threads):
+            return behind(self(x, threads=threads, isa=isa), add, norm, threads=threads, isa=isa)
+        out = torch.empty((len(x), behind.outputs), dtype=self.dtype)
+        x = _in_lines(x)
+        add = None if add is None else _in_lines(add)
+        native.feed(
+            _lines(x), (0, 0) if add is None else _lines(add), out.data_ptr(),
+            (len(x), self.inputs, self.outputs, behind.outputs, *self.kind), self.weights, behind.weights,
+            behind.norm_of(norm), (self.arithmetic, threads, isa),
+        )  # fmt: skip
+        return out
+
+
+def lengthened(part: Tensor, columns: int) -> Tensor:
+    """One number for each column, with zeros for those that fill the last panel."""
+    return F.pad(part, (0, columns - len(part))).contiguous()
+
+
+def _lines(x: Tensor) -> tuple[int, int]:
+    """Address, and bytes from a row to the next."""
+    return x.data_ptr(), x.stride(0) * x.itemsize
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """`x`, or a copy whose rows have no gaps inside."""
+    return x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()

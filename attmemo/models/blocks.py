@@ -1,0 +1,228 @@
+"""The blocks of an encoder: where they are, how one is put together, and what its attention needs beside Q, K and V.
+
+`reuse/packed.py` runs blocks over packed rows: the valid tokens of all sequences, one behind the other. An adapter of
+a family with blocks returns a `Blocks`; families differ in names, in where they normalise, and in positions.
+
+Shapes: N packed rows, hidden size H, h heads of width d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.kernels.row_attention import Disentangled
+from attmemo.models.base import Adapter, Call
+from attmemo.models.cache_name import NEW, OLD, cache_of
+from attmemo.models.masks import Spans, adds_booleans, read_mask, spans_of
+from attmemo.models.projections import is_linear
+
+# Arguments of a stack that cannot change what it computes, or that `read` looks at by name.
+_HARMLESS = frozenset({
+    "hidden_states", "attention_mask", "position_embeddings", "position_ids", "return_dict", "use_cache",
+    "output_hidden_states", "output_attentions", NEW, OLD,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block: attention with its residual, then the feed-forward layer with its residual.
+
+    Each of the four norms may be missing (None): before and behind attention, before and behind the feed-forward
+    layer.
+    """
+
+    module: nn.Module
+    qkv: tuple[nn.Module, ...]  # layers for Q, K and V; or one layer whose outputs are Q, K and V in this order
+    out: nn.Module
+    before: nn.Module | None
+    behind: nn.Module | None
+    up: tuple[nn.Module, ...]  # one layer, or the layer that is activated and the one that it is multiplied by
+    activation: Callable[[Tensor], Tensor]
+    gated: bool  # the first half of what `up` gives is activated, and multiplied by the other half
+    down: nn.Module
+    before_feed: nn.Module | None
+    behind_feed: nn.Module | None
+    window: int | None = None  # a token sees tokens less than this far away
+    kind: str = ""  # of layers with different rotary positions
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        return (*self.qkv, self.out, *self.up, self.down)
+
+    @property
+    def norms(self) -> tuple[nn.Module | None, ...]:
+        return self.before, self.behind, self.before_feed, self.behind_feed
+
+
+class Blocks:
+    """All blocks of one model, in order.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Its `forward` gets the embedded hidden states and the mask. It holds all blocks; or it is the first block, and
+        `followers` are the others, which the model itself calls one after the other.
+    blocks : sequence of Block
+    heads, width : int
+        Heads of the attention, h, and their width, d.
+    scale : float
+        Factor of a product of query and key.
+    followers : sequence of nn.Module
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "attention_mask")  # given by position
+    rotary: ClassVar[bool] = False  # K is stored rotated by its position
+    relative: bool = False  # positions enter by distances between tokens alone
+    added_norm: nn.Module | None = None  # behind what `added` gives
+    output: type[Any] = tuple  # class of what `module` returns, if it holds all blocks; known once it was run
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[Block], heads: int, width: int, scale: float,
+        followers: Sequence[nn.Module] = (),
+    ) -> None:  # fmt: skip
+        self.module, self.blocks, self.followers = module, tuple(blocks), tuple(followers)
+        self.heads, self.width, self.scale = heads, width, scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept beside the model's weights."""
+        return 0
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules whose work the stack does."""
+        return (self.module, *self.followers)
+
+    def refusal(self) -> str | None:
+        """Why these blocks cannot be run over packed rows; None if they can."""
+        for number, block in enumerate(self.blocks):
+            for linear in block.linears:
+                if not is_linear(linear):
+                    return f"block {number} has a {type(linear).__qualname__} in place of a linear layer"
+            for norm in block.norms:
+                if not _is_norm(norm):
+                    return f"block {number} has a {type(norm).__qualname__} in place of a layer norm"
+        if not _is_norm(self.added_norm):
+            return f"behind its first block is a {type(self.added_norm).__qualname__} in place of a layer norm"
+        return None
+
+    # -- a call of the stack
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | str:
+        """The call's hidden states and mask, or the reason why the call must stay exact."""
+        if len(args) > len(self.parameters):
+            return "more positional arguments than are known"
+        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        hidden = given.get("hidden_states")
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            return "hidden states are not [batch, length, hidden]"
+        for name in ("output_attentions", "use_cache"):
+            if given.get(name):
+                return name
+        if cache_of(given) is not None:  # an empty one too: it is there to be filled
+            return "a key-value cache is in use"
+        for name, value in given.items():
+            if name not in _HARMLESS and value is not None and value is not False:
+                return f"the argument {name}"
+        return Call(hidden, given.get("attention_mask"), None, given)
+
+    def spans(self, mask: Any, batch: int, length: int) -> Spans | None:
+        """Where valid tokens lie; None if the mask is not plain padding on the right."""
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            valid = mask != 0
+            if mask.shape != (batch, length) or not torch.equal(valid.to(mask.dtype), mask):
+                return None
+            spans = spans_of(valid)
+        elif adds_booleans(self.module, mask):
+            return None
+        else:
+            spans = read_mask(mask, batch, length, window=self.mask_window)
+        return None if spans is None or spans.left else spans
+
+    @property
+    def whole(self) -> bool:
+        """Whether `module` holds all blocks; if not it is the first of them, also if there is no other."""
+        return self.module is not self.blocks[0].module
+
+    @property
+    def mask_window(self) -> int | None:
+        """The window of the mask that `module` gets."""
+        return None if self.whole else self.blocks[0].window
+
+    def leave(self, hidden: Tensor, call: Call) -> Any:
+        """The return value of the module's `forward`, from the last hidden states ``[B, L, H]``."""
+        if not self.whole or issubclass(self.output, Tensor):
+            return hidden
+        return (hidden,) if self.output is tuple else self.output(last_hidden_state=hidden)
+
+    def added(self, hidden: Tensor) -> Tensor | None:
+        """What is added to the output of the first block, before `added_norm`: ``[B, L, H]``, from the embedded hidden
+        states of the padded batch. None: nothing is.
+        """
+        return None
+
+    # -- what attention needs beside Q, K and V; asked for once and kept
+
+    def table(self, span: int) -> Tensor | None:
+        """Bias by distance, float32 ``[h, 2 * span - 1]``: of key position less query position, plus ``span - 1``."""
+        return None
+
+    def disentangled(self, layer: int, span: int) -> Disentangled | None:
+        """Position terms of DeBERTa for one layer."""
+        return None
+
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines ``[N, d]`` of rotary positions ``[N]``, as the model computes them in this type.
+
+        None if positions are not rotary.
+        """
+        return None
+
+
+def _is_norm(norm: nn.Module | None) -> bool:
+    return norm is None or type(norm) is nn.LayerNorm
+
+
+class RotaryBlocks(Blocks):
+    """Blocks that the model itself calls one after the other; queries and keys are rotated by their positions.
+
+    Parameters
+    ----------
+    host : nn.Module
+        The model that calls the blocks; its ``rotary_emb`` computes the angles.
+    """
+
+    rotary = True
+    relative = True
+
+    def __init__(self, host: Any, blocks: Sequence[Block], heads: int, width: int) -> None:
+        first, *others = (block.module for block in blocks)
+        super().__init__(first, blocks, heads, width, width**-0.5, others)
+        self.host = host
+
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cosine, sine = self.host.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
+        return cosine[0], sine[0]
+
+
+def find_blocks(adapter: Adapter, model: nn.Module) -> Blocks | str:
+    """The blocks of a model, or why they cannot be run over packed rows."""
+    try:
+        found = adapter.blocks(model)
+    except AttributeError as error:
+        return f"its blocks are of an unknown form ({error})"
+    return found if isinstance(found, str) else found.refusal() or found
+
+
+def bert_block(layer: Any, qkv: Sequence[nn.Module], out: nn.Module, behind: nn.Module) -> Block:
+    """A block that normalises behind each residual, with a feed-forward layer named as BERT's."""
+    up, down = layer.intermediate, layer.output
+    return Block(
+        layer, tuple(qkv), out, None, behind, (up.dense,), up.intermediate_act_fn, False, down.dense, None,
+        down.LayerNorm,
+    )  # fmt: skip

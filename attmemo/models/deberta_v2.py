@@ -1,0 +1,149 @@
+"""DeBERTa-v2 and v3: disentangled attention, for which no fused kernel exists.
+
+A hit skips Q, K, QK^T and the two position terms with their gathers, which is most of the layer's time. The module is
+called by position, as `(hidden_states, attention_mask, output_attentions, …)`. The mask is the outer product of the
+padding mask, ``[B, 1, L, L]``. Rows of padding are fully masked (uniform maps), so only rows of valid tokens matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from attmemo.kernels.row_attention import Disentangled
+from attmemo.models.base import Adapter, Call
+from attmemo.models.blocks import Blocks, bert_block
+from attmemo.models.masks import Spans
+
+
+class DisentangledAdapter(Adapter):
+    """The common part of all versions of DeBERTa."""
+
+    parameters = (
+        "hidden_states", "attention_mask", "output_attentions", "query_states", "relative_pos", "rel_embeddings",
+    )  # fmt: skip
+    harmless = frozenset({"relative_pos", "rel_embeddings"})
+    # relative_pos [1, L, L] and rel_embeddings [2 * span, H] belong to the layer, not to the batch. They must not be
+    # cut, even if their first dimension equals the batch size.
+    unbatched = frozenset({"relative_pos", "rel_embeddings"})
+    out = None
+    heads, width = "num_attention_heads", "attention_head_size"
+    maps_on_request = True
+
+    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
+        if kwargs.get("query_states") is not None or (len(args) > 3 and args[3] is not None):
+            return "separate query states"
+        return super().read(module, args, kwargs)
+
+    def spans(self, module: nn.Module, mask: Any, batch: int, length: int) -> Spans | None:
+        if mask is None:
+            return Spans([length] * batch)
+        if not isinstance(mask, Tensor) or mask.shape != (batch, 1, length, length):
+            return None
+        return super().spans(module, mask.bool(), batch, length)
+
+
+class DebertaV2Adapter(DisentangledAdapter):
+    """`encoder.layer.i.attention.self` of DeBERTa-v2."""
+
+    family = "deberta-v2"
+    models = ("DeBERTa-v2", "DeBERTa-v3")
+    projections = ("query_proj", "key_proj", "value_proj")
+    marks = ("relative_attention", "pos_att_type")
+
+    def blocks(self, model: nn.Module) -> Blocks | str:
+        host = self.host(model)
+        encoder: Any = getattr(host, "encoder", None)
+        if encoder is None or not hasattr(encoder, "get_rel_embedding"):
+            return "it has no encoder with blocks"
+        if getattr(host, "z_steps", 0) > 1:
+            return "its last block runs more than once (z_steps)"
+        found = []
+        for layer in encoder.layer:
+            own, out = layer.attention.self, layer.attention.output
+            found.append(
+                bert_block(layer, (own.query_proj, own.key_proj, own.value_proj), out.dense, out.LayerNorm)
+            )
+        own = encoder.layer[0].attention.self
+        terms = 1 + ("c2p" in own.pos_att_type) + ("p2c" in own.pos_att_type)  # counted also where they are not used
+        heads, width = self.shape(own)
+        blocks = DisentangledBlocks(encoder, found, heads, width, (width * terms) ** -0.5)
+        blocks.relative = getattr(host.embeddings, "position_embeddings", None) is None
+        if encoder.conv is not None:
+            blocks.added_norm = encoder.conv.LayerNorm
+        return blocks
+
+
+class DisentangledBlocks(Blocks):
+    """Blocks of DeBERTa-v2: scores gain q·PK and k·PQ of the distance between query and key.
+
+    In some models a convolution over the embedded tokens is added to what the first block gives.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._kept: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+
+    def leave(self, hidden: Tensor, call: Call) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput  # seconds to import
+
+        # The model takes the last of all hidden states, and drops them before it returns.
+        if not call.given.get("return_dict", True):
+            return hidden, (hidden,)
+        return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
+    def added(self, hidden: Tensor) -> Tensor | None:
+        module: Any = self.module
+        if module.conv is None:
+            return None
+        from transformers.activations import ACT2FN  # seconds to import
+
+        conv: Any = module.conv
+        found: Tensor = conv.conv(hidden.transpose(1, 2).contiguous()).transpose(1, 2)
+        activated: Tensor = ACT2FN[conv.conv_act](found)
+        return activated
+
+    def disentangled(self, layer: int, span: int) -> Disentangled | None:
+        own = self._own(layer)
+        key, query = self._projected(layer)
+        return None if key is None and query is None else Disentangled(key, query, _buckets(own, span))
+
+    def _own(self, layer: int) -> Any:
+        encoder: Any = self.module
+        return encoder.layer[layer].attention.self
+
+    def _projected(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Projected relative embeddings of a layer: one pair for sequences of any length."""
+        found = self._kept.get(layer)
+        if found is None:
+            encoder: Any = self.module
+            own = self._own(layer)
+            terms = own.pos_att_type if own.relative_attention else ()
+            key = query = None
+            if "c2p" in terms or "p2c" in terms:
+                embedded = encoder.get_rel_embedding()[: 2 * own.pos_ebd_size]
+            if "c2p" in terms:
+                key = (own.key_proj if own.share_att_key else own.pos_key_proj)(embedded)
+            if "p2c" in terms:
+                query = (own.query_proj if own.share_att_key else own.pos_query_proj)(embedded)
+            found = self._kept[layer] = key, query
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for pair in self._kept.values() for part in pair if part is not None)
+
+
+def _buckets(own: Any, span: int) -> npt.NDArray[np.int32]:
+    """Row of the relative embeddings for each distance of query less key, from ``1 - span`` to ``span - 1``."""
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # seconds to import
+
+    distances = torch.arange(1 - span, span)
+    if own.position_buckets > 0 and own.max_relative_positions > 0:
+        distances = make_log_bucket_position(distances, own.position_buckets, own.max_relative_positions)
+    rows = torch.clamp(distances + own.pos_ebd_size, 0, 2 * own.pos_ebd_size - 1)
+    return rows.to(torch.int32).numpy()

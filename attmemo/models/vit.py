@@ -1,0 +1,31 @@
+"""ViT: patches instead of tokens. All patches are valid, and every image has the same number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attmemo.models.base import CHECK_LENGTHS, Adapter, takes
+
+
+class ViTAdapter(Adapter):
+    """`layers.i.attention`."""
+
+    family = "vit"
+    models = ("ViT", "DeiT")
+
+    def is_one(self, name: str, module: nn.Module) -> bool:
+        plain = not getattr(module, "is_causal", True) and not takes(module, "position_embeddings")
+        return plain and not takes(module, "key_value_states")
+
+    def sample(self, model: nn.Module) -> tuple[dict[str, Tensor], list[int]]:
+        host: Any = self.host(model)
+        config = host.config
+        size = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+        shape = (len(CHECK_LENGTHS), int(config.num_channels), int(size[0]), int(size[1]))
+        pixels = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.731).view(shape)
+        dtype = next(model.parameters()).dtype
+        count = int(host.embeddings.position_embeddings.shape[1])  # patches, the class token, and DeiT's second
+        return {"pixel_values": pixels.to(dtype)}, [count] * len(CHECK_LENGTHS)

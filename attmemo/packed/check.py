@@ -1,0 +1,139 @@
+"""The self-check of packed blocks: each block on the input that it really got, then all of them through the hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attmemo.errors import AdapterCheckError
+from attmemo.forward.trial import DEEP, Handle, enable_within, not_served
+from attmemo.kernels.linear8 import Linear8, linear8_in_torch
+from attmemo.kernels.row_attention import Layout
+from attmemo.models import Adapter
+from attmemo.models.check import UNKNOWN, checking, difference, tolerance
+from attmemo.packed.runner import Angles, Packed
+from attmemo.packed.stack import places_of, positions_of
+
+_ROUNDED = 5e-2  # int8 activations are rounded by all rows of a batch, padding included
+_LINEAR8 = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of an 8-bit layer to its oracle, relative to the range
+_NEAR8 = 0.1  # of a block with 8-bit layers to the original's, relative to the range: 0.05 was seen
+_FAR8 = 0.5  # of the last hidden states: 0.17 was seen
+_SAMPLE = 7  # rows of that check: one more than a strip of the kernel
+
+
+def allowed_for(packed: Packed, model: nn.Module, deep: bool = True) -> float:
+    """Greatest relative difference to the original's, of the last hidden states or of one block."""
+    if packed.linear != "exact":
+        return _FAR8 if deep else _NEAR8
+    return tolerance(model, _ROUNDED) * (DEEP if deep else 1)
+
+
+def check_layers(packed: Packed) -> None:
+    """Compare each 8-bit layer with its oracle, on rows without a pattern; AdapterCheckError: one differs."""
+    for number, layer, modules in packed.linears:
+        if not isinstance(layer, Linear8):
+            continue
+        x = torch.arange(1.0, _SAMPLE * layer.inputs + 1).mul_(1.618).sin_().view(_SAMPLE, -1).to(packed.dtype)
+        parts: list[Any] = list(modules)
+        with torch.no_grad():
+            expected = linear8_in_torch(
+                x, [part.weight for part in parts], [part.bias for part in parts], layer.activation
+            )
+        worst, allowed = difference(layer(x), expected), _LINEAR8[packed.dtype]
+        if not worst <= allowed:
+            raise AdapterCheckError(
+                f"an 8-bit layer of block {number} differs from plain arithmetic by {worst:.2e} of its range "
+                f"(allowed {allowed:.0e}).",
+                "leave out linear='int8'",
+            )
+
+
+def check_blocks(adapter: Adapter, model: nn.Module, packed: Packed) -> type[Any]:
+    """Run a small padded batch through the original blocks, and each block again over its packed rows.
+
+    8-bit layers are compared with their oracle first. They are near the original only, so a block of them shows what
+    is in a wrong place, not what is a little wrong.
+
+    Returns
+    -------
+    type
+        Class of what the module that holds the blocks gives out.
+
+    Raises
+    ------
+    AdapterCheckError
+        Names the first block that differs. Nothing has been changed.
+    """
+    check_layers(packed)
+    inputs, lengths = adapter.sample(model)
+    padded, allowed = max(lengths), allowed_for(packed, model, deep=False)
+    places = places_of(lengths, padded)
+    assert places is not None
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    layout, known = Layout(starts, starts), packed.positions(padded)
+    angles = Angles(packed.blocks, positions_of(places, len(lengths), padded), packed.dtype)
+    seen: list[int] = []
+    given_out: list[type[Any]] = []
+
+    def compare(number: int, args: Any, kwargs: Any, returned: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        expected = returned if isinstance(returned, Tensor) else returned[0]
+        found = packed.block(number, _rows(hidden, places), layout, known, angles)
+        worst = difference(found, _rows(expected, places))
+        seen.append(number)
+        if not worst <= allowed:
+            raise AdapterCheckError(
+                f"block {number} over packed rows differs from the original by {worst:.2e} of its range "
+                f"(allowed {allowed:.0e}).",
+                UNKNOWN,
+            )
+
+    with checking(model, "a small batch cannot be checked with this model") as stack, torch.inference_mode():
+        for number, block in enumerate(packed.blocks.blocks):
+
+            def hook(_module: nn.Module, args: Any, kwargs: Any, returned: Any, number: int = number) -> None:
+                compare(number, args, kwargs, returned)
+
+            stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+        watch = packed.blocks.module.register_forward_hook(lambda _, __, returned: given_out.append(type(returned)))
+        stack.callback(watch.remove)
+        adapter.host(model)(**inputs)
+    if seen != list(range(len(packed.blocks.blocks))):
+        raise AdapterCheckError(f"its blocks are called in the order {seen}, not one after the other.", UNKNOWN)
+    return given_out[0]
+
+
+def check_stack(handle: Handle, adapter: Adapter, model: nn.Module, packed: Packed) -> None:
+    """Serve a small padded batch through the hooks and compare the last hidden states with the original's.
+
+    Raises
+    ------
+    AdapterCheckError
+        Names what differs. Nothing has been changed.
+    """
+    inputs, lengths = adapter.sample(model)
+    host = adapter.host(model)
+    places = places_of(lengths, max(lengths))
+    assert places is not None
+    with checking(model, "a small batch cannot be served") as stack, torch.inference_mode():
+        expected = _rows(host(**inputs)[0], places)
+        enable_within(handle, stack)
+        seen = _rows(host(**inputs)[0], places)
+        if handle.engine.counters.done.sequences != len(lengths):
+            raise not_served("a small batch", handle.engine)
+    allowed = allowed_for(packed, model)
+    worst = difference(seen, expected)
+    if not worst <= allowed:
+        raise AdapterCheckError(
+            f"the last hidden states differ from the original's by {worst:.2e} of their range "
+            f"(allowed {allowed:.0e}).",
+            UNKNOWN,
+        )
+
+
+def _rows(hidden: Tensor, places: Tensor) -> Tensor:
+    """Valid rows ``[N, H]`` of ``[B, L, H]``."""
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)

@@ -1,0 +1,319 @@
+"""Blocks of an encoder over packed rows: the valid tokens of all sequences, one behind the other, without padding.
+
+The limit. The work of a block is its linear layers, 24 H² operations a row for a feed-forward size of 4 H, and
+attention, 4 n H a row. A padded batch computes ``B·L`` rows; the packed one computes the valid ones, and attention
+looks at valid keys only.
+
+Q, K and V are one product, and the attention kernel reads its rows where they lie. Residuals and activations are added
+inside of the linear layers' kernels.
+
+Every row is the model's own arithmetic up to rounding: nothing here approximates, but for linear layers in 8 bits,
+where the caller asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from attmemo.kernels.encoder_stack import Chain, Link
+from attmemo.kernels.linear import Linear, grid_rows
+from attmemo.kernels.linear8 import Linear8, LinearName
+from attmemo.kernels.linear16 import Linear16
+from attmemo.kernels.linear32 import Linear32
+from attmemo.kernels.packed_weights import Panels
+from attmemo.kernels.pages import Slab
+from attmemo.kernels.row_attention import Disentangled, Layout, Stored, Turn, attend
+from attmemo.kernels.row_sinks import Copies
+from attmemo.models.blocks import Block, Blocks
+from attmemo.models.projections import is_plain
+
+TYPES = (torch.float32, torch.bfloat16)
+"""Number types of models whose blocks can be packed."""
+
+_ACTIVATIONS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
+                "SiLUActivation": "silu", "SiLU": "silu"}  # fmt: skip
+
+Ints = npt.NDArray[np.int64]
+Fetch = Callable[[int], Stored | None]
+"""K and V of records in a layer; None if no sequence has a record."""
+
+
+class Packed:
+    """The blocks of one model with their weights made ready. The original weights stay where they are.
+
+    Parameters
+    ----------
+    blocks : Blocks
+    dtype : torch.dtype
+        Of the model.
+    linear : {"exact", "int8"}
+        Arithmetic of the linear layers. In 8 bits they are `Linear8` layers.
+    """
+
+    def __init__(self, blocks: Blocks, dtype: torch.dtype, linear: LinearName = "exact") -> None:
+        self.blocks, self.dtype, self.linear = blocks, dtype, linear
+        self._layers = [_Layer(block, linear) for block in blocks.blocks]
+        self._on_grid = dtype == torch.bfloat16 and any(isinstance(linear, Linear) for _, linear, _ in self.linears)
+        self._spans: dict[int, Positions] = {}
+        panels = [ready for _, ready, _ in self.linears if isinstance(ready, Panels)]
+        slab = Slab(sum(ready.slab_bytes for ready in panels))
+        for ready in panels:  # one by one: weights are never in memory three times
+            ready.move(slab)
+        links = [link for layer in self._layers if (link := layer.link) is not None]
+        whole = not blocks.rotary and len(links) == len(self._layers)
+        self._chain = Chain(links, blocks.heads, blocks.width) if whole else None  # all blocks in one call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that were made ready, beside the model's own."""
+        return self.blocks.nbytes + sum(linear.nbytes for layer in self._layers for linear, _ in layer.linears)
+
+    @property
+    def linears(self) -> list[tuple[int, Ready, tuple[nn.Module, ...]]]:
+        """Each layer that was made ready: number of its block, the layer, and the model's own layers in it."""
+        return [(number, *pair) for number, layer in enumerate(self._layers) for pair in layer.linears]
+
+    def run(
+        self, hidden: Tensor, layout: Layout, longest: int, positions: Tensor | None, fetch: Fetch | None = None,
+        keep: Copies | None = None, added: Tensor | None = None, asked: Ints | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Last hidden states ``[N, H]`` of packed rows, or ``[W, H]`` of those asked for.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            Embedded rows, ``[N, H]``.
+        layout : Layout
+            Where the rows and their keys lie.
+        longest : int
+            Tokens of the longest sequence.
+        positions : Tensor or None
+            Position of each row as the model counts them, int64 ``[N]``; None: the model is not rotary.
+        fetch : Fetch, optional
+            Gives the rows of records.
+        keep : Copies, optional
+            Where K and V ``[N, H]`` of each block go, and the result.
+        added : Tensor, optional
+            ``[N, H]``, added to what the first block gives.
+        asked : int64 [W], optional
+            The rows that the result has; they rise. Of the others the last block computes K and V alone.
+        """
+        rows = len(hidden)
+        if not rows:  # records supply everything
+            return hidden
+        if self._chain is not None and added is None:
+            known = self.positions(longest)
+            return self._chain(
+                hidden, layout, scale=self.blocks.scale, table=known.table, stored=fetch, keep=keep, asked=asked,
+                disentangled=known.disentangled if known.is_disentangled else None,
+            )  # fmt: skip
+        run = grid_rows(rows) if self._on_grid else rows
+        if run != rows:  # once here, not once in each linear layer; rows of zeros stay behind the others
+            hidden = torch.cat((hidden, hidden.new_zeros(run - rows, hidden.shape[1])))
+        known = self.positions(longest)
+        angles = Angles(self.blocks, positions, hidden.dtype)
+        for number in range(len(self._layers)):
+            stored = None if fetch is None else fetch(number)
+            ending = asked if number == len(self._layers) - 1 else None
+            hidden = self.block(number, hidden, layout, known, angles, stored, keep, ending)
+            if number == 0 and added is not None:
+                added = added if ending is None else added[torch.from_numpy(ending)]
+                hidden[: len(added)] += added
+                hidden = _norm(self.blocks.added_norm, hidden)
+        rows = rows if asked is None else len(asked)
+        if keep is not None:
+            keep.end(hidden[:rows], asked)
+        return hidden[:rows]
+
+    def block(
+        self, number: int, hidden: Tensor, layout: Layout, known: Positions, angles: Angles,
+        stored: Stored | None = None, keep: Copies | None = None, asked: Ints | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One block: ``[M, H]`` to ``[M, H]``. Only the first N rows are those of `layout`; `asked`: to ``[W, H]``."""
+        layer, blocks, rows = self._layers[number], self.blocks, int(layout.starts[-1])
+        block = layer.block
+        projected = layer.qkv(_norm(block.before, hidden))
+        size = blocks.heads * blocks.width
+        queries, keys, values = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
+        turned = angles.of(block.kind)
+        if turned is not None:
+            _rotate(projected[:rows, : 2 * size], *turned, blocks.width)
+        if keep is not None:
+            keep(number, keys[:rows], values[:rows])
+        queries, given = queries[:rows], layout
+        if asked is not None:
+            wanted = torch.from_numpy(asked)
+            queries, hidden, given = queries[wanted], hidden[wanted], layout.asking(asked)
+        context = projected.new_empty(len(hidden), size)
+        context[len(queries) :] = 0
+        attend(
+            queries, keys[:rows], values[:rows], blocks.heads, given, out=context[: len(queries)],
+            scale=blocks.scale, stored=stored, turn=known.turn(block.kind) if stored is not None else None,
+            table=known.table, window=block.window, disentangled=known.disentangled(number),
+        )  # fmt: skip
+        hidden = layer.mixed(context, hidden)
+        if layer.feed is not None:
+            return layer.feed(_norm(block.before_feed, hidden), hidden)
+        inner = layer.up(_norm(block.before_feed, hidden))
+        if block.gated:
+            half = inner.shape[1] // 2
+            inner = layer.activate(inner[:, :half]).mul_(inner[:, half:])
+        elif layer.activates:
+            inner = layer.activate(inner)
+        return layer.left(inner, hidden)
+
+    def positions(self, longest: int) -> Positions:
+        """What attention needs for sequences of up to so many tokens; made once for a power of two."""
+        span = max(64, 1 << (longest - 1).bit_length())
+        found = self._spans.get(span)
+        if found is None:
+            found = self._spans[span] = Positions(self.blocks, span)
+        return found
+
+
+class _Layer:
+    """The linear layers of one block."""
+
+    def __init__(self, block: Block, linear: LinearName) -> None:
+        self.block = block
+        name = _ACTIVATIONS.get(type(block.activation).__name__)
+        fused = name if name is not None and not block.gated and all(map(is_plain, block.up)) else "none"
+        self.activates = fused == "none"  # the activation is a step of its own
+        self.activate = block.activation
+        self.qkv, self.out = _ready(block.qkv, linear), _ready((block.out,), linear)
+        self.up, self.down = _ready(block.up, linear, fused), _ready((block.down,), linear)
+        self.mixed, self.left = _normed(self.out, block.behind), _normed(self.down, block.behind_feed)
+        self.feed: Callable[[Tensor, Tensor], Tensor] | None = None  # both in one call
+        if isinstance(self.up, Panels) and type(self.down) is type(self.up) and not self.activates:
+            self.feed = _normed(partial(self.up.feed, self.down), block.behind_feed, self.down)
+
+    @property
+    def link(self) -> Link | None:
+        """The block as a part of a chain, if nothing is between its five calls that is not in them."""
+        block, norms = self.block, (self.block.behind, self.block.behind_feed)
+        if self.feed is None or block.kind or block.window or block.before or block.before_feed:
+            return None
+        kind = type(self.up)
+        parts = [part for part in (self.qkv, self.out, self.up, self.down) if isinstance(part, Panels)]
+        if any(type(part) is not kind for part in parts) or len(parts) != 4:
+            return None
+        qkv, out, up, down = parts
+        taken = [norm for norm in norms if isinstance(norm, nn.LayerNorm) and down.takes(norm)]
+        return Link(qkv, out, taken[0], up, down, taken[1]) if len(taken) == 2 else None
+
+    @property
+    def linears(self) -> list[tuple[Ready, tuple[nn.Module, ...]]]:
+        block = self.block
+        return [(self.qkv, block.qkv), (self.out, (block.out,)), (self.up, block.up), (self.down, (block.down,))]
+
+
+class Called:
+    """Linear layers that are called as they are: a quantized layer keeps its weights to itself."""
+
+    nbytes = 0
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self._modules = modules
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        found = torch.cat([module(x) for module in self._modules], 1)
+        return found if add is None else found.add_(add)
+
+
+Ready = Linear | Panels | Called
+
+
+def _ready(modules: tuple[nn.Module, ...], linear: LinearName, activation: str = "none") -> Ready:
+    if all(map(is_plain, modules)):
+        weights: list[Any] = [module.weight for module in modules]
+        biases: list[Any] = [module.bias for module in modules]
+        if linear == "int8":
+            return Linear8.of(weights, biases, activation)
+        for own in (Linear32, Linear16):
+            layer = own.where_it_pays(weights, biases, activation)
+            if layer is not None:
+                return layer
+        return Linear.of(weights, biases, activation)
+    return Called(modules)
+
+
+def _normed(layer: Callable[..., Tensor], norm: Any, last: Any = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The layer with a residual and the norm behind: in one call if the last of the layers takes the norm."""
+    last = layer if last is None else last
+    if isinstance(last, Panels) and last.takes(norm):
+        return lambda x, add: layer(x, add, norm)
+    return lambda x, add: _norm(norm, layer(x, add))
+
+
+class Positions:
+    """What attention needs to know of positions, for sequences of up to `span` tokens."""
+
+    def __init__(self, blocks: Blocks, span: int) -> None:
+        self._blocks, self._span = blocks, span
+        with torch.no_grad():
+            self.table = blocks.table(span)
+            self._terms = [blocks.disentangled(layer, span) for layer in range(len(blocks.blocks))]
+        self.is_disentangled = any(terms is not None for terms in self._terms)  # some layer has such terms
+        self._turns: dict[str, Turn] = {}
+
+    def disentangled(self, layer: int) -> Disentangled | None:
+        return self._terms[layer]
+
+    def turn(self, kind: str) -> Turn | None:
+        """Rotations by a distance, for stored keys."""
+        if kind not in self._turns:
+            found = self._blocks.angles(kind, torch.arange(1 - self._span, self._span), torch.float32)
+            if found is None:
+                return None
+            cosine, sine = found
+            scale = torch.hypot(cosine, sine)  # not 1 with YaRN: stored keys have this factor already
+            cosine, sine, half = cosine / scale, sine / scale, cosine.shape[1] // 2
+            self._turns[kind] = Turn(cosine[:, :half].contiguous(), sine[:, :half].contiguous())
+        return self._turns[kind]
+
+
+@dataclass
+class Angles:
+    """Rotary angles of the rows of one forward, by kind of layer."""
+
+    blocks: Blocks
+    positions: Tensor | None
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def of(self, kind: str) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines ``[N, 1, d / 2]``: both halves of a head turn by the same angles. None: nothing turns."""
+        if self.positions is None:
+            assert not self.blocks.rotary
+            return None
+        if kind not in self._found:
+            found = self.blocks.angles(kind, self.positions, self.dtype)
+            if found is None:
+                return None
+            cosine, sine = found
+            half = cosine.shape[1] // 2
+            self._found[kind] = cosine[:, None, :half].contiguous(), sine[:, None, :half].contiguous()
+        return self._found[kind]
+
+
+def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, width: int) -> None:
+    """Rotate queries and keys, ``[N, 2 h d]``, in place."""
+    heads = projected.view(len(projected), -1, width)
+    first, second = heads.float().chunk(2, dim=-1)
+    heads.copy_(torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1))
+
+
+def _norm(norm: Any, hidden: Tensor) -> Tensor:
+    """The norm of a block, or the rows themselves where the block has none there."""
+    return hidden if norm is None else layer_norm(hidden, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

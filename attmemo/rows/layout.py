@@ -1,0 +1,123 @@
+"""How the rows of a record lie in one run of bytes, and where the rows of many such records lie in memory.
+
+    K of layer 0 [n, H], V of layer 0 [n, H], K of layer 1, …
+    scales of rows in 8 bits [layers, 2, n, h]
+    last hidden states [n, H]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attmemo.db.records import Kept
+from attmemo.kernels.row_attention import Stored
+from attmemo.rows.store import Record
+
+_ALIGNED = 64  # bytes: each part begins at a multiple
+
+Number = TypeVar("Number", int, npt.NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The parts of records of one model.
+
+    Parameters
+    ----------
+    layers, hidden, heads : int
+    storage : (torch.dtype, torch.dtype)
+        Types of K and V, and of the last hidden states.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    storage: tuple[torch.dtype, torch.dtype]
+
+    @property
+    def coded(self) -> bool:
+        """Whether rows have scales."""
+        return self.storage[0] is torch.int8
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.storage[0].itemsize
+
+    def scales_at(self, n: Number) -> Number:
+        """Where scales begin in a record of n tokens."""
+        return _up(2 * self.layers * self.row_bytes * n)
+
+    def last_at(self, n: Number) -> Number:
+        """Where the last hidden states begin in a record of n tokens."""
+        return _up(self.scales_at(n) + 8 * self.layers * self.heads * n) if self.coded else self.scales_at(n)
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of a record of n tokens."""
+        return self.last_at(n) + n * self.hidden * self.storage[1].itemsize
+
+    def parts_of(self, body: npt.NDArray[np.uint8], n: int) -> tuple[Tensor, Tensor]:
+        """K and V ``[layers, 2, n, H]`` and the last hidden states ``[n, H]`` in the bytes of a record without scales.
+
+        To write to these is to write the record; the bytes between them become 0.
+        """
+        end, last = 2 * self.layers * n * self.row_bytes, self.last_at(n)
+        body[end:last] = 0
+        octets = torch.from_numpy(body)
+        rows = octets[:end].view(self.storage[0]).view(self.layers, 2, n, self.hidden)
+        return rows, octets[last:].view(self.storage[1]).view(n, self.hidden)
+
+    def body_of(self, record: Record) -> npt.NDArray[np.uint8]:
+        """The bytes of a record."""
+        n = len(record.tokens)
+        body = np.zeros(self.nbytes(n), np.uint8)
+        parts: list[tuple[int, Tensor]] = [(0, record.rows), (self.last_at(n), record.last)]
+        if record.scales is not None:
+            parts.append((self.scales_at(n), record.scales))
+        for start, part in parts:
+            octets = part.contiguous().view(-1).view(torch.uint8).numpy()
+            body[start : start + len(octets)] = octets
+        return body
+
+
+def _up(number: Number) -> Number:
+    return -(-number // _ALIGNED) * _ALIGNED
+
+
+class Placed:
+    """Rows of records of a pool, one for each place of a batch; None: the place has no record."""
+
+    def __init__(self, layout: RowLayout, records: Sequence[Kept | None]) -> None:
+        self._layout, self._records = layout, records  # what is held stays where it lies
+        self._begin = np.array(
+            [0 if kept is None else kept.segment.address + kept.offset for kept in records], np.int64
+        )  # fmt: skip
+        self._rows = np.array([0 if kept is None else len(kept.tokens) for kept in records], np.int64)
+
+    def layer(self, number: int) -> Stored:
+        layout, there = self._layout, self._begin > 0
+        step = self._rows * layout.row_bytes
+        keys = self._begin + 2 * number * step
+        key_scales = value_scales = None
+        if layout.coded:
+            plane = 4 * layout.heads * self._rows
+            scales = self._begin + layout.scales_at(self._rows) + 2 * number * plane
+            key_scales, value_scales = _where(there, scales), _where(there, scales + plane)
+        return Stored(
+            _where(there, keys), _where(there, keys + step), self._rows, layout.storage[0], layout.row_bytes,
+            key_scales, value_scales, 4 * layout.heads if layout.coded else 0,
+        )  # fmt: skip
+
+    def last(self) -> tuple[npt.NDArray[np.uint64], torch.dtype]:
+        begin = self._begin + self._layout.last_at(self._rows)
+        return _where(self._begin > 0, begin), self._layout.storage[1]
+
+
+def _where(there: npt.NDArray[np.bool_], addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    return np.where(there, addresses, 0).astype(np.uint64)

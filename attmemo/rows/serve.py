@@ -1,0 +1,269 @@
+"""Reuse of rows: a record supplies K and V of every layer, and the last hidden states, of the tokens it shares.
+
+Only the other tokens are computed, in every layer, and attend to all keys: fresh ones and those of the record, read
+where they lie. Sequences without a record are computed whole in the same packed batch.
+
+A reused row is the row of another input: it has not seen the tokens that changed. So its output is an approximation;
+`attmemo.kernels.rows` moves it with the rows that were computed.
+Rows that are computed are exact arithmetic over approximate keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import pairwise
+from time import perf_counter
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attmemo.errors import AttmemoError
+from attmemo.forward.plan import RowShare, Share
+from attmemo.forward.stats import Counters
+from attmemo.kernels.row_attention import Layout
+from attmemo.kernels.row_sinks import Copies
+from attmemo.kernels.rows import Supply, supply_rows
+from attmemo.models import Call, Site, Spans
+from attmemo.models.blocks import Blocks
+from attmemo.packed.duplicates import Twins
+from attmemo.packed.runner import Packed
+from attmemo.packed.stack import Stack, Thread, put_first
+from attmemo.rows.candidate import Offer
+from attmemo.rows.filler import MOST_WAITING
+from attmemo.rows.layout import RowLayout
+from attmemo.rows.scratch import Scratch
+from attmemo.rows.store import Fetched, Ints, RowStore
+
+_LOG = logging.getLogger("attmemo")
+
+DRIFT: Final = 1.0
+"""How far reused rows follow the computed ones: the share of `attmemo.kernels.rows.supply_rows`."""
+
+# A file that went away, a closed database: they cost time, not requests.
+_UNREADABLE = (AttmemoError, OSError, ValueError, IndexError)
+
+_SCRATCH: Final = MOST_WAITING + (8 << 20)  # bytes: what waits to be stored, is stored, and is computed
+
+_Read = tuple[Fetched, npt.NDArray[np.uint64], torch.dtype]  # with what `Fetched.last` gives
+
+
+class RowThread(Thread):
+    """What is kept for each thread beside.
+
+    Attributes
+    ----------
+    served : set of int
+        Sequences of the last forward that took rows of records.
+    admitted : dict of int to Offer
+        What its sequences offer to become records, by place in the batch.
+    beside : dict of int to Tensor
+        Last hidden states ``[L, H]`` from records, of sequences that were computed whole too.
+    last : Tensor or None
+        The last hidden states ``[B, L, H]`` of the last forward, if some sequences are in `beside`.
+    """
+
+    def __init__(self) -> None:  # called anew in every thread
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a forward."""
+        self.served: set[int] = set()
+        self.admitted: dict[int, Offer] = {}
+        self.beside: dict[int, Tensor] = {}
+        self.last: Tensor | None = None
+
+
+class Rows(Stack):
+    """Serves a stack of blocks from the rows of records.
+
+    Parameters
+    ----------
+    blocks : Blocks
+    packed : Packed
+    store : RowStore
+        The records.
+    guarded : bool
+        Whether a guard looks at the answers: then the guard counts those that came from records.
+
+    Attributes
+    ----------
+    thread : RowThread
+    """
+
+    thread: RowThread
+
+    name: ClassVar[str] = "rows"
+
+    def __init__(self, blocks: Blocks, packed: Packed, store: RowStore, *, guarded: bool = False) -> None:
+        super().__init__(blocks, packed)
+        self.store, self._guarded = store, guarded
+        self.thread = RowThread()
+        size, dtype = blocks.heads * blocks.width, packed.dtype
+        self._own = RowLayout(len(blocks.blocks), size, blocks.heads, (dtype, dtype))
+        self._scratch = Scratch(_SCRATCH)
+
+    def serve(self, site: Site, call: Call, spans: Spans, share: Share, counters: Counters) -> Tensor:
+        self.thread.forget()
+        if isinstance(share, RowShare) and share.last is not None:
+            return self._computed(share.last, call)
+        if not isinstance(share, RowShare) or not (len(share.sequences) or share.admitted or share.beside):
+            return super().serve(site, call, spans, share, counters)
+        if not (len(share.sequences) or share.beside):
+            return self._kept(call, spans, counters, share.admitted)
+        start = perf_counter()
+        batch, padded = call.hidden.shape[:2]
+        every = np.asarray(spans.lengths, np.int64)
+        ends = np.cumsum(every).tolist()
+        parts = [share.source[end - n : end] for end, n in zip(ends, spans.lengths, strict=True)]
+        kinds = list(zip(share.record.tolist(), map(np.ndarray.tobytes, parts), strict=True))
+        twins = Twins.of(call.hidden, spans.lengths, kinds)
+        own = np.flatnonzero(twins.own)
+        # What is computed: one sequence of all twins, and behind them those that a record serves beside.
+        beside = np.fromiter(share.beside, np.int64, len(share.beside))
+        sequence, slot = np.concatenate([own, beside]), np.concatenate([own, batch + np.arange(len(beside))])
+        lengths = every[sequence]
+        asked = np.concatenate([share.record[own], [one.record for one in share.beside.values()]]).astype(np.int64)
+        source = np.concatenate(
+            [parts[place] for place in own.tolist()] + [one.source for one in share.beside.values()]
+        )
+        read, records = self._fetch(asked, counters)
+        if records is not asked:
+            source = np.where(np.repeat(records < 0, lengths), np.int32(-1), source)
+        fresh, layout = source < 0, layout_of(lengths, source)
+        position = np.arange(len(source)) - np.repeat(layout.key_starts[:-1], lengths)
+        embedded = np.repeat(sequence * padded, lengths) + position
+        planned = perf_counter()
+        # A record may be longer than every input: keys of its end move farther than an input is long.
+        longest = max(max(spans.lengths), int(source.max()) + 1)
+        computed_at = dict(zip(own.tolist(), pairwise(layout.starts.tolist()), strict=False))
+        offers, copies = self._offers(share.admitted, computed_at)
+        opened = source[layout.key_starts[:-1]] < 0  # sequences whose first row is computed
+        # A first row of a record is given as it is if no row of its sequence is computed. Else it moves with those.
+        apart = (opened | (np.diff(layout.starts) == 0)).all()
+        wanted = self._asked(layout.starts[:-1][opened], copies) if apart else None
+        found = self.compute(
+            call, torch.from_numpy(embedded[fresh]), layout, longest,
+            fetch=None if read is None else read[0].layer, keep=copies, asked=wanted,
+        )  # fmt: skip
+        done = perf_counter()
+        self.thread.admitted = offers
+        every_slot = batch + len(beside), padded
+        if wanted is not None:
+            self.thread.firsts += 1
+            output = put_first(found, wanted, layout.starts[:-1][opened], slot[opened], every_slot)
+            if read is not None and not opened.all():
+                self._put_stored_firsts(output, read, source[layout.key_starts[:-1]], slot * padded)
+        else:
+            output = found.new_empty(every_slot[0] * padded, found.shape[1])
+            begins, dtype = (np.zeros(len(slot), np.uint64), found.dtype) if read is None else read[1:]
+            supply = Supply(source, layout.key_starts, layout.starts, slot * padded, begins, dtype)
+            supply_rows(output, found, supply, padded, DRIFT)
+        output = output.view(*every_slot, output.shape[1])
+        twins.spread(output)
+        fetching = planned - start + perf_counter() - done
+        computed, reused = np.diff(layout.starts), records >= 0
+        rows, served = np.zeros(batch, np.int64), np.zeros(batch, np.bool_)
+        rows[own], served[own] = computed[: len(own)], reused[: len(own)]
+        from_records = served[twins.firsts]
+        self.thread.served = set(np.flatnonzero(from_records).tolist())
+        self.thread.beside = {int(sequence[number]): output[slot[number]]
+                              for number in range(len(own), len(sequence)) if reused[number]}  # fmt: skip
+        self._count(
+            spans.lengths, rows, twins, counters, fetch=fetching, blocks=done - planned,
+            beside=int(computed[len(own) :].sum()),
+        )  # fmt: skip
+        if not self._guarded and not self.thread.again:
+            repeated = int((from_records & (rows[twins.firsts] == 0)).sum())
+            counters.answered(len(self.thread.served) - repeated, repeated)
+        self.thread.last = output[:batch] if share.beside else None
+        return output[:batch]
+
+    @staticmethod
+    def _put_stored_firsts(output: Tensor, read: _Read, source: npt.NDArray[np.int32], places: Ints) -> None:
+        """Put first rows that records supply to these places of ``[R, H]``; `source` below 0: it does not."""
+        stored, ends = np.flatnonzero(source >= 0), np.zeros(np.count_nonzero(source >= 0) + 1, np.int64)
+        supply = Supply(source[stored], np.arange(len(ends)), ends, places[stored], read[1][stored], read[2])
+        supply_rows(output, output[:0], supply, 1)
+
+    def _kept(
+        self, call: Call, spans: Spans, counters: Counters, admitted: Mapping[int, npt.NDArray[np.int32]]
+    ) -> Tensor:
+        """All sequences computed whole; those of `admitted` may become records."""
+        offers: dict[int, Offer] = {}
+
+        def copied(starts: Ints) -> Copies:
+            rows = enumerate(pairwise(starts.tolist()))
+            made, copies = self._offers(admitted, {place: span for place, span in rows if span[0] < span[1]})
+            offers.update(made)
+            return copies
+
+        output = self._whole(call, spans, counters, copied)
+        self.thread.admitted = offers
+        return output
+
+    def _offers(
+        self, admitted: Mapping[int, npt.NDArray[np.int32]], computed: Mapping[int, tuple[int, int]]
+    ) -> tuple[dict[int, Offer], Copies]:
+        """What is offered once it is computed, and what has to be copied for that: by place in the batch.
+
+        `computed`: first row and the one behind the last, of the sequences that are computed. Others offer nothing.
+        """
+        own, take = self._own, self._scratch.take
+        offers = {place: Offer.of(tokens, own, take(own.nbytes(len(tokens)))) for place, tokens in admitted.items()
+                  if place in computed}  # fmt: skip
+        return offers, Copies([offer.copy_of(*computed[place]) for place, offer in offers.items()])
+
+    def _computed(self, last: Tensor, call: Call) -> Tensor:
+        """Last hidden states that an earlier forward computed for this call."""
+        if last.shape != call.hidden.shape:
+            raise ValueError(f"blocks are called with {tuple(call.hidden.shape)} after {tuple(last.shape)}")
+        self.thread.served = set(range(len(last)))
+        return last
+
+    def _fetch(self, records: Ints, counters: Counters) -> tuple[_Read | None, Ints]:
+        """Rows of these records, and the records: the same array, or another one without those that cannot be read.
+
+        None: there is no record.
+        """
+        if (records < 0).all():
+            return None, records
+        try:
+            return self._read(records), records
+        except _UNREADABLE:
+            found = records.copy()
+        for place in np.flatnonzero(found >= 0).tolist():
+            try:
+                self._read(found[place : place + 1])
+            except _UNREADABLE as error:
+                if counters.failure("a record could not be read", error, 1):
+                    _LOG.warning("attmemo: a record could not be read, its sequence is computed whole: %s", error)
+                found[place] = -1
+        try:
+            return (None, found) if (found < 0).all() else (self._read(found), found)
+        except _UNREADABLE:  # one more went meanwhile
+            return None, np.full_like(records, -1)
+
+    def _read(self, records: Ints) -> _Read:
+        found = self.store.fetch(records)
+        return found, *found.last()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def layout_of(lengths: npt.NDArray[np.int64], source: npt.NDArray[np.int32]) -> Layout:
+    """Where the computed rows and all keys of a batch lie.
+
+    `source` ``[sum n]`` is as in `RowShare`.
+    """
+    key_starts = np.concatenate([[0], np.cumsum(lengths)])
+    fresh = source < 0
+    numbers = np.cumsum(fresh)  # of fresh rows up to here
+    starts = np.concatenate([[0], numbers])[key_starts]
+    positions = np.arange(len(source)) - np.repeat(key_starts[:-1], lengths)
+    sources = np.where(fresh, numbers - 1, -1 - source)
+    return Layout(starts, key_starts, positions[fresh].astype(np.int32), sources.astype(np.int32))
