@@ -174,7 +174,7 @@ def rounds(
                 own = shutil.copytree(start, Path(folder) / str(place))
                 unguarded(pair[place], database=own, fill=fills and not place, **options)
                 run(pair[place], warm)
-            thread = pair[0].attmemo.forward.engine.reuse.store._filler
+            thread = pair[0].attmemo.engine.reuse.store._filler
             for first in range(0, len(batches), block):
                 order = (0, 1) if first // block % 2 else (1, 0)
                 for place in order:

@@ -221,7 +221,7 @@ def similarities(loaded: LoadedModel, database: Database, asked: Tensor, copies:
     engines: dict[str, Any] = {}
     for lookup in ("sequence", "layer"):
         memoize(loaded.model, 0.0, database, lookup=lookup, gate=False)
-        engines[lookup] = loaded.model.attmemo.forward.engine  # type: ignore[union-attr]
+        engines[lookup] = loaded.model.attmemo.engine  # type: ignore[union-attr]
         loaded.model.attmemo.disable()  # type: ignore[union-attr,operator]
     with Capture(loaded.model, adapter, sites) as capture:
         for inputs in batches(asked):

@@ -185,7 +185,7 @@ def decide(loaded: LoadedModel, database: Database, tokens: list[Tokens], size: 
     What served is read off the engine itself: the plan that every call followed.
     """
     model: Any = loaded.model
-    engine = model.attmemo.forward.engine
+    engine = model.attmemo.engine
     served = np.full((engine.layers, len(tokens)), -1, np.int64)
     now: list[Tokens] = []
     count = engine.counters.call
@@ -225,7 +225,7 @@ def measure(loaded: LoadedModel, path: Path, texts: list[str], labels: Tensor) -
                 found = {size: decide(loaded, database, tokens, size) for size in BATCH_SIZES}
                 controls = {}
                 for name in CONTROLS:
-                    with serving_control(model.attmemo.forward.engine, name):
+                    with serving_control(model.attmemo.engine, name):
                         controls[name] = ask(loaded, prepare(loaded, tokens, BATCH_SIZES[-1]))
             finally:
                 unmemoize(loaded.model)

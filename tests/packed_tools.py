@@ -152,7 +152,7 @@ def changed(inputs: Inputs, seed: int, share: float = 0.1) -> Inputs:
 @contextmanager
 def shares(model: Any) -> Iterator[list[Share]]:
     """Collects what each forward is served."""
-    planner, found = model.attmemo.forward.engine.planner, list[Share]()
+    planner, found = model.attmemo.engine.planner, list[Share]()
     own = planner.plan
 
     def plan(layer: int, *arguments: Any) -> Any:

@@ -178,7 +178,7 @@ class TestSizes:
     def test_a_bound_is_kept_that_was_given_as_a_text(self, model: Any, tmp_path: Path) -> None:
         try:
             memoize(model, fill=tmp_path / "own", max_bytes="3 MiB")
-            assert model.attmemo.forward.engine.reuse.store.pool.max_bytes == 3 << 20
+            assert model.attmemo.engine.reuse.store.pool.max_bytes == 3 << 20
         finally:
             unmemoize(model)
 

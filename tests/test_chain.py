@@ -293,7 +293,7 @@ def test_a_chain_keeps_what_it_reads_alive() -> None:
 def test_a_model_whose_blocks_are_one_call_gives_what_single_calls_give(name: str, linear: str) -> None:
     model = MODELS[name]().eval()
     memoize(model, reuse="none", linear=linear)
-    packed = model.attmemo.forward.engine.reuse.packed
+    packed = model.attmemo.engine.reuse.packed
     inputs = batch([9, 2, 30, 1], 60)
     found = last(model, inputs)
     chain, packed._chain = packed._chain, None

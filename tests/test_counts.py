@@ -64,7 +64,7 @@ def differ(model: Any, case: Case, inputs: Inputs) -> int:
 def test_reused_are_the_answers_that_are_not_the_exact_ones() -> None:
     case = Case("BERT")
     model, rng = taught(case.bare, min_cosine=-1.0), np.random.default_rng(7)
-    guard = model.attmemo.guard.forward.guard
+    guard = model.attmemo.guarded.guard
     guard.drawn = 0.2
     found = repeated = 0
     for turn in range(30):
@@ -75,7 +75,7 @@ def test_reused_are_the_answers_that_are_not_the_exact_ones() -> None:
             for name in BASE
         }
         guard.margin.least = (0.0, 2.0)[turn % 3 == 2]  # below the margin, answers are computed exactly after all
-        known = {one.tobytes() for _, one in model.attmemo.forward.engine.reuse.store.index.items()}
+        known = {one.tobytes() for _, one in model.attmemo.engine.reuse.store.index.items()}
         asked = [ids[:n].numpy().astype(np.int32).tobytes() for ids, n in
                  zip(inputs["input_ids"], inputs["attention_mask"].sum(1).tolist(), strict=True)]  # fmt: skip
         found += differ(model, case, inputs)
@@ -90,31 +90,31 @@ def unreadable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(_: Any) -> None:
         raise DatabaseError("a record was dropped.", "a test")
 
-    monkeypatch.setattr(model.attmemo.forward.engine.reuse.store, "fetch", gone)
+    monkeypatch.setattr(model.attmemo.engine.reuse.store, "fetch", gone)
 
 
 def broken_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(model.attmemo.forward.engine.reuse.packed, "run", broken)
+    monkeypatch.setattr(model.attmemo.engine.reuse.packed, "run", broken)
 
 
 def unreadable_answers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ValueError("an answer of another form")
 
-    monkeypatch.setattr(model.attmemo.guard.forward.answers, "read", broken)
+    monkeypatch.setattr(model.attmemo.guarded.answers, "read", broken)
 
 
 def not_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.attmemo.guard.forward.guard.margin.least = 2.0
+    model.attmemo.guarded.guard.margin.least = 2.0
     trusting(model)
 
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no part of it can be computed")
 
-    monkeypatch.setattr(model.attmemo.guard.forward, "_run", broken)
+    monkeypatch.setattr(model.attmemo.guarded, "_run", broken)
 
 
 FAILURES = [unreadable, broken_kernel, unreadable_answers, not_alone]
@@ -125,7 +125,7 @@ def test_answers_that_were_computed_exactly_after_all_count_for_nothing(
     classifier: Case, fail: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = taught(classifier.bare)
-    certificate = model.attmemo.guard.forward.guard.certificate
+    certificate = model.attmemo.guarded.guard.certificate
     before = certificate.counts.served, certificate.counts.charged
     with monkeypatch.context() as patched:
         fail(model, patched)
@@ -176,7 +176,7 @@ def test_a_forward_that_raises_gave_no_answer(classifier: Case, monkeypatch: pyt
 def test_an_alarm_begins_the_guards_count_and_no_other_anew(case: Case) -> None:
     model = taught(case.bare, min_cosine=-1.0)
     run(model, BOTH)
-    guard = model.attmemo.guard.forward.guard
+    guard = model.attmemo.guarded.guard
     guard._alarm()
     run(model, BASE)
     stats = model.attmemo.stats()

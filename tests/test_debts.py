@@ -37,7 +37,7 @@ def ask(model: Any, inputs: Inputs) -> Any:
 def owing(case: Case, inputs: Inputs = BOTH, **options: Any) -> Any:
     """A model that owes the answers to these inputs."""
     model = taught(case.bare, min_cosine=options.pop("min_cosine", -1.0), **options)
-    model.attmemo.guard.forward.guard.drawn = 1.0
+    model.attmemo.guarded.guard.drawn = 1.0
     ask(model, inputs)
     return model
 
@@ -57,13 +57,13 @@ def guard_of(model: Any) -> dict[str, Any]:
 class TestOwed:
     def test_an_answer_is_served_first_and_verified_afterwards(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guard.forward.guard.drawn = 1.0
+        model.attmemo.guarded.guard.drawn = 1.0
         before = guard_of(model)["verified"]
         seen, exact = ask(model, BOTH), run(case.exact, BOTH)
         assert worst(seen, exact, BOTH) > NEAR, "answers of records"
         assert done(model)["reused"] == len(LENGTHS)
         assert guard_of(model)["verified"] == before
-        assert len(model.attmemo.guard.forward.debts) == len(LENGTHS)
+        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
         computed = model.attmemo.stats()["rows_computed"]
         assert model.attmemo.flush()
         found = guard_of(model)
@@ -72,43 +72,43 @@ class TestOwed:
         assert found["changed"] == changed_classes(seen, exact)
         assert model.attmemo.stats()["rows_computed"] - computed == sum(LENGTHS), "what that took is counted"
         assert model.attmemo.stats()["rows_afterwards"] == sum(LENGTHS)
-        assert not model.attmemo.guard.forward.debts
+        assert not model.attmemo.guarded.debts
         assert not model.attmemo.stats()["failures"]
 
     def test_before_there_is_a_certificate_every_served_answer_is_owed_and_counts(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         guard.drawn = 0.0
         guard.certificate.adopt(Counts(same=200, requests=300))
         assert not guard.certified
         assert guard.certificate.affords()
         before = guard._in_vain
         ask(model, BOTH)
-        assert len(model.attmemo.guard.forward.debts) == len(LENGTHS)
+        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
         assert guard._in_vain > before
 
     def test_of_certified_answers_a_share_is_owed_and_none_counts_as_in_vain(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         guard._in_vain = 7.0
         ask(model, BOTH)
-        assert not model.attmemo.guard.forward.debts, "nothing is drawn"
+        assert not model.attmemo.guarded.debts, "nothing is drawn"
         guard.drawn = 1.0
         before = guard._in_vain
         ask(model, BOTH)
-        assert len(model.attmemo.guard.forward.debts) == len(LENGTHS)
+        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
         assert guard._in_vain < before
 
     def test_of_equal_sequences_of_a_batch_one_is_owed(self, case: Case) -> None:
         model = owing(case, rows_of(BOTH, 0, 0, 1, 0))
-        assert len(model.attmemo.guard.forward.debts) == 2
+        assert len(model.attmemo.guarded.debts) == 2
         assert done(model)["reused"] == 4
 
     def test_equal_sequences_get_one_answer_and_are_one_sample_however_little_the_budget_affords(
         self, case: Case
     ) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         guard.certificate.adopt(Counts(same=150, requests=2))  # which affords one, and not another at once
         before = guard_of(model)["verified"]
         seen = run(model, rows_of(BOTH, 0, 0, 0, 0, 0, 0))[0]
@@ -120,25 +120,25 @@ class TestOwed:
 
     def test_an_answer_below_the_margin_is_exact_and_not_owed(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         guard.drawn = 1.0
         guard.margin.least = 2.0  # no answer is as sure
         assert worst(ask(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
-        assert not model.attmemo.guard.forward.debts
+        assert not model.attmemo.guarded.debts
 
     def test_an_answer_that_changed_is_held_against_its_slot(
         self, case: Case, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = owing(case)
         known = guard_of(model)["changes_known"]
-        monkeypatch.setattr(model.attmemo.guard.forward.answers, "differ", lambda *_: True)
+        monkeypatch.setattr(model.attmemo.guarded.answers, "differ", lambda *_: True)
         model.attmemo.flush()
         assert guard_of(model)["changed"] == len(LENGTHS)
         assert guard_of(model)["changes_known"] < known
 
     def test_a_request_pays_before_its_own_work_if_more_is_owed_than_a_few(self, case: Case) -> None:
         model = owing(case)
-        guarded_: Guarded = model.attmemo.guard.forward
+        guarded_: Guarded = model.attmemo.guarded
         verified = guard_of(model)["verified"]
         assert len(guarded_.debts) <= OWED
         while len(guarded_.debts) <= OWED:
@@ -152,7 +152,7 @@ class TestOwed:
     def test_answers_are_verified_while_no_request_runs(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("attmemo.guard.idle.QUIET", 0.01)
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guard.forward.guard.drawn = 1.0
+        model.attmemo.guarded.guard.drawn = 1.0
         before = guard_of(model)["verified"]
         ask(model, BOTH)
         assert until(lambda: guard_of(model)["verified"] == before + len(LENGTHS))
@@ -165,11 +165,11 @@ class TestForgotten:
     def verified(self, model: Any) -> tuple[int, int]:
         """Verified answers, and those owed after all is paid."""
         assert model.attmemo.flush()
-        return guard_of(model)["verified"], len(model.attmemo.guard.forward.debts)
+        return guard_of(model)["verified"], len(model.attmemo.guarded.debts)
 
     def test_after_an_alarm(self, case: Case) -> None:
         model = owing(case)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         guard._alarm()
         assert self.verified(model) == (0, 0)
 
@@ -190,22 +190,22 @@ class TestForgotten:
 
     def test_nothing_is_owed_while_a_module_has_a_hook(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guard.forward.guard.drawn = 1.0
+        model.attmemo.guarded.guard.drawn = 1.0
         seen: list[int] = []
         hook = model.get_input_embeddings().register_forward_hook(lambda *given: seen.append(1))
         ask(model, BOTH)
-        assert not model.attmemo.guard.forward.debts
+        assert not model.attmemo.guarded.debts
         assert done(model)["sampled"] == len(LENGTHS)
         hook.remove()
 
     def test_not_by_a_request_that_asks_for_no_record(self, case: Case) -> None:
         model = owing(case)
         ask(model, BOTH)
-        owed, verified = len(model.attmemo.guard.forward.debts), guard_of(model)["verified"]
+        owed, verified = len(model.attmemo.guarded.debts), guard_of(model)["verified"]
         assert owed > OWED
         with model.attmemo.observe(reuse=False) as seen:
             ask(model, BOTH)
-        assert (len(model.attmemo.guard.forward.debts), guard_of(model)["verified"]) == (owed, verified)
+        assert (len(model.attmemo.guarded.debts), guard_of(model)["verified"]) == (owed, verified)
         with model.attmemo.observe() as seen:
             ask(model, BOTH)
         assert guard_of(model)["verified"] == verified + owed
@@ -213,7 +213,7 @@ class TestForgotten:
 
     def test_by_a_guard_that_begins_anew(self, case: Case) -> None:
         model = owing(case)
-        handle, debts = model.attmemo, model.attmemo.guard.forward.debts
+        handle, debts = model.attmemo, model.attmemo.guarded.debts
         (kept, *_) = debts.take(1)
         handle.guard_anew(Guard(0.01, 0.95))
         assert not debts
@@ -230,7 +230,7 @@ class TestForgotten:
 
     def test_if_the_model_fails(self, case: Case) -> None:
         model = owing(case)
-        before, debts = guard_of(model)["verified"], model.attmemo.guard.forward.debts
+        before, debts = guard_of(model)["verified"], model.attmemo.guarded.debts
 
         def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("no memory is left")
@@ -243,20 +243,20 @@ class TestForgotten:
     def test_once_the_model_is_disabled(self, case: Case) -> None:
         model = owing(case)
         model.attmemo.disable()
-        assert not model.attmemo.guard.forward.debts
+        assert not model.attmemo.guarded.debts
 
     def test_in_a_forked_child(self, case: Case) -> None:
         model = owing(case)
         child = os.fork()
         if child == 0:
-            os._exit(len(model.attmemo.guard.forward.debts.take(100)))
+            os._exit(len(model.attmemo.guarded.debts.take(100)))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
-        assert len(model.attmemo.guard.forward.debts) == len(LENGTHS)
+        assert len(model.attmemo.guarded.debts) == len(LENGTHS)
 
     def test_nothing_is_forgotten_while_threads_ask(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         guard.drawn = 1.0
         before = guard_of(model)["verified"]
         threads = [threading.Thread(target=lambda: [ask(model, BOTH) for _ in range(4)]) for _ in range(3)]
@@ -277,7 +277,7 @@ class TestBatches:
         model = owing(case, inputs[0])
         for more in inputs[1:]:
             ask(model, more)
-        debts = model.attmemo.guard.forward.debts
+        debts = model.attmemo.guarded.debts
         return debts.take(len(debts))
 
     def test_answers_of_different_lengths_are_computed_in_one_batch(self, case: Case) -> None:
@@ -342,7 +342,7 @@ class TestBatches:
 def test_only_so_many_answers_are_owed(case_one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debts_module, "MOST", 2)
     model = owing(case_one)
-    assert len(model.attmemo.guard.forward.debts) == 2
+    assert len(model.attmemo.guarded.debts) == 2
     assert done(model)["sampled"] == len(LENGTHS) - 2
 
 
@@ -357,7 +357,7 @@ def test_a_verdict_says_whether_the_answer_is_one_of_a_record() -> None:
 
 def test_the_thread_for_idle_times_ends_with_the_memoization(case_one: Case) -> None:
     model = owing(case_one)
-    idle: Idle = model.attmemo.guard.forward.idle
+    idle: Idle = model.attmemo.guarded.idle
     thread = idle._thread
     assert thread is not None
     assert thread.is_alive()

@@ -117,7 +117,7 @@ class TestDatabasesThatGoAway:
         def broken(*_: Any) -> Any:
             raise MemoryError("no room for 12 vectors")
 
-        model.attmemo.forward.engine.planner.index.find = broken
+        model.attmemo.engine.planner.index.find = broken
         assert torch.equal(logits(model, inputs), exact)
         stats = model.attmemo.stats()
         assert (stats["hits"], list(stats["failures"])) == (
@@ -137,7 +137,7 @@ class TestDatabasesThatGoAway:
         self, model: Any, inputs: Inputs, exact: Tensor, bert_database: Path
     ) -> None:
         serve(model, bert_database)
-        engine = model.attmemo.forward.engine
+        engine = model.attmemo.engine
 
         def broken(*_: Any) -> Any:
             raise MemoryError("no room for the mask")
@@ -197,7 +197,7 @@ class TestOneDecision:
         assert asked == expected
 
     def test_later_layers_only_read_the_plan(self, model: Any, inputs: Inputs, bert_database: Path) -> None:
-        engine = serve(model, bert_database).attmemo.forward.engine
+        engine = serve(model, bert_database).attmemo.engine
         seen: list[Plan] = []
         count = engine.counters.call
         engine.counters.call = lambda layer, plan, *rest: (seen.append(plan), count(layer, plan, *rest))

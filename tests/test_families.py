@@ -135,7 +135,7 @@ def test_sequences_of_a_mixed_batch_are_as_they_are_alone(case: Case, lookup: st
     threshold = 0.0
     if case.family.kind != "tokens":  # all have one length, so only distance keeps the new one out
         case.serve(0.0, lookup=lookup)
-        with_all = case.model.attmemo.forward.engine  # type: ignore[union-attr]
+        with_all = case.model.attmemo.engine  # type: ignore[union-attr]
         with_all.planner.set_radii([1e-3] * with_all.layers)
     else:
         case.serve(threshold, lookup=lookup)

@@ -75,7 +75,7 @@ class TestByItself:
         self, bare: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = memoize(copy.deepcopy(bare), gate=False, max_bytes=1 << 24)
-        assert model.attmemo.forward.reuse == "rows"
+        assert model.attmemo.reuse == "rows"
         own = filling_path(fingerprint(model_fields(bare)))
         assert own.parent == cache_directory()
         assert is_filling(own)
@@ -135,7 +135,7 @@ class TestByItself:
         config = hf.BertConfig(**sizes, vocab_size=120)
         torch.manual_seed(0)
         model = memoize(hf.BertForTokenClassification(config).eval())
-        assert model.attmemo.forward.reuse == "none"
+        assert model.attmemo.reuse == "none"
         assert "logits (2, 11, 2) are no classes of sequences" in caplog.text
 
     def test_a_cache_directory_that_cannot_be_written_leaves_records_in_memory(
@@ -154,7 +154,7 @@ class TestShared:
     def test_a_model_that_nothing_holds_gives_its_folder_back(self, bare: Any, tmp_path: Path) -> None:
         model = filled(bare, tmp_path / "own")
         ask(model)
-        pool = model.attmemo.forward.engine.reuse.store.pool
+        pool = model.attmemo.engine.reuse.store.pool
         assert pool._key in ENVIRONMENTS._open
         key = pool._key
         del pool, model
@@ -226,14 +226,14 @@ class TestInFrontOfAPreparedOne:
             copy.deepcopy(bare), database=prepared, fill=own, gate=False, max_bytes=1 << 24, min_cosine=-1.0
         )
         ask(model)
-        whole = model.attmemo.forward.engine.reuse.store.storage[1] == torch.float32
+        whole = model.attmemo.engine.reuse.store.storage[1] == torch.float32
         assert model.attmemo.stats()["guard"]["done"] == {"repeated" if whole else "whole": len(LENGTHS)}
         ask(model, other)
         assert model.attmemo.stats()["records"] == len(LENGTHS)
         unmemoize(model)
         again = memoize(copy.deepcopy(bare), database=prepared, fill=own, gate=False)
         assert again.attmemo.stats()["records"] == len(LENGTHS)
-        assert len(again.attmemo.forward.engine.reuse.store.index) == 2 * len(LENGTHS)
+        assert len(again.attmemo.engine.reuse.store.index) == 2 * len(LENGTHS)
         after = {file: file.read_bytes() for file in before}
         assert {file for file in before if before[file] != after[file]} <= {prepared / "catalogue/lock.mdb"}
 

@@ -62,7 +62,7 @@ def served(answer: Callable[[Tensor, Tensor], Any]) -> Any:
 
 def firsts(model: Any) -> int:
     """Forwards of this thread that gave first rows alone."""
-    return int(model.attmemo.forward.engine.reuse.thread.firsts)
+    return int(model.attmemo.engine.reuse.thread.firsts)
 
 
 def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -335,7 +335,7 @@ class TestRows:
     @staticmethod
     def records(model: Any) -> dict[tuple[int, ...], Tensor]:
         """Last hidden states of all records, by their tokens."""
-        store, found = model.attmemo.forward.engine.reuse.store, {}
+        store, found = model.attmemo.engine.reuse.store, {}
         for number in range(len(store)):
             tokens = tuple(store.index.tokens_of(number).tolist())
             begins, dtype = store.fetch(np.array([number])).last()

@@ -78,7 +78,7 @@ def guarded(model: Any, database: Any = ":memory:", **options: Any) -> Any:
 
 def certify(model: Any) -> Any:
     """All that was verified may be served from now on, and nothing is drawn."""
-    guard = model.attmemo.guard.forward.guard
+    guard = model.attmemo.guarded.guard
     guard.certificate.adopt(Counts(same=100_000, requests=1_000))
     guard.drawn = 0.0
     return model
@@ -230,7 +230,7 @@ class TestServed:
     ) -> None:
         monkeypatch.setattr("attmemo.guard.deferred.MOST", 0)
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guard.forward.guard.drawn = 1.0
+        model.attmemo.guarded.guard.drawn = 1.0
         assert worst(run(model, BOTH), run(case.exact, BOTH), BOTH) <= NEAR
         assert done(model)["sampled"] == 6
         assert model.attmemo.stats()["guard"]["verified"] == 100_006
@@ -238,7 +238,7 @@ class TestServed:
 
     def test_nothing_is_served_that_the_account_does_not_afford(self, case: Case) -> None:
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guard.forward.guard.certificate.adopt(Counts(same=100))  # which makes one cost .03
+        model.attmemo.guarded.guard.certificate.adopt(Counts(same=100))  # which makes one cost .03
         first = rows_of(BOTH, 0)
         assert worst(run(model, first), run(case.exact, first), first) <= NEAR
         assert done(model)["sampled"] == 1
@@ -274,7 +274,7 @@ def _torn(classifier: Case) -> Any:
     """A classifier that is sure of three of the answers it is served, and of three not; and which these are."""
     model = copy.deepcopy(classifier.bare)
     serving = trusting(taught(model))
-    serving.attmemo.guard.forward.guard.margin.least = 0.0
+    serving.attmemo.guarded.guard.margin.least = 0.0
     apart = run(serving, BOTH).logits.diff(dim=1).abs().flatten()
     with torch.no_grad():
         model.classifier.weight.mul_(float(2 * torch.atanh(torch.tensor(0.5)) / apart.sort().values[2:4].mean()))
@@ -287,7 +287,7 @@ class TestMargin:
     def test_an_answer_below_the_margin_is_replaced_and_others_stay(self, torn: Any) -> None:
         bare, low = torn
         model, serving = trusting(taught(bare)), trusting(taught(bare))
-        serving.attmemo.guard.forward.guard.margin.least = 0.0
+        serving.attmemo.guarded.guard.margin.least = 0.0
         approximate, exact = run(serving, BOTH).logits, run(bare, BOTH).logits
         assert done(serving)["reused"] == 6
         seen = run(model, BOTH).logits
@@ -307,7 +307,7 @@ class TestMargin:
             exact = run(bare, BOTH)
         finally:
             bare.__class__ = own
-        serving.attmemo.guard.forward.guard.margin.least = 0.0
+        serving.attmemo.guarded.guard.margin.least = 0.0
         approximate, seen = run(serving, BOTH), run(model, BOTH)
         assert done(model)["below the margin"] == 3
         assert type(seen) is type(exact)
@@ -426,7 +426,7 @@ class TestVerification:
             bare = self.head(classifier, path, harmful)
             model = guarded(bare)
             run(model, rows_of(BASE, 0))
-            guard = model.attmemo.guard.forward.guard
+            guard = model.attmemo.guarded.guard
             seen: list[bool] = []
 
             def compared(*given: Any, seen: list[Any] = seen, own: Any = guard.compared) -> bool:
@@ -442,7 +442,7 @@ class TestVerification:
     def test_the_blocks_run_once_for_what_is_verified(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         model = guarded(case.bare)
         run(model, BASE)
-        packed = model.attmemo.forward.engine.reuse.packed
+        packed = model.attmemo.engine.reuse.packed
         rows: list[int] = []
 
         def counted(hidden: Tensor, *given: Any, own: Any = packed.run) -> Tensor:
@@ -485,7 +485,7 @@ class TestVerification:
 
         for rule in ("mean", "cls", mean):
             model = guarded(bare, answer=rule)
-            guard = model.attmemo.guard.forward.guard
+            guard = model.attmemo.guarded.guard
 
             def compared(*given: Any, rule: Any = rule, own: Any = guard.compared) -> bool:
                 seen.setdefault(rule if isinstance(rule, str) else "function", []).append(given[3:5])
@@ -508,7 +508,7 @@ class TestVerification:
     def test_a_change_that_alters_the_answer_is_never_served(self, case: Case) -> None:
         kind = (lambda output: field(output).flatten(1)) if case.bare.__class__.__name__ != "BertModel" else "mean"
         model = taught(case.bare, answer=kind, min_cosine=STRICT)
-        state = model.attmemo.guard.forward.guard.verified.state()
+        state = model.attmemo.guarded.guard.verified.state()
         assert len(state["harm"])
         assert not len(state["values"])
         for inputs in (BOTH, variant(FIRST, by=2), variant(FIRST, SECOND, by=3)):
@@ -519,10 +519,10 @@ class TestVerification:
     def test_samples_are_counted_as_they_were(self, case: Case) -> None:
         for least, changed in ((-1.0, 0), (STRICT, 6)):
             model = taught(case.bare, answer=lambda output: field(output).flatten(1), min_cosine=-1.0)
-            guard = model.attmemo.guard.forward.guard
+            guard = model.attmemo.guarded.guard
             guard.certificate.restart()
             guard.margin.least = -1.0  # or an answer far from its record's is no sample
-            model.attmemo.guard.forward.answers.min_cosine = least
+            model.attmemo.guarded.answers.min_cosine = least
             run(model, BOTH)
             counts = guard.certificate.counts
             assert done(model)["sampled"] == 6

@@ -272,7 +272,7 @@ class TestAnswersThatFail:
         stats = model.attmemo.stats()
         assert (stats["failed"], list(stats["failures"].values())) == (1, [1])
         assert stats["guard"]["says"].endswith("; errors left 1 sequences exact or unchecked: see failures")
-        assert not len(model.attmemo.guard.forward.guard.verified), "nothing was learned"
+        assert not len(model.attmemo.guarded.guard.verified), "nothing was learned"
         assert gap(run(model, mixed).logits, run(classifier.exact, mixed).logits) <= NEAR
 
     def test_an_error_that_stays_is_told_again(self, classifier: Case, caplog: pytest.LogCaptureFixture) -> None:
@@ -444,7 +444,7 @@ class TestRefused:
         (told,) = [record.getMessage() for record in caplog.records]
         assert "rows are not reused, the model's blocks run without padding: " in told
         assert HEADS_SAID[head] in told
-        assert model.attmemo.forward.reuse == "none"
+        assert model.attmemo.reuse == "none"
         inputs = BASE if head != "choice" else {name: value[:, None] for name, value in BASE.items()}
         seen, expected = run(model, inputs), run(bare, inputs)
         assert type(seen) is type(expected)

@@ -120,7 +120,7 @@ def dropping(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find(model: Any, inputs: Inputs) -> list[int]:
     """The record of each sequence."""
-    index = model.attmemo.forward.engine.reuse.store.index
+    index = model.attmemo.engine.reuse.store.index
     found: list[int] = []
     for tokens in (row[:n].numpy().astype(np.int32) for row, n in zip(inputs["input_ids"], LENGTHS, strict=True)):
         near = index.candidates(tokens, np.array([0, len(tokens)]))
@@ -135,9 +135,9 @@ class TestDropped:
     ) -> None:
         model, asked = guarded(case.bare, min_cosine=-1.0), variant(FIRST)
         run(model, BASE)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         with monkeypatch.context() as patched:
-            dropping(model.attmemo.forward.engine.reuse.store, patched)
+            dropping(model.attmemo.engine.reuse.store, patched)
             assert worst(run(model, asked), run(case.exact, asked), asked) <= NEAR
         assert done(model)["learned"] == 6, "there were records to learn from"
         assert not any(len(part) for part in guard.verified.state().values()), "nothing was verified"
@@ -175,7 +175,7 @@ class TestThreads:
         stats = model.attmemo.stats()
         assert stats["guard"]["requests"] == asked == sum(stats["guard"]["done"].values())
         assert stats["record_bytes"] <= room if few else not stats["failures"]
-        assert (model.attmemo.forward.engine.reuse.store.pool.counts.get("evicted", 0) > 0) == few
+        assert (model.attmemo.engine.reuse.store.pool.counts.get("evicted", 0) > 0) == few
         assert done(model)["repeated"] > 0
 
     def test_a_record_that_is_dropped_before_it_is_read_does_not_cost_the_request(
@@ -183,7 +183,7 @@ class TestThreads:
     ) -> None:
         model = guarded(case.bare)
         run(model, BASE)
-        dropping(model.attmemo.forward.engine.reuse.store, monkeypatch)
+        dropping(model.attmemo.engine.reuse.store, monkeypatch)
         assert worst(run(model, BASE), run(case.exact, BASE), BASE) <= NEAR
         assert sum(model.attmemo.stats()["failures"].values()) == 6
 
@@ -192,7 +192,7 @@ class TestThreads:
     ) -> None:
         model = guarded(case.bare)
         run(model, BASE)
-        store = model.attmemo.forward.engine.reuse.store
+        store = model.attmemo.engine.reuse.store
         own, gone = store.fetch, find(model, BASE)[2]
 
         def fetch(records: Any) -> Any:
@@ -214,7 +214,7 @@ class TestThreads:
     def test_only_what_was_read_is_verified(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         model, asked = guarded(case.bare, min_cosine=-1.0), variant(FIRST)
         run(model, BASE)
-        store, guard = model.attmemo.forward.engine.reuse.store, model.attmemo.guard.forward.guard
+        store, guard = model.attmemo.engine.reuse.store, model.attmemo.guarded.guard
         gone = find(model, BASE)[:5]
         own = store.fetch
 
@@ -237,7 +237,7 @@ class TestThreads:
     ) -> None:
         model = guarded(case.bare)
         run(model, BASE)
-        index = model.attmemo.forward.engine.reuse.store.index
+        index = model.attmemo.engine.reuse.store.index
         own = index.plan
 
         def plan(*given: Any) -> Any:
@@ -257,7 +257,7 @@ class TestThreads:
         self, case: Case, monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
         model, other, own = guarded(case.bare), batch([20] * 4, 50), batch([20] * 4, 51)
-        store = model.attmemo.forward.engine.reuse.store
+        store = model.attmemo.engine.reuse.store
 
         def fail(*given: Any) -> Any:
             raise MemoryError("no room")
@@ -280,7 +280,7 @@ class TestVectors:
         for inputs in (BASE, variant(FIRST)):
             run(model, inputs)
         certify(model)
-        guard = model.attmemo.guard.forward.guard
+        guard = model.attmemo.guarded.guard
         asked = variant(FIRST, by=1)
         guard.margin.least = 2.0  # no cosine is as high
         assert worst(run(model, asked), run(case.exact, asked), asked) <= NEAR
@@ -288,21 +288,21 @@ class TestVectors:
 
     def test_answers_of_records_are_kept_with_them(self, case: Case) -> None:
         model = guarded(case.bare, answer=lambda output: field(output).flatten(1))
-        store = model.attmemo.forward.engine.reuse.store
+        store = model.attmemo.engine.reuse.store
         for one in (BASE, rows_of(variant(FIRST), 2)):
             answers = field(run(model, one)).flatten(1)
             for row, answer in enumerate(answers):
                 tokens = one["input_ids"][row][one["attention_mask"][row].bool()].int().numpy()
                 (kept,) = [kept for kept in store.pool.records.values() if np.array_equal(kept.tokens, tokens)]
-                assert kept.note[:KEY] == model.attmemo.guard.forward.sureness.key
+                assert kept.note[:KEY] == model.attmemo.guarded.sureness.key
                 assert np.array_equal(np.frombuffer(kept.note[KEY:], np.float32), answer.numpy())
 
     def test_an_answer_is_compared_with_its_records_and_never_with_that_of_another_head(self, case: Case) -> None:
         options: dict[str, Any] = {"answer": lambda output: field(output).flatten(1), "min_cosine": -1.0}
         for key, compared in ((None, True), (bytes(KEY), False)):
             model = taught(case.bare, **options)
-            model.attmemo.guard.forward.sureness.key = key or model.attmemo.guard.forward.sureness.key
-            guard = model.attmemo.guard.forward.guard
+            model.attmemo.guarded.sureness.key = key or model.attmemo.guarded.sureness.key
+            guard = model.attmemo.guarded.guard
             guard.margin.least = 2.0  # no cosine is as high
             seen = run(model, BOTH)
             assert (worst(seen, run(case.exact, BOTH), BOTH) <= NEAR) == compared

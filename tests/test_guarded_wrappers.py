@@ -88,7 +88,7 @@ class TestPipeline:
             flush(pipe.model)
         tokens = pipe.tokenizer(THIRD[0])["input_ids"]
         certify(pipe.model)
-        pipe.model.attmemo.guard.forward.guard.serves = lambda cover: True
+        pipe.model.attmemo.guarded.guard.serves = lambda cover: True
         (rows,) = pipe.model.attmemo.rows_to_compute([np.array(tokens, np.int32)])
         assert rows == 1 + beside + 2, "the number, its neighbours, the first token and the last"
 
@@ -128,7 +128,7 @@ class TestSentenceTransformer:
             flush(embedder)
         assert done(embedder.attmemo)["repeated"] == 4, "the same texts again"
         assert not embedder.attmemo.stats()["failures"]
-        assert len(embedder.attmemo.guard.forward.guard.verified.state()["harm"]), "no embedding stayed just as it was"
+        assert len(embedder.attmemo.guarded.guard.verified.state()["harm"]), "no embedding stayed just as it was"
 
     @pytest.mark.parametrize("near", [None, 1])
     def test_a_number_that_changed_has_neighbours_computed(self, embedder: Any, near: int | None) -> None:
@@ -137,7 +137,7 @@ class TestSentenceTransformer:
 
     def test_the_answer_is_the_embedding_that_is_given_back(self, embedder: Any) -> None:
         memoize(embedder, database=":memory:", reuse="rows", gate=False)
-        answers = embedder.attmemo.guard.forward.answers
+        answers = embedder.attmemo.guarded.answers
         own, seen = answers.read, []
 
         def read(output: Any, mask: Any) -> Any:
@@ -216,7 +216,7 @@ class TestSentenceTransformer:
             for part in (FIRST, SECOND):
                 embedder.encode(part)
                 flush(embedder)
-            assert bool(len(embedder.attmemo.guard.forward.guard.verified.state()["harm"])) is harm
+            assert bool(len(embedder.attmemo.guarded.guard.verified.state()["harm"])) is harm
 
 
 class TestCrossEncoder:

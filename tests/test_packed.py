@@ -543,7 +543,7 @@ class TestWeights:
         _, model = pair(name)
         modules = model.attmemo.packed.blocks.modules
         weights = list({id(p): p for module in modules for p in module.parameters()}.values())
-        watch = model.attmemo.forward.engine._watch
+        watch = model.attmemo.engine._watch
         assert {id(p) for p in weights} <= {id(p) for p in watch._counted}
         with torch.no_grad():
             weights[-1].add_(0.1)
@@ -722,7 +722,7 @@ def test_a_broken_call_costs_time_and_never_a_request(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare, model = pair(name)
-    model.attmemo.forward.engine.reuse.packed._chain = None  # a call for each layer
+    model.attmemo.engine.reuse.packed._chain = None  # a call for each layer
     inputs = batch([9, 2, 12], 60)
     expected = last(bare, inputs)
     own, calls = getattr(packed_module, what), []
@@ -780,7 +780,7 @@ def test_without_a_database_that_may_fill_itself_the_blocks_are_packed_and_a_lin
 ) -> None:
     monkeypatch.setenv("ATTMEMO_CACHE", str(tmp_path))
     model = memoize(FAMILIES["BERT"].make(), **asked)
-    assert model.attmemo.forward.reuse == "none"
+    assert model.attmemo.reuse == "none"
     assert "nothing is reused" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -812,7 +812,7 @@ class TestBlocksThatTheModelCalls:
     def test_disabling_waits_for_a_forward_of_another_thread(self) -> None:
         bare, model = pair("ModernBERT")
         inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
-        serve = model.attmemo.forward.engine.reuse.serve
+        serve = model.attmemo.engine.reuse.serve
 
         def slow(*given: Any) -> Any:
             served = serve(*given)
@@ -820,7 +820,7 @@ class TestBlocksThatTheModelCalls:
             assert go.wait(30)
             return served
 
-        model.attmemo.forward.engine.reuse.serve = slow
+        model.attmemo.engine.reuse.serve = slow
         asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
         asker.start()
         assert inside.wait(30)
@@ -837,7 +837,7 @@ class TestBlocksThatTheModelCalls:
     def test_a_forward_that_does_not_end_keeps_the_model_served(self) -> None:
         bare, model = pair("ModernBERT")
         inputs, inside, go, found = batch([9, 4]), threading.Event(), threading.Event(), []
-        serve = model.attmemo.forward.engine.reuse.serve
+        serve = model.attmemo.engine.reuse.serve
 
         def slow(*given: Any) -> Any:
             served = serve(*given)
@@ -845,7 +845,7 @@ class TestBlocksThatTheModelCalls:
             assert go.wait(30)
             return served
 
-        model.attmemo.forward.engine.reuse.serve = slow
+        model.attmemo.engine.reuse.serve = slow
         asker = threading.Thread(target=lambda: found.append(last(model, inputs)))
         asker.start()
         assert inside.wait(30)
@@ -854,7 +854,7 @@ class TestBlocksThatTheModelCalls:
         assert model.attmemo.enabled
         go.set()
         asker.join(30)
-        model.attmemo.forward.engine.reuse.serve = serve
+        model.attmemo.engine.reuse.serve = serve
         model.attmemo.reset_stats()
         assert gap(found[0], last(bare, inputs), valid(inputs)) <= NEAR
         assert gap(last(model, inputs), last(bare, inputs), valid(inputs)) <= NEAR

@@ -118,7 +118,7 @@ def ask(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 class TestRecords:
     def test_rows_of_int8_layers_serve_int8_layers(self, bare: Any) -> None:
         model = int8(bare, database=":memory:", gate=False)
-        assert model.attmemo.forward.reuse == "rows"
+        assert model.attmemo.reuse == "rows"
         inputs = batch(LENGTHS)
         first = ask(model, inputs)
         again = ask(model, inputs)

@@ -50,7 +50,7 @@ def test_the_poolings_of_the_page_are_what_the_guard_compares(tiny_bert: str, lo
         run("pooling.md", names)
     names["examples"] = torch.eye(4)
     assert names["kind"]({"sentence_embedding": torch.eye(4)[[2, 0]]}).tolist() == [2, 0]
-    assert names["model"].attmemo.guard.forward.answers.rule is names["pooler"]
+    assert names["model"].attmemo.guarded.answers.rule is names["pooler"]
     assert names["model"].attmemo.stats()["sequences"] == 3
     padding = batch["attention_mask"] == 0
     assert padding.any()

@@ -108,7 +108,7 @@ class TestExact:
         assert stats["reused"] == 0
         assert stats["rows_computed"] == stats["tokens"] == sum(STORED)
         nothing = supplied(inputs, [*range(len(STORED))], [[-1] * n for n in STORED])
-        with model.attmemo.forward.engine.planned(nothing):
+        with model.attmemo.engine.planned(nothing):
             assert gap(last(model, inputs), expected, valid(inputs)) <= NEAR
         assert model.attmemo.stats()["reused"] == len(STORED)
 
@@ -123,7 +123,7 @@ class TestExact:
     def test_a_record_that_supplies_every_row_equals_packed(self, family: Case) -> None:
         model = family.serve()
         whole = supplied(family.stored, [*range(len(STORED))], [[*range(n)] for n in STORED])
-        with model.attmemo.forward.engine.planned(whole):
+        with model.attmemo.engine.planned(whole):
             seen = last(model, family.stored)
         assert gap(seen, last(family.packed, family.stored), valid(family.stored)) <= NEAR
         stats = model.attmemo.stats()
@@ -251,7 +251,7 @@ class TestBeside:
     def test_both_are_what_each_alone_is(self, family: Case) -> None:
         model, inputs = family.serve(), changed(family.stored, 1)
         served = last(model, inputs)
-        share = model.attmemo.forward.engine.planner.plan  # what the planner chose is served once more, beside
+        share = model.attmemo.engine.planner.plan  # what the planner chose is served once more, beside
         chosen: list[RowShare] = []
 
         def seen(*given: Any) -> Plan:
@@ -259,7 +259,7 @@ class TestBeside:
             chosen.append(plan.layers[0])
             return plan
 
-        model.attmemo.forward.engine.planner.plan = seen
+        model.attmemo.engine.planner.plan = seen
         last(model, inputs)
         parts = np.split(chosen[0].source, np.cumsum(STORED)[:-1])
         some = {place: Reused(int(chosen[0].record[place]), parts[place]) for place in (4, 1, 2)}
@@ -267,9 +267,9 @@ class TestBeside:
             np.array(STORED), np.full(len(STORED), -1), np.full(sum(STORED), -1, np.int32), beside=some
         )  # fmt: skip
         before = model.attmemo.stats()
-        with model.attmemo.forward.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
             assert gap(last(model, inputs), last(family.packed, inputs), valid(inputs)) <= NEAR
-        thread = model.attmemo.forward.engine.reuse.thread
+        thread = model.attmemo.engine.reuse.thread
         assert set(thread.beside) == {1, 2, 4}
         assert not thread.served
         after = model.attmemo.stats()
@@ -277,7 +277,7 @@ class TestBeside:
         computed = RowShare.computed(torch.stack([thread.beside[place] for place in places]))
         asked = {name: value[places] for name, value in inputs.items()}
         spans = Spans([STORED[place] for place in places])
-        with model.attmemo.forward.engine.planned(Plan(spans=spans, layers={0: computed})):
+        with model.attmemo.engine.planned(Plan(spans=spans, layers={0: computed})):
             assert gap(last(model, asked), served[places], valid(asked)) <= NEAR
         rows = sum(int((parts[place] < 0).sum()) for place in some)
         assert after["rows_computed"] - before["rows_computed"] == sum(STORED) + rows
@@ -291,21 +291,21 @@ class TestBeside:
         def gone(_: Any) -> None:
             raise DatabaseError("a record was dropped.", "a test")
 
-        monkeypatch.setattr(model.attmemo.forward.engine.reuse.store, "fetch", gone)
+        monkeypatch.setattr(model.attmemo.engine.reuse.store, "fetch", gone)
         whole = RowShare.of(
             np.array(STORED), np.full(len(STORED), -1), np.full(sum(STORED), -1, np.int32),
             beside={0: Reused(0, np.arange(STORED[0], dtype=np.int32))},
         )  # fmt: skip
-        with model.attmemo.forward.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: whole})):
             assert gap(last(model, inputs), last(case.packed, inputs), valid(inputs)) <= NEAR
-        assert not model.attmemo.forward.engine.reuse.thread.beside
+        assert not model.attmemo.engine.reuse.thread.beside
 
     def test_hidden_states_of_another_shape_are_computed_anew(self, case: Case) -> None:
         model = case.serve()
         given = RowShare.computed(torch.zeros(2, 3, 4))
-        with model.attmemo.forward.engine.planned(Plan(spans=Spans(STORED), layers={0: given})):
+        with model.attmemo.engine.planned(Plan(spans=Spans(STORED), layers={0: given})):
             assert gap(last(model, case.stored), last(case.packed, case.stored), valid(case.stored)) <= NEAR
-        assert not model.attmemo.forward.engine.reuse.thread.served, "so that a guard learns nothing from it"
+        assert not model.attmemo.engine.reuse.thread.served, "so that a guard learns nothing from it"
         assert model.attmemo.stats()["failures"]
 
 
@@ -533,7 +533,7 @@ class TestWhatIsLookedUp:
     def test_records_are_never_made_of_approximations(self, case: Case) -> None:
         model = case.serve()
         kept: list[list[int]] = []
-        model.attmemo.forward.engine.reuse.keep = lambda lengths, rows, hidden: kept.append(lengths)
+        model.attmemo.engine.reuse.keep = lambda lengths, rows, hidden: kept.append(lengths)
         last(model, changed(case.stored, 14, 0.05))
         assert model.attmemo.stats()["reused"] > 0
         assert not kept
@@ -666,7 +666,7 @@ class TestAttaching:
             memoize(model, 0.5, bert_database, reuse="rows", budget=None)
         assert "attmemo" not in model.__dict__
         memoize(model, 0.5, bert_database, budget=None)
-        assert model.attmemo.forward.reuse == "maps"
+        assert model.attmemo.reuse == "maps"
         unmemoize(model)
 
     def test_a_database_of_rows_is_refused_by_name_where_maps_are_asked_for(self, case: Case) -> None:
@@ -675,7 +675,7 @@ class TestAttaching:
 
     def test_rows_are_the_default_where_the_database_keeps_them(self, case: Case) -> None:
         model = case.serve()
-        assert model.attmemo.forward.reuse == case.serve(reuse="rows").attmemo.forward.reuse == "rows"
+        assert model.attmemo.reuse == case.serve(reuse="rows").attmemo.reuse == "rows"
         assert "rows of" in repr(model.attmemo)
 
     def test_a_database_of_another_model_is_refused(self, case: Case) -> None:

@@ -218,7 +218,7 @@ def test_the_rows_of_records_are_nearer_to_exact_than_those_of_a_control(
         valid = inputs["attention_mask"].bool()
         model: Any = loaded.model
         memoize(model, 0.1, database, most_moved=0, gate=False, budget=None)
-        engine, host = model.attmemo.forward.engine, model.attmemo.host
+        engine, host = model.attmemo.engine, model.attmemo.host
         with torch.inference_mode():
             given = host(**inputs).last_hidden_state
             with serving_rows(engine, database, name):
@@ -237,12 +237,12 @@ def test_the_records_are_back_after_a_control(rows_database: Path, name: str) ->
         loaded = load_model(database.manifest.model.name)
         model: Any = loaded.model
         memoize(model, database=database, budget=None)
-        store = model.attmemo.forward.engine.reuse.store
-        with serving_rows(model.attmemo.forward.engine, database, name):
-            assert model.attmemo.forward.engine.reuse.store is not store
-        with pytest.raises(RuntimeError), serving_rows(model.attmemo.forward.engine, database, name):
+        store = model.attmemo.engine.reuse.store
+        with serving_rows(model.attmemo.engine, database, name):
+            assert model.attmemo.engine.reuse.store is not store
+        with pytest.raises(RuntimeError), serving_rows(model.attmemo.engine, database, name):
             raise RuntimeError
-        assert model.attmemo.forward.engine.reuse.store is store
+        assert model.attmemo.engine.reuse.store is store
 
 
 # -- report

@@ -38,7 +38,7 @@ CASES: list[tuple[str, Callable[[], Any], torch.dtype, str]] = [
 @contextmanager
 def last_states(model: Any) -> Iterator[list[Tensor]]:
     """Collects the last hidden states of each call of the blocks."""
-    reuse, found = model.attmemo.forward.engine.reuse, list[Tensor]()
+    reuse, found = model.attmemo.engine.reuse, list[Tensor]()
     own = reuse.serve
 
     def serve(*given: Any) -> Tensor:
@@ -72,7 +72,7 @@ def test_a_text_has_one_answer_whatever_is_asked_beside_it(
         make().to(dtype), database=":memory:", reuse="rows", gate=False, linear=linear, min_cosine=-1.0, near=0
     )
     certify(model)
-    model.attmemo.guard.forward.guard.drawn = 0.3
+    model.attmemo.guarded.guard.drawn = 0.3
     rng, texts, seen = random.Random(1), batch(TEXTS, 5), [set[bytes]() for _ in TEXTS]
     for turn in range(30):
         places = rng.choices(range(len(TEXTS)), k=rng.randint(1, 4))
@@ -137,7 +137,7 @@ def test_equal_texts_of_a_batch_stay_equal_however_they_are_answered() -> None:
     case = Case("BERT")
     for least, verdict in ((-2.0, "reused"), (2.0, "below the margin")):
         model = taught(case.bare, min_cosine=-1.0)
-        model.attmemo.guard.forward.guard.margin.least = least
+        model.attmemo.guarded.guard.margin.least = least
         seen = field(run(model, rows_of(BOTH, 1, 0, 1, 3, 1)))
         assert done(model)[verdict] == 5
         assert torch.equal(seen[0], seen[2])
@@ -177,7 +177,7 @@ def test_an_answer_that_another_record_gave_becomes_exact_with_a_record_of_its_o
     monkeypatch.setattr("attmemo.guard.deferred.MOST", 0)  # what is drawn is computed at once
     case = Case("BERT")
     model, exact = taught(case.bare, min_cosine=-1.0), field(run(case.exact, BOTH))
-    guard = model.attmemo.guard.forward.guard
+    guard = model.attmemo.guarded.guard
     first = field(run(model, BOTH))
     assert not any(torch.equal(*pair) for pair in zip(first, exact, strict=True)), "answers of other records"
     assert torch.equal(field(run(model, BOTH)), first), "the same record gives the same"
@@ -194,7 +194,7 @@ def test_a_text_whose_record_is_on_its_way_is_computed_as_it_was() -> None:
     """Though another record could serve: its own one will have the same bits."""
     case = Case("BERT")
     model, exact = taught(case.bare, min_cosine=-1.0), field(run(case.exact, BOTH))
-    store, n = model.attmemo.forward.engine.reuse.store, LENGTHS[2]
+    store, n = model.attmemo.engine.reuse.store, LENGTHS[2]
     tokens = BOTH["input_ids"][2, :n].numpy().astype(np.int32)
     offers = [Offer.of(tokens, store.layout, np.zeros(store.layout.nbytes(n), np.uint8))]
     assert model.attmemo.rows_to_compute([tokens.tolist()])[0] < n
@@ -211,7 +211,7 @@ def test_a_text_whose_record_is_on_its_way_is_computed_as_it_was() -> None:
 
 def test_what_is_not_kept_is_awaited_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model = guarded(MODELS["BERT"]())
-    store = model.attmemo.forward.engine.reuse.store
+    store = model.attmemo.engine.reuse.store
     monkeypatch.setattr(store.pool, "fits", lambda nbytes: False)
     run(model, BASE)
     assert model.attmemo.stats()["offered"] == {"too_large": len(LENGTHS)}
@@ -222,7 +222,7 @@ def test_an_answer_is_exact_again_once_its_record_goes() -> None:
     case = Case("BERT")
     model, exact = guarded(case.bare), field(run(case.exact, BASE))
     run(model, BASE)
-    store = model.attmemo.forward.engine.reuse.store
+    store = model.attmemo.engine.reuse.store
     store._learn(store.pool.remove(list(store.pool.records)))
     for _ in range(2):
         assert torch.equal(field(run(model, BASE)), exact)

@@ -520,10 +520,10 @@ class TestControls:
         before = ask(loaded, prepared)
         found = {}
         for name in CONTROLS:
-            with serving_control(model.attmemo.forward.engine, name):
+            with serving_control(model.attmemo.engine, name):
                 found[name] = ask(loaded, prepared)
             assert torch.equal(ask(loaded, prepared), before)
-        with pytest.raises(RuntimeError), serving_control(model.attmemo.forward.engine, "mean map"):
+        with pytest.raises(RuntimeError), serving_control(model.attmemo.engine, "mean map"):
             raise RuntimeError
         assert torch.equal(ask(loaded, prepared), before)
         assert not torch.allclose(found["mean map"], before, atol=1e-3)

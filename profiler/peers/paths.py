@@ -110,7 +110,7 @@ def memoize_rows(loaded: LoadedModel, budget: float, linear: LinearName = "exact
         loaded.model, database=":memory:", reuse="rows", budget=budget, answer=rule, min_cosine=MIN_COSINE,
         tokenizer=loaded.tokenizer, linear=linear,
     )  # fmt: skip
-    model.attmemo.guard.forward.idle.close()  # else it would verify while other paths are timed
+    model.attmemo.guarded.idle.close()  # else it would verify while other paths are timed
     return model.attmemo
 
 
